@@ -1,0 +1,67 @@
+"""The one stream protocol: four verbs and three outcomes.
+
+A stream carries items of one type from one sender to one receiver, in order, each exactly once.
+
+===============  ==============================================================================
+``send(item)``   waits for credit, so a sender is never more than the window ahead of the receiver
+``receive()``    waits for the next item
+``aclose()``     sender: end of stream, after what was sent; receiver: stop, the sender sees broken
+``statistics()`` counters, for the reporter
+``StreamEnded``  (receive) the sender closed and everything was received
+``StreamClosed`` (send, receive) this side closed it
+``StreamBroken`` (send, receive) the peer is gone without an end, or broke the protocol
+===============  ==============================================================================
+
+Memory streams (``memory_stream``) and ZeroMQ streams (``zmq_stream``) pass the same contract tests.
+Cancelling ``receive`` never loses an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol, TypeVar
+
+import msgspec
+
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class StreamStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one end of a stream. ``buffered``: items sent and not yet credited, or received and not yet taken."""
+
+    items: int
+    bytes: int
+    buffered: int
+    window: int
+    wait_seconds: float
+
+
+class SendStream(Protocol[T_contra]):
+    """The sending end."""
+
+    async def send(self, item: T_contra) -> None:
+        """Send one item. Raises ``StreamClosed`` or ``StreamBroken``."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the stream: the receiver gets what was sent, then ``StreamEnded``. Idempotent."""
+        ...
+
+    def statistics(self) -> StreamStatistics: ...
+
+
+class ReceiveStream(Protocol[T_co]):
+    """The receiving end. ``async for`` over it stops at ``StreamEnded``."""
+
+    async def receive(self) -> T_co:
+        """The next item. Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop receiving: the sender gets ``StreamBroken``. Idempotent."""
+        ...
+
+    def statistics(self) -> StreamStatistics: ...
+
+    def __aiter__(self) -> AsyncIterator[T_co]: ...

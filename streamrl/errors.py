@@ -1,0 +1,52 @@
+"""Two kinds of failure, and nothing else.
+
+*Data went wrong* (a reward raised, a completion was cut): a recorded outcome on the trajectory.
+*The system went wrong* (a process died, a stream broke): an exception that ends the nursery.
+Every message names the thing, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class StreamRLError(Exception):
+    """Base of every error that streamrl raises on purpose."""
+
+
+class RecipeError(StreamRLError):
+    """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class ProcessDied(StreamRLError):
+    """A process of the run ended although it should not have."""
+
+
+class EngineError(StreamRLError):
+    """An engine cannot serve any more."""
+
+
+class WeightError(StreamRLError):
+    """A weight delta could not be applied: wrong base, wrong digest, or an unmapped parameter."""
+
+
+class RewardFailureLimit(StreamRLError):
+    """More rewards failed than the recipe allows."""
+
+
+class StreamClosed(StreamRLError):
+    """This side closed the stream and used it afterwards."""
+
+
+class StreamEnded(StreamRLError):
+    """The sender ended the stream and every item was received."""
+
+
+class StreamBroken(StreamRLError):
+    """The peer is gone, or sent something that the protocol forbids."""
+
+
+class WireError(StreamRLError):
+    """Bytes that are not a message of this schema: unknown kind, wrong version, over a size limit."""

@@ -1,0 +1,354 @@
+"""What travels on the streams between processes. Tagged unions: the tag names the kind on the wire.
+
+==================  =======================  ==================  =====================
+stream              from -> to               item                bounded by
+==================  =======================  ==================  =====================
+``orders``          controller -> engine     ``EngineOrder``     slots
+``completions``     engine -> controller     ``EngineEvent``     slots
+``batches``         controller -> rank       ``TrainingOrder``   one batch in flight
+``reports``         rank -> controller       ``TrainingEvent``   one per order
+``orders``          controller -> worker     ``RewardOrder``     slots
+``results``         worker -> controller     ``RewardResult``    slots
+``steps``           controller -> parent     ``RunEvent``        steps
+==================  =======================  ==================  =====================
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from streamrl.types import (
+    Completion,
+    Record,
+    RewardFailure,
+    ScoredTrajectory,
+    TokenArray,
+    Trajectory,
+    TrainingGroup,
+)
+
+
+class Message(Record, tag=True):
+    """Base of everything that travels alone on a stream."""
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+class WeightSource(Record):
+    """Where one trainer rank serves its part of a version, and what that part is.
+
+    ``manifest_digest`` identifies the manifest bytes; the manifest itself is fetched from ``endpoint``.
+    """
+
+    rank: int
+    endpoint: str
+    manifest_digest: str
+    payload_bytes: int
+    changed_elements: int
+    total_elements: int
+
+
+class WeightAnnouncement(Record):
+    """A version that engines may stage. ``base_version`` None: an anchor, complete in itself.
+
+    ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
+    """
+
+    policy_version: int
+    base_version: int | None
+    state_hash: int
+    sources: tuple[WeightSource, ...]
+
+
+# ---- controller -> engine ------------------------------------------------------------------------
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight (vLLM's words): abort returns them cut, keep freezes them."""
+
+    ABORT = "abort"
+    KEEP = "keep"
+
+
+class Generate(Message):
+    """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
+    the same completion (a resumed trajectory): they count against ``max_tokens`` already."""
+
+    request_id: str
+    token_ids: TokenArray
+    max_tokens: int
+    seed: int
+    temperature: float
+    top_p: float = 1.0
+    prefix_length: int = 0
+
+
+class Abort(Message):
+    """Stop these requests; each still answers with ``Generated`` (finish reason abort)."""
+
+    request_ids: tuple[str, ...]
+
+
+class Pause(Message):
+    """Stop sampling. ``clear_cache``: drop KV and prefix blocks made by the old weights."""
+
+    order_id: int
+    mode: PauseMode
+    clear_cache: bool
+
+
+class Resume(Message):
+    """Go on sampling after a pause."""
+
+    order_id: int
+
+
+class StageWeights(Message):
+    """Fetch, check and decode a version while generation goes on; nothing live changes."""
+
+    order_id: int
+    announcement: WeightAnnouncement
+
+
+class CommitWeights(Message):
+    """Apply the staged version to the live weights. Only while paused."""
+
+    order_id: int
+    policy_version: int
+
+
+class ComputeChecksums(Message):
+    """Ask for the engine's own checksum of every live parameter (slow)."""
+
+    order_id: int
+
+
+EngineOrder = Generate | Abort | Pause | Resume | StageWeights | CommitWeights | ComputeChecksums
+
+
+# ---- engine -> controller ------------------------------------------------------------------------
+
+
+class EngineReady(Message):
+    """First message of an engine: what it is and what it holds."""
+
+    engine: str
+    policy_version: int
+    max_context: int
+    max_running: int
+    tokenizer_digest: str = ""
+
+
+class Generated(Message):
+    """The completion of one request; with ``prefix_length`` only the new tokens."""
+
+    request_id: str
+    completion: Completion
+    seconds: float
+
+
+class GenerationFailed(Message):
+    """One request could not be served; the engine goes on."""
+
+    request_id: str
+    reason: str
+
+
+class OrderDone(Message):
+    """An order (pause, resume, stage, commit) was carried out. ``state_hash`` after a commit is computed
+    from the live weights."""
+
+    order_id: int
+    seconds: float
+    state_hash: int = 0
+    payload_bytes: int = 0
+    checksums: dict[str, str] = {}
+
+
+class OrderFailed(Message):
+    """An order could not be carried out; the engine still holds what it held."""
+
+    order_id: int
+    reason: str
+
+
+class EngineLoad(Message):
+    """Sent every second, and on change of state."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    generated_tokens: int
+    preemptions: int = 0
+
+
+EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFailed | EngineLoad
+
+
+# ---- controller -> trainer rank ------------------------------------------------------------------
+
+
+class TrainGroup(Message):
+    """A whole scored group of the open batch. May be trained on at once (streaming)."""
+
+    group: TrainingGroup
+
+
+class CloseBatch(Message):
+    """The open batch is complete: step the optimizer and publish ``policy_version``.
+
+    The totals are over all ranks, so every rank can check what it reduced.
+    """
+
+    batch_id: int
+    policy_version: int
+    groups: int
+    samples: int
+    trained_tokens: int
+
+
+class WeightsAcknowledged(Message):
+    """Every engine holds ``policy_version`` live: the shadow may advance to it."""
+
+    policy_version: int
+
+
+class PublishAnchor(Message):
+    """Publish the current version complete, whatever engines hold."""
+
+    policy_version: int
+
+
+class SaveCheckpoint(Message):
+    """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end)."""
+
+    directory: str
+    policy_version: int
+
+
+TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | SaveCheckpoint
+
+
+# ---- trainer rank -> controller ------------------------------------------------------------------
+
+
+class TrainerReady(Message):
+    """First message of a rank. ``policy_version`` is what it holds (0: the initial weights)."""
+
+    rank: int
+    ranks: int
+    policy_version: int
+    parameters: int
+    state_hash: int
+    tokenizer_digest: str = ""
+
+
+class StepReport(Message):
+    """One optimizer step, from one rank. ``metrics`` are reduced over ranks (equal on each)."""
+
+    rank: int
+    batch_id: int
+    policy_version: int
+    base_version: int | None
+    state_hash: int
+    source: WeightSource
+    metrics: dict[str, float]
+
+
+class AnchorPublished(Message):
+    """Answer to ``PublishAnchor``."""
+
+    rank: int
+    policy_version: int
+    state_hash: int
+    source: WeightSource
+
+
+class CheckpointSaved(Message):
+    """Answer to ``SaveCheckpoint``."""
+
+    rank: int
+    directory: str
+    policy_version: int
+    seconds: float
+
+
+TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
+
+
+# ---- controller <-> reward worker ----------------------------------------------------------------
+
+
+class ScoreGroup(Message):
+    """Score these trajectories; more than one where a function scores whole groups."""
+
+    order_id: int
+    trajectories: tuple[Trajectory, ...]
+
+
+RewardOrder = ScoreGroup
+
+
+class RewardWorkerReady(Message):
+    """First message of a reward worker (again after a restart)."""
+
+    worker: int
+
+
+class GroupScored(Message):
+    """One outcome for each trajectory of the order, in the same order."""
+
+    order_id: int
+    outcomes: tuple[ScoredTrajectory | RewardFailure, ...]
+
+
+RewardResult = RewardWorkerReady | GroupScored
+
+
+# ---- controller -> supervisor, and to observers ---------------------------------------------------
+
+
+class RunStarted(Message):
+    """Every process is ready and version 0 is live."""
+
+    run_id: str
+    directory: str
+    metrics_endpoint: str
+    steps: int
+    parameters: int
+
+
+class RunProgress(Message):
+    """Between two steps: how far the open round is. ``phase`` is one of rollout, training, weights, evaluation."""
+
+    step: int
+    phase: str
+    finished: int
+    wanted: int
+
+
+class StepFinished(Message):
+    """One optimizer step whose version is live on the engines. Metric names: docs/metrics.md."""
+
+    step: int
+    policy_version: int
+    metrics: dict[str, float]
+
+
+class EvaluationFinished(Message):
+    """Held-out evaluation of one version."""
+
+    step: int
+    policy_version: int
+    metrics: dict[str, float]
+
+
+class RunFinished(Message):
+    """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
+
+    reason: str
+    step: int
+
+
+RunEvent = RunStarted | RunProgress | StepFinished | EvaluationFinished | RunFinished

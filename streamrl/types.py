@@ -1,0 +1,215 @@
+"""The vocabulary: every record that crosses a stage, a stream or a process.
+
+All structs are frozen. A stage changes the type (``Trajectory`` -> ``ScoredTrajectory`` ->
+``TrainingSample``); it never fills in blanks. Token ids and logprobs are ``array.array``
+values: they compare by value, cost four bytes an element, and travel as raw frames.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    TokenArray = array[int]
+    FloatArray = array[float]
+else:  # array.array cannot be subscripted at run time in Python 3.11, and msgspec reads annotations
+    TokenArray = array
+    FloatArray = array
+
+
+def token_array(values: Any = ()) -> TokenArray:
+    """Token ids as int32."""
+    return array("i", values)
+
+
+def float_array(values: Any = ()) -> FloatArray:
+    """Logprobs as float32: what the engine computed, bit for bit."""
+    return array("f", values)
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped sampling. Never mixed with ``DropReason``."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class DropReason(StrEnum):
+    """Why control did not train a trajectory."""
+
+    STALE = "stale"
+    ZERO_VARIANCE = "zero_variance"
+    REWARD_FAILED = "reward_failed"
+    ENGINE_FAILED = "engine_failed"
+    CANCELLED = "cancelled"
+    DRAINED = "drained"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of the records on a wire: append fields with defaults, never reorder or reuse a name."""
+
+
+class Prompt(Record):
+    """One task instance: token ids and the dataset columns its reward needs."""
+
+    prompt_id: str
+    token_ids: TokenArray
+    columns: dict[str, Any] = {}
+
+
+class TrajectoryId(Record, order=True):
+    """Identity of one trajectory: the attempt at one sample of one group of one prompt.
+
+    ``sample`` counts 0..group_size-1 inside the group; ``attempt`` grows when a trajectory is
+    drawn again from its start.
+    """
+
+    prompt_id: str
+    group_id: int
+    sample: int
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.group_id}.{self.sample}.{self.attempt}"
+
+
+class VersionSpan(Record):
+    """Tokens ``[start, end)`` of a completion, sampled under one policy version."""
+
+    start: int
+    end: int
+    policy_version: int
+
+
+class Completion(Record):
+    """One sampled continuation. ``behavior_logprobs[i]`` belongs to ``token_ids[i]``."""
+
+    token_ids: TokenArray
+    behavior_logprobs: FloatArray
+    finish_reason: FinishReason
+    version_spans: tuple[VersionSpan, ...]
+
+
+class Segment(Record):
+    """One turn of a trajectory. ``trained`` is its loss mask: model turns True, environment turns False.
+
+    ``behavior_logprobs`` is empty for an environment turn.
+    """
+
+    token_ids: TokenArray
+    trained: bool
+    behavior_logprobs: FloatArray = msgspec.field(default_factory=float_array)
+    version_spans: tuple[VersionSpan, ...] = ()
+
+
+class Trajectory(Record):
+    """The whole attempt at a prompt: one or more segments."""
+
+    id: TrajectoryId
+    prompt: Prompt
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    rollout_seconds: float = 0.0
+    evaluation: bool = False
+
+    @property
+    def generated_tokens(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(len(s.token_ids) for s in self.segments if s.trained)
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest policy version that sampled one of its tokens."""
+        return min((v.policy_version for s in self.segments for v in s.version_spans), default=0)
+
+    @property
+    def newest_version(self) -> int:
+        """Largest policy version that sampled one of its tokens."""
+        return max((v.policy_version for s in self.segments for v in s.version_spans), default=0)
+
+
+class ScoredTrajectory(Record):
+    """A trajectory with the reward that the user's functions returned for it."""
+
+    trajectory: Trajectory
+    reward: float
+    reward_parts: dict[str, float] = {}
+    reward_seconds: float = 0.0
+
+
+class RewardFailureKind(StrEnum):
+    """How a reward could not be had. A failure is absent from training; it never becomes a 0."""
+
+    RAISED = "raised"
+    TIMED_OUT = "timed_out"
+    NOT_FINITE = "not_finite"
+    WRONG_TYPE = "wrong_type"
+
+
+class RewardFailure(Record):
+    """A trajectory whose reward could not be computed, with the reason."""
+
+    trajectory: Trajectory
+    function: str
+    kind: RewardFailureKind
+    message: str
+    reward_seconds: float = 0.0
+
+
+class TrainingSample(Record):
+    """What the trainer eats: prompt and segments joined, with a loss mask.
+
+    ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
+    ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and
+    ``newest_version`` bound the policy versions of its trained tokens.
+    """
+
+    id: TrajectoryId
+    token_ids: TokenArray
+    loss_mask: bytes
+    behavior_logprobs: FloatArray
+    reward: float
+    oldest_version: int
+    newest_version: int
+    truncated: bool = False
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens under the loss."""
+        return self.loss_mask.count(1)
+
+
+class TrainingGroup(Record):
+    """The samples of one prompt that share a baseline. Group sizes may differ within a batch."""
+
+    group_id: int
+    batch_id: int
+    samples: tuple[TrainingSample, ...]
+
+
+def to_training_sample(scored: ScoredTrajectory) -> TrainingSample:
+    """Join prompt and segments of a scored trajectory into one sequence with a loss mask."""
+    trajectory = scored.trajectory
+    token_ids = token_array(trajectory.prompt.token_ids)
+    loss_mask = bytearray(len(token_ids))
+    logprobs = float_array(bytes(4 * len(token_ids)))
+    for segment in trajectory.segments:
+        count = len(segment.token_ids)
+        token_ids.extend(segment.token_ids)
+        loss_mask.extend((b"\x01" if segment.trained else b"\x00") * count)
+        logprobs.extend(segment.behavior_logprobs if segment.trained else float_array([0.0]) * count)
+    return TrainingSample(
+        id=trajectory.id,
+        token_ids=token_ids,
+        loss_mask=bytes(loss_mask),
+        behavior_logprobs=logprobs,
+        reward=scored.reward,
+        oldest_version=trajectory.oldest_version,
+        newest_version=trajectory.newest_version,
+        truncated=trajectory.finish_reason is FinishReason.LENGTH,
+    )
