@@ -28,6 +28,10 @@ class EngineError(StreamRLError):
     """An engine cannot serve any more."""
 
 
+class RequestRefused(StreamRLError):
+    """An engine could not serve one request; it goes on with the others."""
+
+
 class WeightError(StreamRLError):
     """A weight delta could not be applied: wrong base, wrong digest, or an unmapped parameter."""
 

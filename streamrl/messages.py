@@ -19,12 +19,14 @@ from enum import StrEnum
 
 from streamrl.types import (
     Completion,
+    Prompt,
     Record,
     RewardFailure,
     ScoredTrajectory,
     TokenArray,
-    Trajectory,
     TrainingGroup,
+    Trajectory,
+    TrajectoryId,
 )
 
 
@@ -59,6 +61,59 @@ class WeightAnnouncement(Record):
     base_version: int | None
     state_hash: int
     sources: tuple[WeightSource, ...]
+
+
+# ---- control -> rollout -> reward -> control (inside the controller) -------------------------------
+
+
+class LaunchTrajectory(Message):
+    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity."""
+
+    id: TrajectoryId
+    prompt: Prompt
+    group_size: int
+    seed: int
+    evaluation: bool = False
+    temperature: float | None = None
+
+
+class CancelTrajectories(Message):
+    """Stop these trajectories; each still ends once, as ``TrajectoryLost``."""
+
+    ids: tuple[TrajectoryId, ...]
+
+
+RolloutOrder = LaunchTrajectory | CancelTrajectories
+
+
+class FinishedTrajectory(Message):
+    """A trajectory on its way to the reward stage."""
+
+    trajectory: Trajectory
+    group_size: int
+
+
+class TrajectoryLost(Message):
+    """A launched trajectory that ends without a completion: cancelled, or the engine could not serve it."""
+
+    id: TrajectoryId
+    group_size: int
+    cancelled: bool
+    reason: str
+    tokens: int = 0
+    evaluation: bool = False
+
+
+RolloutOutcome = FinishedTrajectory | TrajectoryLost
+
+
+class Scored(Message):
+    """The outcome of one trajectory, on its way back to control."""
+
+    outcome: ScoredTrajectory | RewardFailure
+
+
+RewardOutcome = Scored | TrajectoryLost
 
 
 # ---- controller -> engine ------------------------------------------------------------------------
@@ -309,6 +364,14 @@ RewardResult = RewardWorkerReady | GroupScored
 # ---- controller -> supervisor, and to observers ---------------------------------------------------
 
 
+class StartProgress(Message):
+    """While the run starts: what ``process`` is doing (``loading``, ``waiting for streamrl serve``, ``ready``), since when."""
+
+    process: str
+    state: str
+    seconds: float
+
+
 class RunStarted(Message):
     """Every process is ready and version 0 is live."""
 
@@ -351,4 +414,4 @@ class RunFinished(Message):
     step: int
 
 
-RunEvent = RunStarted | RunProgress | StepFinished | EvaluationFinished | RunFinished
+RunEvent = StartProgress | RunStarted | RunProgress | StepFinished | EvaluationFinished | RunFinished

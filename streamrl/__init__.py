@@ -1,0 +1,29 @@
+"""streamrl: RL post-training for language models as one long-lived asyncio pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamrl.config.load import load_recipe
+    from streamrl.config.recipe import Recipe
+    from streamrl.run import Pipeline
+
+__all__ = ["Pipeline", "Recipe", "load_recipe"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: vLLM's worker processes and user code import parts of this package and must not load all of it.
+    if name == "Pipeline":
+        from streamrl.run import Pipeline
+
+        return Pipeline
+    if name == "Recipe":
+        from streamrl.config.recipe import Recipe
+
+        return Recipe
+    if name == "load_recipe":
+        from streamrl.config.load import load_recipe
+
+        return load_recipe
+    raise AttributeError(f"module 'streamrl' has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""Slots: the right of a trajectory to be in flight, and the arithmetic of staleness. The only place with that formula.
+
+A batch consumes ``prompts_per_batch`` groups and makes one new policy version. With
+``(max_staleness + 1)`` batches' worth of slots, released only when a trajectory is dropped or when the version that consumed it is *live on the
+engines*, a group launched under live version ``u`` while ``d`` trained versions are not live yet
+shares the buffer with at most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order
+that ``may_take`` allows, it is trained by version ``u + max_staleness`` at the latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class SlotLedger:
+    """Counts the slots in use. Slots held by a batch are released when its version is live."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.in_use = 0
+        self._consumed: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Trajectories that may be launched now."""
+        return self.capacity - self.in_use
+
+    def charge(self, count: int) -> None:
+        """Take ``count`` slots at launch."""
+        if count > self.free:
+            raise ValueError(f"{count} slots wanted, {self.free} of {self.capacity} are free")
+        self.in_use += count
+
+    def release(self, count: int) -> None:
+        """Give ``count`` slots back: their trajectories were dropped or cut."""
+        if count > self.in_use:
+            raise ValueError(f"{count} slots released, {self.in_use} are in use")
+        self.in_use -= count
+
+    def consume(self, policy_version: int, count: int) -> None:
+        """``count`` trajectories were trained into ``policy_version``; their slots wait for it to be live."""
+        self._consumed[policy_version] = self._consumed.get(policy_version, 0) + count
+
+    def version_live(self, policy_version: int) -> None:
+        """``policy_version`` is live on every engine: release what it and older versions consumed."""
+        for version in [v for v in self._consumed if v <= policy_version]:
+            self.release(self._consumed.pop(version))
+
+
+def staleness(trained_at: int, oldest_version: int) -> int:
+    """Optimizer steps between the version that sampled a token and the version that trains it."""
+    return trained_at - oldest_version
+
+
+def last_version(oldest_version: int, max_staleness: int) -> int:
+    """The last trainer version that may still train a token sampled under ``oldest_version``."""
+    return oldest_version + max_staleness
+
+
+def may_take(candidate: int, others: Iterable[int], *, now: int, seats: int, batch_groups: int) -> bool:
+    """Whether a group may take one of the ``seats`` left in the batch that version ``now`` trains.
+
+    ``candidate`` is the group's ``last_version``; ``others`` are those of all other untrained groups.
+    True when, the seat taken, every other group can still be trained in time: for each deadline ``d``
+    at most ``(seats - 1) + batch_groups * (d - now)`` groups may have to be trained by ``d``
+    (earliest-deadline-first feasibility with unit jobs).
+    """
+    if seats <= 0 or candidate < now:
+        return False
+    due = 0
+    pending = sorted(d for d in others if d < candidate)
+    for index, deadline in enumerate(pending):
+        due += 1
+        last_of_deadline = index + 1 == len(pending) or pending[index + 1] != deadline
+        if last_of_deadline and due > seats - 1 + batch_groups * max(deadline - now, 0):
+            return False
+    return True

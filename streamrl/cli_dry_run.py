@@ -1,0 +1,40 @@
+"""``streamrl train RECIPE --dry-run``: everything that is known before a start, and every problem, and no start."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamrl.config.arithmetic import arithmetic_lines, process_lines
+from streamrl.config.load import dump_recipe
+from streamrl.config.recipe import Recipe
+from streamrl.config.topology import plan_topology
+from streamrl.errors import RecipeError
+from streamrl.preflight import CheckedModel, check_model, preflight
+
+
+def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
+    """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails."""
+    arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
+    topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
+    model = _model(recipe)
+    facts, context = (model.facts, model.context) if model else (None, 0)
+    print("# the resolved recipe\n")
+    print(dump_recipe(recipe))
+    print("# what it adds up to\n")
+    print("\n".join(arithmetic_lines(recipe, facts, context)))
+    print("\n# what would be started\n")
+    print("\n".join(process_lines(recipe, topology, arguments)))
+    preflight(recipe)
+    print("\nall checks passed; nothing was started")
+    return 0
+
+
+def _model(recipe: Recipe) -> CheckedModel | None:
+    """None where the model is not there: ``preflight`` says so at the end, with everything else."""
+    try:
+        return check_model(recipe)
+    except RecipeError:
+        return None

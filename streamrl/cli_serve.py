@@ -1,0 +1,20 @@
+"""``streamrl serve engine|trainer RECIPE --index i``: one external process of a run, started by a person."""
+
+from __future__ import annotations
+
+import logging
+
+from streamrl.config.recipe import Recipe
+from streamrl.config.topology import Role
+from streamrl.processes.child import Terminated
+from streamrl.processes.external import serve_external
+
+
+def serve(role: str, recipe: Recipe, index: int) -> int:
+    """Serve until the run ends. Exit code 0 also after SIGTERM: an order that was obeyed."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        serve_external(Role(role), recipe, index)
+    except Terminated:
+        return 0
+    return 0

@@ -1,0 +1,159 @@
+"""Streams inside one event loop, for tests and simulation. Same contract as ``zmq_stream``, no bytes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
+
+from streamrl.comm.stream import StreamStatistics
+from streamrl.errors import StreamBroken, StreamClosed, StreamEnded
+
+T = TypeVar("T")
+
+
+class _Channel(Generic[T]):
+    """What both ends see."""
+
+    def __init__(self, window: int) -> None:
+        self.items: deque[T] = deque()
+        self.window = window
+        self.ended = False
+        self.broken = ""
+        self._changed = anyio.Event()
+
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def changed(self) -> None:
+        await self._changed.wait()
+
+    def fail(self, reason: str) -> None:
+        if not self.ended and not self.broken:
+            self.broken = reason
+            self.wake()
+
+
+class _MemoryStream(Generic[T]):
+    _role = ""
+
+    def __init__(self, channel: _Channel[T]) -> None:
+        self._channel = channel
+        self._turn = anyio.Lock()
+        self._closed = False
+        self._items = 0
+        self._wait_seconds = 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        else:
+            cause = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "it was cancelled"
+            await self.abort(f"the {self._role} failed: {cause}")
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    async def abort(self, reason: str) -> None:
+        """Break the stream: the peer gets ``StreamBroken`` with this reason."""
+        self._closed = True
+        self._channel.fail(f"broken by the {self._role}: {reason}")
+        self._channel.wake()
+
+    def statistics(self) -> StreamStatistics:
+        """Items sent, or taken; nothing is encoded, so ``bytes`` is 0."""
+        return StreamStatistics(
+            items=self._items,
+            bytes=0,
+            buffered=len(self._channel.items),
+            window=self._channel.window,
+            wait_seconds=self._wait_seconds,
+        )
+
+    def _raise_if_unusable(self) -> None:
+        if self._closed:
+            raise StreamClosed(f"memory stream: the {self._role} closed it")
+        if self._channel.broken:
+            raise StreamBroken(f"memory stream: {self._channel.broken}")
+
+    async def _wait_for_change(self) -> None:
+        started = time.monotonic()
+        try:
+            await self._channel.changed()
+        finally:
+            self._wait_seconds += time.monotonic() - started
+
+
+class MemorySendStream(_MemoryStream[T]):
+    """The sending end; make it with ``memory_stream``."""
+
+    _role = "sender"
+
+    async def send(self, item: T) -> None:
+        """Hand over one item, waiting while the window is full. Cancelled, it has not sent."""
+        async with self._turn:
+            while True:
+                self._raise_if_unusable()
+                if len(self._channel.items) < self._channel.window:
+                    break
+                await self._wait_for_change()
+            self._channel.items.append(item)
+            self._items += 1
+            self._channel.wake()
+
+    async def aclose(self) -> None:
+        """End the stream: the receiver gets what was sent, then ``StreamEnded``."""
+        if not self._closed:
+            self._closed = True
+            self._channel.ended = not self._channel.broken
+            self._channel.wake()
+
+
+class MemoryReceiveStream(_MemoryStream[T]):
+    """The receiving end; make it with ``memory_stream``."""
+
+    _role = "receiver"
+
+    async def receive(self) -> T:
+        """The next item. Cancelled, it has taken none. What was sent before an end or a break comes first."""
+        async with self._turn:
+            while self._closed or not self._channel.items:
+                if self._channel.ended and not self._closed:
+                    raise StreamEnded("memory stream: the sender ended it and everything was received")
+                self._raise_if_unusable()
+                await self._wait_for_change()
+            item = self._channel.items.popleft()
+            self._items += 1
+            self._channel.wake()
+            return item
+
+    async def aclose(self) -> None:
+        """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""
+        if not self._closed:
+            await self.abort("the receiver closed the stream")
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.receive()
+        except StreamEnded:
+            raise StopAsyncIteration from None
+
+
+def memory_stream(window: int) -> tuple[MemorySendStream[Any], MemoryReceiveStream[Any]]:
+    """Both ends of a stream of at most ``window`` items that were sent and not yet taken."""
+    if window < 1:
+        raise ValueError(f"a window of {window} items lets nothing pass; use at least 1")
+    channel: _Channel[Any] = _Channel(window)
+    return MemorySendStream(channel), MemoryReceiveStream(channel)

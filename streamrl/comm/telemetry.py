@@ -1,0 +1,214 @@
+"""The metrics socket: publish to whoever listens, never wait for them. The schema is in docs/metrics.md.
+
+A thread owns the sockets, so that a subscriber that joins late gets the last message of every topic at once,
+also while the run publishes nothing. ``publish`` only puts the message into a bounded queue.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from streamrl.errors import StreamRLError, WireError
+
+TELEMETRY_SCHEMA = 1
+HIGH_WATER = 1000
+LARGEST_MESSAGE = 4 << 20
+
+
+class TelemetryError(StreamRLError):
+    """The metrics socket cannot be had."""
+
+
+class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the metrics socket; ``fields`` as docs/metrics.md lists them by topic."""
+
+    topic: str
+    run_id: str
+    sequence: int
+    time: float
+    replay: bool
+    fields: dict[str, Any]
+
+
+class TelemetryPublisher:
+    """Binds ``endpoint`` and publishes from its own thread. Raises ``TelemetryError`` when it cannot bind."""
+
+    def __init__(self, endpoint: str, *, run_id: str, high_water: int = HIGH_WATER) -> None:
+        self._run_id = run_id
+        self._sequences: dict[str, int] = {}
+        self._latest: dict[str, dict[str, Any]] = {}
+        self._pending: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(maxsize=high_water)
+        self._dropped_before_socket = 0
+        self._dropped_at_socket = 0
+        self._closed = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.setsockopt(zmq.SNDHWM, high_water)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a second subscriber to the same topic must be welcomed too
+        self._wake_receive = self._context.socket(zmq.PAIR)
+        self._wake_receive.bind("inproc://wake")
+        self._wake_send = self._context.socket(zmq.PAIR)
+        self._wake_send.connect("inproc://wake")
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TelemetryError(
+                f"the metrics socket cannot bind {endpoint}: {zmq.strerror(error.errno)}; "
+                "set metrics.endpoint to a free one, or leave it empty"
+            ) from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, name="telemetry", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Messages not taken into the queue, plus one each time that a subscriber ran over its limit: libzmq skips it
+        from then on without a word until it reads again, so this is a lower bound. The subscriber itself counts exactly.
+        """
+        return self._dropped_before_socket + self._dropped_at_socket
+
+    def publish(self, topic: str, fields: dict[str, Any]) -> None:
+        """Queue one message. Returns at once, always. Call from one thread."""
+        if self._closed:
+            return
+        self._sequences[topic] = self._sequences.get(topic, 0) + 1
+        body = {"run_id": self._run_id, "sequence": self._sequences[topic], "time": time.time(), "replay": False}
+        try:
+            self._pending.put_nowait((topic, body | fields))
+        except queue.Full:
+            self._dropped_before_socket += 1
+        self._wake()
+
+    def close(self) -> None:
+        """Send what is queued, within the linger, and end the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake()
+        self._thread.join()
+        self._wake_send.close(linger=0)
+        self._context.term()
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_send.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            return  # enough wake-ups are under way
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_receive, zmq.POLLIN)
+        while not (self._closed and self._pending.empty()):
+            ready = dict(poller.poll())
+            if self._wake_receive in ready:
+                self._wake_receive.recv(zmq.NOBLOCK)
+                self._send_pending()
+            if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
+                self._welcome()
+        self._wake_receive.close(linger=0)
+        self._socket.close()
+
+    def _send_pending(self) -> None:
+        while True:
+            try:
+                topic, body = self._pending.get_nowait()
+            except queue.Empty:
+                return
+            self._latest[topic] = body
+            self._send(topic, body)
+
+    def _welcome(self) -> None:
+        for topic, body in self._latest.items():
+            self._send(topic, body | {"replay": True})
+
+    def _send(self, topic: str, body: dict[str, Any]) -> None:
+        frames = [topic.encode(), str(TELEMETRY_SCHEMA).encode(), msgspec.json.encode(body)]
+        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            # Somebody is over the limit. The others must have the message all the same, and the loss is counted.
+            self._dropped_at_socket += 1
+            self._socket.setsockopt(zmq.XPUB_NODROP, 0)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+class TelemetrySubscriber:
+    """Reads a metrics socket, blocking. ``lost`` counts the messages that the publisher dropped for this reader."""
+
+    def __init__(self, endpoint: str, *, topics: tuple[str, ...] = (), high_water: int = HIGH_WATER) -> None:
+        self._seen: dict[tuple[str, str], int] = {}
+        self.lost = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt(zmq.RCVHWM, high_water)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        try:
+            for topic in topics or ("",):
+                self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TelemetryError(
+                f"{endpoint} is not an endpoint ({zmq.strerror(error.errno)}): write tcp://HOST:PORT or ipc://PATH"
+            ) from error
+
+    def __enter__(self) -> TelemetrySubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        self._context.destroy(linger=0)
+
+    def receive(self, timeout_s: float) -> Telemetry | None:
+        """The next message not seen before, or None when nothing new came in time. Raises ``WireError``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining = deadline - time.monotonic()
+            if not self._socket.poll(max(0, int(remaining * 1000))):
+                return None
+            message = decode_telemetry(self._socket.recv_multipart(zmq.NOBLOCK))
+            if self._is_new(message):
+                return message
+
+    def _is_new(self, message: Telemetry) -> bool:
+        key = (message.run_id, message.topic)
+        last = self._seen.get(key, 0)
+        if message.sequence <= last:
+            return False
+        if last and not message.replay:
+            self.lost += message.sequence - last - 1
+        self._seen[key] = message.sequence
+        return True
+
+
+def decode_telemetry(frames: list[bytes]) -> Telemetry:
+    """A message from its three frames. Raises ``WireError`` for anything else than schema 1."""
+    if len(frames) != 3 or frames[1] != str(TELEMETRY_SCHEMA).encode():
+        version = frames[1][:20] if len(frames) > 1 else b"none"
+        raise WireError(
+            f"not a telemetry message of schema {TELEMETRY_SCHEMA} (its version: {version!r}); "
+            "use the streamrl version of the run"
+        )
+    try:
+        body = msgspec.json.decode(frames[2], type=dict[str, Any])
+        head = {name: body.pop(name) for name in ("run_id", "sequence", "time", "replay")}
+        return msgspec.convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
+        raise WireError(f"a telemetry message that does not decode: {error}") from error

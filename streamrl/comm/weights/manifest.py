@@ -1,0 +1,117 @@
+"""The manifest of one rank's part of one version: its identity, its tensors, its chunks.
+
+The digest of the encoded manifest is the identity of the part; everything else hangs on it: the manifest
+names the digest of every chunk, so whoever serves the bytes, they are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+
+from streamrl.errors import WeightError
+
+FORMAT_VERSION = 1
+CHUNK_BYTES = 1 << 20
+MANIFEST_LIMIT = 64 << 20
+
+
+class ShardSpec(msgspec.Struct, frozen=True):
+    """One rank's contiguous part of one checkpoint tensor.
+
+    ``dtype``: bfloat16, float16 or float32. ``shape``: of the full tensor. ``offset``, ``count``: flat
+    start and length of the shard in the full tensor; a shard may be empty.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    count: int
+
+    def check(self) -> None:
+        """Raise ``WeightError`` when the shard leaves its tensor."""
+        total = math.prod(self.shape)
+        if min(self.offset, self.count) < 0 or self.offset + self.count > total:
+            raise WeightError(
+                f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
+            )
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One encoded patch: the shard it belongs to, its changed elements, its bytes in the payload."""
+
+    shard: ShardSpec
+    changed_elements: int
+    payload_bytes: int
+
+
+class ChunkEntry(msgspec.Struct, frozen=True):
+    """One piece of the payload: BLAKE2b-128 digest (hexadecimal) and length in bytes."""
+
+    digest: str
+    payload_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank publishes for one version. The payload is the patches of ``tensors``, one after another,
+    cut into ``chunks``. A delta lists only tensors that changed; an anchor (``base_version`` None) lists all.
+
+    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after.
+    """
+
+    format_version: int
+    run_id: str
+    rank: int
+    policy_version: int
+    base_version: int | None
+    base_part_hash: int
+    part_hash: int
+    tensors: tuple[TensorEntry, ...]
+    chunks: tuple[ChunkEntry, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.payload_bytes for chunk in self.chunks)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def digest_of(payload: bytes | memoryview) -> str:
+    """BLAKE2b-128, hexadecimal."""
+    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes whose digest is the identity of the part."""
+    return _encoder.encode(manifest)
+
+
+def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint: str) -> Manifest:
+    """Check the digest, then decode and check the tables against each other."""
+    actual = digest_of(encoded)
+    if actual != expected_digest:
+        raise WeightError(f"manifest from {endpoint} has digest {actual}; announced was {expected_digest}")
+    try:
+        manifest = _decoder.decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise WeightError(f"manifest {expected_digest} from {endpoint} cannot be decoded: {error}") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise WeightError(
+            f"manifest from {endpoint} has format {manifest.format_version}; this build reads {FORMAT_VERSION}: "
+            "run the same streamrl version on both sides"
+        )
+    in_tensors = sum(entry.payload_bytes for entry in manifest.tensors)
+    if in_tensors != manifest.payload_bytes:
+        raise WeightError(
+            f"manifest {expected_digest} from {endpoint}: tensors take {in_tensors} bytes, "
+            f"chunks {manifest.payload_bytes}"
+        )
+    for entry in manifest.tensors:
+        entry.shard.check()
+    return manifest

@@ -1,0 +1,184 @@
+"""What an engine holds, as checkpoint bits: the base of every delta, and what a failed commit is undone from.
+
+Pure numpy. A staged version is complete and checked before anything live changes; applying it is then only
+a matter of copying absolute values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
+from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
+from streamrl.comm.weights.manifest import ShardSpec
+from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
+from streamrl.errors import WeightError
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A whole checkpoint tensor: name, published dtype, full shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class StagedPatch(msgspec.Struct, frozen=True, eq=False):
+    """What one tensor becomes. ``positions``: int64 [n] flat in the full tensor, strictly increasing, or None
+    for all elements; ``new_bits``: uint16 or uint32 [n]."""
+
+    positions: PositionArray | None
+    new_bits: BitArray
+
+
+class StagedVersion(msgspec.Struct, frozen=True, eq=False):
+    """A version that fits on what the mirror holds, with the state hash that it was checked to have."""
+
+    policy_version: int
+    base_version: int | None
+    state_hash: int
+    tensors: Mapping[str, TensorSpec]
+    patches: Mapping[str, StagedPatch]
+    payload_bytes: int
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it is complete in itself."""
+        return self.base_version is None
+
+
+class CheckpointMirror:
+    """The bits of every checkpoint tensor at the committed version. Empty until the first anchor."""
+
+    def __init__(self) -> None:
+        self.policy_version: int | None = None
+        self.state_hash = 0
+        self.tensors: dict[str, TensorSpec] = {}
+        self._bits: dict[str, BitArray] = {}
+
+    def bits(self, name: str) -> BitArray:
+        """All elements of a tensor, flat. Read only by convention."""
+        return self._bits[name]
+
+    def stage(self, fetched: FetchedVersion) -> StagedVersion:
+        """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
+
+        Raises ``WeightError``: other base version or base hash, unknown tensor, shards that leave a gap or
+        overlap, or a state hash that differs (expected and actual are named).
+        """
+        announced = fetched.announcement
+        version = announced.policy_version
+        anchor = announced.base_version is None
+        if not anchor:
+            self._check_base(fetched)
+        tensors = _tensor_table(fetched.patches)
+        for name, spec in tensors.items():
+            known = self.tensors.get(name)
+            if known != spec and not (known is None and anchor):
+                raise WeightError(f"version {version} publishes {spec}; this engine holds {known}")
+        if anchor and self.tensors and tensors.keys() != self.tensors.keys():
+            wrong = sorted(tensors.keys() ^ self.tensors.keys())[:5]
+            raise WeightError(f"anchor {version} has other tensors than this engine holds: {', '.join(wrong)}")
+        shards: dict[str, list[ShardPatch]] = {name: [] for name in tensors}
+        for part in sorted(fetched.patches, key=lambda part: part.shard.offset):
+            if part.shard.count:
+                shards[part.shard.name].append(part)
+        join = _join_complete if anchor else _join_changes
+        patches = {name: join(tensors[name], parts) for name, parts in shards.items()}
+        state_hash = self._hash_after(patches, anchor)
+        if state_hash != announced.state_hash:
+            raise WeightError(
+                f"version {version} would have state hash {state_hash:#018x} here; "
+                f"announced was {announced.state_hash:#018x}"
+            )
+        table = tensors if anchor else self.tensors
+        return StagedVersion(version, announced.base_version, state_hash, table, patches, fetched.payload_bytes)
+
+    def advance(self, staged: StagedVersion) -> None:
+        """Take over a committed version. Idempotent: values are absolute."""
+        for name, patch in staged.patches.items():
+            if patch.positions is None:
+                self._bits[name] = patch.new_bits if patch.new_bits.flags.writeable else patch.new_bits.copy()
+            else:
+                self._bits[name][patch.positions] = patch.new_bits
+        self.tensors = dict(staged.tensors)
+        self.policy_version, self.state_hash = staged.policy_version, staged.state_hash
+
+    def _check_base(self, fetched: FetchedVersion) -> None:
+        announced = fetched.announcement
+        if self.policy_version is None:
+            raise WeightError(
+                f"version {announced.policy_version} is a delta on {announced.base_version}; this engine holds no "
+                "published version yet and needs an anchor"
+            )
+        if announced.base_version != self.policy_version or fetched.base_hash != self.state_hash:
+            raise WeightError(
+                f"version {announced.policy_version} is a delta on version {announced.base_version} with state hash "
+                f"{fetched.base_hash:#018x}; this engine holds version {self.policy_version} with "
+                f"{self.state_hash:#018x}: publish an anchor"
+            )
+
+    def _hash_after(self, patches: Mapping[str, StagedPatch], anchor: bool) -> int:
+        total = 0 if anchor else self.state_hash
+        for name, patch in patches.items():
+            if patch.positions is None:
+                total += hash_range(name, 0, patch.new_bits)
+            else:
+                total += hash_elements(name, patch.positions, patch.new_bits)
+                total -= hash_elements(name, patch.positions, self._bits[name][patch.positions])
+        return total % MODULUS
+
+
+def _tensor_table(patches: Sequence[ShardPatch]) -> dict[str, TensorSpec]:
+    tensors: dict[str, TensorSpec] = {}
+    for part in patches:
+        spec = TensorSpec(part.shard.name, part.shard.dtype, part.shard.shape)
+        if tensors.setdefault(spec.name, spec) != spec:
+            raise WeightError(f"two ranks publish {spec.name!r} differently: {tensors[spec.name]} and {spec}")
+    return tensors
+
+
+def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    """Join the shards of an anchor; they must cover the tensor exactly once."""
+    joined = np.empty(spec.elements, dtype=bit_type(spec.dtype, spec.name))
+    reached = 0
+    for part in parts:
+        if part.patch.positions is not None:
+            raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
+        _check_follows(spec, part.shard, reached)
+        joined[reached : reached + part.shard.count] = part.patch.values
+        reached += part.shard.count
+    if reached != spec.elements:
+        raise WeightError(
+            f"the anchor of {spec.name!r} ends at element {reached} of {spec.elements}: a rank is missing"
+        )
+    return StagedPatch(None, joined)
+
+
+def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    reached = 0
+    positions: list[PositionArray] = []
+    for part in parts:
+        if part.shard.offset < reached:
+            raise WeightError(f"two ranks publish element {part.shard.offset} of {spec.name!r}")
+        reached = part.shard.offset + part.shard.count
+        local = part.patch.positions
+        positions.append((np.arange(part.shard.count) if local is None else local) + part.shard.offset)
+    return StagedPatch(np.concatenate(positions), np.concatenate([part.patch.values for part in parts]))
+
+
+def _check_follows(spec: TensorSpec, shard: ShardSpec, reached: int) -> None:
+    if shard.offset != reached:
+        raise WeightError(
+            f"the anchor of {spec.name!r} has a shard at element {shard.offset}; the one before ends at {reached}: "
+            "a rank is missing or two overlap"
+        )

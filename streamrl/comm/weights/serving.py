@@ -1,0 +1,137 @@
+"""The thread that serves encoded parts: a ROUTER socket that answers what receivers pull.
+
+Pull makes a transfer resumable, idempotent and self-paced: a receiver has as many requests open as it
+has credits, and asks again for what got lost. The thread owns its ZeroMQ context, so that the trainer may
+run any event loop, or none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
+from streamrl.comm.weights.requests import (
+    REQUEST_LIMIT,
+    ChunkReply,
+    GetManifest,
+    ManifestReply,
+    NotServed,
+    Reply,
+    Request,
+    encoder,
+    request_decoder,
+)
+from streamrl.comm.zmq_sockets import bind, ipc_path_identity, remove_ipc_path
+from streamrl.errors import WeightError
+
+_STOP_ENDPOINT = "inproc://stop"
+
+
+class ServedPart(msgspec.Struct, frozen=True, eq=False):
+    """One encoded part, ready to be pulled. Immutable: frames are sent without a copy."""
+
+    policy_version: int
+    manifest_digest: str
+    manifest: bytes
+    chunks: Sequence[memoryview]
+
+
+class ServingThread:
+    """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port)."""
+
+    def __init__(self, endpoint: str, name: str) -> None:
+        self.endpoint = endpoint
+        self._parts: dict[str, ServedPart] = {}
+        self._context: WeightContext = zmq.Context(io_threads=1)
+        self._stop = self._context.socket(zmq.PAIR)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._bound = threading.Event()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Bind and serve. Returns when the endpoint is bound; raises ``WeightError`` when it cannot be."""
+        self._stop.bind(_STOP_ENDPOINT)
+        self._thread.start()
+        self._bound.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``WeightError`` when the thread has failed."""
+        if self._failure is not None:
+            raise WeightError(f"weights cannot be served at {self.endpoint}: {self._failure}") from self._failure
+
+    def serve(self, parts: Sequence[ServedPart]) -> None:
+        """Replace what is served. A frame already handed to ZeroMQ is still delivered."""
+        self._parts = {part.manifest_digest: part for part in parts}
+
+    def close(self) -> None:
+        """Stop serving and release the endpoint. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            self._stop.send(b"")
+            self._thread.join()
+        self._stop.close(linger=0)
+        self._context.term()
+        self._parts = {}
+
+    def _serve(self) -> None:
+        stop = self._context.socket(zmq.PAIR)
+        try:
+            stop.connect(_STOP_ENDPOINT)
+            self._bind_and_answer(stop)
+        except Exception as failure:  # noqa: BLE001 - kept, and raised in the owner's thread by check()
+            self._failure = failure
+        finally:
+            stop.close(linger=0)
+            self._bound.set()
+
+    def _bind_and_answer(self, stop: zmq.Socket[bytes]) -> None:
+        identity: tuple[int, int] | None = None
+        router = pull_socket(self._context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
+        try:
+            self.endpoint = bind(router, self.endpoint)
+            identity = ipc_path_identity(self.endpoint)
+            self._bound.set()
+            self._answer_until_stopped(router, stop)
+        finally:
+            router.close(linger=0)
+            remove_ipc_path(self.endpoint, identity)
+
+    def _answer_until_stopped(self, router: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if stop in ready:
+                return
+            identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+            reply, payload = self._answer(frames)
+            try:
+                router.send_multipart([identity, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+
+    def _answer(self, frames: list[bytes]) -> tuple[Reply, bytes | memoryview]:
+        try:
+            request: Request = request_decoder.decode(frames[0] if len(frames) == 1 else b"")
+        except msgspec.MsgspecError as error:
+            return NotServed("", f"not a request of this version: {error}"), b""
+        digest = request.manifest_digest
+        part = self._parts.get(digest)
+        if part is None:
+            return NotServed(digest, "this manifest is not served (any more): ask for a newer version"), b""
+        if isinstance(request, GetManifest):
+            return ManifestReply(digest), part.manifest
+        if not 0 <= request.chunk < len(part.chunks):
+            return NotServed(digest, f"chunk {request.chunk} of {len(part.chunks)} does not exist"), b""
+        return ChunkReply(digest, request.chunk), part.chunks[request.chunk]

@@ -1,0 +1,217 @@
+"""The one place where ZeroMQ sockets of streams are made, bound, connected, watched and closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket as sockets
+import time
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from streamrl.errors import StreamRLError
+
+IPC_PATH_BYTES = 107
+"""A unix socket address holds 108 bytes with the closing zero."""
+
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 10_000
+"""A peer whose host or network is gone is noticed after this time; a killed process at once, by its closed connection.
+libzmq's own thread answers heartbeats, so a peer that computes for minutes does not look dead."""
+
+HANDSHAKE_TIMEOUT_MS = 10_000
+RECONNECT_INTERVAL_MS = 50
+RECONNECT_INTERVAL_MAX_MS = 500
+LINGER_MS = 500
+"""How long bytes may still leave after a socket was closed. The close handshake has normally emptied it before."""
+
+_TRANSPORTS = ("inproc", "ipc", "tcp")
+_MONITORED = (
+    zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+)
+
+
+def transport_of(endpoint: str) -> str:
+    """``inproc``, ``ipc`` or ``tcp``. Raises ``StreamRLError`` where an endpoint cannot be one, with the remedy."""
+    transport, separator, address = endpoint.partition("://")
+    if not separator or transport not in _TRANSPORTS or not address:
+        raise StreamRLError(f"endpoint {endpoint!r} is not one of inproc://NAME, ipc://PATH, tcp://HOST:PORT")
+    if transport == "ipc" and len(address.encode()) > IPC_PATH_BYTES:
+        raise StreamRLError(
+            f"endpoint {endpoint!r}: the path has {len(address.encode())} bytes and a unix socket path may have "
+            f"{IPC_PATH_BYTES}; use a shorter run or socket directory"
+        )
+    if transport == "tcp":
+        host, colon, _port = address.rpartition(":")
+        if not colon or not host:
+            raise StreamRLError(f"endpoint {endpoint!r} has no port; write tcp://HOST:PORT")
+        if ":" in host and not host.startswith("["):
+            raise StreamRLError(f"endpoint {endpoint!r}: put an IPv6 address in brackets, as in tcp://[::1]:5555")
+    return transport
+
+
+def create_socket(kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int) -> zmq.Socket[bytes]:
+    """A socket with every option a stream relies on. Frames above ``max_frame_bytes`` cut the connection.
+
+    Nothing is queued without credit, so there is no bound on sending; the one on receiving is against a peer that
+    ignores credit.
+    """
+    transport = transport_of(endpoint)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, receive_high_water_mark)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+    # With IPv6 on, a host name that has both kinds of address would resolve to the other kind than the peer bound.
+    socket.setsockopt(zmq.IPV6, int(transport == "tcp" and "[" in endpoint))
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise a message to a peer that is gone vanishes silently
+    return socket
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind and return the endpoint with its real port. Raises ``StreamRLError`` naming the endpoint and the remedy."""
+    if transport_of(endpoint) == "ipc":
+        _refuse_live_ipc_path(endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise StreamRLError(f"cannot bind {endpoint}: {error.strerror}; {_bind_remedy(error.errno)}") from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Start connecting; libzmq retries until somebody binds. Raises ``StreamRLError`` for an impossible address."""
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise StreamRLError(f"cannot connect to {endpoint}: {error.strerror}; check host and port") from error
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a receive would not wait."""
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
+def _bind_remedy(number: int | None) -> str:
+    match number:
+        case errno.EADDRINUSE:
+            return "another process or stream holds it: stop that one (`ss -ltnp` names it) or choose another endpoint"
+        case errno.EADDRNOTAVAIL | errno.ENODEV:
+            return "this host has no such address: bind an address of this host, or 0.0.0.0"
+        case errno.EACCES | errno.EPERM:
+            return "not permitted: choose a port above 1023, or a directory that you may write"
+        case errno.ENOENT | errno.ENOTDIR:
+            return "its directory does not exist: create it first"
+        case _:
+            return "check the address"
+
+
+def _refuse_live_ipc_path(endpoint: str) -> None:
+    """libzmq unlinks a path and takes it over even while another process listens there; ask before."""
+    address = endpoint.removeprefix("ipc://")
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect("\0" + address[1:] if address.startswith("@") else address)
+        except BlockingIOError:
+            pass  # its backlog is full, so somebody listens
+        except OSError:
+            return  # no such file, or a file that a killed process left behind
+    raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
+
+
+def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:
+    """Device and inode of a bound ipc path, by which ``remove_ipc_path`` knows its own file again."""
+    if not endpoint.startswith("ipc://") or endpoint.startswith("ipc://@"):
+        return None
+    try:
+        status = os.stat(endpoint.removeprefix("ipc://"))
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def remove_ipc_path(endpoint: str, identity: tuple[int, int] | None) -> None:
+    """Remove the socket file of a closed listener (libzmq leaves it), unless somebody else has bound there since."""
+    if identity is not None and ipc_path_identity(endpoint) == identity:
+        os.unlink(endpoint.removeprefix("ipc://"))
+
+
+class ConnectionMonitor:
+    """Reads the connection events of one ipc or tcp socket.
+
+    A connection is known by its file descriptor; the kernel reuses those, so each gets a number of its own
+    when it opens. ``listening`` turns False when the bound address is free again.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._events: zmq.Socket[bytes] = socket.get_monitor_socket(_MONITORED)
+        self._open: dict[int, int] = {}
+        self._opened = 0
+        self._handshakes = 0
+        self.listening = True
+
+    @property
+    def fd(self) -> int:
+        """Becomes readable when there may be events; then call ``read``."""
+        return self._events.fileno()
+
+    def read(self) -> None:
+        """Take in all events that have happened so far."""
+        for event, value in self._pending():
+            match event:
+                case zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED:
+                    self._opened += 1
+                    self._open[value] = self._opened
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._handshakes += 1
+                case zmq.EVENT_DISCONNECTED:
+                    self._open.pop(value, None)
+                case zmq.EVENT_CLOSED:
+                    self.listening = False
+                case _:
+                    continue
+
+    def take_handshakes(self) -> int:
+        """How many connections became usable since the last call."""
+        count, self._handshakes = self._handshakes, 0
+        return count
+
+    def connection_on(self, fd: int | None) -> int | None:
+        """Number of the open connection on this file descriptor, None when it is closed."""
+        return None if fd is None else self._open.get(fd)
+
+    def is_open(self, connection: int) -> bool:
+        """Whether this connection still stands."""
+        return connection in self._open.values()
+
+    def wait_until_unbound(self, seconds: float) -> bool:
+        """Block until the listener is closed: a millisecond, and without it the address could not be bound again."""
+        deadline = time.monotonic() + seconds
+        while self.listening and (left := deadline - time.monotonic()) > 0:
+            self._events.poll(int(left * 1000) + 1)
+            self.read()
+        return not self.listening
+
+    def close(self) -> None:
+        """Stop monitoring. Call it before the socket is closed."""
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
+
+    def _pending(self) -> Iterator[tuple[int, int]]:
+        while has_message(self._events):
+            event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            yield int(event["event"]), int(event["value"])

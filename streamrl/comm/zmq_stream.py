@@ -1,0 +1,357 @@
+"""Streams over ZeroMQ: one sender, one receiver, ``inproc``, ``ipc`` or ``tcp``; either side may bind.
+
+::
+
+    async with zmq_sender(EngineOrder, "ipc:///run/x/orders", bind=True, window=64, name="orders") as orders:
+        await orders.send(Generate(...))
+
+Entering binds, or starts connecting, and returns at once; the first ``send`` or ``receive`` waits for the peer, for as
+long as it takes (whoever started the peer watches its process). The binding side is a ROUTER, the other a DEALER;
+``stream_protocol`` decides what they say. A task of the context manager moves messages between socket and memory,
+so a cancelled ``send`` or ``receive`` never touches a socket and loses nothing. Leaving normally ends the stream,
+leaving with an exception breaks it and tells the peer why. A peer that dies breaks it at once.
+
+After ``StreamBroken`` or ``StreamEnded`` the address is already free: a new context manager can bind it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, overload
+
+import anyio
+from anyio.abc import TaskGroup
+
+from streamrl.comm.stream import StreamStatistics
+from streamrl.comm.stream_protocol import Greeting, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.wire import WireCodec, WireLimits
+from streamrl.comm.zmq_connection import StreamConnection
+from streamrl.errors import StreamBroken, StreamClosed, StreamEnded, WireError
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 5.0
+"""How long a closing sender waits until the receiver has everything."""
+
+PARTING_SECONDS = 0.5
+"""How long an end that breaks or is ended waits for the peer to know. A courtesy: it sees the connection close."""
+
+
+class _ZmqStream:
+    """What sender and receiver share: the context manager, waiting for changes, parting."""
+
+    def __init__(self, endpoint: str, role: Role, name: str, limits: WireLimits, close_seconds: float) -> None:
+        self.name = name or endpoint
+        self._configured_endpoint = endpoint
+        self._role = role
+        self._limits = limits
+        self._close_seconds = close_seconds
+        self._connection: StreamConnection
+        self._tasks: TaskGroup
+        self._turn = anyio.Lock()
+        self._closed = False
+        self._bytes = 0
+        self._wait_seconds = 0.0
+
+    @property
+    def endpoint(self) -> str:
+        """Where the stream is; with the real port after binding ``tcp://HOST:*``."""
+        return self._connection.endpoint
+
+    async def __aenter__(self) -> Self:
+        self._tasks = anyio.create_task_group()
+        self._connection.open()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._connection.run)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.aclose()
+            else:
+                cause = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "it was cancelled"
+                await self.abort(f"the {self._role} failed: {cause}")
+        finally:
+            self._closed = True
+            self._connection.stop()
+            try:
+                # Not told of ``error``: the group would wrap it, and the first error is what the user must see.
+                await self._tasks.__aexit__(None, None, None)
+            finally:
+                self._connection.close()
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    async def abort(self, reason: str) -> None:
+        """Break the stream: the peer gets ``StreamBroken`` with this reason."""
+        self._closed = True
+        self._connection.end.fail(reason)
+        self._connection.service()
+        self._connection.wake()
+        with anyio.CancelScope(shield=True):
+            await self._part(PARTING_SECONDS)
+
+    async def _part(self, seconds: float) -> None:
+        """Wait until the peer needs nothing more from this end."""
+        with anyio.move_on_after(seconds):
+            while not self._connection.end.parted:
+                await self._connection.changed()
+
+    def _describe(self, what: str) -> str:
+        return f"stream {self.name!r} ({self._role} at {self._connection.endpoint}): {what}"
+
+    def _raise_if_unusable(self) -> None:
+        if self._closed:
+            raise StreamClosed(self._describe("was closed by this side"))
+        if self._connection.end.phase is Phase.BROKEN:
+            raise StreamBroken(self._describe(self._connection.end.reason))
+
+    async def _wait_for_change(self) -> None:
+        started = time.monotonic()
+        try:
+            await self._connection.changed()
+        finally:
+            self._wait_seconds += time.monotonic() - started
+
+
+class ZmqSendStream(_ZmqStream, Generic[T]):
+    """The sending end; make it with ``zmq_sender``. Safe for several coroutines that send at once."""
+
+    def __init__(
+        self,
+        item_type: Any,
+        endpoint: str,
+        *,
+        bind: bool,
+        window: int,
+        name: str,
+        limits: WireLimits,
+        close_seconds: float,
+    ) -> None:
+        super().__init__(endpoint, Role.SENDER, name, limits, close_seconds)
+        self._codec: WireCodec[T] = WireCodec(item_type, limits)
+        self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
+        greeting = _greeting(self._codec, Role.SENDER, window, limits, name)
+        self._end = SendingEnd(greeting, binds=bind, limits=limits, transmit=self._connection.transmit)
+        self._connection.end = self._end
+
+    async def send(self, item: T) -> None:
+        """Send one item, waiting for credit.
+
+        Cancelled, it has not sent. Raises ``WireError`` where the item itself cannot travel (the stream goes on),
+        ``StreamClosed`` and ``StreamBroken``.
+        """
+        frames = self._codec.encode(item)
+        size = sum(len(frame) for frame in frames)
+        async with self._turn:
+            while True:
+                self._raise_if_unusable()
+                if self._end.credit > 0:
+                    break
+                await self._wait_for_change()
+            accepted = self._end.peer_greeting.message_bytes if self._end.peer_greeting else size
+            if size > accepted:
+                raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {accepted}"))
+            self._end.send_item(frames)
+            self._bytes += size
+            self._connection.service()
+
+    async def aclose(self) -> None:
+        """End the stream and wait until the receiver has everything, at most ``close_seconds``.
+
+        Raises ``StreamBroken`` where that could not be known. A stream that had broken before is only closed:
+        ``send`` is what tells of that.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._connection.wake()
+        with anyio.move_on_after(self._close_seconds):
+            # An end before the peer came is still an end: it is told when it comes.
+            while self._end.phase is Phase.WAITING or (self._end.phase is Phase.OPEN and not self._end.has_credit):
+                await self._connection.changed()
+        if self._end.phase is not Phase.OPEN:
+            return
+        self._end.end()
+        self._connection.service()
+        await self._part(self._close_seconds)
+        if not self._end.finished:
+            self._end.fail(f"the end was not acknowledged within {self._close_seconds} s")
+            raise StreamBroken(self._describe(f"{self._end.reason}; {self._unacknowledged} items may be lost"))
+
+    def statistics(self) -> StreamStatistics:
+        """Items and bytes sent; ``buffered``: sent and not yet taken by the receiver, as far as credit tells."""
+        return StreamStatistics(
+            items=self._end.sent,
+            bytes=self._bytes,
+            buffered=self._unacknowledged,
+            window=self._end.window,
+            wait_seconds=self._wait_seconds,
+        )
+
+    @property
+    def _unacknowledged(self) -> int:
+        return self._end.sent - self._end.taken
+
+
+class ZmqReceiveStream(_ZmqStream, Generic[T]):
+    """The receiving end; make it with ``zmq_receiver``. ``async for`` over it stops at the end of the stream."""
+
+    def __init__(
+        self,
+        item_type: Any,
+        endpoint: str,
+        *,
+        bind: bool,
+        window: int,
+        name: str,
+        limits: WireLimits,
+        close_seconds: float,
+    ) -> None:
+        super().__init__(endpoint, Role.RECEIVER, name, limits, close_seconds)
+        self._codec: WireCodec[T] = WireCodec(item_type, limits)
+        self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
+        greeting = _greeting(self._codec, Role.RECEIVER, window, limits, name)
+        self._end = ReceivingEnd(greeting, binds=bind, limits=limits, transmit=self._connection.transmit)
+        self._connection.end = self._end
+
+    async def receive(self) -> T:
+        """The next item. Cancelled, it has taken none.
+
+        Items that arrived before an end or a break come first.
+        Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``.
+        """
+        async with self._turn:
+            while self._closed or not self._end.items:
+                if self._end.phase is Phase.ENDED and not self._closed:
+                    raise StreamEnded(self._describe("the sender ended it and everything was received"))
+                self._raise_if_unusable()
+                await self._wait_for_change()
+            frames = self._end.take()
+            try:
+                item = self._codec.decode(frames)
+            except WireError as error:
+                self._end.items.clear()
+                self._end.fail(str(error))
+                raise StreamBroken(self._describe(str(error))) from error
+            finally:
+                self._connection.service()
+            self._bytes += sum(len(frame) for frame in frames)
+            return item
+
+    async def aclose(self) -> None:
+        """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""
+        if self._closed:
+            return
+        if self._end.phase is Phase.ENDED:
+            self._closed = True
+            self._connection.wake()
+            await self._part(PARTING_SECONDS)
+        else:
+            await self.abort("the receiver closed the stream")
+
+    def statistics(self) -> StreamStatistics:
+        """Items and bytes taken by this application; ``buffered``: arrived and not yet taken."""
+        return StreamStatistics(
+            items=self._end.taken,
+            bytes=self._bytes,
+            buffered=len(self._end.items),
+            window=self._end.window,
+            wait_seconds=self._wait_seconds,
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.receive()
+        except StreamEnded:
+            raise StopAsyncIteration from None
+
+
+def _greeting(codec: WireCodec[Any], role: Role, window: int, limits: WireLimits, name: str) -> Greeting:
+    if window < 1:
+        raise ValueError(f"stream {name!r}: a window of {window} items lets nothing pass; use at least 1")
+    return Greeting(
+        item_type=codec.item_type_name,
+        role=role,
+        window=window,
+        message_bytes=limits.message_bytes,
+        session=uuid.uuid4().hex,
+        name=name,
+    )
+
+
+@overload
+def zmq_sender(
+    item_type: type[T], endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ...,
+) -> ZmqSendStream[T]: ...  # fmt: skip
+@overload
+def zmq_sender(
+    item_type: Any, endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ...,
+) -> ZmqSendStream[Any]: ...  # fmt: skip
+def zmq_sender(
+    item_type: Any,
+    endpoint: str,
+    *,
+    bind: bool,
+    window: int = 256,
+    name: str = "",
+    limits: WireLimits | None = None,
+    close_seconds: float = CLOSE_SECONDS,
+) -> ZmqSendStream[Any]:
+    """The sending end of a stream, to be entered with ``async with``.
+
+    ``item_type`` may be a union of records. ``window``: items that may be sent and not yet taken (the smaller of
+    both ends counts). Entering raises ``StreamRLError`` where the endpoint cannot be bound.
+    """
+    return ZmqSendStream(
+        item_type,
+        endpoint,
+        bind=bind,
+        window=window,
+        name=name,
+        limits=limits or WireLimits(),
+        close_seconds=close_seconds,
+    )
+
+
+@overload
+def zmq_receiver(
+    item_type: type[T], endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ...,
+) -> ZmqReceiveStream[T]: ...  # fmt: skip
+@overload
+def zmq_receiver(
+    item_type: Any, endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ...,
+) -> ZmqReceiveStream[Any]: ...  # fmt: skip
+def zmq_receiver(
+    item_type: Any,
+    endpoint: str,
+    *,
+    bind: bool,
+    window: int = 256,
+    name: str = "",
+    limits: WireLimits | None = None,
+    close_seconds: float = CLOSE_SECONDS,
+) -> ZmqReceiveStream[Any]:
+    """The receiving end of a stream, to be entered with ``async with``. Arguments as for ``zmq_sender``."""
+    return ZmqReceiveStream(
+        item_type,
+        endpoint,
+        bind=bind,
+        window=window,
+        name=name,
+        limits=limits or WireLimits(),
+        close_seconds=close_seconds,
+    )

@@ -1,0 +1,57 @@
+"""``streamrl explain rollout.group_size``: what a key means, its default and what it may be."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+
+import msgspec
+from msgspec import inspect
+
+from streamrl.config.check_fields import expected, section_struct, sections_with, struct_fields
+from streamrl.config.problems import nearest, shown
+from streamrl.config.recipe import Recipe
+from streamrl.errors import RecipeError
+
+
+def explain(key: str) -> list[str]:
+    """Lines about a section, about a key (``section.key``, or only ``key``), or about all sections for an empty one."""
+    sections = {field.name: section_struct(field.type) for field in struct_fields(Recipe)}
+    if not key:
+        return [f"[{name}]  {_doc(struct)[0]}" for name, struct in sections.items()]
+    section, _, name = key.partition(".")
+    if section not in sections and not name:
+        homes = list(sections_with(section))
+        if homes:
+            section, name = homes[0], section
+    if section not in sections:
+        close = nearest(section, sections)
+        hint = f'; did you mean "{close}"?' if close else ""
+        raise RecipeError([f"{key}: unknown section{hint} Sections: {', '.join(sections)}"])
+    return _explain_section(section, sections[section], name.rpartition(".")[2])
+
+
+def _explain_section(section: str, struct: type[msgspec.Struct], name: str) -> list[str]:
+    fields = struct_fields(struct)
+    if name and name not in {field.name for field in fields}:
+        names = [field.name for field in fields]
+        close = nearest(name, names)
+        hint = f'; did you mean "{close}"?' if close else ""
+        raise RecipeError([f"{section}.{name}: unknown key{hint} Keys: {', '.join(names)}"])
+    lines = [f"[{section}]", *(f"  {line}".rstrip() for line in _doc(struct)), ""]
+    for field in fields:
+        if not name or field.name == name:
+            lines.append(f"{field.name}: {expected(field.type)}; {_default(field)}")
+            cls = field.type.cls if isinstance(field.type, inspect.EnumType) else None
+            if cls is not None:
+                lines += [f"  {line}".rstrip() for line in _doc(cls)]
+    return lines
+
+
+def _doc(cls: type) -> list[str]:
+    return (python_inspect.getdoc(cls) or "").replace("``", '"').splitlines()
+
+
+def _default(field: inspect.Field) -> str:
+    if field.required:
+        return "required"
+    return "default: not set" if field.default is None else f"default {shown(field.default)}"

@@ -1,0 +1,157 @@
+"""TOML to ``Recipe``: every error at once, each with its place, its value and what is allowed; and back to TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from streamrl.config.check_fields import CheckedTable, check_recipe_table
+from streamrl.config.problems import Origin, problem
+from streamrl.config.recipe import Recipe
+from streamrl.config.rules import broken_rules
+from streamrl.config.toml_text import key_lines, toml_document
+from streamrl.errors import RecipeError
+
+# What stands in for a required section that is wrong, so that the rules about the others are still checked.
+_PLACEHOLDERS: dict[str, Any] = {
+    "model": {"path": "missing"},
+    "prompts": {"train": "missing.jsonl"},
+    "rewards": [{"function": "missing:missing"}],
+}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply ``--set`` overrides such as ``rollout.group_size=4`` or ``rewards.0.weight=2``.
+
+    Relative paths are resolved against the recipe's directory, except ``run.directory``, which stays relative to
+    the current directory. Raises ``RecipeError`` with every problem found.
+    """
+    path = Path(path)
+    text = _read(path)
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError([f"{path}: not valid TOML: {error}"]) from error
+    origin = Origin(file=str(path), lines=key_lines(text), overridden=frozenset())
+    problems: list[str] = []
+    overridden = {where for where in (_override(table, text, problems) for text in overrides) if where}
+    return _check(table, structs.replace(origin, overridden=frozenset(overridden)), problems, path.parent)
+
+
+def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
+    """Check the rules between fields of a recipe that was made in Python. Raises ``RecipeError``."""
+    origin = Origin(file=source, lines={})
+    problems = [problem(origin, path, text) for path, text in broken_rules(recipe)]
+    if problems:
+        raise RecipeError(problems)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """``recipe`` as TOML that ``load_recipe`` reads back to an equal recipe (where its paths are absolute)."""
+    return toml_document(recipe)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError([f"{path}: no such file; give the path of a recipe (TOML)"]) from None
+    except UnicodeDecodeError as error:
+        raise RecipeError([f"{path}: not UTF-8 text ({error.reason} at byte {error.start})"]) from None
+    except OSError as error:
+        raise RecipeError([f"{path}: cannot be read: {error.strerror}"]) from None
+
+
+def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | None:
+    """Apply one ``a.b=value`` to ``table``; returns its path, or None after adding a problem."""
+    path, equals, raw = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        problems.append(f"--set {text}: write --set section.key=value, such as --set rollout.group_size=4")
+        return None
+    target: Any = table
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(target, list):
+            target = _item(target, key)
+        elif isinstance(target, dict):
+            target = target.setdefault(key, [] if _is_index(keys[depth + 1]) else {})
+        if not isinstance(target, dict | list):
+            problems.append(f"--set {text}: {'.'.join(keys[: depth + 1])} is not there to be set")
+            return None
+    if isinstance(target, list):
+        problems.append(f"--set {text}: name a key of the item, such as {path.strip()}.weight=2")
+        return None
+    target[keys[-1]] = _override_value(raw.strip())
+    return ".".join(keys)
+
+
+def _is_index(key: str) -> bool:
+    return key.isascii() and key.isdigit()
+
+
+def _item(items: list[Any], key: str) -> Any:
+    """Item ``key`` of a list of tables; one past the end appends a new table; None where there is none."""
+    if not _is_index(key) or int(key) > len(items):
+        return None
+    if int(key) == len(items):
+        items.append({})
+    return items[int(key)]
+
+
+def _override_value(raw: str) -> Any:
+    """A TOML value where ``raw`` is one, otherwise the bare string."""
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return raw
+    return parsed["value"] if list(parsed) == ["value"] else raw
+
+
+def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> Recipe:
+    checked = check_recipe_table(table, origin)
+    problems = problems + checked.problems
+    recipe = _recipe(checked)
+    problems += [problem(origin, path, text) for path, text in broken_rules(recipe, checked.bad_paths)]
+    if problems:
+        raise RecipeError(problems)
+    return _resolve_paths(recipe, directory.absolute())
+
+
+def _recipe(checked: CheckedTable) -> Recipe:
+    """A recipe of the good values; placeholders and defaults stand where a value is missing or wrong."""
+    values = dict(checked.values)
+    for name, placeholder in _PLACEHOLDERS.items():
+        if isinstance(placeholder, dict):
+            values[name] = placeholder | values.get(name, {})
+        else:
+            values[name] = [placeholder[0] | item for item in values.get(name, placeholder)]
+    return msgspec.convert(values, Recipe)
+
+
+def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
+    return structs.replace(
+        recipe,
+        model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
+        prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
+        rewards=tuple(structs.replace(r, function=resolve_spec(r.function, directory)) for r in recipe.rewards),
+        evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
+    )
+
+
+def _absolute(path: str, directory: Path) -> Path:
+    return Path(directory, Path(path).expanduser()).resolve()
+
+
+def resolve_spec(spec: str, directory: Path) -> str:
+    """Make the file of a spec absolute: ``rows.jsonl`` and ``task.py:reward``; ``module:name`` stays as it is."""
+    if not spec:
+        return spec
+    file, colon, name = spec.rpartition(":")
+    if not colon:
+        return str(_absolute(spec, directory))
+    return f"{_absolute(file, directory)}:{name}" if file.endswith(".py") else spec

@@ -1,0 +1,218 @@
+"""Rules between fields, in one place: each says what does not fit together and what to write instead.
+
+A rule names the fields that it reads, so that it is skipped where one of them is already known to be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Set
+
+import msgspec
+
+from streamrl.config.recipe import (
+    AdvantageNormalization,
+    InFlight,
+    Launch,
+    Recipe,
+    RoundKind,
+    StalePolicy,
+    TransportKind,
+)
+
+DEVICES = ("auto", "cpu", "cuda")
+ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_CORES = re.compile(r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """``check`` yields (path, what is wrong and the remedy). ``reads``: paths whose values it relies on."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Recipe], Iterator[tuple[str, str]]]
+
+
+def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tuple[str, str]]:
+    """Every (path, message) of the rules that ``recipe`` breaks; rules that read a bad path are left out."""
+    bad = {".".join(part for part in path.split(".") if not part.isdigit()) for path in bad_paths}
+    return [found for rule in RULES if not _reads_any(rule, bad) for found in rule.check(recipe)]
+
+
+def _reads_any(rule: Rule, bad_paths: Set[str]) -> bool:
+    return any(
+        bad == read or bad.startswith(f"{read}.") or read.startswith(f"{bad}.")
+        for read in rule.reads
+        for bad in bad_paths
+    )
+
+
+def _staleness_of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    rollout = recipe.rollout
+    if rollout.rounds is RoundKind.SYNCHRONOUS and rollout.max_staleness != 0:
+        yield (
+            "rollout.max_staleness",
+            (
+                f'{rollout.max_staleness} does not fit rounds = "synchronous", which trains at staleness 0: '
+                'set max_staleness = 0, or rounds = "continuous"'
+            ),
+        )
+    if rollout.rounds is RoundKind.CONTINUOUS and rollout.max_staleness == 0:
+        yield (
+            "rollout.max_staleness",
+            (
+                '0 does not fit rounds = "continuous", which overlaps training with the next rollout: '
+                'set max_staleness = 1 or more, or rounds = "synchronous"'
+            ),
+        )
+
+
+def _synchronous_leaves_nothing_in_flight(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    rollout = recipe.rollout
+    if rollout.rounds is not RoundKind.SYNCHRONOUS:
+        return
+    remedy = 'remove it, or set rounds = "continuous"'
+    if rollout.in_flight is not InFlight.KEEP:
+        yield (
+            "rollout.in_flight",
+            f'"{rollout.in_flight}" has no effect: a synchronous round has nothing in flight at an update; {remedy}',
+        )
+    if rollout.when_stale is not StalePolicy.WAIT:
+        yield (
+            "rollout.when_stale",
+            f'"{rollout.when_stale}" has no effect: nothing becomes stale in synchronous rounds; {remedy}',
+        )
+
+
+def _groups_have_a_baseline(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.rollout.group_size > 1:
+        return
+    if recipe.training.advantage_normalization is AdvantageNormalization.STD:
+        yield (
+            "rollout.group_size",
+            (
+                '1 with advantage_normalization = "std" makes every advantage 0 (a group of one has no deviation): '
+                "set group_size = 2 or more"
+            ),
+        )
+    else:
+        yield "rollout.group_size", "1 makes every advantage 0: GRPO compares siblings; set group_size = 2 or more"
+
+
+def _rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not recipe.rewards:
+        yield "rewards", 'is empty: add [[rewards]] with function = "module:function" or "path/to/file.py:function"'
+    for index, reward in enumerate(recipe.rewards):
+        module, colon, function = reward.function.rpartition(":")
+        if not colon or not module or not function.isidentifier():
+            yield (
+                f"rewards.{index}.function",
+                f'"{reward.function}" does not name a function: write "module:function" or "path/to/file.py:function"',
+            )
+    names = [reward.name for reward in recipe.rewards]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield (
+                f"rewards.{index}.function",
+                f'"{name}" is the name of an earlier reward too, so their metrics would mix: rename one of them',
+            )
+
+
+def _some_reward_counts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
+        yield "rewards", "every weight is 0, so every reward would be 0: give at least one a weight that is not 0"
+
+
+def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.evaluation.every > 0 and not recipe.evaluation.prompts:
+        yield (
+            "evaluation.prompts",
+            f"is empty, but evaluation.every = {recipe.evaluation.every}: name held-out prompts, or set every = 0",
+        )
+
+
+def _devices(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    device = recipe.training.device
+    if device not in DEVICES and not re.fullmatch(r"cuda:\d+", device):
+        yield (
+            "training.device",
+            f'"{device}" is not allowed: must be one of "auto", "cpu", "cuda", "cuda:0", "cuda:1", ...',
+        )
+    if re.fullmatch(r"cuda:\d+", device) and recipe.training.ranks > 1:
+        yield (
+            "training.device",
+            (
+                f'"{device}" puts all {recipe.training.ranks} ranks on one device: '
+                'write "cuda" (rank i takes device i), or set ranks = 1'
+            ),
+        )
+
+
+def _engine_dtype(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.engines.dtype not in ENGINE_DTYPES:
+        names = ", ".join(f'"{name}"' for name in ENGINE_DTYPES)
+        yield "engines.dtype", f'"{recipe.engines.dtype}" is not allowed: must be one of {names}'
+
+
+def _engine_cores(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    cores, count = recipe.engines.cores, recipe.engines.count
+    if len(cores) not in (0, count):
+        yield (
+            "engines.cores",
+            f'has {len(cores)} entries for {count} engines: give one for each, such as ["0-3", "4-7"], or none',
+        )
+    for index, entry in enumerate(cores):
+        if not _CORES.match(entry):
+            yield f"engines.cores.{index}", f'"{entry}" is not a list of cores: write "0", "0-3" or "0,2,4-7"'
+
+
+def _engine_context(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if 0 < recipe.engines.max_context <= recipe.sampling.max_tokens:
+        yield (
+            "engines.max_context",
+            (
+                f"{recipe.engines.max_context} leaves no room for a prompt beside sampling.max_tokens = "
+                f"{recipe.sampling.max_tokens}: raise it, lower max_tokens, or set 0 (derived)"
+            ),
+        )
+
+
+def _external_needs_tcp(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.transport.kind is TransportKind.TCP:
+        return
+    for name in ("engines", "training"):
+        if getattr(recipe.transport, name) is Launch.EXTERNAL:
+            yield (
+                f"transport.{name}",
+                '"external" needs endpoints that another process can reach: set transport.kind = "tcp"',
+            )
+
+
+def _metrics_endpoint(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    endpoint = recipe.metrics.endpoint
+    if endpoint and not re.fullmatch(r"ipc://.+|tcp://[^:]+:\d+", endpoint):
+        yield (
+            "metrics.endpoint",
+            f'"{endpoint}" is not an endpoint: write "tcp://127.0.0.1:5690" or "ipc:///path/socket", or leave it empty',
+        )
+
+
+def _run_name(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", recipe.run.name):
+        yield "run.name", f'"{recipe.run.name}" cannot name a directory: use letters, digits, ".", "_" and "-"'
+
+
+RULES = (
+    Rule(("run.name",), _run_name),
+    Rule(("rollout.rounds", "rollout.max_staleness"), _staleness_of_rounds),
+    Rule(("rollout.rounds", "rollout.in_flight", "rollout.when_stale"), _synchronous_leaves_nothing_in_flight),
+    Rule(("rollout.group_size", "training.advantage_normalization"), _groups_have_a_baseline),
+    Rule(("rewards.function",), _rewards),
+    Rule(("rewards.weight",), _some_reward_counts),
+    Rule(("evaluation.every", "evaluation.prompts"), _evaluation),
+    Rule(("training.device", "training.ranks"), _devices),
+    Rule(("engines.dtype",), _engine_dtype),
+    Rule(("engines.cores", "engines.count"), _engine_cores),
+    Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),
+    Rule(("transport",), _external_needs_tcp),
+    Rule(("metrics.endpoint",), _metrics_endpoint),
+)

@@ -1,0 +1,84 @@
+"""TOML text: where a key stands in a file, how a value is written, how a recipe is written."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_TABLE = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+def _split_key(text: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in text.split(".")]
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Line number (from 1) of every table and key, by dotted path; the n-th ``[[rewards]]`` is ``rewards.n``.
+
+    It scans lines and does not parse: keys of inline tables have no line, and a line inside a multi-line
+    string that looks like ``key =`` is taken for one. Both cost a hint, never a wrong value.
+    """
+    lines: dict[str, int] = {}
+    array_lengths: dict[str, int] = {}
+    prefix = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if table := _TABLE.match(line):
+            prefix = ".".join(_split_key(table[2]))
+            lines.setdefault(prefix, number)
+            if table[1] == "[[":
+                index = array_lengths.get(prefix, 0)
+                array_lengths[prefix] = index + 1
+                prefix = f"{prefix}.{index}"
+                lines.setdefault(prefix, number)
+        elif key := _KEY.match(line):
+            lines.setdefault(".".join([*filter(None, [prefix]), *_split_key(key[1])]), number)
+    return lines
+
+
+def toml_value(value: Any) -> str:
+    """One value in TOML notation. ``value``: str, bool, int, float, a sequence or a mapping of those."""
+    if isinstance(value, enum.Enum):
+        return toml_value(value.value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return str(value)
+
+
+def toml_key(key: str) -> str:
+    """A key, quoted where TOML asks for it."""
+    return key if _BARE_KEY.match(key) else toml_value(key)
+
+
+def _table_lines(section: msgspec.Struct) -> list[str]:
+    pairs = ((name, getattr(section, name)) for name in section.__struct_fields__)
+    return [f"{name} = {toml_value(value)}" for name, value in pairs if value is not None]
+
+
+def toml_document(struct: msgspec.Struct) -> str:
+    """A struct of sections as TOML. Fields that are None are left out: TOML has no null."""
+    blocks: list[list[str]] = []
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        if isinstance(value, msgspec.Struct):
+            blocks.append([f"[{name}]", *_table_lines(value)])
+        else:
+            blocks.extend([f"[[{name}]]", *_table_lines(item)] for item in value)
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"

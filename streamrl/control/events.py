@@ -1,0 +1,88 @@
+"""What can happen. Events carry identities and sizes, never tokens: the log of a run stays small and replays anywhere."""
+
+from __future__ import annotations
+
+from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
+
+EVENT_SCHEMA = 1
+
+
+class Event(Record, tag=True):
+    """Base of everything that control is told."""
+
+
+class RunBegan(Event):
+    """Engines and trainer hold ``policy_version``, and it is live."""
+
+    policy_version: int = 0
+
+
+class PromptsDrawn(Event):
+    """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted."""
+
+    prompt_ids: tuple[str, ...]
+    exhausted: bool = False
+
+
+class TrajectoryScored(Event):
+    """A trajectory was sampled and its reward is a value that the user's function returned."""
+
+    id: TrajectoryId
+    reward: float
+    tokens: int
+    finish_reason: FinishReason
+    oldest_version: int
+    newest_version: int
+
+
+class TrajectoryFailed(Event):
+    """A trajectory ends without a reward (``reward_failed``, ``engine_failed`` or ``cancelled``)."""
+
+    id: TrajectoryId
+    reason: DropReason
+    message: str = ""
+    tokens: int = 0
+
+
+class BatchTrained(Event):
+    """The trainer stepped: it now holds ``policy_version``."""
+
+    batch_id: int
+    policy_version: int
+
+
+class WeightsLive(Event):
+    """Every engine acknowledged ``policy_version``."""
+
+    policy_version: int
+
+
+class EvaluationDone(Event):
+    """Held-out prompts were scored under ``policy_version``."""
+
+    policy_version: int
+
+
+class CheckpointDone(Event):
+    """A checkpoint of ``policy_version`` is on disk."""
+
+    policy_version: int
+
+
+class StopRequested(Event):
+    """Drain: train nothing new, keep what is trained, end."""
+
+    reason: str
+
+
+ControlEvent = (
+    RunBegan
+    | PromptsDrawn
+    | TrajectoryScored
+    | TrajectoryFailed
+    | BatchTrained
+    | WeightsLive
+    | EvaluationDone
+    | CheckpointDone
+    | StopRequested
+)

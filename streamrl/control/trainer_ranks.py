@@ -1,0 +1,136 @@
+"""The trainer as control sees it: one stream of batches and one of reports for each rank."""
+
+from __future__ import annotations
+
+from asyncio import Future, get_running_loop
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.errors import StreamBroken, StreamEnded, StreamRLError
+from streamrl.messages import (
+    AnchorPublished,
+    CheckpointSaved,
+    CloseBatch,
+    PublishAnchor,
+    SaveCheckpoint,
+    StepReport,
+    TrainerReady,
+    TrainGroup,
+    TrainingEvent,
+    TrainingOrder,
+    WeightAnnouncement,
+    WeightsAcknowledged,
+)
+from streamrl.types import TrainingGroup
+
+RankStreams = tuple[SendStream[TrainingOrder], ReceiveStream[TrainingEvent]]
+Answer = TypeVar("Answer", StepReport, AnchorPublished, CheckpointSaved)
+HASH_MODULUS = 2**64
+
+
+class TrainerRanks:
+    """Sends orders to all ranks and gathers one answer from each. ``run`` is a child of the nursery."""
+
+    def __init__(self, ranks: Sequence[RankStreams]) -> None:
+        self._ranks = ranks
+        self._open_tokens = [0] * len(ranks)
+        self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
+
+    async def ready(self) -> list[TrainerReady]:
+        """The greeting of every rank. Raises ``StreamRLError`` when ranks disagree about what they hold."""
+        greetings: list[TrainerReady] = []
+        for index, (_, reports) in enumerate(self._ranks):
+            try:
+                greeting = await reports.receive()
+            except StreamEnded as error:
+                raise StreamBroken(f"trainer-{index} ended before it was ready") from error
+            if not isinstance(greeting, TrainerReady) or greeting.rank != index or greeting.ranks != len(self._ranks):
+                raise StreamRLError(f"trainer-{index} greeted with {greeting}; {len(self._ranks)} ranks were expected")
+            greetings.append(greeting)
+        if len({(g.policy_version, g.parameters) for g in greetings}) != 1:
+            raise StreamRLError(f"trainer ranks hold different models: {greetings}")
+        return greetings
+
+    async def run(self) -> None:
+        """Receive answers until every rank ended its stream."""
+        async with anyio.create_task_group() as pumps:
+            for index in range(len(self._ranks)):
+                pumps.start_soon(self._pump, index)
+
+    async def _pump(self, rank: int) -> None:
+        async for event in self._ranks[rank][1]:
+            waiting = self._answers.pop((type(event), rank), None)
+            if waiting is None:
+                raise StreamRLError(f"trainer-{rank} sent {type(event).__name__}, which nobody asked for")
+            waiting.set_result(event)
+
+    async def train_group(self, group: TrainingGroup) -> None:
+        """Give a group to the rank with the fewest tokens in the open batch."""
+        rank = min(range(len(self._ranks)), key=lambda r: self._open_tokens[r])
+        self._open_tokens[rank] += sum(len(s.token_ids) for s in group.samples)
+        await self._ranks[rank][0].send(TrainGroup(group=group))
+
+    async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
+        """Tell every rank to step. Returns when they were told; call the result for the reports, in rank order."""
+        self._open_tokens = [0] * len(self._ranks)
+        return await self._ask(close, StepReport)
+
+    async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
+        """Have every rank publish its current weights complete."""
+        gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
+        answers = await gather()
+        return WeightAnnouncement(
+            policy_version=policy_version,
+            base_version=None,
+            state_hash=sum(a.state_hash for a in answers) % HASH_MODULUS,
+            sources=tuple(a.source for a in answers),
+        )
+
+    async def acknowledge(self, policy_version: int) -> None:
+        """Every engine holds ``policy_version`` live."""
+        for batches, _ in self._ranks:
+            await batches.send(WeightsAcknowledged(policy_version=policy_version))
+
+    async def save_checkpoint(self, directory: str, policy_version: int) -> CheckpointSaved:
+        """Write a checkpoint with all ranks; returns rank 0's answer."""
+        order = SaveCheckpoint(directory=directory, policy_version=policy_version)
+        gather = await self._ask(order, CheckpointSaved)
+        return (await gather())[0]
+
+    async def aclose(self) -> None:
+        """End the batches of every rank: ranks end when they have done what was sent."""
+        for batches, _ in self._ranks:
+            await batches.aclose()
+
+    async def _ask(self, order: TrainingOrder, kind: type[Answer]) -> Callable[[], Awaitable[list[Answer]]]:
+        waiting: list[Future[TrainingEvent]] = []
+        for rank, (batches, _) in enumerate(self._ranks):
+            if (kind, rank) in self._answers:
+                raise StreamRLError(f"trainer-{rank} still owes a {kind.__name__}")
+            waiting.append(get_running_loop().create_future())
+            self._answers[kind, rank] = waiting[-1]
+            await batches.send(order)
+
+        async def gather() -> list[Answer]:
+            answers = [await future for future in waiting]
+            return [answer for answer in answers if isinstance(answer, kind)]
+
+        return gather
+
+
+def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
+    """What the ranks published in one step, as one version. Raises ``StreamRLError`` when they disagree."""
+    versions = {(r.policy_version, r.base_version) for r in reports}
+    if len(versions) != 1:
+        raise StreamRLError(f"trainer ranks published different versions: {sorted(versions, key=str)}")
+    policy_version, base_version = versions.pop()
+    return WeightAnnouncement(
+        policy_version=policy_version,
+        base_version=base_version,
+        state_hash=sum(r.state_hash for r in reports) % HASH_MODULUS,
+        sources=tuple(r.source for r in reports),
+    )

@@ -1,0 +1,141 @@
+"""What one engine host needs to know, computed from the recipe. No torch and no vllm here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.config.recipe import Recipe
+from streamrl.errors import RecipeError
+
+PROMPT_ALLOWANCE = 1024
+"""Longest prompt in tokens when the recipe leaves ``engines.max_context`` to us."""
+
+CPU_BLOCK_TOKENS = 128
+CPU_CACHE_BYTES = 1 << 30
+"""``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One vLLM engine. ``cache_blocks`` 0: vLLM decides from free memory (CUDA).
+
+    ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
+    """
+
+    name: str
+    model_path: str
+    device: str
+    dtype: str
+    max_context: int
+    max_running: int
+    cache_blocks: int
+    block_tokens: int
+    gpu_memory_share: float
+    environment: dict[str, str]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether vLLM's CPU build runs it."""
+        return self.device == "cpu"
+
+
+def engine_options(recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "") -> EngineOptions:
+    """Options of engine ``index`` of ``recipe``; vLLM's own sockets go into ``socket_directory`` (a short path).
+
+    ``device`` empty: what the installed vLLM can run. Raises ``RecipeError`` when the model's configuration cannot be
+    read or the context is longer than the model's.
+    """
+    device = device or installed_device()
+    config = model_config(recipe.model.path)
+    dtype = recipe.engines.dtype if recipe.engines.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
+    context = max_context(recipe, config)
+    on_cpu = device == "cpu"
+    return EngineOptions(
+        name=f"engine-{index}",
+        model_path=recipe.model.path,
+        device=device,
+        dtype=dtype,
+        max_context=context,
+        max_running=recipe.engines.max_running,
+        cache_blocks=cache_blocks(config, dtype, context, recipe.engines.max_running) if on_cpu else 0,
+        block_tokens=CPU_BLOCK_TOKENS if on_cpu else 0,
+        gpu_memory_share=recipe.engines.gpu_memory_share,
+        environment=_environment(recipe, index, socket_directory, on_cpu),
+    )
+
+
+def installed_device() -> str:
+    """``cpu`` or ``cuda``: which vLLM is installed decides, since each build runs one kind of device."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return "cpu"
+
+
+def model_config(model_path: str) -> dict[str, Any]:
+    """The model's ``config.json``. Raises ``RecipeError`` when it is missing or not a JSON object."""
+    path = Path(model_path) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RecipeError([f"model.path: cannot read {path}: {error}; give a Hugging Face model directory"]) from error
+    if not isinstance(config, dict):
+        raise RecipeError([f"model.path: {path} holds no JSON object; give a Hugging Face model directory"])
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def max_context(recipe: Recipe, config: dict[str, Any]) -> int:
+    """Longest prompt and completion together, in tokens, capped by the model's ``max_position_embeddings``."""
+    positions = int(config.get("max_position_embeddings") or 0)
+    asked = recipe.engines.max_context
+    if asked and positions and asked > positions:
+        raise RecipeError(
+            [f"engines.max_context: {asked} is more than the model's {positions} positions; lower it or set 0"]
+        )
+    wanted = asked or recipe.sampling.max_tokens + PROMPT_ALLOWANCE
+    context = min(wanted, positions) if positions else wanted
+    if context <= recipe.sampling.max_tokens:
+        raise RecipeError(
+            [f"sampling.max_tokens: {recipe.sampling.max_tokens} leaves no room for a prompt in {context}; lower it"]
+        )
+    return context
+
+
+def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_running: int) -> int:
+    """KV blocks of a CPU engine: every running request at full length plus an eighth for shared prefixes.
+
+    Capped at ``CPU_CACHE_BYTES``, but never below one request of full length: beyond the cap vLLM preempts.
+    """
+    blocks_per_request = -(-context // CPU_BLOCK_TOKENS)
+    wanted = max_running * blocks_per_request * 9 // 8 + 1
+    heads = int(config.get("num_attention_heads") or 1)
+    head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
+    key_value_heads = int(config.get("num_key_value_heads") or heads)
+    layers = int(config.get("num_hidden_layers") or 1)
+    block_bytes = 2 * layers * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * CPU_BLOCK_TOKENS
+    affordable = CPU_CACHE_BYTES // block_bytes if block_bytes else wanted
+    return max(min(wanted, affordable), blocks_per_request + 1)
+
+
+def _environment(recipe: Recipe, index: int, socket_directory: str | Path, on_cpu: bool) -> dict[str, str]:
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(socket_directory),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if on_cpu:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_BYTES >> 30)
+        # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        if index < len(recipe.engines.cores) and recipe.engines.cores[index]:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = recipe.engines.cores[index]
+    return environment

@@ -1,0 +1,75 @@
+"""Which of the engine's processes died, and how.
+
+vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pids known at start tell them apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+
+END_SECONDS = 5.0
+
+
+class ProcessWatch:
+    """The processes below this one at the time of construction, parents first."""
+
+    def __init__(self) -> None:
+        own = psutil.Process(os.getpid())
+        self._processes = [(_title(p), p) for p in own.children(recursive=True) if "resource_tracker" not in _line(p)]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Title and pid of each."""
+        return {title: process.pid for title, process in self._processes}
+
+    def first_death(self) -> str | None:
+        """A sentence about the first dead one, or None. Of several the parent is named: a child follows its parent."""
+        for title, process in self._processes:
+            if not _alive(process):
+                return f"its process {title} (pid {process.pid}) died{_how(process)}"
+        return None
+
+    def end_all(self) -> None:
+        """Kill those still alive and wait for them. Blocking, ``END_SECONDS`` at most."""
+        alive = [process for _, process in self._processes if _alive(process)]
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=END_SECONDS)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _title(process: psutil.Process) -> str:
+    """vLLM names its processes (``VLLM::EngineCore``, ``VLLM::Worker``); else the program's name."""
+    line = _line(process)
+    return line.split()[0] if line.startswith("VLLM::") else process.name()
+
+
+def _how(process: psutil.Process) -> str:
+    """Exit status of a zombie, from its parent's point of view; empty once it is reaped."""
+    try:
+        with open(f"/proc/{process.pid}/stat") as file:
+            status = int(file.read().rpartition(")")[2].split()[-1])
+    except (OSError, ValueError):
+        return ""
+    if os.WIFSIGNALED(status):
+        return f" of signal {signal.Signals(os.WTERMSIG(status)).name}"
+    return f" with exit code {os.WEXITSTATUS(status)}"

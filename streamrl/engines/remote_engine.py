@@ -1,0 +1,194 @@
+"""An engine host in another process, seen as an ``Engine``: one stream of orders, one of events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
+from streamrl.messages import (
+    Abort,
+    CommitWeights,
+    ComputeChecksums,
+    EngineEvent,
+    EngineLoad,
+    EngineOrder,
+    EngineReady,
+    Generate,
+    Generated,
+    GenerationFailed,
+    OrderDone,
+    OrderFailed,
+    Pause,
+    PauseMode,
+    Resume,
+    StageWeights,
+    WeightAnnouncement,
+)
+from streamrl.types import Completion
+
+ENGINE_FAILURE = 0
+"""``OrderFailed`` with this order id says that the engine itself failed, and why: its last message."""
+
+CANCEL_SECONDS = 1.0
+
+
+class RemoteEngine:
+    """The controller's end. ``run`` must run beside it; when it ends every pending call raises ``EngineError``."""
+
+    def __init__(self, name: str, orders: SendStream[EngineOrder], events: ReceiveStream[EngineEvent]) -> None:
+        self._name = name
+        self._orders = orders
+        self._events = events
+        self._order_ids = itertools.count(ENGINE_FAILURE + 1)
+        self._requests: dict[str, asyncio.Future[Completion]] = {}
+        self._pending_orders: dict[int, asyncio.Future[OrderDone]] = {}
+        self._order_errors: dict[int, type[EngineError] | type[WeightError]] = {}
+        self._ready = anyio.Event()
+        self._readiness: EngineReady | None = None
+        self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+        self._failure = ""
+        self._closing = False
+
+    async def run(self) -> None:
+        """Receive until ``aclose``. Raises ``EngineError`` naming the engine when it died."""
+        try:
+            async for event in self._events:
+                self._accept(event)
+                if self._failure:
+                    break
+            self._fail("its host ended the stream of completions")
+        except (StreamBroken, StreamClosed, StreamEnded) as error:
+            self._fail(f"its host is gone: {error}")
+        except BaseException:
+            self._fail("the controller stopped listening to it")
+            raise
+        if not self._closing:
+            raise EngineError(self._failure)
+
+    async def start(self) -> EngineReady:
+        """Wait for the host's ``EngineReady``."""
+        await self._ready.wait()
+        if self._failure or self._readiness is None:
+            raise EngineError(self._failure or f"{self._name}: not ready")
+        return self._readiness
+
+    async def generate(self, request: Generate) -> Completion:
+        """Sample one completion. Raises ``RequestRefused`` or ``EngineError``. Cancelling it aborts the request."""
+        self._require_alive()
+        if request.request_id in self._requests:
+            raise RequestRefused(f"request {request.request_id} is already open; give every request its own id")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._requests[request.request_id] = future
+        try:
+            await self._send(request)
+            return await future
+        except asyncio.CancelledError:
+            with anyio.move_on_after(CANCEL_SECONDS, shield=True):
+                await self.abort([request.request_id])
+            raise
+        finally:
+            self._requests.pop(request.request_id, None)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask for requests to stop."""
+        if not self._failure:
+            await self._send(Abort(request_ids=tuple(request_ids)))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop sampling; returns when the engine said that it did."""
+        await self._order(lambda i: Pause(order_id=i, mode=mode, clear_cache=clear_cache), EngineError)
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._order(lambda i: Resume(order_id=i), EngineError)
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        """Fetch and check a version while generating."""
+        return await self._order(lambda i: StageWeights(order_id=i, announcement=announcement), WeightError)
+
+    async def commit(self, policy_version: int) -> OrderDone:
+        """Apply the staged version."""
+        return await self._order(lambda i: CommitWeights(order_id=i, policy_version=policy_version), WeightError)
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksums of the live parameters."""
+        return (await self._order(lambda i: ComputeChecksums(order_id=i), EngineError)).checksums
+
+    def load(self) -> EngineLoad:
+        """What the host reported last, at most a second ago."""
+        return self._load
+
+    async def aclose(self) -> None:
+        """End the orders; the host then stops its engine and ends. Idempotent."""
+        self._closing = True
+        await self._orders.aclose()
+        self._fail("closed")
+
+    async def _order(
+        self, make: Callable[[int], EngineOrder], error: type[EngineError] | type[WeightError]
+    ) -> OrderDone:
+        self._require_alive()
+        order_id = next(self._order_ids)
+        future: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
+        self._pending_orders[order_id] = future
+        self._order_errors[order_id] = error
+        try:
+            await self._send(make(order_id))
+            return await future
+        finally:
+            del self._pending_orders[order_id], self._order_errors[order_id]
+
+    async def _send(self, order: EngineOrder) -> None:
+        try:
+            await self._orders.send(order)
+        except (StreamBroken, StreamClosed) as error:
+            self._fail(f"its host is gone: {error}")
+            self._require_alive()
+
+    def _accept(self, event: EngineEvent) -> None:
+        if isinstance(event, Generated):
+            _settle(self._requests.get(event.request_id), event.completion)
+        elif isinstance(event, GenerationFailed):
+            _settle(self._requests.get(event.request_id), RequestRefused(f"{self._name}: {event.reason}"))
+        elif isinstance(event, OrderDone):
+            _settle(self._pending_orders.get(event.order_id), event)
+        elif isinstance(event, OrderFailed):
+            self._order_failed(event)
+        elif isinstance(event, EngineLoad):
+            self._load = event
+        else:
+            self._readiness = event
+            self._ready.set()
+
+    def _order_failed(self, event: OrderFailed) -> None:
+        if event.order_id == ENGINE_FAILURE:
+            self._fail(event.reason)
+            return
+        error = self._order_errors.get(event.order_id, EngineError)
+        _settle(self._pending_orders.get(event.order_id), error(f"{self._name}: {event.reason}"))
+
+    def _fail(self, reason: str) -> None:
+        if not self._failure:
+            self._failure = reason if reason.startswith(f"{self._name}:") else f"{self._name}: {reason}"
+        for future in (*self._requests.values(), *self._pending_orders.values()):
+            _settle(future, EngineError(self._failure))
+        self._ready.set()
+
+    def _require_alive(self) -> None:
+        if self._failure:
+            raise EngineError(self._failure)
+
+
+def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
+    if future is None or future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,313 @@
+"""An engine without a model: what it samples depends only on the seed, how long it takes only on what runs.
+
+A decode step of all running requests takes ``base_ms + per_request_ms * running``, as measured on the real one. It has
+no background task: one of the callers of ``generate`` drives the steps for all, and hands over when it is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from streamrl.engines.resumption import remaining_tokens
+from streamrl.errors import EngineError, RequestRefused, WeightError
+from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.types import Completion, FinishReason, FloatArray, TokenArray, VersionSpan, float_array, token_array
+
+
+class LengthMixture(msgspec.Struct, frozen=True, kw_only=True):
+    """Completion lengths in tokens: log-normal, and with probability ``long_share`` another, longer log-normal."""
+
+    median: float = 45.0
+    sigma: float = 0.8
+    long_share: float = 0.1
+    long_median: float = 250.0
+    long_sigma: float = 0.5
+
+    def sample(self, random_source: random.Random) -> int:
+        """One length, at least 1."""
+        long = random_source.random() < self.long_share
+        median, sigma = (self.long_median, self.long_sigma) if long else (self.median, self.sigma)
+        return max(1, round(random_source.lognormvariate(math.log(median), sigma)))
+
+
+class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``base_ms`` and ``per_request_ms``: time of one decode step. Tokens are uniform over ``[0, vocabulary)``; the
+    last token of a completion that ends by itself is ``end_token``."""
+
+    name: str = "simulated"
+    base_ms: float = 1.7
+    per_request_ms: float = 0.027
+    max_running: int = 256
+    max_context: int = 4096
+    vocabulary: int = 32
+    end_token: int = 1
+    policy_version: int = -1
+    lengths: LengthMixture = LengthMixture()
+
+
+class InstantClock:
+    """Virtual time: ``sleep`` advances it and lets other tasks run."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        """Virtual seconds since it was made."""
+        return self.seconds
+
+    async def sleep(self, seconds: float) -> None:
+        """Advance at once."""
+        self.seconds += seconds
+        await anyio.lowlevel.checkpoint()
+
+
+class _Running:
+    """One open request: what it will sample, what it has sampled, and who waits for it."""
+
+    def __init__(self, request: Generate, options: SimulationOptions) -> None:
+        source = random.Random(request.seed)
+        length = options.lengths.sample(source)
+        # A resumed completion is longer than what it already has; draw again a few times, as conditioning would.
+        for _ in range(64):
+            if length > request.prefix_length:
+                break
+            length = options.lengths.sample(source)
+        own = max(1, length - request.prefix_length)
+        limit = min(remaining_tokens(request), options.max_context - len(request.token_ids))
+        self.finish_reason = FinishReason.STOP if own <= limit else FinishReason.LENGTH
+        self.plan: TokenArray = token_array(_draw_token(source, options) for _ in range(min(own, limit)))
+        if self.finish_reason is FinishReason.STOP:
+            self.plan[-1] = options.end_token
+        self.sampled = 0
+        self.spans: list[VersionSpan] = []
+        self.finished = False
+        self.wakeup = anyio.Event()
+
+    def sample(self, policy_version: int) -> None:
+        start, end = self.sampled, self.sampled + 1
+        if self.spans and self.spans[-1].policy_version == policy_version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(start=start, end=end, policy_version=policy_version))
+        self.sampled = end
+        if end == len(self.plan):
+            self.finish(self.finish_reason)
+
+    def finish(self, reason: FinishReason) -> None:
+        if not self.finished:
+            self.finished = True
+            self.finish_reason = reason
+            self.wakeup.set()
+
+    def completion(self, logprob: float) -> Completion:
+        logprobs: FloatArray = float_array([logprob]) * self.sampled
+        return Completion(
+            token_ids=self.plan[: self.sampled],
+            behavior_logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            version_spans=tuple(self.spans),
+        )
+
+
+class SimulatedEngine:
+    """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would."""
+
+    def __init__(
+        self,
+        options: SimulationOptions = SimulationOptions(),  # noqa: B008 - frozen
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._sleep = sleep
+        self._open: dict[str, _Running] = {}
+        self._driver: _Running | None = None
+        self._paused = False
+        self._changed = anyio.Event()
+        self._policy_version = options.policy_version
+        self._state_hash = 0
+        self._staged: WeightAnnouncement | None = None
+        self._failure = ""
+        self._generated_tokens = 0
+        self._logprob = -math.log(options.vocabulary)
+
+    async def start(self) -> EngineReady:
+        """Ready at once."""
+        self._require_alive()
+        return EngineReady(
+            engine=self._options.name,
+            policy_version=self._policy_version,
+            max_context=self._options.max_context,
+            max_running=self._options.max_running,
+        )
+
+    async def watch(self) -> None:
+        """Return never; raise ``EngineError`` once it failed."""
+        while True:
+            self._require_alive()
+            await self._changed.wait()
+
+    async def generate(self, request: Generate) -> Completion:
+        """Sample one completion: a function of its seed and lengths, in time shared with all that run."""
+        self._require_alive()
+        if request.request_id in self._open:
+            raise RequestRefused(f"request {request.request_id} is already open; give every request its own id")
+        if not request.token_ids or len(request.token_ids) >= self._options.max_context:
+            raise RequestRefused(
+                f"a prompt of {len(request.token_ids)} tokens does not fit the context of"
+                f" {self._options.max_context}; shorten it or raise engines.max_context"
+            )
+        if remaining_tokens(request) == 0:
+            return Completion(
+                token_ids=token_array(),
+                behavior_logprobs=float_array(),
+                finish_reason=FinishReason.LENGTH,
+                version_spans=(),
+            )
+        running = self._open[request.request_id] = _Running(request, self._options)
+        try:
+            await self._until_finished(running)
+        finally:
+            del self._open[request.request_id]
+        self._require_alive()
+        return running.completion(self._logprob)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """The requests return what they have; unknown ids are ignored."""
+        self._require_alive()
+        self._finish_open([self._open[i] for i in request_ids if i in self._open])
+        await anyio.lowlevel.checkpoint()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop at once; a step that was under way is not counted."""
+        self._require_alive()
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            self._finish_open(list(self._open.values()))
+        self._notify()
+        await anyio.lowlevel.checkpoint()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._require_alive()
+        self._paused = False
+        self._notify()
+        await anyio.lowlevel.checkpoint()
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        """Check the base version as the real one does."""
+        self._require_alive()
+        base = announcement.base_version
+        replay = (announcement.policy_version, announcement.state_hash) == (self._policy_version, self._state_hash)
+        if base is not None and base != self._policy_version and not replay:
+            raise WeightError(
+                f"{self._options.name} holds version {self._policy_version}, the delta to version"
+                f" {announcement.policy_version} starts from {base}; publish an anchor"
+            )
+        await anyio.lowlevel.checkpoint()
+        self._staged = announcement
+        return OrderDone(order_id=0, seconds=0.0, payload_bytes=sum(s.payload_bytes for s in announcement.sources))
+
+    async def commit(self, policy_version: int) -> OrderDone:
+        """Take the staged version. Raises ``WeightError`` while sampling, or for a version that is not staged."""
+        self._require_alive()
+        if not self._paused:
+            raise WeightError(f"{self._options.name}: commit of version {policy_version} while sampling; pause first")
+        staged = self._staged
+        if staged is None or staged.policy_version != policy_version:
+            held = "nothing" if staged is None else f"version {staged.policy_version}"
+            raise WeightError(f"{self._options.name}: commit of version {policy_version}, but {held} is staged")
+        await anyio.lowlevel.checkpoint()
+        self._policy_version, self._state_hash, self._staged = policy_version, staged.state_hash, None
+        return OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
+
+    async def checksums(self) -> dict[str, str]:
+        """One made-up parameter whose checksum depends on the state hash."""
+        self._require_alive()
+        await anyio.lowlevel.checkpoint()
+        return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
+
+    def load(self) -> EngineLoad:
+        """Requests beyond ``max_running`` wait; while paused all wait."""
+        running = 0 if self._paused else min(len(self._open), self._options.max_running)
+        return EngineLoad(
+            running=running,
+            waiting=len(self._open) - running,
+            kv_cache_usage=running / self._options.max_running,
+            generated_tokens=self._generated_tokens,
+        )
+
+    async def aclose(self) -> None:
+        """Pending calls get ``EngineError``."""
+        if not self._failure:
+            self.fail("closed")
+        await anyio.lowlevel.checkpoint()
+
+    def fail(self, reason: str) -> None:
+        """Die: every pending and later call raises ``EngineError`` with ``reason``."""
+        self._failure = f"{self._options.name}: {reason}"
+        self._finish_open(list(self._open.values()))
+        self._notify()
+
+    async def _until_finished(self, running: _Running) -> None:
+        while not running.finished:
+            if self._driver is not None:
+                await running.wakeup.wait()
+                if not running.finished:
+                    running.wakeup = anyio.Event()
+                continue
+            self._driver = running
+            try:
+                while not running.finished:
+                    await self._step()
+            finally:
+                self._driver = None
+                self._appoint_driver(after=running)
+
+    def _appoint_driver(self, after: _Running) -> None:
+        for candidate in self._open.values():
+            if candidate is not after and not candidate.finished:
+                candidate.wakeup.set()
+                return
+
+    async def _step(self) -> None:
+        if self._paused:
+            await self._changed.wait()
+            return
+        batch = list(self._open.values())[: self._options.max_running]
+        changed = self._changed
+        await self._sleep((self._options.base_ms + self._options.per_request_ms * len(batch)) / 1000)
+        if self._paused or changed.is_set():  # paused meanwhile: the step never happened
+            return
+        for running in batch:
+            if not running.finished:
+                running.sample(self._policy_version)
+                self._generated_tokens += 1
+
+    def _finish_open(self, requests: Sequence[_Running]) -> None:
+        for running in requests:
+            running.finish(FinishReason.ABORT)
+        if self._driver is not None and self._driver.finished:
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _require_alive(self) -> None:
+        if self._failure:
+            raise EngineError(self._failure)
+
+
+def _draw_token(source: random.Random, options: SimulationOptions) -> int:
+    token = source.randrange(options.vocabulary - 1)
+    return token if token < options.end_token else token + 1

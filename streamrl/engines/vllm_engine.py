@@ -1,0 +1,296 @@
+"""vLLM's ``AsyncLLM`` as an ``Engine``. vLLM is imported by ``start``, after the environment is set.
+
+Version labels are strings only here: vLLM's ``weight_version`` becomes ``policy_version``, and ``default``
+(weights that the model directory held, never committed by us) becomes ``UNCOMMITTED``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from streamrl.engines.engine_options import EngineOptions
+from streamrl.engines.process_watch import ProcessWatch
+from streamrl.engines.resident_thread import ResidentThread
+from streamrl.engines.resumption import remaining_tokens
+from streamrl.errors import EngineError, RequestRefused, WeightError
+from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.types import Completion, FinishReason, VersionSpan, float_array, token_array
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+UNCOMMITTED = -1
+"""Policy version of weights that no commit gave."""
+
+WATCH_SECONDS = 0.05
+CPU_BATCH_TOKENS = 8192
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """One ``AsyncLLM`` and its two processes. Run ``watch`` beside it: a dead idle engine says nothing by itself."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._thread = ResidentThread(f"{options.name}-owner")
+        self._llm: Any = None
+        self._processes: ProcessWatch | None = None
+        self._policy_version = UNCOMMITTED
+        self._staged_version = UNCOMMITTED
+        self._paused = False
+        self._death = ""
+        self._calls: set[anyio.CancelScope] = set()
+        self._open_requests = 0
+        self._generated_tokens = 0
+
+    async def start(self) -> EngineReady:
+        """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
+        os.environ.update(self._options.environment)
+        os.environ.update(await anyio.to_thread.run_sync(_plugin_environment))
+        try:
+            self._llm = await self._thread.call(lambda: _build(self._options))
+        except Exception as error:
+            raise EngineError(
+                f"{self._options.name}: vLLM could not load {self._options.model_path}: {error};"
+                " the log of its EngineCore process says more"
+            ) from error
+        self._processes = ProcessWatch()
+        await self._llm.get_supported_tasks()  # cached by vLLM; every request needs it
+        return EngineReady(
+            engine=self._options.name,
+            policy_version=self._policy_version,
+            max_context=self._options.max_context,
+            max_running=self._options.max_running,
+            tokenizer_digest=await anyio.to_thread.run_sync(_tokenizer_digest, self._options.model_path),
+        )
+
+    async def watch(self) -> None:
+        """Return never; raise ``EngineError`` naming the process that died, after failing every pending call."""
+        while True:
+            cause = self._processes.first_death() if self._processes else None
+            if cause or (self._llm is not None and self._llm.errored):
+                raise self._die(cause)
+            await anyio.sleep(WATCH_SECONDS)
+
+    async def generate(self, request: Generate) -> Completion:
+        """Sample one completion. Raises ``RequestRefused`` (this request only) or ``EngineError``."""
+        if remaining_tokens(request) == 0:
+            return _empty(FinishReason.LENGTH)
+        self._open_requests += 1
+        try:
+            output = await self._unless_dead(lambda: self._final_output(request), refusable=True)
+        finally:
+            self._open_requests -= 1
+        self._generated_tokens += len(output.token_ids)
+        return _completion(output)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask for requests to stop; each returns what it has."""
+        await self._unless_dead(lambda: self._llm.abort(list(request_ids)))
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Stop sampling. ``clear_cache`` with ``keep``: requests in flight are recomputed when resumed."""
+        await self._unless_dead(lambda: self._llm.pause_generation(mode=mode.value, clear_cache=clear_cache))
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._unless_dead(self._llm.resume_generation)
+        self._paused = False
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        """Fetch, check and decode on the worker while it generates."""
+        from streamrl.engines import vllm_weights
+
+        done = await self._unless_dead(lambda: vllm_weights.stage(self._llm, announcement))
+        self._staged_version = announcement.policy_version
+        return done
+
+    async def commit(self, policy_version: int) -> OrderDone:
+        """Apply the staged version to the live weights of the paused engine."""
+        from streamrl.engines import vllm_weights
+
+        if not self._paused:
+            raise WeightError(f"{self._options.name}: commit of version {policy_version} while sampling; pause first")
+        done = await self._unless_dead(lambda: vllm_weights.commit(self._llm, policy_version))
+        self._policy_version = policy_version
+        return done
+
+    async def checksums(self) -> dict[str, str]:
+        """vLLM's checksum of every live parameter, of all its workers under one name each."""
+        parts = await self._unless_dead(self._llm.compute_weight_checksums)
+        return merge_checksums(parts)
+
+    def load(self) -> EngineLoad:
+        """Counted here: requests beyond ``max_running`` wait."""
+        running = min(self._open_requests, self._options.max_running)
+        return EngineLoad(
+            running=0 if self._paused else running,
+            waiting=self._open_requests if self._paused else self._open_requests - running,
+            kv_cache_usage=0.0,
+            generated_tokens=self._generated_tokens,
+        )
+
+    async def aclose(self) -> None:
+        """Stop vLLM and wait for its processes."""
+        llm, self._llm = self._llm, None
+        with anyio.CancelScope(shield=True):
+            if llm is not None:
+                await self._thread.call(llm.shutdown)
+            del llm
+            self._thread.close()
+            if self._processes is not None:
+                await anyio.to_thread.run_sync(self._processes.end_all)
+
+    async def _final_output(self, request: Generate) -> CompletionOutput:
+        # Between a pause and its commit the next version's name is already used, so that blocks which
+        # such a request leaves in the prefix cache are never taken for blocks of the old weights.
+        version = max(self._staged_version, self._policy_version) if self._paused else self._policy_version
+        prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(version)}
+        final: RequestOutput | None = None
+        async for output in self._llm.generate(prompt, _sampling_params(request), request.request_id):
+            final = output
+        if final is None:
+            raise EngineError(f"{self._options.name}: request {request.request_id} ended without an output")
+        return final.outputs[0]
+
+    async def _unless_dead(self, call: Callable[[], Awaitable[T]], *, refusable: bool = False) -> T:
+        """Await ``call``; when the engine dies meanwhile raise ``EngineError``, also where vLLM would wait for ever."""
+        self._require_alive()
+        with anyio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                return await call()
+            except Exception as error:
+                raise self._translated(error, refusable) from error
+            finally:
+                self._calls.discard(scope)
+        raise EngineError(self._death or f"{self._options.name}: the call was cancelled")
+
+    def _require_alive(self) -> None:
+        if self._death:
+            raise EngineError(self._death)
+        if self._llm is None:
+            raise EngineError(f"{self._options.name}: not started, or closed")
+
+    def _translated(self, error: Exception, refusable: bool) -> Exception:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            return self._die(self._processes.first_death() if self._processes else None)
+        if refusable and isinstance(error, (VLLMClientError, ValueError)):
+            return RequestRefused(f"{self._options.name}: {error}")
+        if isinstance(error, (WeightError, EngineError)):
+            return error
+        return EngineError(f"{self._options.name}: {type(error).__name__}: {error}")
+
+    def _die(self, cause: str | None) -> EngineError:
+        if not self._death:
+            reason = cause or "vLLM's EngineCore reported a fatal error; its log says which"
+            self._death = f"{self._options.name}: {reason}"
+            for scope in tuple(self._calls):
+                scope.cancel()
+        return EngineError(self._death)
+
+
+def merge_checksums(parts: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Checksums of all workers: a lone worker keeps its names, several are told apart by a prefix."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {f"worker{rank}.{name}": digest for rank, part in enumerate(parts) for name, digest in part.items()}
+
+
+def _build(options: EngineOptions) -> Any:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    device_arguments: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_share}
+    if options.on_cpu:
+        device_arguments = {
+            "enforce_eager": True,
+            # A partial prefill rewinds the request's generator, which CPU generators cannot do: the engine dies.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCH_TOKENS, options.max_context),
+            "block_size": options.block_tokens,
+            "num_gpu_blocks_override": options.cache_blocks,
+        }
+    arguments = AsyncEngineArgs(
+        model=options.model_path,
+        dtype=options.dtype,
+        max_model_len=options.max_context,
+        max_num_seqs=options.max_running,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="streamrl"),
+        disable_log_stats=True,
+        **device_arguments,
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def _plugin_environment() -> dict[str, str]:
+    from streamrl.engines import vllm_weights
+
+    return dict(vllm_weights.engine_environment())
+
+
+def _tokenizer_digest(model_path: str) -> str:
+    from streamrl.tokenizer import load_tokenizer
+
+    return load_tokenizer(model_path).digest
+
+
+def _sampling_params(request: Generate) -> SamplingParams:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        max_tokens=remaining_tokens(request),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _empty(reason: FinishReason) -> Completion:
+    return Completion(token_ids=token_array(), behavior_logprobs=float_array(), finish_reason=reason, version_spans=())
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    """vLLM's output as ours. Raises ``EngineError`` when a token has no logprob, no version, or no known end."""
+    token_ids = token_array(output.token_ids)
+    flat = output.logprobs
+    logprobs = float_array([flat.logprobs[start] for start in flat.start_indices] if flat is not None else ())
+    reason = _FINISH.get(output.finish_reason or "")
+    if reason is None:
+        raise EngineError(f"vLLM ended a request with finish_reason {output.finish_reason!r}; expected {list(_FINISH)}")
+    spans = tuple(
+        VersionSpan(start=span.start, end=span.end, policy_version=_policy_version(span.version))
+        for span in output.weight_versions or ()
+        if span.end > span.start
+    )
+    covered = sum(span.end - span.start for span in spans)
+    if len(logprobs) != len(token_ids) or covered != len(token_ids):
+        raise EngineError(
+            f"vLLM returned {len(token_ids)} tokens with {len(logprobs)} logprobs and version labels for {covered}"
+        )
+    return Completion(token_ids=token_ids, behavior_logprobs=logprobs, finish_reason=reason, version_spans=spans)
+
+
+def _policy_version(label: str) -> int:
+    return UNCOMMITTED if label == "default" else int(label)

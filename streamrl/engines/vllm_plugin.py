@@ -1,0 +1,102 @@
+"""vLLM plugin: runs in the owner of an engine, its core and its workers, before a model is built.
+
+It does nothing unless streamrl started the process (``STREAMRL_ENGINE=1``): vLLM loads every installed
+plugin, also in engines that are none of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any
+
+ENGINE_VARIABLE = "STREAMRL_ENGINE"
+LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default) or "packed": see keep_linear_weights
+WEIGHT_BACKEND = "streamrl"
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``."""
+    if os.environ.get(ENGINE_VARIABLE) != "1":
+        return
+    die_with_parent()
+    register_weight_backend()
+    keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
+
+
+def die_with_parent() -> None:
+    """In a child that multiprocessing made (engine core, worker): be killed when the parent dies.
+
+    Without this a killed owner leaves core and worker running for good. The resource tracker is not such a
+    child, and must live on: it is what unlinks the shared memory.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before the call
+        os._exit(1)
+
+
+def register_weight_backend() -> None:
+    """Make ``WeightTransferConfig(backend="streamrl")`` known to this process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_BACKEND, "streamrl.engines.weight_receiver", "StreamrlWeightTransfer"
+        )
+
+
+def keep_linear_weights(*, packed: bool) -> None:
+    """On CPU, keep the parameters of linear layers, which stock vLLM empties after packing them.
+
+    ``packed`` False: plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice
+    the memory); a commit must then pack the layers it touched again (``repack_linear_layers``).
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or hasattr(utils.dispatch_cpu_unquantized_gemm, "streamrl_original"):
+        return
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if packed or layer.weight.is_meta or layer.weight.ndim != 2:
+            original(layer, remove_weight=False)
+        else:
+            layer.cpu_linear = _plain_linear
+
+    dispatch.streamrl_original = original  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _plain_linear(x: Any, weight: Any, bias: Any) -> Any:
+    from torch.nn.functional import linear
+
+    return linear(x, weight, bias)
+
+
+def repack_linear_layers(model: Any, changed: set[int]) -> int:
+    """Pack the linear layers of ``model`` again whose weight storage is in ``changed``.
+
+    ``changed``: ``data_ptr()`` of storages that a commit wrote to. Returns how many layers were packed (a tied
+    head counts by itself: it shares the storage and keeps a packed copy of its own).
+    """
+    from vllm.model_executor.layers import utils
+
+    if os.environ.get(LINEAR_VARIABLE) != "packed":
+        return 0
+    repacked = 0
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if not hasattr(layer, "cpu_linear") or weight is None:
+            continue
+        if weight.untyped_storage().data_ptr() in changed:
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            repacked += 1
+    return repacked

@@ -1,0 +1,91 @@
+"""What a trainer rank needs to know, as one frozen struct: no recipe is read inside ``learning``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.config.recipe import AdvantageNormalization, LossNormalization, Recipe
+from streamrl.errors import StreamRLError
+
+
+class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of the trainer.
+
+    ``rendezvous``: ``tcp://host:port`` or ``file:///path`` where the ranks meet; empty with one rank.
+    ``temperature`` and ``top_p`` are those of the engines: the policy that is differentiated is the one that sampled.
+    ``threads`` 0: every core. ``streaming``: groups may be trained before their batch is closed.
+    ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
+    """
+
+    model_path: str
+    run_id: str
+    weights_endpoint: str
+    rank: int = 0
+    ranks: int = 1
+    rendezvous: str = ""
+    device: str = "auto"
+    threads: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 512
+    loss_normalization: LossNormalization = LossNormalization.TOKEN_MEAN
+    advantage_normalization: AdvantageNormalization = AdvantageNormalization.STD
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    importance_cap: float = 2.0
+    micro_batch_tokens: int = 4096
+    streaming: bool = True
+    bfloat16_autocast: bool = False
+    collective_timeout_s: float = 600.0
+    resume_from: str = ""
+
+
+def trainer_options(
+    recipe: Recipe, rank: int, run_id: str, weights_endpoint: str, *, rendezvous: str = "", resume_from: str = ""
+) -> TrainerOptions:
+    """Options of one rank. Without ``rendezvous`` several ranks meet at a file beside their ipc endpoints.
+
+    Raises ``StreamRLError`` when several ranks have no place to meet.
+    """
+    training, ranks = recipe.training, recipe.training.ranks
+    if ranks > 1 and not rendezvous:
+        if not weights_endpoint.startswith("ipc://"):
+            raise StreamRLError(
+                f"{ranks} trainer ranks have no rendezvous (weights endpoint {weights_endpoint!r} is not ipc): "
+                "give one, tcp://host:port or file:///path"
+            )
+        directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
+        rendezvous = f"file://{directory}/trainer.rendezvous"
+    return TrainerOptions(
+        model_path=recipe.model.path,
+        run_id=run_id,
+        weights_endpoint=weights_endpoint,
+        rank=rank,
+        ranks=ranks,
+        rendezvous=rendezvous,
+        device=training.device,
+        threads=training.threads,
+        temperature=recipe.sampling.temperature,
+        top_p=recipe.sampling.top_p,
+        max_tokens=recipe.sampling.max_tokens,
+        loss_normalization=training.loss_normalization,
+        advantage_normalization=training.advantage_normalization,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_steps,
+        beta1=training.beta1,
+        beta2=training.beta2,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        clip_low=training.clip_low,
+        clip_high=training.clip_high,
+        importance_cap=training.importance_cap,
+        micro_batch_tokens=training.micro_batch_tokens,
+        streaming=training.streaming,
+        resume_from=resume_from,
+    )

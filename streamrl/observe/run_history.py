@@ -1,0 +1,83 @@
+"""What the parent process remembers of a run to tell how far it is and to draw its curves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from streamrl.messages import EvaluationFinished, RunStarted, StepFinished
+from streamrl.observe.curve import Curve, svg_plot, terminal_plot
+from streamrl.observe.step_line import duration
+
+RECENT_STEPS = 20
+SUMMARY_STEPS = 10
+
+
+class RunHistory:
+    """Rewards and evaluations by step, and how long steps take. ``clock``: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._intervals: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._began = self._last = clock()
+        self.steps = 0
+        self.last_step = 0
+        self.directory: Path | None = None
+        self.rewards: list[tuple[float, float]] = []
+        self.evaluations: dict[str, list[tuple[float, float]]] = {}
+
+    def started(self, event: RunStarted) -> None:
+        """Every process is ready: time counts from here."""
+        self.steps = event.steps
+        self.directory = Path(event.directory) if event.directory else None  # a watcher has none
+        self._began = self._last = self._clock()
+
+    def stepped(self, event: StepFinished) -> tuple[float, float]:
+        """Take in a step. Returns (seconds of this step, seconds that the remaining steps will take)."""
+        now = self._clock()
+        self._intervals.append(now - self._last)
+        self._last = now
+        self.last_step = event.step
+        if "reward/mean" in event.metrics:
+            self.rewards.append((event.step, event.metrics["reward/mean"]))
+        each = sum(self._intervals) / len(self._intervals)
+        return event.metrics.get("time/step_s", self._intervals[-1]), each * max(0, self.steps - event.step)
+
+    def evaluated(self, event: EvaluationFinished) -> None:
+        """Take in an evaluation."""
+        for name, value in event.metrics.items():
+            if name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@"):
+                self.evaluations.setdefault(name, []).append((event.step, value))
+
+    def curves(self) -> list[Curve]:
+        """Reward over steps, and each evaluation."""
+        reward = [Curve("reward/mean", tuple(self.rewards))] if self.rewards else []
+        return reward + [Curve(name, tuple(points), marked=True) for name, points in self.evaluations.items()]
+
+    def summary(self, reason: str) -> list[str]:
+        """The last lines of a run."""
+        seconds = self._clock() - self._began
+        each = f", {duration(seconds / len(self.rewards))} a step" if self.rewards else ""
+        lines = ["", f"{reason}: {self.last_step} of {self.steps} steps in {duration(seconds)}{each}"]
+        if self.rewards:
+            count = min(SUMMARY_STEPS, max(1, len(self.rewards) // 2))
+            values = [value for _, value in self.rewards]
+            first, last = sum(values[:count]) / count, sum(values[-count:]) / count
+            lines.append(f"  reward/mean  {first:.3f} -> {last:.3f}  (means of the first and the last {count} steps)")
+        for name, points in self.evaluations.items():
+            best_step, best = max(points, key=lambda point: point[1])
+            lines.append(
+                f"  {name}  {points[0][1]:.3f} -> {points[-1][1]:.3f}  (best {best:.3f} at step {best_step:g})"
+            )
+        return lines + terminal_plot([curve for curve in self.curves() if len(curve.points) > 1])
+
+    def write_curve(self) -> Path | None:
+        """Write ``curve.svg`` in the run directory; None where there is nothing to draw or nowhere to write."""
+        if self.directory is None or not self.curves() or not self.directory.is_dir():
+            return None
+        path = self.directory / "curve.svg"
+        path.write_text(
+            svg_plot(self.curves(), title=f"{self.directory.name}: {self.last_step} steps"), encoding="utf-8"
+        )
+        return path

@@ -1,0 +1,107 @@
+"""Where records go: files of JSON lines, and the metrics socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.comm.telemetry import TelemetryPublisher
+from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
+
+EVENT_SCHEMA = 1
+_RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
+
+
+class _LineFile:
+    """Appends JSON objects, one a line, each flushed: what was reported survives a kill of this process."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("ab", buffering=0)
+        if self._stream.tell() and path.read_bytes()[-1:] != b"\n":
+            self._stream.write(b"\n")  # a killed run may have left half a line
+
+    def append(self, fields: dict[str, Any]) -> None:
+        self._stream.write(msgspec.json.encode(fields) + b"\n")
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class JsonlSink:
+    """``metrics.jsonl``: one flat object for each step and each evaluation."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = _LineFile(path)
+
+    def record_step(self, record: StepRecord) -> None:
+        """Append one line."""
+        metrics = {name: finite_or_none(value) for name, value in record.metrics.items()}
+        head = {"kind": record.kind, "time": record.time, "step": record.step, "policy_version": record.policy_version}
+        self._lines.append(head | metrics)
+
+    def record_event(self, record: EventRecord) -> None:
+        """Events have their own file."""
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._lines.close()
+
+
+class EventSink:
+    """``events.jsonl``: one object for each event, versioned by ``schema``."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = _LineFile(path)
+
+    def record_step(self, record: StepRecord) -> None:
+        """Steps are in ``metrics.jsonl``; here only that they happened."""
+
+    def record_event(self, record: EventRecord) -> None:
+        """Append one line. The four own keys win over fields of the same name."""
+        head = {"schema": EVENT_SCHEMA, "sequence": record.sequence, "time": record.time, "kind": record.kind}
+        self._lines.append(head | {name: value for name, value in record.fields.items() if name not in head})
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._lines.close()
+
+
+class PublishSink:
+    """The metrics socket (schema in docs/metrics.md). Never blocks; what a slow subscriber missed is counted."""
+
+    def __init__(self, endpoint: str, *, run_id: str = "") -> None:
+        self._publisher = TelemetryPublisher(endpoint, run_id=run_id)
+
+    @property
+    def endpoint(self) -> str:
+        """Where it bound."""
+        return self._publisher.endpoint
+
+    @property
+    def dropped(self) -> int:
+        """A lower bound of the messages that some subscriber did not get."""
+        return self._publisher.dropped
+
+    def record_step(self, record: StepRecord) -> None:
+        """Publish on topic ``step`` or ``evaluation``."""
+        metrics = {name: finite_or_none(value) for name, value in record.metrics.items()}
+        if record.kind == "step":
+            metrics["health/telemetry_dropped_total"] = self.dropped
+        self._publisher.publish(
+            record.kind, {"step": record.step, "policy_version": record.policy_version, "metrics": metrics}
+        )
+
+    def record_event(self, record: EventRecord) -> None:
+        """Publish on topic ``run`` (``RunStarted``, ``RunFinished``) or ``progress``, everything else on ``event``."""
+        if state := _RUN_STATES.get(record.kind):
+            self._publisher.publish("run", {"state": state} | record.fields)
+        elif record.kind == "progress":
+            self._publisher.publish("progress", record.fields)
+        else:
+            self._publisher.publish("event", {"event": record.kind, "fields": record.fields})
+
+    def close(self) -> None:
+        """Send what is queued and unbind. Idempotent."""
+        self._publisher.close()

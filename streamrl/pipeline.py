@@ -1,0 +1,315 @@
+"""The picture and the one nursery.
+
+::
+
+    prompts -> CONTROL --orders--> ROLLOUT --trajectories--> REWARD --scored--> CONTROL
+                 ^  |              engines               user functions           | rollout buffer
+       reports,  |  '--weight push --'                                            v
+       weights --'------------------------- TRAINING <------- groups, then "close" -'
+
+===============  =======================  =========================================  ====================
+stream           from -> to               item                                       bounded by
+===============  =======================  =========================================  ====================
+orders           control -> rollout       ``LaunchTrajectory``, ``CancelTrajectories``  slots
+trajectories     rollout -> reward        ``FinishedTrajectory``, ``TrajectoryLost``    slots
+scored           reward -> control        ``Scored``, ``TrajectoryLost``                slots
+engine orders    rollout -> engine host   ``EngineOrder``, answered by ``EngineEvent``  slots
+batches          control -> trainer rank  ``TrainGroup`` ..., then ``CloseBatch``       one batch in flight
+reports          trainer rank -> control  ``StepReport``                             one per step
+weights          trainer rank -> engine   an anchor or a delta, as a transaction     one in flight
+steps            control -> parent        ``RunEvent``                               steps
+===============  =======================  =========================================  ====================
+
+Every trajectory that control launches comes back on ``scored`` exactly once, as a value, a recorded failure, or lost. Control ends
+``orders``; each stage ends its output when its input ended; ranks and engines end when their orders end.
+
+A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
+(``streamrl.run.Pipeline``). This module is what the controller process runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.recipe import Recipe
+from streamrl.config.topology import Topology
+from streamrl.control.checkpoints import CheckpointKeeper
+from streamrl.control.controller import Controller
+from streamrl.control.event_log import EventLog
+from streamrl.control.publisher import WeightPublisher
+from streamrl.control.run_report import RunReport
+from streamrl.control.state import ControlSettings
+from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.errors import StreamRLError
+from streamrl.messages import (
+    EngineEvent,
+    EngineOrder,
+    EvaluationFinished,
+    RewardOrder,
+    RewardOutcome,
+    RewardResult,
+    RolloutOrder,
+    RolloutOutcome,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    TrainingEvent,
+    TrainingOrder,
+)
+from streamrl.observe.reporter import Reporter
+from streamrl.observe.sinks import JsonlSink, PublishSink
+from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.stages.prompts import open_prompts
+from streamrl.stages.reward import RewardSettings, RewardStage, WorkerStreams, next_ready
+from streamrl.stages.rollout import RolloutStage
+from streamrl.tokenizer import Tokenizer, load_tokenizer
+from streamrl.types import Prompt
+
+MOST_HELD_OUT = 10_000
+
+T = TypeVar("T")
+Ends = tuple[SendStream[T], ReceiveStream[T]]
+Emit = Callable[[RunEvent], Awaitable[None]]
+
+
+async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path) -> None:
+    """Connect everything, run until training is done or drained, and end every stream."""
+    async with AsyncExitStack() as streams:
+        steps = await streams.enter_async_context(
+            zmq_sender(RunEvent, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
+        )
+        engines = [await _connect_engine(topology, index, streams) for index in range(recipe.engines.count)]
+        ranks = [await _connect_rank(recipe, topology, index, streams) for index in range(recipe.training.ranks)]
+        socket = PublishSink(
+            recipe.metrics.endpoint or f"{topology.endpoint('controller', 'steps')}.metrics", run_id=run_directory.name
+        )
+        reporter = Reporter([JsonlSink(run_directory / "metrics.jsonl"), socket])
+        streams.callback(reporter.close)
+
+        async def emit(event: RunEvent) -> None:
+            _report(event, reporter)
+            await steps.send(event)
+
+        trainer, pool = TrainerRanks(ranks), EnginePool(engines)
+        async with anyio.create_task_group() as nursery:
+            for engine in engines:
+                nursery.start_soon(engine.run)
+            ready = await pool.start()
+            greetings = await trainer.ready()
+            _compare_tokenizers(ready.tokenizer_digest, greetings[0].tokenizer_digest, recipe)
+            nursery.start_soon(trainer.run)
+            await emit(
+                RunStarted(
+                    run_id=run_directory.name,
+                    directory=str(run_directory),
+                    metrics_endpoint=socket.endpoint,
+                    steps=recipe.run.steps,
+                    parameters=greetings[0].parameters,
+                )
+            )
+            capacity = min(ready.max_running, recipe.max_in_flight)
+            await _run_stages(recipe, topology, run_directory, _Parts(pool, engines, trainer, capacity, emit))
+            # Engines end when their orders end; so does everything else that is still open.
+            await pool.aclose()
+
+
+class _Parts(msgspec.Struct, frozen=True):
+    """What is connected: the stages work on it."""
+
+    pool: EnginePool
+    engines: list[RemoteEngine]
+    trainer: TrainerRanks
+    capacity: int
+    emit: Emit
+
+
+async def _run_stages(recipe: Recipe, topology: Topology, run_directory: Path, parts: _Parts) -> None:
+    """Control, rollout and reward, from version 0 to the end of the run."""
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
+    held_out = await _held_out(recipe, tokenizer)
+    reward = RewardStage(
+        await _reward_settings(recipe),
+        [partial(_open_worker, topology, index) for index in range(recipe.reward_limits.workers)],
+    )
+    rollout = RolloutStage(
+        parts.pool,
+        max_tokens=recipe.sampling.max_tokens,
+        temperature=recipe.sampling.temperature,
+        top_p=recipe.sampling.top_p,
+    )
+    settings = control_settings(recipe)
+    log = EventLog(run_directory / "events.jsonl", run_directory.name, settings)
+    prompts = open_prompts(
+        recipe.prompts.train,
+        tokenizer,
+        seed=recipe.run.seed,
+        shuffle=recipe.prompts.shuffle,
+        max_tokens=None,
+    )
+    publisher = WeightPublisher(
+        parts.engines,
+        parts.trainer.publish_anchor,
+        in_flight=recipe.rollout.in_flight,
+        timeout_s=recipe.weights.push_timeout_s,
+    )
+    keeper = CheckpointKeeper(
+        parts.trainer, run_directory / "checkpoints", recipe.checkpoint.keep, forget=_remove_directory
+    )
+    controller = Controller(
+        settings,
+        prompts=prompts,
+        held_out=held_out,
+        held_out_temperature=recipe.evaluation.temperature,
+        trainer=parts.trainer,
+        publisher=publisher,
+        log=log,
+        report=RunReport(parts.emit, rollout.statistics, parts.capacity),
+        seed=recipe.run.seed,
+        save=keeper.save,
+    )
+    # Everything in flight fits into the windows, so control never waits for a stage to take an order.
+    window = 2 * recipe.max_in_flight + len(held_out) + 64
+    orders_ends: Ends[RolloutOrder] = memory_stream(window)
+    trajectories_ends: Ends[RolloutOutcome] = memory_stream(window)
+    scored_ends: Ends[RewardOutcome] = memory_stream(window)
+    try:
+        async with anyio.create_task_group() as stages:
+            stages.start_soon(_stop_on_sigterm, controller)
+            stages.start_soon(rollout.run, orders_ends[1], trajectories_ends[0])
+            stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
+            reason = await controller.run(orders_ends[0], scored_ends[1])
+            await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
+            stages.cancel_scope.cancel()
+    finally:
+        log.close()
+        await prompts.aclose()
+
+
+# ---- connecting ----------------------------------------------------------------------------------
+
+
+async def _connect_engine(topology: Topology, index: int, streams: AsyncExitStack) -> RemoteEngine:
+    name = f"engine-{index}"
+    orders_at, completions_at = topology.endpoint(name, "orders"), topology.endpoint(name, "completions")
+    orders = await streams.enter_async_context(
+        zmq_sender(EngineOrder, orders_at, bind=True, window=4096, name=f"{name}.orders")
+    )
+    events = await streams.enter_async_context(
+        zmq_receiver(EngineEvent, completions_at, bind=True, window=4096, name=f"{name}.completions")
+    )
+    return RemoteEngine(name, orders, events)
+
+
+async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
+    name = f"trainer-{index}"
+    # A whole batch and its close fit, so control never waits for a rank that is busy with another one.
+    window = 2 * recipe.rollout.prompts_per_batch + 64
+    batches = await streams.enter_async_context(
+        zmq_sender(TrainingOrder, topology.endpoint(name, "batches"), bind=True, window=window, name=f"{name}.batches")
+    )
+    reports = await streams.enter_async_context(
+        zmq_receiver(TrainingEvent, topology.endpoint(name, "reports"), bind=True, name=f"{name}.reports")
+    )
+    return batches, reports
+
+
+@asynccontextmanager
+async def _open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStreams]:
+    """Streams to reward worker ``index`` or to its successor, once it said that it is ready."""
+    name = f"reward-{index}"
+    async with (
+        zmq_sender(RewardOrder, topology.endpoint(name, "orders"), bind=True, name=f"{name}.orders") as orders,
+        zmq_receiver(RewardResult, topology.endpoint(name, "results"), bind=True, name=f"{name}.results") as results,
+    ):
+        await next_ready(results)
+        yield orders, results
+
+
+async def _stop_on_sigterm(controller: Controller) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            controller.stop("drained")
+
+
+async def _remove_directory(path: Path) -> None:
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
+
+
+# ---- from the recipe -----------------------------------------------------------------------------
+
+
+def control_settings(recipe: Recipe) -> ControlSettings:
+    """What of the recipe decides."""
+    has_held_out = bool(recipe.evaluation.prompts)
+    return ControlSettings(
+        steps=recipe.run.steps,
+        batch_groups=recipe.rollout.prompts_per_batch,
+        group_size=recipe.rollout.group_size,
+        rounds=recipe.rollout.rounds,
+        max_staleness=recipe.rollout.max_staleness,
+        when_stale=recipe.rollout.when_stale,
+        dynamic_sampling=recipe.rollout.dynamic_sampling,
+        max_failed_share=recipe.reward_limits.max_failed_share,
+        failure_window=recipe.reward_limits.window,
+        evaluate_every=recipe.evaluation.every if has_held_out else 0,
+        evaluate_limit=recipe.evaluation.limit,
+        evaluate_at_start=has_held_out and recipe.evaluation.at_start,
+        evaluate_at_end=has_held_out and recipe.evaluation.at_end,
+        checkpoint_every=recipe.checkpoint.every,
+        checkpoint_at_end=recipe.checkpoint.at_end,
+    )
+
+
+async def _held_out(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
+    """All held-out prompts, in file order; of an iterator at most ``MOST_HELD_OUT``."""
+    if not recipe.evaluation.prompts:
+        return []
+    source = open_prompts(recipe.evaluation.prompts, tokenizer, seed=0, shuffle=False, max_tokens=None)
+    try:
+        return await source.draw(source.size or MOST_HELD_OUT)
+    finally:
+        await source.aclose()
+
+
+async def _reward_settings(recipe: Recipe) -> RewardSettings:
+    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, [r.function for r in recipe.rewards])
+    return RewardSettings(
+        functions="+".join(r.name for r in recipe.rewards),
+        per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
+        time_limit_s=max(r.time_limit_s for r in recipe.rewards),
+        concurrency=recipe.reward_limits.concurrency,
+    )
+
+
+def _compare_tokenizers(engine: str, trainer: str, recipe: Recipe) -> None:
+    if engine and trainer and engine != trainer:
+        raise StreamRLError(
+            f"engine and trainer loaded different tokenizers from {recipe.model.path} (digests {engine} and {trainer}): "
+            "give both the same model directory"
+        )
+
+
+def _report(event: RunEvent, reporter: Reporter) -> None:
+    match event:
+        case StepFinished():
+            reporter.step(event.step, event.policy_version, event.metrics)
+        case EvaluationFinished():
+            reporter.evaluation(event.step, event.policy_version, event.metrics)
+        case _:
+            reporter.event(type(event).__name__, **msgspec.structs.asdict(event))

@@ -1,0 +1,171 @@
+"""Checks of everything that a recipe points at, before anything is started: model, data, rewards, ports, memory.
+
+All problems come at once, as one ``RecipeError``. Nothing is left behind: user code is imported in a process of
+its own that ends here, and ports are bound only to be let go.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.arithmetic import estimate_memory, gib
+from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.config.recipe import Launch, Recipe, TransportKind
+from streamrl.config.rules import broken_rules
+from streamrl.config.topology import RENDEZVOUS, plan_topology
+from streamrl.engines.engine_options import installed_device, max_context, model_config
+from streamrl.errors import RecipeError
+from streamrl.machine_check import (
+    LONGEST_SOCKET_PATH,
+    available_memory,
+    engine_package,
+    installed_version,
+    port_problem,
+)
+from streamrl.rewards import needed_columns
+from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.stages.prompts import check_prompts, is_file
+from streamrl.tokenizer import Tokenizer, load_tokenizer
+
+USER_CODE_TIMEOUT_S = 60.0
+
+
+class CheckedModel(msgspec.Struct, frozen=True):
+    """A model directory that can be read. ``context``: tokens of the longest prompt and completion together."""
+
+    facts: ModelFacts
+    context: int
+
+
+def preflight(recipe: Recipe) -> None:
+    """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking."""
+    problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
+    model: CheckedModel | None = None
+    try:
+        model = check_model(recipe)
+    except RecipeError as error:
+        problems += error.problems
+    problems += _rewards_and_prompts(recipe, model)
+    problems += _installation(recipe)
+    problems += _ports(recipe)
+    problems += _memory(recipe, model)
+    problems += _run_directory(Path(recipe.run.directory))
+    if problems:
+        raise RecipeError(list(dict.fromkeys(problems)))
+
+
+def check_model(recipe: Recipe) -> CheckedModel:
+    """The model's sizes and its context. Raises ``RecipeError`` when the directory is not a whole model."""
+    directory = Path(recipe.model.path)
+    if not directory.is_dir():
+        raise RecipeError(
+            [
+                (
+                    f"model.path: {directory} is not a directory: give a Hugging Face model directory "
+                    "(streamrl downloads nothing; `hf download NAME --local-dir DIR` makes one)"
+                )
+            ]
+        )
+    try:
+        facts = read_model_facts(directory)
+    except ModelDirectoryError as error:
+        raise RecipeError([f"model.path: {directory} {error}"]) from error
+    return CheckedModel(facts, max_context(recipe, model_config(recipe.model.path)))
+
+
+def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    inspections = inspect_in_subprocess([reward.function for reward in recipe.rewards], USER_CODE_TIMEOUT_S)
+    for index, inspection in enumerate(inspections):
+        yield from (f"rewards.{index}.function: {problem}" for problem in inspection.problems)
+    columns = needed_columns([found.signature for found in inspections if found.signature is not None])
+    tokenizer: Tokenizer | None = None
+    if Path(recipe.model.path).is_dir():
+        try:
+            tokenizer = load_tokenizer(recipe.model.path)
+        except RecipeError as error:
+            yield from (f"model.path: {problem}" for problem in error.problems)
+    longest = model.context - recipe.sampling.max_tokens if model else None
+    for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
+        if not spec:
+            continue
+        problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else _file_problems(spec)
+        yield from (f"{path}: {problem}" for problem in problems)
+
+
+def _file_problems(spec: str) -> list[str]:
+    """What can be said of a prompt source while there is no tokenizer to read it with."""
+    try:
+        missing = is_file(spec) and not Path(spec).is_file()
+    except RecipeError as error:
+        return error.problems
+    return [f"prompts {spec} is not a file: correct the path"] if missing else []
+
+
+def _installation(recipe: Recipe) -> Iterator[str]:
+    local_engines = recipe.transport.engines is Launch.LOCAL
+    local_training = recipe.transport.training is Launch.LOCAL
+    remedy = "run `make install` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
+    if local_engines and engine_package() is None:
+        yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
+    for package in ("torch", "transformers"):
+        if (local_engines or local_training) and installed_version(package) is None:
+            yield f"{package} is not installed, and training needs it: {remedy}"
+
+
+def _ports(recipe: Recipe) -> Iterator[str]:
+    """Ports that this run would bind and cannot; those that an external rank binds are not this machine's."""
+    topology = plan_topology(recipe, Path("/tmp"))
+    external = recipe.transport.training is Launch.EXTERNAL
+    theirs = {name for name in topology.endpoints if external and (name.endswith(".weights") or name == RENDEZVOUS)}
+    wanted = {name: endpoint for name, endpoint in topology.endpoints.items() if name not in theirs}
+    by_tcp = recipe.transport.kind is TransportKind.TCP
+    if by_tcp and (problem := port_problem(recipe.transport.host, 0)):
+        yield f"transport.host: {problem}: set it to an address of this machine"
+        return
+    used: dict[str, str] = {}
+    for name, endpoint in {**wanted, "metrics": recipe.metrics.endpoint}.items():
+        path = "metrics.endpoint" if name == "metrics" else "transport.port"
+        if endpoint.startswith("tcp://"):
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            problem = port_problem(host, int(port))
+            if endpoint in used:
+                problem = f"port {port} of {host} is already the one of {used[endpoint]}"
+            used[endpoint] = name
+            if problem:
+                yield f"{path}: {problem} ({name}): end what uses it, or set {path} to another"
+        elif name == "metrics" and endpoint:
+            yield from _ipc_problem(path, Path(endpoint.removeprefix("ipc://")))
+
+
+def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
+    if len(str(socket_path).encode()) > LONGEST_SOCKET_PATH:
+        yield f"{path}: {socket_path} is longer than {LONGEST_SOCKET_PATH} bytes: choose a shorter path"
+    elif not os.access(socket_path.parent, os.W_OK | os.X_OK):
+        yield f"{path}: nothing can be made in {socket_path.parent}: choose a directory that exists and can be written"
+
+
+def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    if model is None or installed_device() != "cpu":
+        return
+    local = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if process.local}
+    estimate = estimate_memory(recipe, model.facts, model.context).by_process
+    needed, available = sum(size for name, size in estimate.items() if name in local), available_memory()
+    if needed > available:
+        yield (
+            f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
+            "engines.max_running, training.micro_batch_tokens or training.ranks, or take a smaller model"
+        )
+
+
+def _run_directory(directory: Path) -> Iterator[str]:
+    existing = next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-"):
+            pass
+    except OSError as error:
+        yield f"run.directory: nothing can be made in {existing} ({error.strerror}): set another directory"

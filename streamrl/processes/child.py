@@ -1,0 +1,141 @@
+"""The common start and end of every process of a run.
+
+A process ends by its role's coroutine returning (exit code 0), by an exception (1, and a reason left in ``exit/``), or
+by SIGTERM (143). It leaves through ``os._exit``: everything that must be ended was ended by the coroutine, and a thread
+that hangs in a collective or in a user's function must not keep a failed process alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NoReturn
+
+import anyio
+import msgspec
+
+from streamrl.config.recipe import Recipe
+from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
+
+log = logging.getLogger(__name__)
+
+
+class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What every role is given. ``socket_directory`` is short and private to the run."""
+
+    plan: ProcessPlan
+    recipe: Recipe
+    topology: Topology
+    run_directory: Path
+    socket_directory: Path
+
+
+RoleMain = Callable[[ChildContext], Awaitable[None]]
+
+
+class Terminated(Exception):
+    """SIGTERM ended this process: an order that was obeyed, not an error."""
+
+
+def main() -> NoReturn:
+    """Parse the command line of ``python -m streamrl.processes``, run the role, leave."""
+    parser = argparse.ArgumentParser(prog="python -m streamrl.processes")
+    parser.add_argument("role", type=Role, choices=list(Role))
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--run-directory", type=Path, required=True)
+    arguments = parser.parse_args()
+    plan = ProcessPlan(role=arguments.role, index=arguments.index)
+    leave(plan, arguments.run_directory, lambda: run_role(load_context(plan, arguments.run_directory)))
+
+
+def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
+    """Run ``work`` and end this process by what became of it."""
+    # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    code = 0
+    try:
+        work()
+    except Terminated:
+        code = TERMINATED_CODE
+    except BaseException as error:  # noqa: BLE001 - it is told to the supervisor, and the process ends
+        code = exit_code_of(error)
+        if code != 0:
+            write_reason(run_directory, plan.name, reason_of(plan.role, error))
+            traceback.print_exception(error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def load_context(plan: ProcessPlan, run_directory: Path) -> ChildContext:
+    """Read the recipe and the topology that the supervisor's side wrote."""
+    from streamrl.config.load import load_recipe
+
+    recipe = load_recipe(run_directory / "recipe.toml")
+    topology = msgspec.json.decode((run_directory / "topology.json").read_bytes(), type=Topology)
+    # The controller's own stream never leaves the host, so its endpoint is always a file in that directory.
+    steps = topology.endpoint(Role.CONTROLLER.value, "steps")
+    return ChildContext(
+        plan=plan,
+        recipe=recipe,
+        topology=topology,
+        run_directory=run_directory,
+        socket_directory=Path(steps.removeprefix("ipc://")).parent,
+    )
+
+
+def run_role(context: ChildContext) -> None:
+    """Run the role's coroutine to its end. Raises ``Terminated`` on SIGTERM."""
+    anyio.run(_until_terminated, role_main(context.plan.role), context, backend_options={"use_uvloop": True})
+
+
+def role_main(role: Role) -> RoleMain:
+    """The coroutine of ``role``; only what that role needs is imported."""
+    match role:
+        case Role.CONTROLLER:
+            from streamrl.processes.controller_process import run_controller_process
+
+            return run_controller_process
+        case Role.ENGINE:
+            from streamrl.processes.engine_process import run_engine_process
+
+            return run_engine_process
+        case Role.TRAINER:
+            from streamrl.processes.trainer_process import run_trainer_process
+
+            return run_trainer_process
+        case Role.REWARD:
+            from streamrl.processes.reward_process import run_reward_process
+
+            return run_reward_process
+
+
+async def _until_terminated(main: RoleMain, context: ChildContext) -> None:
+    if context.plan.role is Role.CONTROLLER:
+        await main(context)  # it takes SIGTERM itself: for the controller that is the order to drain
+        return
+    terminated = False
+    async with anyio.create_task_group() as tasks:
+
+        async def cancel_on_sigterm() -> None:
+            nonlocal terminated
+            with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+                async for _ in signals:
+                    log.info("%s: SIGTERM", context.plan.name)
+                    terminated = True
+                    tasks.cancel_scope.cancel()
+
+        tasks.start_soon(cancel_on_sigterm)
+        await main(context)
+        tasks.cancel_scope.cancel()
+    if terminated:
+        raise Terminated

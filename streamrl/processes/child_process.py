@@ -1,0 +1,119 @@
+"""One process that the supervisor started: how it is started, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from streamrl.config.topology import ProcessPlan
+from streamrl.processes.exit_reason import Death, read_reason, reason_path
+from streamrl.processes.guardian import Done, Session
+from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
+from streamrl.processes.sweep import RunTraces
+
+
+class ChildProcess:
+    """A started process with its log. ``plan`` is None for the guardian; ``created`` in epoch seconds."""
+
+    def __init__(
+        self, name: str, plan: ProcessPlan | None, process: subprocess.Popen[bytes], log: Path, log_start: int
+    ):
+        self.name = name
+        self.plan = plan
+        self.process = process
+        self.log = log
+        self.log_start = log_start
+        self.created = _creation_time(process.pid)
+        self._ended_s: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.exit_code is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        code = self.process.poll()
+        if code is not None and self._ended_s is None:
+            self._ended_s = time.monotonic()
+        return code
+
+    @property
+    def ended_for_s(self) -> float:
+        """Seconds since its end was noticed; 0 while it runs."""
+        return 0.0 if self.running or self._ended_s is None else time.monotonic() - self._ended_s
+
+    def death(self, run_directory: Path) -> Death:
+        """Its end, with the reason it left behind."""
+        reason = read_reason(run_directory, self.name) if self.plan else None
+        code = self.exit_code
+        return Death(name=self.name, exit_code=code, detected_s=self._ended_s or time.monotonic(), reason=reason)
+
+    def tell(self, line: Session | Done) -> None:
+        """Write one line to its stdin (the guardian's). A reader that died is noticed by the watch, not here."""
+        if self.process.stdin is None or not self.running:
+            return
+        try:
+            self.process.stdin.write(msgspec.json.encode(line) + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def close(self, wait_s: float = 2.0) -> None:
+        """Close its pipe and reap it; it has ended, or is about to."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(wait_s)
+
+
+def start_child(plan: ProcessPlan, command: Sequence[str], run_directory: Path, marker: str) -> ChildProcess:
+    """Start one role in a session of its own: a terminal's Ctrl-C reaches the supervisor only."""
+    reason_path(run_directory, plan.name).unlink(missing_ok=True)
+    arguments = [*command, plan.role.value, "--index", str(plan.index), "--run-directory", str(run_directory)]
+    environment = os.environ | {
+        PARENT_PID: str(os.getpid()),
+        RUN_MARKER: marker,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
+    }
+    return _start(plan.name, plan, arguments, run_directory, environment)
+
+
+def open_guardian(python: str, run_directory: Path, traces: RunTraces) -> ChildProcess:
+    """Start the guardian. It carries no marker, so that it never sweeps itself."""
+    arguments = [python, "-m", "streamrl.processes.guardian", msgspec.json.encode(traces).decode(), str(os.getpid())]
+    return _start("guardian", None, arguments, run_directory, dict(os.environ))
+
+
+def _start(
+    name: str, plan: ProcessPlan | None, arguments: Sequence[str], run_directory: Path, environment: dict[str, str]
+) -> ChildProcess:
+    path = run_directory / "logs" / f"{name}.log"
+    with path.open("ab") as output:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL if plan else subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        return ChildProcess(name, plan, process, path, output.tell())
+
+
+def _creation_time(pid: int) -> float:
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:  # it ended at once; nobody else can have its number before it is reaped
+        return time.time()

@@ -1,0 +1,148 @@
+"""Why processes ended, and which of several deaths was the first cause. Pure, but for one small file a process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.topology import Role
+from streamrl.errors import EngineError, StreamBroken
+from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+
+TERMINATED_CODE = 128 + signal.SIGTERM
+_LONGEST_MESSAGE = 2000
+# Never a way in which a process answers the death of another one.
+_NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+
+
+class ExitKind(StrEnum):
+    """Whether a process ended of itself, or because another one had ended."""
+
+    CAUSE = "cause"
+    CONSEQUENCE = "consequence"
+
+
+class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process left behind about its own end. ``monotonic_s``: ``CLOCK_MONOTONIC``, equal for all processes."""
+
+    kind: ExitKind
+    message: str
+    monotonic_s: float
+
+
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that ended. ``exit_code`` is negative for a signal; None: unknown (not a child of the supervisor)."""
+
+    name: str
+    exit_code: int | None
+    detected_s: float
+    reason: ExitReason | None = None
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key: the first cause is the smallest. Fatal signals, then own failures by time, then consequences."""
+        when = self.reason.monotonic_s if self.reason else self.detected_s
+        if self.exit_code is not None and -self.exit_code in _NEVER_A_CONSEQUENCE:
+            return 0, when
+        if self.reason and self.reason.kind is ExitKind.CONSEQUENCE:
+            return 2, when
+        return 1, when
+
+    @property
+    def is_consequence(self) -> bool:
+        """Some other process must have ended before it."""
+        return self.order[0] == 2
+
+    def describe(self) -> str:
+        """One line, e.g. ``engine-0 was killed by SIGKILL``."""
+        if self.exit_code is None:
+            how = f"{self.name} is gone"
+        elif self.exit_code < 0:
+            how = f"{self.name} was killed by {_signal_name(-self.exit_code)}"
+        else:
+            how = f"{self.name} ended with exit code {self.exit_code}"
+            if self.exit_code == REWARD_RESTART_EXIT_CODE:
+                how += " (it asked to be replaced, and no restarts are left)"
+        return f"{how}: {self.reason.message}" if self.reason else how
+
+
+def first_cause(deaths: Iterable[Death]) -> Death:
+    """The death that the others followed from. ``deaths`` is not empty."""
+    return min(deaths, key=lambda death: death.order)
+
+
+def reason_of(role: Role, error: BaseException) -> ExitReason:
+    """Classify the exception that ended a process of ``role``; groups are reduced to the leaf that tells most."""
+    leaves = list(_leaves(error)) or [error]
+    causes = [leaf for leaf in leaves if not _is_consequence(role, leaf)]
+    told = causes[0] if causes else leaves[0]
+    kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
+    text = f"{type(told).__name__}: {told}" if str(told) else type(told).__name__
+    return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())
+
+
+def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
+    """Leave ``exit/<name>.json`` for the supervisor; whole or not at all."""
+    path = reason_path(run_directory, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(reason))
+    partial.replace(path)
+
+
+def read_reason(run_directory: Path, name: str) -> ExitReason | None:
+    """What the process wrote, or None when it had no time to write."""
+    try:
+        return msgspec.json.decode(reason_path(run_directory, name).read_bytes(), type=ExitReason)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def reason_path(run_directory: Path, name: str) -> Path:
+    """Where a process leaves its reason."""
+    return run_directory / "exit" / f"{name}.json"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Exit code for the exception that ended a process: that of a ``SystemExit``, or 1."""
+    for leaf in _leaves(error):
+        if isinstance(leaf, SystemExit):
+            return leaf.code if isinstance(leaf.code, int) else int(leaf.code is not None)
+    return 1
+
+
+def last_lines(path: Path, *, start: int = 0, lines: int = 20, read_bytes: int = 16_384) -> list[str]:
+    """The last ``lines`` lines of a log written after byte ``start``."""
+    try:
+        with path.open("rb") as log:
+            end = log.seek(0, 2)
+            log.seek(max(start, end - read_bytes))
+            return log.read().decode(errors="replace").splitlines()[-lines:]
+    except FileNotFoundError:
+        return []
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    elif not isinstance(error, asyncio.CancelledError):
+        yield error
+
+
+def _is_consequence(role: Role, error: BaseException) -> bool:
+    # In an engine host an EngineError is about its own vLLM; in the controller it is about a host that ended.
+    return isinstance(error, StreamBroken) or (role is Role.CONTROLLER and isinstance(error, EngineError))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,62 @@
+"""The guardian: a tiny process that ends the run's processes when the supervisor dies without doing so itself.
+
+Every child of the supervisor asks the kernel to die with it, but grandchildren (vLLM's EngineCore and workers) can only
+ask once they have imported enough, seconds after they started. The guardian closes that gap: it reads from a pipe
+which sessions belong to the run, and when the pipe closes without a ``done`` it sweeps them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+
+import msgspec
+
+from streamrl.processes.sweep import RunTraces, sweep
+
+_POLL_S = 1.0
+
+
+class Session(msgspec.Struct, frozen=True, tag=True):
+    """A session of the run; ``created``: epoch seconds at which its leader was made."""
+
+    sid: int
+    created: float
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The supervisor ended everything itself."""
+
+
+def main() -> int:
+    """Serve until the pipe at stdin closes; its lines are ``Session`` and ``Done``, as JSON.
+
+    Arguments: the JSON of the run's ``RunTraces``, and the supervisor's pid.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    traces = msgspec.json.decode(sys.argv[1], type=RunTraces)
+    parent = int(sys.argv[2])
+    decoder = msgspec.json.Decoder(Session | Done)
+    pending = b""
+    # A forked process of the user's may hold the pipe open after the supervisor died: hence the look at the parent.
+    while os.getppid() == parent:
+        if not select.select([sys.stdin], [], [], _POLL_S)[0]:
+            continue
+        received = os.read(sys.stdin.fileno(), 65_536)
+        if not received:
+            break
+        *lines, pending = (pending + received).split(b"\n")
+        for line in lines:
+            match decoder.decode(line):
+                case Session(sid, created):
+                    traces.sessions[sid] = created
+                case Done():
+                    return 0
+    return 1 if sweep(traces) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""A reward worker: the user's functions, in a process that can be killed."""
+
+from __future__ import annotations
+
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.messages import RewardOrder, RewardResult
+from streamrl.processes.child import ChildContext
+from streamrl.rewards.worker import run_reward_worker
+
+
+async def run_reward_process(context: ChildContext) -> None:
+    """Score what comes until the orders end."""
+    name = context.plan.name
+    orders_at, results_at = (context.topology.endpoint(name, stream) for stream in ("orders", "results"))
+    async with (
+        zmq_sender(RewardResult, results_at, bind=False, name=f"{name}.results") as results,
+        zmq_receiver(RewardOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
+    ):
+        await run_reward_worker(context.recipe, context.plan.index, orders, results)

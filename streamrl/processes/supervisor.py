@@ -1,0 +1,290 @@
+"""The parent of everything: starts the processes of a run, names the first cause when one dies, ends all of them.
+
+Nothing here imports torch or vllm. The supervisor polls its children rather than waiting for each: that works in any
+thread and under any event loop, and costs a few system calls twenty times a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+import anyio
+import anyio.to_thread
+import msgspec
+import psutil
+
+from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.errors import ProcessDied
+from streamrl.processes.child_process import ChildProcess, open_guardian, start_child
+from streamrl.processes.exit_reason import Death, first_cause, last_lines
+from streamrl.processes.guardian import Done, Session
+from streamrl.processes.signals import obey_signals
+from streamrl.processes.sweep import RunTraces, is_resource_tracker, members, sweep
+from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
+_CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
+_TRACKER_SCAN_S = 1.0
+GUARDIAN = "guardian"
+
+
+class RunEnd(StrEnum):
+    """How a run ended that did not fail."""
+
+    FINISHED = "finished"
+    DRAINED = "drained"
+    KILLED = "killed"
+
+
+class Supervisor:
+    """Starts, watches and ends the local processes of ``topology``.
+
+    ``socket_directory`` is removed at the end. ``entry``: what ``python`` runs, before the role's arguments.
+    ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together. ``others_end_s``: how far
+    apart the ends of the controller and of the others may be when a run ends well.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        run_directory: Path,
+        socket_directory: Path,
+        python: str = sys.executable,
+        *,
+        entry: Sequence[str] = ("-m", "streamrl.processes"),
+        restarts: int = 20,
+        others_end_s: float = 30.0,
+    ) -> None:
+        self.topology = topology
+        self.run_directory = run_directory
+        self.socket_directory = socket_directory
+        self._command = (python, *entry)
+        self._restarts_left = restarts
+        self._others_end_s = others_end_s
+        self._children: dict[str, ChildProcess] = {}
+        self.resource_trackers: dict[psutil.Process, str] = {}
+        self._draining = False
+        self._ending = False
+        self._one_end = anyio.Lock()
+        self._traces = RunTraces(marker=uuid.uuid4().hex, since=time.time(), socket_directory=str(socket_directory))
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start every local process. ``run_directory`` holds ``recipe.toml`` already; ``topology.json`` is written."""
+        for folder in ("logs", "exit"):
+            (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
+        self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.run_directory / "topology.json").write_bytes(msgspec.json.encode(self.topology))
+        self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
+        for plan in self.topology.processes:
+            if plan.local:
+                self._start_child(plan)
+
+    async def watch(self) -> None:
+        """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
+
+        Raises ``ProcessDied``, which names the first cause.
+        """
+        next_scan = time.monotonic()
+        finished_s: float | None = None
+        while not self._ending:
+            self._restart_reward_workers()
+            deaths = self._deaths()
+            if finished_s is None and deaths:
+                raise await self._died()
+            if finished_s is None and self._finished():
+                finished_s = time.monotonic()
+            if finished_s is not None and (self._all_ended() or time.monotonic() > finished_s + self._others_end_s):
+                for death in deaths:
+                    log.warning("after the run had finished, %s", death.describe())
+                return
+            if time.monotonic() >= next_scan:
+                self._record_trackers()
+                next_scan = time.monotonic() + _TRACKER_SCAN_S
+            await anyio.sleep(_POLL_S)
+
+    async def stop(self, deadline_s: float = 60.0) -> None:
+        """Drain, then end everything: SIGTERM to the controller, which ends the streams; ``deadline_s`` later kill."""
+        self.request_drain()
+        try:
+            with anyio.move_on_after(deadline_s):
+                await self.watch()
+        finally:
+            await self.kill()
+
+    def request_drain(self) -> None:
+        """SIGTERM to the controller: it finishes what it is doing, ends the streams, and ends itself."""
+        self._draining = True
+        controller = self._children.get(Role.CONTROLLER.value)
+        if controller is not None and controller.running:
+            controller.process.send_signal(signal.SIGTERM)
+
+    async def kill(self, grace_s: float = 1.0) -> None:
+        """End everything now: SIGTERM, ``grace_s`` later SIGKILL; leave nothing behind. Idempotent, never cancelled."""
+        self._ending = True
+        with anyio.CancelScope(shield=True):
+            async with self._one_end:
+                await self._end_all(grace_s)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.kill(0)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def run(self, *, drain_s: float = 60.0) -> RunEnd:
+        """The whole life. First SIGINT or SIGTERM: drain for at most ``drain_s``; the second: kill at once.
+
+        Raises ``ProcessDied``. Signals are taken only in the main thread; elsewhere call ``request_drain``.
+        """
+        failure: ProcessDied | None = None
+        end = RunEnd.KILLED
+        async with self, anyio.create_task_group() as tasks:
+
+            def drain() -> None:
+                tasks.cancel_scope.deadline = anyio.current_time() + drain_s
+                self.request_drain()
+
+            tasks.start_soon(obey_signals, drain, tasks.cancel_scope.cancel)
+            try:
+                await self.watch()
+                end = RunEnd.DRAINED if self._draining else RunEnd.FINISHED
+            except ProcessDied as died:  # raised outside of the group, which would wrap it
+                failure = died
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return end
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    async def _end_all(self, grace_s: float) -> None:
+        children = [child for name, child in self._children.items() if name != GUARDIAN]
+        for child in children:
+            if child.running:
+                child.process.terminate()
+        with anyio.move_on_after(grace_s):
+            while any(child.running for child in children):  # noqa: ASYNC110 - ends of processes are polled
+                await anyio.sleep(_POLL_S)
+        survivors = await anyio.to_thread.run_sync(sweep, self._traces)
+        if survivors:
+            log.error("processes %s of the run survived SIGKILL; look at them with ps", survivors)
+        for child in children:
+            child.close()
+        if guardian := self._children.get(GUARDIAN):
+            guardian.tell(Done())
+            guardian.close()
+        self._children = {}
+
+    def _start_child(self, plan: ProcessPlan) -> None:
+        child = start_child(plan, self._command, self.run_directory, self._traces.marker)
+        self._children[plan.name] = child
+        self._traces.sessions[child.process.pid] = child.created
+        self._children[GUARDIAN].tell(Session(sid=child.process.pid, created=child.created))
+
+    def _restart_reward_workers(self) -> None:
+        for child in list(self._children.values()):
+            plan = child.plan
+            if (
+                plan is None
+                or plan.role is not Role.REWARD
+                or child.exit_code != REWARD_RESTART_EXIT_CODE
+                or not self._restarts_left
+            ):
+                continue
+            self._restarts_left -= 1
+            log.warning("%s asked to be replaced (%d restarts left); see %s", plan.name, self._restarts_left, child.log)
+            child.close()
+            self._start_child(plan)
+
+    def _finished(self) -> bool:
+        controller = self._children[Role.CONTROLLER.value]
+        # Before the controller listens for SIGTERM it dies of it: when draining that is an end like another.
+        return controller.exit_code == 0 or (self._draining and controller.exit_code == -signal.SIGTERM)
+
+    def _all_ended(self) -> bool:
+        return not any(child.running for name, child in self._children.items() if name != GUARDIAN)
+
+    def _deaths(self) -> list[Death]:
+        """Ends that should not have been."""
+        dead = [child.death(self.run_directory) for child in self._children.values() if self._is_death(child)]
+        gone = [(tracker, owner) for tracker, owner in self.resource_trackers.items() if not _lives(tracker)]
+        for tracker, owner in gone:
+            if self._children[owner].running:
+                name = f"the multiprocessing resource tracker of {owner} (pid {tracker.pid})"
+                dead.append(Death(name=name, exit_code=None, detected_s=time.monotonic()))
+        return dead
+
+    def _is_death(self, child: ChildProcess) -> bool:
+        if child.running:
+            return False
+        if child.plan is None:
+            return True  # the guardian never ends by itself
+        if child.plan.role is Role.CONTROLLER:
+            return not self._finished()
+        # Ending with 0 is the right answer to the end of a stream: the controller ends streams shortly before itself.
+        return child.exit_code != 0 or (child.ended_for_s > self._others_end_s and not self._finished())
+
+    async def _died(self) -> ProcessDied:
+        """Wait until the first cause can be told from what followed from it."""
+        began = time.monotonic()
+        deaths = self._deaths()
+        while not self._ending:
+            await anyio.sleep(_POLL_S)
+            deaths = self._deaths() or deaths
+            patience_s = _CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
+            if time.monotonic() >= began + patience_s:
+                break
+        first = first_cause(deaths)
+        others = sorted(death.name for death in deaths if death.name != first.name)
+        text = [first.describe()]
+        if others:
+            text.append(f"(after it: {', '.join(others)})")
+        if child := self._children.get(first.name):
+            tail = last_lines(child.log, start=child.log_start)
+            text.append(f"last lines of {child.log}:" if tail else f"it logged nothing to {child.log}")
+            text += [f"  {line}" for line in tail]
+        else:
+            text.append(f"logs are in {self.run_directory / 'logs'}")
+        return ProcessDied("\n".join(text))
+
+    def _record_trackers(self) -> None:
+        """Resource trackers belong to the run as well: killed, they would leave shared memory behind unseen."""
+        owners = {child.process.pid: name for name, child in self._children.items()}
+        for process in members(self._traces):
+            if process not in self.resource_trackers and is_resource_tracker(process):
+                owner = owners.get(_session(process))
+                if owner is not None:
+                    self.resource_trackers[process] = owner
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _session(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return -1

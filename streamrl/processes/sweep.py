@@ -1,0 +1,126 @@
+"""Ending everything that a run started, down to processes that streamrl did not start itself.
+
+A process belongs to the run when it is in the session of one that the supervisor started (vLLM's EngineCore and
+workers stay in their engine host's session, also after the host died), or when it carries the run's marker in its
+environment (it made a session of its own). Neither depends on who its parent is now, so orphans are found too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from streamrl.processes.parent_death import RUN_MARKER
+
+_SHARED_MEMORY = Path("/dev/shm")
+# Names given by multiprocessing and torch. A user's own segment that a reward maps must never be unlinked.
+_OUR_SEGMENTS = ("psm_", "sem.mp-", "torch_")
+_POLL_S = 0.02
+
+
+class RunTraces(msgspec.Struct, kw_only=True):
+    """What identifies the processes and files of one run.
+
+    ``sessions``: session id -> creation time of its leader (epoch seconds). ``marker``: value of
+    ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began.
+    """
+
+    marker: str
+    since: float
+    socket_directory: str
+    sessions: dict[int, float] = {}
+
+
+def members(traces: RunTraces) -> list[psutil.Process]:
+    """Living processes of the run; zombies are dead."""
+    ours = {sid for sid, created in traces.sessions.items() if not _reused(sid, created)}
+    found = []
+    for pid in psutil.pids():
+        try:
+            process = psutil.Process(pid)
+            if (os.getsid(pid) in ours or _carries_marker(process, traces)) and _alive(process):
+                found.append(process)
+        except (ProcessLookupError, PermissionError, psutil.Error):
+            continue  # it ended meanwhile, or belongs to another user
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Python's ``multiprocessing`` resource tracker: it unlinks shared memory once its users are gone."""
+    try:
+        return any("multiprocessing.resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0) -> list[int]:
+    """Kill what is left of the run, unlink its shared memory, remove its sockets. Blocking.
+
+    Resource trackers get ``tracker_s`` to unlink what the others left. Returns the pids that still live after
+    ``deadline_s`` (uninterruptible in the kernel): normally none.
+    """
+    segments: set[Path] = set()
+    deadline = time.monotonic() + deadline_s
+    trackers_end = time.monotonic() + tracker_s
+    while (left := members(traces)) and time.monotonic() < deadline:
+        others = [process for process in left if not is_resource_tracker(process)]
+        if others:
+            trackers_end = time.monotonic() + tracker_s
+        segments.update(path for process in left for path in _mapped_segments(process, traces.since))
+        for process in others if time.monotonic() < trackers_end else left:
+            _kill(process)
+        time.sleep(_POLL_S)
+    for path in segments:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(traces.socket_directory, ignore_errors=True)
+    return [process.pid for process in left]
+
+
+def _alive(process: psutil.Process) -> bool:
+    return bool(process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+
+
+def _reused(sid: int, created: float) -> bool:
+    """Whether the session's number now belongs to a process that we did not start.
+
+    While a session has members the kernel gives its number to nobody; a number with a younger leader is foreign.
+    """
+    try:
+        return bool(abs(psutil.Process(sid).create_time() - created) > 0.05)
+    except psutil.Error:
+        return False
+
+
+def _carries_marker(process: psutil.Process, traces: RunTraces) -> bool:
+    if process.create_time() < traces.since - 1:
+        return False
+    return bool(process.environ().get(RUN_MARKER) == traces.marker)
+
+
+def _mapped_segments(process: psutil.Process, since: float) -> set[Path]:
+    """Shared memory files of the run that ``process`` maps."""
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if f" {_SHARED_MEMORY}/" in line}
+    return {path for path in paths if path.name.startswith(_OUR_SEGMENTS) and _made_since(path, since)}
+
+
+def _made_since(path: Path, since: float) -> bool:
+    try:
+        return path.stat().st_ctime >= since - 1
+    except OSError:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.Error:
+        return  # it ended by itself

@@ -1,0 +1,84 @@
+"""The first row of a user's iterator, from a process of its own: ``python -m streamrl.stages.prompt_probe S SPEC``.
+
+Checking a recipe must not import user code into the checking process, nor wait for it without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import msgspec
+
+from streamrl.errors import StreamRLError
+from streamrl.stages.prompt_iterator import UserRows
+
+
+class _Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process found: the row, or the problem."""
+
+    row: Any = None
+    problem: str = ""
+
+
+def probe_in_subprocess(spec: str, timeout_s: float) -> tuple[Any, str]:
+    """(the first row, "") of the iterator that ``spec`` names, or (None, the problem with its remedy)."""
+    command = [sys.executable, "-m", "streamrl.stages.prompt_probe", str(timeout_s), spec]
+    late = f"prompts {spec} gave no row within {timeout_s:g} s: make the first row come sooner"
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
+        try:
+            child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None, late
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing of its group is left
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        answer = output.read()
+    if child.returncode == -signal.SIGALRM:
+        return None, late
+    if not answer:
+        return None, f"prompts {spec} ended the process that opened it (exit code {child.returncode}): open it by hand"
+    probe = msgspec.msgpack.decode(answer, type=_Probe)
+    return probe.row, probe.problem
+
+
+async def _first_row(spec: str) -> _Probe:
+    rows = UserRows(spec)
+    try:
+        there, row = await rows.next_row()
+    except StreamRLError as error:
+        return _Probe(problem=str(error))
+    if not there:
+        return _Probe(problem=f"prompts {spec} is empty: it must give at least one row")
+    return _Probe(row=row)
+
+
+def main(seconds: float, spec: str) -> None:
+    """Write the first row as MessagePack; what the user's code prints goes to stderr."""
+    # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
+    signal.alarm(math.ceil(seconds) + 1)
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    probe = asyncio.run(_first_row(spec))
+    try:
+        encoded = msgspec.msgpack.encode(probe)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        problem = f"prompts {spec}, row 1 has a value that cannot be sent ({error}): use plain values"
+        encoded = msgspec.msgpack.encode(_Probe(problem=problem))
+    answer.write(encoded)
+    answer.flush()
+    os._exit(0)  # a thread that the user's module left behind must not keep this process
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2])

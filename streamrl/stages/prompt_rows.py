@@ -1,0 +1,74 @@
+"""From one dataset row to one ``Prompt``, with the reason where that cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from streamrl.errors import StreamRLError
+from streamrl.tokenizer import Tokenizer
+from streamrl.types import Prompt, TokenArray, token_array
+
+_TOKEN_COLUMN = "prompt_token_ids"
+_ID_COLUMN = "prompt_id"
+
+
+class BadRow(StreamRLError):
+    """A row that is no prompt; the message says why and what to do, without naming the place."""
+
+
+def decode_row(line: bytes) -> dict[str, Any]:
+    """The row of one JSONL line. Raises ``BadRow``."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRow(f"is not a JSON object ({error}): correct it") from error
+
+
+def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
+    """The prompt of row ``number`` (counted from 1; part of the default id).
+
+    ``columns`` holds everything of the row but the ids, so also the prompt's text. Values must be plain
+    (what JSON has): they travel to other processes. Raises ``BadRow``.
+    """
+    if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+        raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
+    try:
+        content = msgspec.msgpack.encode(dict(row))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadRow(
+            f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
+        ) from error
+    columns = msgspec.msgpack.decode(content, type=dict[str, Any])
+    token_ids = _token_ids(columns, tokenizer)
+    if not token_ids:
+        raise BadRow("has an empty prompt: remove the row")
+    if max_tokens is not None and len(token_ids) > max_tokens:
+        raise BadRow(
+            f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
+            "lower sampling.max_tokens or raise engines.max_context"
+        )
+    columns.pop(_TOKEN_COLUMN, None)
+    prompt_id = columns.pop(_ID_COLUMN, None)
+    if prompt_id is None:
+        prompt_id = hashlib.blake2b(content + number.to_bytes(8, "big"), digest_size=8).hexdigest()
+    elif not isinstance(prompt_id, (str, int)) or prompt_id == "":
+        raise BadRow(f"has the prompt_id {prompt_id!r}: use text or an integer")
+    return Prompt(prompt_id=str(prompt_id), token_ids=token_ids, columns=columns)
+
+
+def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+    given = columns.get(_TOKEN_COLUMN)
+    text = columns.get("prompt")
+    if given is None and text is None:
+        raise BadRow('has no column "prompt" (text) and no "prompt_token_ids": add one')
+    if given is None:
+        if not isinstance(text, str):
+            raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text')
+        return tokenizer.encode(text)
+    if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
+        raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {tokenizer.vocabulary_size - 1}')
+    return token_array(given)

@@ -1,0 +1,283 @@
+"""What every stream does, whatever carries it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any
+
+import anyio
+import pytest
+
+from streamrl import messages
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.errors import StreamBroken, StreamClosed, StreamEnded
+from streamrl.types import (
+    Completion,
+    FinishReason,
+    Record,
+    TokenArray,
+    VersionSpan,
+    float_array,
+    token_array,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+class Note(Record):
+    number: int
+    tokens: TokenArray = array("i")  # noqa: RUF009
+
+
+async def send_notes(sender: SendStream[Note], numbers: range) -> None:
+    for number in numbers:
+        await sender.send(Note(number=number))
+
+
+async def until_waiting(condition: Any) -> None:
+    """Let the event loop turn until something is so; the test's own time limit is the deadline."""
+    while not condition():
+        await anyio.sleep(0.001)
+
+
+async def test_items_arrive_in_order_each_once(open_ends: Any) -> None:
+    async with open_ends(Note, window=8) as (sender, receiver), anyio.create_task_group() as tasks:
+
+        async def produce() -> None:
+            await send_notes(sender, range(500))
+            await sender.aclose()
+
+        tasks.start_soon(produce)
+        assert [note.number async for note in receiver] == list(range(500))
+
+
+async def test_end_comes_after_everything_that_was_sent(open_ends: Any) -> None:
+    async with open_ends(Note, window=8) as (sender, receiver):
+        await send_notes(sender, range(5))
+        await sender.aclose()
+        assert [(await receiver.receive()).number for _ in range(5)] == list(range(5))
+        for _ in range(2):
+            with pytest.raises(StreamEnded, match="sender ended"):
+                await receiver.receive()
+
+
+async def test_a_stream_without_items_ends(open_ends: Any) -> None:
+    async with open_ends(Note) as (sender, receiver), anyio.create_task_group() as tasks:
+        tasks.start_soon(sender.aclose)
+        with pytest.raises(StreamEnded):
+            await receiver.receive()
+
+
+async def test_a_closed_end_refuses_use(open_ends: Any) -> None:
+    async with open_ends(Note) as (sender, receiver):
+        await sender.send(Note(number=1))
+        await sender.aclose()
+        await sender.aclose()
+        with pytest.raises(StreamClosed):
+            await sender.send(Note(number=2))
+        await receiver.aclose()
+        await receiver.aclose()
+        with pytest.raises(StreamClosed):
+            await receiver.receive()
+
+
+async def test_closing_wakes_an_own_waiting_coroutine(open_ends: Any) -> None:
+    async with open_ends(Note) as (sender, receiver):
+        await sender.send(Note(number=1))
+        await receiver.receive()
+        async with anyio.create_task_group() as tasks:
+
+            async def wait_for_an_item() -> None:
+                with pytest.raises(StreamClosed):
+                    await receiver.receive()
+
+            tasks.start_soon(wait_for_an_item)
+            await anyio.wait_all_tasks_blocked()
+            await receiver.aclose()
+
+
+async def test_a_receiver_that_stops_breaks_the_sender(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver):
+        await send_notes(sender, range(2))
+        await receiver.receive()
+        await receiver.aclose()
+        with pytest.raises(StreamBroken, match="receiver closed the stream"):
+            await send_notes(sender, range(100))
+
+
+async def test_a_sender_that_fails_breaks_the_receiver_after_its_items(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver):
+        await send_notes(sender, range(2))
+        await sender.abort("the disk is full")
+        assert [(await receiver.receive()).number for _ in range(2)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(StreamBroken, match="the disk is full"):
+                await receiver.receive()
+
+
+async def test_an_exception_of_the_owner_is_not_wrapped(open_ends: Any) -> None:
+    with pytest.raises(ZeroDivisionError, match=r"^by nought$"):
+        async with open_ends(Note, window=4) as (sender, receiver):
+            await sender.send(Note(number=0))
+            await receiver.receive()
+            raise ZeroDivisionError("by nought")
+
+
+async def test_the_sender_waits_at_the_window(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
+        sent: list[int] = []
+
+        async def produce() -> None:
+            for number in range(8):
+                await sender.send(Note(number=number))
+                sent.append(number)
+
+        tasks.start_soon(produce)
+        await until_waiting(lambda: len(sent) == 4)
+        for taken in range(1, 5):
+            with anyio.move_on_after(0.05) as idle:
+                await until_waiting(lambda enough=3 + taken: len(sent) > enough)
+            assert idle.cancelled_caught, f"{len(sent)} items sent although {taken - 1} were taken from a window of 4"
+            assert (await receiver.receive()).number == taken - 1
+            await until_waiting(lambda enough=4 + taken: len(sent) == enough)
+
+
+async def test_cancelled_receives_lose_nothing(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
+
+        async def produce() -> None:
+            for number in range(150):
+                await sender.send(Note(number=number))
+                if number % 3 == 0:
+                    await anyio.sleep(0.003)
+            await sender.aclose()
+
+        tasks.start_soon(produce)
+        got: list[int] = []
+        cancelled = 0
+        ended = False
+        while not ended:
+            with anyio.move_on_after(0.001) as scope:
+                try:
+                    while True:
+                        got.append((await receiver.receive()).number)
+                except StreamEnded:
+                    ended = True
+            cancelled += scope.cancelled_caught
+        assert got == list(range(150))
+        assert cancelled > 10, "nothing was cancelled: the test is vacuous"
+
+
+async def test_cancelled_sends_lose_and_repeat_nothing(open_ends: Any) -> None:
+    async with open_ends(Note, window=2) as (sender, receiver), anyio.create_task_group() as tasks:
+        got: list[int] = []
+
+        async def consume() -> None:
+            async for note in receiver:
+                got.append(note.number)
+                await anyio.sleep(0.003)
+
+        tasks.start_soon(consume)
+        cancelled = 0
+        for number in range(100):
+            done = False
+            while not done:
+                with anyio.move_on_after(0.001) as scope:
+                    await sender.send(Note(number=number))
+                    done = True
+                cancelled += scope.cancelled_caught
+        await sender.aclose()
+        await until_waiting(lambda: len(got) >= 100)
+        assert got == list(range(100))
+        assert cancelled > 10, "nothing was cancelled: the test is vacuous"
+
+
+async def test_many_coroutines_may_send_at_once(open_ends: Any) -> None:
+    async with open_ends(Note, window=3) as (sender, receiver), anyio.create_task_group() as tasks:
+        for first in range(0, 100, 10):
+            tasks.start_soon(send_notes, sender, range(first, first + 10))
+        got = [(await receiver.receive()).number for _ in range(100)]
+        assert sorted(got) == list(range(100))
+        for first in range(0, 100, 10):
+            own = [number for number in got if first <= number < first + 10]
+            assert own == sorted(own)
+
+
+async def test_statistics_count(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver):
+        await send_notes(sender, range(3))
+        assert (sender.statistics().items, sender.statistics().buffered) == (3, 3)
+        await receiver.receive()
+        await until_waiting(lambda: receiver.statistics().buffered == 2)
+        await until_waiting(lambda: sender.statistics().buffered == 2)
+        assert receiver.statistics().items == 1
+        assert sender.statistics().window == receiver.statistics().window == 4
+        with anyio.move_on_after(0.05):
+            await send_notes(sender, range(9))
+        assert sender.statistics().wait_seconds > 0.02
+
+
+async def test_large_arrays_arrive_equal(open_ends: Any) -> None:
+    tokens = token_array(range(1_000_000))
+    completion = Completion(
+        token_ids=tokens,
+        behavior_logprobs=float_array([-0.5, float("inf")] * 500_000),
+        finish_reason=FinishReason.STOP,
+        version_spans=(VersionSpan(start=0, end=1_000_000, policy_version=7),),
+    )
+    async with open_ends(messages.EngineEvent, window=2) as (sender, receiver), anyio.create_task_group() as tasks:
+        event = messages.Generated(request_id="a", completion=completion, seconds=1.5)
+        tasks.start_soon(sender.send, event)
+        assert await receiver.receive() == event
+
+
+async def test_union_items_keep_their_type(open_ends: Any) -> None:
+    orders: list[messages.EngineOrder] = [
+        messages.Generate(request_id="r", token_ids=token_array([1, 2]), max_tokens=4, seed=2**62, temperature=1.0),
+        messages.Abort(request_ids=("r",)),
+        messages.Pause(order_id=1, mode=messages.PauseMode.KEEP, clear_cache=True),
+        messages.Resume(order_id=2),
+        messages.StageWeights(
+            order_id=3,
+            announcement=messages.WeightAnnouncement(
+                policy_version=1, base_version=None, state_hash=2**64 - 1, sources=()
+            ),
+        ),
+    ]
+    async with open_ends(messages.EngineOrder) as (sender, receiver):
+        for order in orders:
+            await sender.send(order)
+        await sender.aclose()
+        assert [order async for order in receiver] == orders
+
+
+async def test_both_ends_fit_the_protocol(open_ends: Any) -> None:
+    async with open_ends(Note) as (sender, receiver):
+        sends: SendStream[Note] = sender
+        receives: ReceiveStream[Note] = receiver
+        await sends.send(Note(number=1))
+        assert (await receives.receive()).number == 1
+
+
+async def test_leaving_is_quick(open_ends: Any) -> None:
+    """Receiver first, sender first, with and without an end: closing is a handshake, not a time limit."""
+    started = time.monotonic()
+    async with open_ends(Note) as (sender, receiver):
+        await sender.send(Note(number=1))
+        await receiver.receive()
+    async with open_ends(Note) as (sender, receiver):
+        await sender.send(Note(number=1))
+        await sender.aclose()
+    assert time.monotonic() - started < 0.4
+
+
+async def test_cancelling_the_owner_leaves_at_once(open_ends: Any) -> None:
+    started = time.monotonic()
+    with anyio.move_on_after(0.1) as scope:
+        async with open_ends(Note) as (sender, receiver):
+            await sender.send(Note(number=1))
+            await receiver.receive()
+            await receiver.receive()
+    assert scope.cancelled_caught
+    assert time.monotonic() - started < 0.5

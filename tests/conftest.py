@@ -1,0 +1,53 @@
+"""For every test: no process of its own and no thread that blocks the exit may outlive it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+_PATIENCE_S = 5.0
+# Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
+_SHARED = ("resource_tracker", "forkserver")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Fail the test that leaves a child process or a non-daemon thread behind."""
+    processes = set(_children())
+    threads = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := _left(processes, threads)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in set(_children()) - processes:
+        process.kill()
+    assert not left, f"the test left running: {', '.join(left)}"
+
+
+def _left(processes: set[psutil.Process], threads: set[threading.Thread]) -> list[str]:
+    left = [f"process {process.pid} {_command(process)}" for process in _children() if process not in processes]
+    fresh = (thread for thread in threading.enumerate() if thread not in threads)
+    return left + [f"thread {thread.name}" for thread in fresh if thread.is_alive() and not thread.daemon]
+
+
+def _children() -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if _lives(process) and not any(w in _command(process) for w in _SHARED)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.Error:
+        return ""

@@ -1,0 +1,251 @@
+"""What every engine must do, asserted on each: simulated, and the real one (marked vllm)."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+import pytest_asyncio
+
+from streamrl.engines.engine import Engine
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
+from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.errors import EngineError, RequestRefused, WeightError
+from streamrl.messages import Generate, PauseMode
+from streamrl.types import Completion, FinishReason, token_array
+
+CONTEXT = 512
+MakeRequest = Callable[..., Generate]
+
+
+def simulated() -> SimulatedEngine:
+    lengths = LengthMixture(median=20.0, long_median=300.0)
+    return SimulatedEngine(SimulationOptions(max_context=CONTEXT, max_running=64, lengths=lengths))
+
+
+@asynccontextmanager
+async def opened(kind: str, request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[Engine]:
+    if kind == "simulated":
+        engine = simulated()
+        await engine.start()
+        yield engine
+        await engine.aclose()
+    elif kind == "pool":
+        pool = EnginePool([simulated(), simulated()])
+        await pool.start()
+        yield pool
+        await pool.aclose()
+    elif kind == "served":
+        async with request.getfixturevalue("served")(simulated()) as remote:
+            yield remote
+    else:
+        options = request.getfixturevalue("tiny_options")(directory)
+        async with request.getfixturevalue("hosted")(options, directory) as (remote, _):
+            yield remote
+
+
+REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(240)])
+
+
+@pytest_asyncio.fixture(params=["simulated", "pool", "served", REAL], scope="module", loop_scope="module")
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    """Shared by the module: a real engine takes 15 to 45 s to start."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    ready: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
+        with tempfile.TemporaryDirectory(prefix="srl") as directory:
+            try:
+                async with opened(request.param, request, Path(directory)) as made:
+                    ready.set_result(made)
+                    await done.wait()
+            except BaseException as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                raise
+
+    owner = asyncio.create_task(own())
+    await asyncio.wait([ready])
+    yield ready.result()
+    done.set()
+    await owner
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def assert_well_formed(completion: Completion) -> None:
+    """Every token has a logprob and exactly one version."""
+    count = len(completion.token_ids)
+    assert len(completion.behavior_logprobs) == count
+    assert all(logprob <= 0 for logprob in completion.behavior_logprobs)
+    ends = [0, *(span.end for span in completion.version_spans)]
+    assert [span.start for span in completion.version_spans] == ends[:-1]
+    assert ends[-1] == count
+
+
+class Burst:
+    """Requests in flight, and what came of them."""
+
+    def __init__(self, engine: Engine, requests: list[Generate]) -> None:
+        self.engine = engine
+        self.requests = requests
+        self.completions: dict[str, Completion] = {}
+
+    async def run_one(self, request: Generate) -> None:
+        self.completions[request.request_id] = await self.engine.generate(request)
+
+    def start(self, group: anyio.abc.TaskGroup) -> None:
+        for request in self.requests:
+            group.start_soon(self.run_one, request)
+
+
+async def until_running(engine: Engine) -> None:
+    """Let requests get under way: one short request that was sent after them has finished."""
+    await engine.generate(
+        Generate(
+            request_id=f"probe-{id(object())}", token_ids=token_array([2, 3]), max_tokens=8, seed=3, temperature=1.0
+        )
+    )
+
+
+async def test_completions_are_well_formed(engine: Engine, make_request: MakeRequest) -> None:
+    burst = Burst(engine, [make_request(request_id=f"form-{i}", seed=i, max_tokens=60) for i in range(24)])
+    async with anyio.create_task_group() as group:
+        burst.start(group)
+    reasons = set()
+    for completion in burst.completions.values():
+        assert_well_formed(completion)
+        assert 1 <= len(completion.token_ids) <= 60
+        reasons.add(completion.finish_reason)
+        if completion.finish_reason is FinishReason.STOP:
+            assert completion.token_ids[-1] == 1, "the end token is part of the completion"
+        else:
+            assert len(completion.token_ids) == 60
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}, "the limit must cut some and not all"
+
+
+async def test_a_seed_gives_the_same_completion(engine: Engine, make_request: MakeRequest) -> None:
+    first, second, other = [
+        await engine.generate(make_request(request_id=f"seed-{i}", token_ids=token_array([5, 6]), seed=seed))
+        for i, seed in enumerate([11, 11, 12])
+    ]
+    assert first == second
+    assert first.token_ids != other.token_ids
+
+
+async def test_a_refused_request_leaves_the_engine_alive(engine: Engine, make_request: MakeRequest) -> None:
+    with pytest.raises(RequestRefused, match=str(CONTEXT)):
+        await engine.generate(make_request(request_id="long", token_ids=token_array([4] * (CONTEXT + 1))))
+    with pytest.raises(RequestRefused):
+        await engine.generate(make_request(request_id="empty", token_ids=token_array()))
+    assert_well_formed(await engine.generate(make_request(request_id="after-refusal")))
+
+
+async def test_context_ends_a_completion(engine: Engine, make_request: MakeRequest) -> None:
+    prompt = token_array([4] * (CONTEXT - 3))
+    completion = await engine.generate(make_request(request_id="edge", token_ids=prompt, max_tokens=40, seed=2))
+    assert len(completion.token_ids) <= 3
+    assert_well_formed(completion)
+
+
+async def test_aborted_requests_return_what_they_have(engine: Engine, make_request: MakeRequest) -> None:
+    long = Burst(engine, [make_request(request_id=f"abort-{i}", seed=i, max_tokens=480) for i in range(16)])
+    async with anyio.create_task_group() as group:
+        long.start(group)
+        await until_running(engine)
+        await engine.abort([request.request_id for request in long.requests])
+        await engine.abort(["unknown"])
+    cut = [c for c in long.completions.values() if c.finish_reason is FinishReason.ABORT]
+    assert cut, "nothing was cut: the requests were too short for the test"
+    assert any(len(completion.token_ids) > 0 for completion in cut)
+    for completion in long.completions.values():
+        assert_well_formed(completion)
+
+
+async def test_pause_abort_is_a_barrier(engine: Engine, make_request: MakeRequest) -> None:
+    burst = Burst(engine, [make_request(request_id=f"barrier-{i}", seed=i, max_tokens=480) for i in range(16)])
+    async with anyio.create_task_group() as group:
+        burst.start(group)
+        await until_running(engine)
+        await engine.pause(PauseMode.ABORT, clear_cache=True)
+    assert any(c.finish_reason is FinishReason.ABORT for c in burst.completions.values())
+    await engine.resume()
+    assert_well_formed(await engine.generate(make_request(request_id="after-barrier")))
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+async def test_pause_keep_freezes_and_goes_on(engine: Engine, make_request: MakeRequest, clear_cache: bool) -> None:
+    make = [make_request(request_id=f"keep-{clear_cache}-{i}", seed=i, max_tokens=200) for i in range(12)]
+    burst = Burst(engine, make)
+    async with anyio.create_task_group() as group:
+        burst.start(group)
+        await until_running(engine)
+        await engine.pause(PauseMode.KEEP, clear_cache=clear_cache)
+        done = len(burst.completions)
+        late = Burst(engine, [make_request(request_id=f"late-{clear_cache}", seed=5)])
+        late.start(group)
+        await anyio.sleep(0.3)  # nothing may happen: there is no event to wait for
+        assert len(burst.completions) == done
+        assert not late.completions, "a request sent to a paused engine waits"
+        await engine.resume()
+    assert all(c.finish_reason is not FinishReason.ABORT for c in burst.completions.values())
+    assert len(burst.completions) == 12
+    assert late.completions
+
+
+async def test_cut_work_goes_on_by_its_tokens(engine: Engine, make_request: MakeRequest) -> None:
+    requests = [make_request(request_id=f"resume-{i}", seed=i, max_tokens=300) for i in range(12)]
+    burst = Burst(engine, requests)
+    async with anyio.create_task_group() as group:
+        burst.start(group)
+        await until_running(engine)
+        await engine.pause(PauseMode.ABORT, clear_cache=True)
+    await engine.resume()
+    cut = [r for r in requests if burst.completions[r.request_id].finish_reason is FinishReason.ABORT]
+    assert cut
+    for request in cut:
+        partial = burst.completions[request.request_id]
+        rest = resumed_request(request, partial, seed=1000 + request.seed, request_id=f"{request.request_id}-again")
+        joined = join_completions(partial, await engine.generate(rest))
+        assert_well_formed(joined)
+        assert len(joined.token_ids) <= 300
+        assert joined.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+async def test_a_used_up_limit_returns_at_once(engine: Engine, make_request: MakeRequest) -> None:
+    request = make_request(request_id="used-up", token_ids=token_array([2, 3, 4]), max_tokens=2, prefix_length=2)
+    assert remaining_tokens(request) == 0
+    completion = await engine.generate(request)
+    assert (len(completion.token_ids), completion.finish_reason) == (0, FinishReason.LENGTH)
+
+
+async def test_commit_needs_a_pause(engine: Engine) -> None:
+    with pytest.raises(WeightError, match="pause first"):
+        await engine.commit(1)
+
+
+async def test_cancelling_a_request_frees_its_id(engine: Engine, make_request: MakeRequest) -> None:
+    request = make_request(request_id="cancelled", seed=7, max_tokens=480)
+    async with anyio.create_task_group() as group:
+        group.start_soon(engine.generate, request)
+        await anyio.sleep(0.01)
+        group.cancel_scope.cancel()
+    await until_running(engine)
+    assert_well_formed(await engine.generate(request))
+
+
+async def test_a_closed_engine_says_so() -> None:
+    closed = simulated()
+    await closed.start()
+    await closed.aclose()
+    with pytest.raises(EngineError, match="closed"):
+        await closed.pause(PauseMode.KEEP, clear_cache=False)

@@ -1,0 +1,95 @@
+"""What is said, how fast, and what is left when a process of a real engine is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from streamrl.errors import EngineError
+from streamrl.messages import Generate, PauseMode
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.vllm,
+    pytest.mark.torch,
+    pytest.mark.timeout(200),
+    # A killed engine leaves its streams broken, and vLLM's own objects unclosed.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-"))}
+
+
+def find(owner: int, title: str) -> int:
+    if title == "owner":
+        return owner
+    found = psutil.Process(owner).children(recursive=True)
+    return next(process.pid for process in found if title in " ".join(process.cmdline()))
+
+
+async def until_gone(pids: list[int]) -> float:
+    began = time.monotonic()
+    with anyio.fail_after(10):
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            await anyio.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("title", "cause", "idle"),
+    [
+        ("VLLM::Worker", r"engine-0: its process VLLM::Worker \(pid \d+\) died", False),
+        ("VLLM::EngineCore", r"engine-0: its process VLLM::EngineCore \(pid \d+\) died", True),
+        ("owner", r"engine-0: its host is gone", False),
+    ],
+    ids=["worker", "idle-core", "owner"],
+)
+async def test_sigkill_is_reported_at_once_and_leaves_nothing(
+    title: str, cause: str, idle: bool, tiny_options: Callable, hosted: Callable, make_request: Callable[..., Generate]
+) -> None:
+    pytest.importorskip("vllm")
+    before = shared_memory()
+    errors: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="srl") as directory:
+        options = tiny_options(Path(directory))
+        async with hosted(options, Path(directory)) as (engine, host), anyio.create_task_group() as group:
+            pids = [host.pid, *(process.pid for process in psutil.Process(host.pid).children(recursive=True))]
+            await engine.generate(make_request())
+            if not idle:
+                await engine.pause(PauseMode.KEEP, clear_cache=False)  # so that the requests are surely open
+
+            async def expect_failure(request: Generate) -> None:
+                try:
+                    await engine.generate(request)
+                except EngineError as error:
+                    errors.append(str(error))
+
+            for _ in range(0 if idle else 8):
+                group.start_soon(expect_failure, make_request(max_tokens=400))
+            await anyio.sleep(0.2)  # let the requests reach the engine
+            began = time.monotonic()
+            os.kill(find(host.pid, title), signal.SIGKILL)
+            with pytest.raises(EngineError, match=cause), anyio.fail_after(5):
+                while True:
+                    await anyio.sleep(0.01)
+                    engine._require_alive()
+            reported = time.monotonic() - began
+            gone = await until_gone(pids)
+            print(f"{title}: reported after {reported:.2f} s, everything gone {gone:.2f} s later")
+            assert reported < 3
+    assert len(errors) == (0 if idle else 8)
+    assert all("engine-0" in error for error in errors)
+    with anyio.move_on_after(2):
+        while shared_memory() - before:
+            await anyio.sleep(0.05)
+    assert not shared_memory() - before

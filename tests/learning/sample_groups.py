@@ -1,0 +1,48 @@
+"""Groups of random samples for the tiny model."""
+
+from __future__ import annotations
+
+import random
+
+from streamrl.messages import CloseBatch
+from streamrl.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
+
+VOCABULARY = 32
+
+
+def make_groups(
+    batch_id: int, sizes: list[int], *, seed: int = 0, version: int = 0, rewards: list[list[float]] | None = None
+) -> list[TrainingGroup]:
+    """Groups of these sizes with random tokens, lengths 2 to 40, and random rewards unless given."""
+    rng = random.Random(seed)
+    groups = []
+    for group_id, size in enumerate(sizes):
+        prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 6))]
+        samples = []
+        for sample in range(size):
+            count = rng.randint(2, 40)
+            completion = [rng.randrange(3, VOCABULARY) for _ in range(count)]
+            samples.append(
+                TrainingSample(
+                    id=TrajectoryId(prompt_id=f"p{group_id}", group_id=group_id, sample=sample),
+                    token_ids=token_array(prompt + completion),
+                    loss_mask=b"\0" * len(prompt) + b"\1" * count,
+                    behavior_logprobs=float_array([0.0] * len(prompt) + [-3.0 - 2 * rng.random() for _ in completion]),
+                    reward=rewards[group_id][sample] if rewards else float(rng.randint(0, 3)),
+                    oldest_version=version,
+                    newest_version=version,
+                )
+            )
+        groups.append(TrainingGroup(group_id=group_id, batch_id=batch_id, samples=tuple(samples)))
+    return groups
+
+
+def close_of(groups: list[TrainingGroup], policy_version: int) -> CloseBatch:
+    """The order that closes a batch of exactly these groups."""
+    return CloseBatch(
+        batch_id=groups[0].batch_id,
+        policy_version=policy_version,
+        groups=len(groups),
+        samples=sum(len(group.samples) for group in groups),
+        trained_tokens=sum(sample.trained_tokens for group in groups for sample in group.samples),
+    )

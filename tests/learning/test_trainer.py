@@ -1,0 +1,376 @@
+"""The trainer with one rank: exact gradients, exact policy, exact weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from sample_groups import close_of, make_groups  # noqa: E402
+
+from streamrl.comm.weights.state_hash import hash_range  # noqa: E402
+from streamrl.config.recipe import LossNormalization  # noqa: E402
+from streamrl.errors import StreamRLError  # noqa: E402
+from streamrl.learning import gradients, losses  # noqa: E402
+from streamrl.learning.attention import packed_layout  # noqa: E402
+from streamrl.learning.packing import WeightedSample, pack, plan_micro_batches  # noqa: E402
+from streamrl.learning.policy import load_policy  # noqa: E402
+from streamrl.messages import CloseBatch, SaveCheckpoint  # noqa: E402
+from streamrl.types import TrainingGroup, float_array  # noqa: E402
+
+pytestmark = pytest.mark.torch
+SIZES = [4, 3, 1, 5, 2]
+StartTrainer = Callable[..., Any]
+
+
+def reference_model(path: str, *, rounded: bool = True) -> Any:
+    """transformers' own model with the published weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if rounded:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+def reference_logprobs(model: Any, sample: Any, temperature: float = 1.0) -> Any:
+    """Logprobs of the trained tokens of one sample, alone, unpadded."""
+    tokens = torch.tensor(list(sample.token_ids))
+    logits = model(tokens[None]).logits[0, :-1] / temperature
+    logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return logprobs[torch.tensor(list(sample.loss_mask[1:])) != 0]
+
+
+def test_packed_rows_equal_single_sequences(tiny_model: str) -> None:
+    samples = [sample for group in make_groups(0, SIZES) for sample in group.samples]
+    model, policy = reference_model(tiny_model, rounded=False), load_policy(tiny_model, torch.device("cpu"))
+    rows = plan_micro_batches([WeightedSample(sample, 1.0, 1.0) for sample in samples], 128)
+    assert sum(len(row) for row in rows) == len(samples)
+    assert len(rows) > 2
+    by_id = {str(sample.id): sample for sample in samples}
+    for planned in rows:
+        row = pack(planned, 0, torch.device("cpu"))
+        logprobs, _ = losses.token_logprobs(policy.head(policy(row)), row.targets_N)
+        expected = torch.cat([reference_logprobs(model, by_id[name]) for name in row.sample_ids])
+        torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=0)
+
+
+def test_layout_finds_runs_of_equal_length() -> None:
+    layout = packed_layout([3, 3, 5, 3], torch.device("cpu"))
+    assert layout.runs == ((2, 3), (1, 5), (1, 3))
+    assert layout.boundaries.tolist() == [0, 3, 6, 11, 14]
+
+
+def reference_gradient(path: str, groups: list[TrainingGroup], normalization: LossNormalization) -> dict[str, Any]:
+    """The gradient of the whole batch, one sequence at a time, in float64, on-policy, with the formula of the papers."""
+    model = reference_model(path).double()
+    samples = sum(len(group.samples) for group in groups)
+    tokens = sum(sample.trained_tokens for group in groups for sample in group.samples)
+    for group in groups:
+        rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
+        if len(rewards) < 2 or float(rewards.std()) == 0.0:
+            continue
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for sample, advantage in zip(group.samples, advantages, strict=True):
+            total = -(advantage * reference_logprobs(model, sample)).sum()
+            if normalization is LossNormalization.TOKEN_MEAN:
+                loss = total / tokens
+            elif normalization is LossNormalization.SEQUENCE_MEAN:
+                loss = total / sample.trained_tokens / samples
+            else:
+                loss = total / (samples * 512)
+            loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def stepped_gradient(trainer: Any, groups: list[TrainingGroup]) -> dict[str, Any]:
+    """Gradient that the optimizer saw, by tensor, in float64."""
+    seen: dict[str, Any] = {}
+
+    def keep(optimizer: Any, *_: Any) -> None:
+        weights = trainer._weights
+        seen.update({s.name: weights.gradient_L[s.place].double().view(s.shape).clone() for s in weights.shards})
+
+    trainer._optimizer.register_step_pre_hook(keep)
+    for group in groups:
+        trainer.train_group(group)
+    trainer.close_batch(close_of(groups, trainer.policy_version + 1))
+    return seen
+
+
+def relative_error(got: dict[str, Any], expected: dict[str, Any]) -> float:
+    difference = sum(float((got[name] - expected[name]).square().sum()) for name in expected)
+    return (difference / sum(float(value.square().sum()) for value in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize("normalization", list(LossNormalization))
+@pytest.mark.parametrize("streaming", [True, False])
+def test_gradient_is_that_of_the_whole_batch(
+    start_trainer: StartTrainer, tiny_model: str, normalization: LossNormalization, streaming: bool
+) -> None:
+    groups = make_groups(0, SIZES)
+    expected = reference_gradient(tiny_model, groups, normalization)
+    for order in range(3):
+        shuffled = random.Random(order).sample(groups, len(groups))
+        trainer = start_trainer(
+            loss_normalization=normalization, streaming=streaming, max_grad_norm=1e9, micro_batch_tokens=64
+        )
+        assert relative_error(stepped_gradient(trainer, shuffled), expected) < 5e-6
+
+
+def test_gradient_check_catches_a_wrong_normaliser(
+    start_trainer: StartTrainer, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: rows that are divided by their own tokens, as if each were the batch."""
+    groups = make_groups(0, SIZES)
+    expected = reference_gradient(tiny_model, groups, LossNormalization.TOKEN_MEAN)
+    right = gradients.grpo_loss
+
+    def divided(logprobs_N: Any, *arguments: Any, **options: Any) -> Any:
+        result = right(logprobs_N, *arguments, **options)
+        return result._replace(loss_N=result.loss_N * 100 / max(1, logprobs_N.numel()))
+
+    monkeypatch.setattr(gradients, "grpo_loss", divided)
+    trainer = start_trainer(max_grad_norm=1e9, micro_batch_tokens=64)
+    assert relative_error(stepped_gradient(trainer, groups), expected) > 1e-2
+
+
+def test_chunked_head_equals_one_chunk(start_trainer: StartTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = make_groups(0, SIZES)
+    whole = stepped_gradient(start_trainer(max_grad_norm=1e9), groups)
+    monkeypatch.setattr(gradients, "LOGITS_IN_A_CHUNK", 7 * 32)
+    assert relative_error(stepped_gradient(start_trainer(max_grad_norm=1e9), groups), whole) < 2e-6
+
+
+def with_behavior(groups: list[TrainingGroup], model: Any, temperature: float) -> list[TrainingGroup]:
+    """The same groups as if this model had sampled them."""
+    changed = []
+    for group in groups:
+        samples = []
+        for sample in group.samples:
+            values = [0.0] * (len(sample.token_ids) - sample.trained_tokens)
+            values += reference_logprobs(model, sample, temperature).tolist()
+            samples.append(msgspec.structs.replace(sample, behavior_logprobs=float_array(values)))
+        changed.append(msgspec.structs.replace(group, samples=tuple(samples)))
+    return changed
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_learning_rate_zero_ratio_is_one(start_trainer: StartTrainer, tiny_model: str, temperature: float) -> None:
+    """The trainer's policy is the published one: with unrounded weights the ratio would not be 1."""
+    with torch.no_grad():
+        groups = with_behavior(make_groups(0, SIZES), reference_model(tiny_model), temperature)
+    trainer = start_trainer(learning_rate=0.0, temperature=temperature)
+    for step in range(3):
+        version = msgspec.structs.replace(close_of(groups, step + 1), batch_id=step)
+        for group in groups:
+            trainer.train_group(msgspec.structs.replace(group, batch_id=step))
+        metrics = trainer.close_batch(version).metrics
+        trainer.acknowledge(step + 1)
+        assert abs(metrics["policy/is_weight_mean"] - 1) < 1e-5
+        assert metrics["policy/logprob_diff_abs_p99"] < 2e-5
+        assert metrics["policy/ess"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["policy/kl_rollout"] == pytest.approx(0.0, abs=1e-7)
+        assert metrics["weights/changed_ratio"] in (0.0, 1.0) if step == 0 else metrics["weights/changed_ratio"] == 0.0
+
+
+def test_top_p_ratio_is_one_against_the_engines_arithmetic(start_trainer: StartTrainer, tiny_model: str) -> None:
+    """Behaviour logprobs as vLLM computes them at temperature 0.7, top-p 0.9, of tokens sampled that way."""
+    model, temperature, top_p = reference_model(tiny_model), 0.7, 0.9
+    torch.manual_seed(1)
+    groups = []
+    for group in make_groups(0, SIZES):
+        samples = []
+        for sample in group.samples:
+            prompt = len(sample.token_ids) - sample.trained_tokens
+            tokens, logprobs = torch.tensor(list(sample.token_ids[:prompt])), [0.0] * prompt
+            with torch.no_grad():
+                for _ in range(sample.trained_tokens):
+                    logits = model(tokens[None]).logits[0, -1] / temperature
+                    ascending, order = logits.sort()
+                    removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+                    distribution = logits.index_fill(0, order[removed], -torch.inf).log_softmax(-1)
+                    token = distribution.exp().multinomial(1)
+                    logprobs.append(float(distribution[token]))
+                    tokens = torch.cat([tokens, token])
+            token_ids = sample.token_ids[:0]
+            token_ids.extend(tokens.tolist())
+            samples.append(
+                msgspec.structs.replace(sample, token_ids=token_ids, behavior_logprobs=float_array(logprobs))
+            )
+        groups.append(msgspec.structs.replace(group, samples=tuple(samples)))
+    trainer = start_trainer(learning_rate=0.0, temperature=temperature, top_p=top_p)
+    for group in groups:
+        trainer.train_group(group)
+    metrics = trainer.close_batch(close_of(groups, 1)).metrics
+    assert abs(metrics["policy/is_weight_mean"] - 1) < 1e-5
+    assert metrics["policy/logprob_diff_abs_p99"] < 2e-5
+
+
+def test_published_bits_are_the_forward_and_the_hash(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer()
+    groups = make_groups(0, SIZES)
+    for group in groups:
+        trainer.train_group(group)
+    report = trainer.close_batch(close_of(groups, 1))
+    bits = trainer.published_bits()
+    for name, parameter in trainer._policy.checkpoint_parameters().items():
+        forward = parameter.detach()
+        assert torch.equal(forward, forward.bfloat16().float())
+        assert np.array_equal(forward.bfloat16().view(torch.int16).numpy().view(np.uint16).ravel(), bits[name])
+    assert report.state_hash == sum(hash_range(name, 0, values) for name, values in bits.items()) % 2**64
+    assert report.metrics["optim/grad_norm"] > 0
+    masters = torch.from_numpy(np.concatenate(list(trainer.master_values().values())))
+    assert not torch.equal(masters, masters.bfloat16().float()), "masters keep more than what is published"
+
+
+def test_batch_without_signal_moves_nothing(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer()
+    before = trainer.master_values()["model.norm.weight"].copy()
+    groups = make_groups(0, [3, 2], rewards=[[1.0] * 3, [0.0] * 2])
+    for group in groups:
+        trainer.train_group(group)
+    metrics = trainer.close_batch(close_of(groups, 1)).metrics
+    assert metrics["optim/groups_without_signal"] == 2
+    assert metrics["optim/skipped_steps_total"] == 1
+    assert "policy/entropy" not in metrics
+    assert np.array_equal(before, trainer.master_values()["model.norm.weight"])
+
+
+def test_off_policy_tokens_are_clipped(start_trainer: StartTrainer) -> None:
+    groups = make_groups(0, SIZES, version=-1)
+    trainer = start_trainer()
+    for group in groups:
+        trainer.train_group(group)
+    assert trainer.close_batch(close_of(groups, 1)).metrics["policy/clip_ratio"] > 0.1
+
+
+def test_errors_name_batch_and_samples(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer()
+    groups = make_groups(7, SIZES, version=-1)
+    bad = msgspec.structs.replace(
+        groups[0].samples[0], behavior_logprobs=float_array([float("nan")] * len(groups[0].samples[0].token_ids))
+    )
+    trainer.train_group(msgspec.structs.replace(groups[0], samples=(bad, *groups[0].samples[1:])))
+    with pytest.raises(StreamRLError, match=r"loss of batch 7 is nan.*0\.0\.0"):
+        trainer.train_pending()
+    trainer = start_trainer()
+    trainer.train_group(groups[0])
+    with pytest.raises(StreamRLError, match="batch 7 is open"):
+        trainer.train_group(msgspec.structs.replace(groups[1], batch_id=8))
+    with pytest.raises(StreamRLError, match=r"5 groups.*received 1, 4"):
+        trainer.close_batch(close_of(groups, 1))
+    with pytest.raises(StreamRLError, match="as version 5"):
+        trainer.close_batch(msgspec.structs.replace(close_of(groups, 5)))
+
+
+def test_infinite_gradient_is_an_error(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer()
+    groups = make_groups(3, [2], rewards=[[0.0, 1.0]])
+    trainer.train_group(groups[0])
+    trainer.train_pending()
+    trainer._weights.gradient_L[5] = float("inf")
+    with pytest.raises(StreamRLError, match=r"gradient norm of batch 3 is inf.*0\.0\.0"):
+        trainer.close_batch(close_of(groups, 1))
+
+
+def test_anchor_of_the_initial_weights_then_a_delta(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer()
+    anchor = trainer.publish_anchor(0)
+    assert anchor.source.changed_elements == anchor.source.total_elements
+    trainer.acknowledge(0)
+    groups = make_groups(0, SIZES)
+    for group in groups:
+        trainer.train_group(group)
+    report = trainer.close_batch(close_of(groups, 1))
+    assert report.base_version == 0
+    assert 0 < report.source.changed_elements <= report.source.total_elements
+    assert trainer.publish_anchor(1).state_hash == report.state_hash
+    with pytest.raises(StreamRLError, match="holds 1"):
+        trainer.publish_anchor(0)
+
+
+def test_warm_up_and_clipping(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer(warmup_steps=4, learning_rate=8e-3, max_grad_norm=1e-3)
+    rates = []
+    for step in range(5):
+        groups = make_groups(step, SIZES, seed=step, version=step)
+        for group in groups:
+            trainer.train_group(group)
+        rates.append(trainer.close_batch(close_of(groups, step + 1)).metrics["optim/lr"])
+        assert float(trainer._weights.gradient_L.norm()) == 0.0
+        trainer.acknowledge(step + 1)
+    assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, 8e-3])
+
+
+def run_steps(trainer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        groups = make_groups(step, SIZES, seed=step, version=step)
+        for group in groups:
+            trainer.train_group(group)
+        trainer.close_batch(close_of(groups, step + 1))
+        trainer.acknowledge(step + 1)
+
+
+def test_checkpoint_round_trip(start_trainer: StartTrainer, tmp_path: Path) -> None:
+    trainer = start_trainer()
+    run_steps(trainer, 0, 2)
+    directory = tmp_path / "checkpoints" / "step-2"
+    saved = trainer.save_checkpoint(SaveCheckpoint(directory=str(directory), policy_version=2))
+    assert (saved.policy_version, saved.directory) == (2, str(directory))
+    assert sorted(path.name for path in directory.parent.iterdir()) == ["step-2"], "no partial directory stays"
+    bits = trainer.published_bits()
+    trainer.save_checkpoint(SaveCheckpoint(directory=str(directory), policy_version=2))
+    run_steps(trainer, 2, 4)
+    uninterrupted = trainer.master_values()
+
+    resumed = start_trainer(resume_from=str(directory))
+    assert resumed.policy_version == 2
+    assert all(np.array_equal(bits[name], values) for name, values in resumed.published_bits().items())
+    run_steps(resumed, 2, 4)
+    for name, values in resumed.master_values().items():
+        assert np.array_equal(values, uninterrupted[name]), f"{name}: optimizer state was not restored"
+
+
+def test_hugging_face_directory(start_trainer: StartTrainer, tmp_path: Path, tiny_model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from streamrl.tokenizer import load_tokenizer
+
+    trainer = start_trainer()
+    run_steps(trainer, 0, 1)
+    trainer.save_checkpoint(SaveCheckpoint(directory=str(tmp_path / "c"), policy_version=1))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "c" / "hf")
+    assert model.dtype is torch.bfloat16
+    bits = trainer.published_bits()
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == bits.keys()
+    for name, parameter in loaded.items():
+        assert np.array_equal(parameter.detach().view(torch.int16).numpy().view(np.uint16).ravel(), bits[name])
+    assert load_tokenizer(tmp_path / "c" / "hf").digest == load_tokenizer(tiny_model).digest
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_resume_from_something_else_is_an_error(start_trainer: StartTrainer, tmp_path: Path) -> None:
+    with pytest.raises(StreamRLError, match="is not a checkpoint"):
+        start_trainer(resume_from=str(tmp_path))
+
+
+def test_missing_model_is_an_error(start_trainer: StartTrainer, tmp_path: Path) -> None:
+    with pytest.raises(StreamRLError, match="cannot load the model"):
+        start_trainer(model_path=str(tmp_path / "nothing"))
+
+
+def test_empty_close_is_a_version(start_trainer: StartTrainer) -> None:
+    trainer = start_trainer()
+    report = trainer.close_batch(CloseBatch(batch_id=0, policy_version=1, groups=0, samples=0, trained_tokens=0))
+    assert report.policy_version == 1

@@ -1,0 +1,37 @@
+"""One place says what a metric means: the page, the step line and the names in use agree with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from streamrl.observe.metrics import METRICS, find_metric, unregistered
+from streamrl.observe.metrics_page import metrics_page
+from streamrl.observe.step_line import LINE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_made_from_the_registry() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert page == metrics_page(), "run: python -m streamrl.observe.metrics_page > docs/metrics.md"
+
+
+def test_names_are_unique_and_fully_described() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
+    assert all(metric.meaning.endswith(".") and metric.unit for metric in METRICS)
+
+
+def test_the_step_line_shows_registered_metrics_that_are_bold_on_the_page() -> None:
+    shown = [name for _, names, _ in LINE for name in names]
+    assert unregistered(shown) == []
+    bold = {metric.name for metric in METRICS if metric.line}
+    assert set(shown) <= bold
+
+
+def test_filled_in_names_are_found() -> None:
+    found = find_metric("reward/func/sorted_trace/timed_out_total")
+    assert found is not None
+    assert found.name == "reward/func/<name>/<kind>_total"
+    assert find_metric("eval/held_out/avg@1") is not None
+    assert unregistered(["reward/mean", "reward/meen", "eval/a/b/avg@1"]) == ["reward/meen", "eval/a/b/avg@1"]

@@ -1,0 +1,99 @@
+"""Files of JSON lines, and the reporter that feeds the sinks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.comm.telemetry import TelemetrySubscriber
+from streamrl.messages import RunStarted
+from streamrl.observe.reporter import EventRecord, Reporter, StepRecord
+from streamrl.observe.sinks import EventSink, JsonlSink, PublishSink
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_record_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
+    reporter = Reporter(
+        [JsonlSink(tmp_path / "metrics.jsonl"), EventSink(tmp_path / "events.jsonl")], clock=lambda: 17.0
+    )
+    reporter.step(1, 1, {"reward/mean": 0.5, "optim/grad_norm": float("nan")})
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"kind": "step", "time": 17.0, "step": 1, "policy_version": 1, "reward/mean": 0.5, "optim/grad_norm": None}
+    ]
+    reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
+    reporter.event("launched", group=3, kind_of="short")
+    reporter.event("closed", sequence=99)
+    assert lines(tmp_path / "metrics.jsonl")[1]["kind"] == "evaluation"
+    assert lines(tmp_path / "events.jsonl") == [
+        {"schema": 1, "sequence": 1, "time": 17.0, "kind": "launched", "group": 3, "kind_of": "short"},
+        {"schema": 1, "sequence": 2, "time": 17.0, "kind": "closed"},
+    ]
+    reporter.close()
+
+
+def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "step", "st')
+    sink = JsonlSink(path)
+    sink.record_step(StepRecord(kind="step", time=1.0, step=2, policy_version=2, metrics={}))
+    sink.close()
+    assert json.loads(path.read_text().splitlines()[1])["step"] == 2
+
+
+def test_close_reaches_every_sink_and_then_tells_the_first_error() -> None:
+    closed = []
+
+    class Broken:
+        def record_step(self, record: StepRecord) -> None: ...
+
+        def record_event(self, record: EventRecord) -> None: ...
+
+        def close(self) -> None:
+            closed.append(self)
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        Reporter([Broken(), Broken()]).close()
+    assert len(closed) == 2
+
+
+def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> None:
+    sink = PublishSink(f"ipc://{tmp_path}/m", run_id="run-7")
+    reporter = Reporter([sink])
+    started = RunStarted(run_id="run-7", directory="/r", metrics_endpoint=sink.endpoint, steps=3, parameters=9)
+    reporter.event("RunStarted", **msgspec.structs.asdict(started))
+    try:
+        with TelemetrySubscriber(sink.endpoint) as subscriber:
+            first = subscriber.receive(5)
+            assert first is not None
+            assert first.topic == "run"
+            assert first.fields["state"] == "started"
+            assert first.fields["steps"] == 3
+            reporter.step(1, 1, {"optim/grad_norm": float("inf")})
+            reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
+            reporter.event("progress", step=2, phase="rollout", finished=1, wanted=2)
+            reporter.event("engine_lost", engine="engine-0")
+            topics = {}
+            for _ in range(4):
+                message = subscriber.receive(5)
+                assert message is not None
+                topics[message.topic] = message.fields
+    finally:
+        reporter.close()
+    assert topics == {
+        "step": {
+            "step": 1,
+            "policy_version": 1,
+            "metrics": {"optim/grad_norm": None, "health/telemetry_dropped_total": 0},
+        },
+        "evaluation": {"step": 1, "policy_version": 1, "metrics": {"eval/held_out/avg@1": 0.25}},
+        "progress": {"step": 2, "phase": "rollout", "finished": 1, "wanted": 2},
+        "event": {"event": "engine_lost", "fields": {"engine": "engine-0"}},
+    }

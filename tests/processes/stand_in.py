@@ -1,0 +1,102 @@
+"""A role for tests of the supervisor: ``stand_in.py <role> --index i --run-directory DIR``.
+
+What it does is in ``DIR/behaviour/<name>``, one word, with the process's own pid reported in ``DIR/pids/<name>``:
+
+serve    wait for SIGTERM, then ask the others to end by the file ``DIR/end`` (controller); or wait for that file
+hang     ignore SIGTERM, but for the file ``DIR/ignored-sigterm``
+follow   end with StreamBroken as soon as the process named in ``DIR/follow`` is gone
+raise    end with a ValueError when ``DIR/go`` appears
+restart  end with exit code 75 at once
+orphan   start a grandchild that ignores everything, has shared memory and a session of its own, then serve
+finish   end with 0 when ``DIR/go`` appears
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from streamrl.config.topology import ProcessPlan, Role
+from streamrl.errors import StreamBroken
+from streamrl.processes.child import Terminated, leave
+from streamrl.processes.parent_death import die_with_parent
+
+GRANDCHILD = """
+import signal, sys, time
+from multiprocessing import shared_memory
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+memory = shared_memory.SharedMemory(create=True, size=4096)
+open(sys.argv[1], "w").write(memory.name)
+time.sleep(600)
+"""
+
+
+def main() -> None:
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", type=Role)
+    parser.add_argument("--index", type=int)
+    parser.add_argument("--run-directory", type=Path)
+    arguments = parser.parse_args()
+    plan = ProcessPlan(role=arguments.role, index=arguments.index)
+    leave(plan, arguments.run_directory, lambda: behave(plan, arguments.run_directory))
+
+
+def behave(plan: ProcessPlan, directory: Path) -> None:
+    behaviour = (directory / "behaviour" / plan.name).read_text()
+    print(f"{plan.name} does {behaviour}")
+    terminated: list[int] = []
+    ignored = directory / "ignored-sigterm"
+    signal.signal(
+        signal.SIGTERM, lambda number, _: ignored.touch() if behaviour == "hang" else terminated.append(number)
+    )
+    if behaviour == "orphan":
+        start_grandchild(directory, own_session=False)
+        start_grandchild(directory, own_session=True)
+    count = len(list((directory / "pids").glob(f"{plan.name}.*")))
+    partial = directory / "pids" / f".{plan.name}"
+    partial.write_text(str(os.getpid()))
+    partial.rename(directory / "pids" / f"{plan.name}.{count}")
+    if behaviour == "restart":
+        raise SystemExit(75)
+    while True:
+        time.sleep(0.005)
+        if terminated and plan.role is Role.CONTROLLER:
+            (directory / "end").touch()
+            return
+        if terminated:
+            raise Terminated
+        if (directory / "end").exists() and behaviour != "hang":
+            return
+        if behaviour == "follow" and not lives(int((directory / "follow").read_text())):
+            raise StreamBroken("engine-0.orders: the peer is gone")
+        if behaviour in ("raise", "finish") and (directory / "go").exists():
+            if behaviour == "raise":
+                raise ValueError("the loss is not finite")
+            (directory / "end").touch()
+            return
+
+
+def start_grandchild(directory: Path, *, own_session: bool) -> None:
+    path = directory / "pids" / f"grandchild-{int(own_session)}"
+    child = subprocess.Popen([sys.executable, "-c", GRANDCHILD, f"{path}.memory"], start_new_session=own_session)
+    while not Path(f"{path}.memory").exists():
+        time.sleep(0.005)
+    path.write_text(str(child.pid))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

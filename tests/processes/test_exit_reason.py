@@ -1,0 +1,97 @@
+"""Which of several deaths was first."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.topology import Role
+from streamrl.errors import EngineError, StreamBroken
+from streamrl.processes.exit_reason import (
+    Death,
+    ExitKind,
+    ExitReason,
+    exit_code_of,
+    first_cause,
+    last_lines,
+    read_reason,
+    reason_of,
+    write_reason,
+)
+
+
+def death(name: str, code: int | None, seen: float, kind: ExitKind | None = None, at: float = 0.0) -> Death:
+    reason = ExitReason(kind=kind, message=f"{name} says why", monotonic_s=at) if kind else None
+    return Death(name=name, exit_code=code, detected_s=seen, reason=reason)
+
+
+def test_a_killed_process_precedes_what_followed_from_it_even_when_seen_later() -> None:
+    broken = death("controller", 1, 1.0, ExitKind.CONSEQUENCE, at=0.9)
+    refused = death("trainer-1", 1, 1.0, ExitKind.CAUSE, at=0.95)
+    killed = death("engine-0", -signal.SIGKILL, 2.0)
+    assert first_cause([broken, refused, killed]) is killed
+
+
+def test_own_failures_are_ordered_by_their_own_clock_not_by_when_they_were_seen() -> None:
+    late = death("trainer-0", 1, 1.0, ExitKind.CAUSE, at=0.9)
+    early = death("trainer-1", 1, 1.5, ExitKind.CAUSE, at=0.8)
+    assert first_cause([late, early]) is early
+
+
+def test_abort_may_follow_from_something_else() -> None:
+    aborted = death("trainer-0", -signal.SIGABRT, 1.0)
+    raised = death("engine-0", 1, 1.2, ExitKind.CAUSE, at=0.9)
+    assert first_cause([aborted, raised]) is raised
+
+
+@pytest.mark.parametrize(
+    ("role", "error", "kind"),
+    [
+        (Role.TRAINER, StreamBroken("peer gone"), ExitKind.CONSEQUENCE),
+        (Role.ENGINE, EngineError("EngineCore died"), ExitKind.CAUSE),
+        (Role.CONTROLLER, EngineError("engine-0 is gone"), ExitKind.CONSEQUENCE),
+        (Role.CONTROLLER, ValueError("bad"), ExitKind.CAUSE),
+    ],
+)
+def test_kind_of_an_exception(role: Role, error: Exception, kind: ExitKind) -> None:
+    assert reason_of(role, error).kind is kind
+
+
+def test_the_cause_inside_a_group_is_told() -> None:
+    group = BaseExceptionGroup(
+        "nursery", [asyncio.CancelledError(), StreamBroken("peer gone"), ExceptionGroup("inner", [ValueError("nan")])]
+    )
+    reason = reason_of(Role.CONTROLLER, group)
+    assert (reason.kind, reason.message) == (ExitKind.CAUSE, "ValueError: nan")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(SystemExit(75), 75), (SystemExit(None), 0), (SystemExit("no"), 1), (ValueError("x"), 1)],
+)
+def test_exit_code(error: BaseException, code: int) -> None:
+    assert exit_code_of(error) == code
+    assert exit_code_of(BaseExceptionGroup("nursery", [error])) == code
+
+
+def test_reason_file_round_trip_and_damage(tmp_path: Path) -> None:
+    assert read_reason(tmp_path, "engine-0") is None
+    reason = reason_of(Role.ENGINE, ValueError("nan"))
+    write_reason(tmp_path, "engine-0", reason)
+    assert read_reason(tmp_path, "engine-0") == reason
+    (tmp_path / "exit" / "engine-0.json").write_bytes(b'{"kind": "cau')
+    assert read_reason(tmp_path, "engine-0") is None
+
+
+def test_last_lines_begin_where_this_start_began(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    log.write_text("an earlier run\n")
+    start = log.stat().st_size
+    with log.open("a") as append:
+        append.write("".join(f"line {i}\n" for i in range(100)))
+    assert last_lines(log, start=start, lines=2) == ["line 98", "line 99"]
+    assert last_lines(log, start=start, lines=1000)[0] == "line 0"
+    assert last_lines(tmp_path / "missing.log") == []

@@ -1,0 +1,339 @@
+"""The supervisor with real processes: whatever is killed, the run ends, says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.errors import ProcessDied
+from streamrl.processes.supervisor import RunEnd, Supervisor
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+PLANS = (
+    ProcessPlan(role=Role.CONTROLLER, index=0),
+    ProcessPlan(role=Role.REWARD, index=0),
+    ProcessPlan(role=Role.ENGINE, index=0),
+    ProcessPlan(role=Role.TRAINER, index=0),
+)
+NAMES = tuple(plan.name for plan in PLANS)
+ENDS_WITHIN_S = 10.0
+
+
+class Trial:
+    """One run of stand-ins in a directory of its own."""
+
+    def __init__(self, root: Path, behaviour: Mapping[str, str]) -> None:
+        self.directory = root / "run"
+        self.sockets = root / "sockets"
+        for folder in ("behaviour", "pids"):
+            (self.directory / folder).mkdir(parents=True)
+        for name in NAMES:
+            (self.directory / "behaviour" / name).write_text(behaviour.get(name, "serve"))
+
+    def supervisor(self, **options: float) -> Supervisor:
+        topology = Topology(processes=PLANS, endpoints={})
+        entry = (str(STAND_IN),)
+        return Supervisor(topology, self.directory, self.sockets, entry=entry, **options)  # type: ignore[arg-type]
+
+    def pid(self, name: str, start: int = 0) -> int:
+        return int((self.directory / "pids" / f"{name}.{start}").read_text())
+
+    def all_started(self) -> bool:
+        return all((self.directory / "pids" / f"{name}.0").exists() for name in NAMES)
+
+    def pids(self) -> list[int]:
+        files = [path for path in (self.directory / "pids").iterdir() if path.suffix != ".memory"]
+        return [int(path.read_text()) for path in files]
+
+    def guardians(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if self._is_guardian(process)]
+
+    def _is_guardian(self, process: psutil.Process) -> bool:
+        try:
+            line = process.cmdline()
+        except psutil.Error:
+            return False
+        return "streamrl.processes.guardian" in line and any(str(self.sockets) in word for word in line)
+
+    def assert_nothing_left(self) -> None:
+        assert self.left() == []
+
+    def left(self) -> list[str]:
+        """Processes, shared memory and sockets that outlived the run."""
+        left = [f"pid {pid}" for pid in self.pids() if lives(pid)]
+        left += [f"guardian {process.pid}" for process in self.guardians()]
+        for path in (self.directory / "pids").glob("*.memory"):
+            left += [str(segment) for segment in [Path("/dev/shm") / path.read_text()] if segment.exists()]
+        return left + [str(path) for path in [self.sockets] if path.exists()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    trials: list[Trial] = []
+
+    def make(**behaviour: str) -> Trial:
+        trials.append(Trial(tmp_path, {name.replace("_", "-"): word for name, word in behaviour.items()}))
+        return trials[-1]
+
+    yield make
+    for one in trials:  # what a failed test left must not disturb the next
+        for pid in [*one.pids(), *(process.pid for process in one.guardians())]:
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    with anyio.fail_after(within_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(one: Trial, **options: float) -> AsyncIterator[Supervisor]:
+    async with one.supervisor(**options) as supervisor:
+        await until(one.all_started)
+        yield supervisor
+
+
+async def death_in(supervisor: Supervisor) -> str:
+    """The message with which the watch ends."""
+    with pytest.raises(ProcessDied) as died:
+        await supervisor.watch()
+    return str(died.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("victim", NAMES)
+async def test_killing_any_process_ends_the_run_and_names_it(trial: Callable[..., Trial], victim: str) -> None:
+    one = trial()
+    async with running(one) as supervisor:
+        began = time.monotonic()
+        os.kill(one.pid(victim), signal.SIGKILL)
+        first, *rest = (await death_in(supervisor)).splitlines()
+    assert time.monotonic() - began < ENDS_WITHIN_S
+    assert first == f"{victim} was killed by SIGKILL"
+    assert f"last lines of {one.directory}/logs/{victim}.log:" in rest
+    assert f"  {victim} does serve" in rest
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_killing_the_guardian_ends_the_run(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with running(one) as supervisor:
+        one.guardians()[0].kill()
+        assert (await death_in(supervisor)).startswith("guardian was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_consequence_never_masks_the_cause(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="follow", trainer_0="follow", reward_0="follow")
+    (one.directory / "follow").write_text(str(os.getpid()))
+    async with running(one) as supervisor:
+        partial = one.directory / "follow.partial"
+        partial.write_text(str(one.pid("engine-0")))
+        partial.rename(one.directory / "follow")
+        os.kill(one.pid("engine-0"), signal.SIGKILL)
+        # Everyone who follows has ended, and told so, before the supervisor looks for the first time.
+        await until(lambda: len(list((one.directory / "exit").glob("*.json"))) == 3)
+        first, second, *_ = (await death_in(supervisor)).splitlines()
+    assert first == "engine-0 was killed by SIGKILL"
+    assert second == "(after it: controller, reward-0, trainer-0)"
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_consequence_seen_first_waits_for_its_cause(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="follow", trainer_0="raise")
+    (one.directory / "follow").write_text(str(2**22 + 1))  # nobody: the controller ends with StreamBroken at once
+    async with one.supervisor() as supervisor, anyio.create_task_group() as tasks:
+        await until((one.directory / "exit" / "controller.json").exists)
+
+        async def fail_late() -> None:
+            await anyio.sleep(0.5)  # the trainer's failure shows only now
+            (one.directory / "go").touch()
+
+        tasks.start_soon(fail_late)
+        text = await death_in(supervisor)
+    assert text.startswith("trainer-0 ended with exit code 1: ValueError: the loss is not finite")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_run_that_finishes(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="finish")
+    async with anyio.create_task_group() as tasks:
+
+        async def let_it_finish() -> None:
+            await until(one.all_started)
+            (one.directory / "go").touch()
+
+        tasks.start_soon(let_it_finish)
+        assert await one.supervisor().run() is RunEnd.FINISHED
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_sigterm_drains(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with running(one) as supervisor:
+        await supervisor.stop(deadline_s=20)
+        assert (one.directory / "end").exists()  # the controller ended the others, not a signal
+    assert list((one.directory / "exit").iterdir()) == []
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_drain_that_hangs_is_ended_at_its_deadline(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="hang", engine_0="hang")
+    async with running(one) as supervisor:
+        began = time.monotonic()
+        await supervisor.stop(deadline_s=0.5)
+        assert 0.5 < time.monotonic() - began < ENDS_WITHIN_S
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_reward_worker_is_replaced_until_the_budget_is_spent(trial: Callable[..., Trial]) -> None:
+    one = trial(reward_0="restart")
+    async with one.supervisor(restarts=2) as supervisor:
+        text = await death_in(supervisor)
+    assert text.startswith("reward-0 ended with exit code 75 (it asked to be replaced, and no restarts are left)")
+    assert one.pid("reward-0", start=2)
+    assert not (one.directory / "pids" / "reward-0.3").exists()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_only_reward_workers_are_replaced(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="restart")
+    async with one.supervisor() as supervisor:
+        assert (await death_in(supervisor)).startswith("engine-0 ended with exit code 75")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_ends_well_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="finish", controller="hang", trainer_0="hang", reward_0="hang")
+    async with running(one, others_end_s=0.5) as supervisor:
+        (one.directory / "go").touch()
+        assert (await death_in(supervisor)).startswith("engine-0 ended with exit code 0")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_grandchildren_of_a_killed_engine_host_are_swept(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan")
+    async with running(one) as supervisor:
+        grandchildren = [int((one.directory / "pids" / f"grandchild-{i}").read_text()) for i in (0, 1)]
+        os.kill(one.pid("engine-0"), signal.SIGKILL)
+        await until(lambda: not lives(one.pid("engine-0")))
+        assert all(lives(pid) for pid in grandchildren)  # they do outlive it: the sweep has work to do
+        assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_killing_a_resource_tracker_ends_the_run_and_its_shared_memory(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan")
+    async with running(one) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_tracker() -> None:
+            await until(lambda: bool(supervisor.resource_trackers))
+            next(iter(supervisor.resource_trackers)).kill()
+
+        tasks.start_soon(kill_tracker)
+        text = await death_in(supervisor)
+    assert text.startswith("the multiprocessing resource tracker of engine-0 ")
+    one.assert_nothing_left()
+
+
+PARENT = """
+import sys
+from pathlib import Path
+import anyio
+sys.path.insert(0, sys.argv[1])
+from test_supervisor import Trial
+one = Trial.__new__(Trial)
+one.directory, one.sockets = Path(sys.argv[2]) / "run", Path(sys.argv[2]) / "sockets"
+print(anyio.run(one.supervisor().run).value)
+"""
+
+
+@contextlib.asynccontextmanager
+async def parent_process(one: Trial) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """The supervisor in a process of its own, as a user's command is."""
+    arguments = [sys.executable, "-c", PARENT, str(STAND_IN.parent), str(one.directory.parent)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220
+        try:
+            await until(one.all_started)
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.asyncio
+async def test_nothing_outlives_a_killed_supervisor(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan", trainer_0="hang")
+    async with parent_process(one) as process:
+        process.kill()
+        process.wait()
+        await until(lambda: one.left() == [], within_s=ENDS_WITHIN_S)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_to_the_supervisor_drains(trial: Callable[..., Trial], number: signal.Signals) -> None:
+    one = trial()
+    async with parent_process(one) as process:
+        process.send_signal(number)
+        with anyio.fail_after(ENDS_WITHIN_S):
+            output, _ = await anyio.to_thread.run_sync(process.communicate)
+    assert (output, process.returncode) == (b"drained\n", 0)
+    assert (one.directory / "end").exists()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_the_second_signal_ends_at_once(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="hang")
+    async with parent_process(one) as process:
+        process.send_signal(signal.SIGINT)
+        await until((one.directory / "ignored-sigterm").exists)  # the order to drain arrived, and changes nothing
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        with anyio.fail_after(ENDS_WITHIN_S):
+            output, _ = await anyio.to_thread.run_sync(process.communicate)
+    assert output == b"killed\n"
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_cancelling_the_run_leaves_nothing(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one.supervisor().run)
+        await until(one.all_started)
+        tasks.cancel_scope.cancel()
+    one.assert_nothing_left()

@@ -1,0 +1,138 @@
+"""What a reward may look like, and what a user reads when it does not."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import RecipeError
+from streamrl.rewards import inspect_reward, needed_columns
+from streamrl.rewards.inspect import inspect_in_subprocess
+
+KILLERS = Path(__file__).parent / "killers.py"
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            from helper_beside import LIMIT
+            def plain(completion): ...
+            async def full(completion, answer, *, level=1, prompt, token_ids, **columns): ...
+            def group(completions, *, answer): ...
+            def nothing(): ...
+            def only_named(*, completion): ...
+            def only_kwargs(**columns): ...
+            def anything(*args, **kwargs): ...
+            def positional(completion, answer, /): ...
+            def trl(prompts, completions, **kwargs): ...
+            def generator(completion):
+                yield 1.0
+            class Scorer:
+                def __call__(self, completion, answer): ...
+            scorer = Scorer()
+            number = 3
+            """
+        )
+    )
+    (tmp_path / "helper_beside.py").write_text("LIMIT = 3\n")
+    return path
+
+
+def test_signatures(module: Path) -> None:
+    plain = inspect_reward(f"{module}:plain")
+    assert (plain.per_group, plain.is_async, plain.wants_all, plain.columns) == (False, False, False, ())
+    full = inspect_reward(f"{module}:full")
+    assert (full.per_group, full.is_async, full.wants_all, full.columns) == (False, True, True, ("answer",))
+    assert (full.optional_columns, full.provided, full.first) == (("level",), ("prompt", "token_ids"), "completion")
+    group = inspect_reward(f"{module}:group")
+    assert (group.per_group, group.columns, group.name) == (True, ("answer",), "group")
+    assert inspect_reward(f"{module}:anything").wants_all
+    assert inspect_reward(f"{module}:scorer").columns == ("answer",)
+    assert needed_columns([plain, full]) == {"plain": (), "full": ("answer",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "takes no completion"),
+        ("only_named", "takes no completion"),
+        ("only_kwargs", "takes no completion"),
+        ("positional", 'parameter "answer" is positional-only'),
+        ("trl", '"completions" must be the first parameter, before "prompts"'),
+        ("generator", "return the reward instead of yielding it"),
+        ("Scorer", "is a class"),
+        ("number", "is a int, not a function"),
+        ("absent", 'has no "absent" (it has '),
+    ],
+)
+def test_wrong_signature_is_a_problem_with_a_remedy(module: Path, name: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        inspect_reward(f"{module}:{name}")
+    assert words in str(caught.value)
+    assert f"my_rewards.py:{name}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("no_colon", 'write "module:name"'),
+        ("nowhere/reward.py:f", "there is no file"),
+        ("no_such_module_here:f", 'there is no module "no_such_module_here"'),
+        ("json:no_such_function", 'has no "no_such_function"'),
+    ],
+)
+def test_what_cannot_be_found(spec: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        inspect_reward(spec)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("raise SystemExit(2)", "SystemExit: 2"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_module_that_does_not_import(tmp_path: Path, body: str, words: str) -> None:
+    path = tmp_path / "broken_reward.py"
+    path.write_text(body)
+    with pytest.raises(RecipeError) as caught:
+        inspect_reward(f"{path}:f")
+    assert "cannot be imported" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_file_named_like_an_imported_module_does_not_replace_it(tmp_path: Path) -> None:
+    path = tmp_path / "textwrap.py"
+    path.write_text("def reward(completion): return 1.0")
+    assert inspect_reward(f"{path}:reward").name == "reward"
+    assert textwrap.__file__ != str(path)
+
+
+def test_subprocess_survives_what_a_module_does(tmp_path: Path) -> None:
+    bodies = {
+        "prints": "print('noise')\ndef f(completion, answer): ...",
+        "exits": "import os\nos._exit(7)",
+        "hangs": "import re\nre.match(r'(a+)+b', 'a' * 60)",
+        "after": "def f(completions): ...",
+    }
+    specs = []
+    for name, body in bodies.items():
+        (tmp_path / f"{name}.py").write_text(body)
+        specs.append(f"{tmp_path / name}.py:f")
+    found = inspect_in_subprocess([specs[0], specs[1], specs[3], specs[2]], timeout_s=4.0)
+    assert [inspection.spec for inspection in found] == [specs[0], specs[1], specs[3], specs[2]]
+    prints, exits, after, hangs = found
+    assert prints.signature is not None
+    assert prints.signature.columns == ("answer",)
+    assert "exit code 7" in exits.problems[0]
+    assert after.signature is not None
+    assert after.signature.per_group
+    assert "was not imported within" in hangs.problems[0]

@@ -1,0 +1,25 @@
+"""A reward worker as a process: ``python worker_process.py RECIPE.json ORDERS RESULTS``. Used by test_reward_worker."""
+
+import sys
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.recipe import Recipe
+from streamrl.messages import RewardOrder, RewardResult
+from streamrl.rewards.worker import run_reward_worker
+
+
+async def main(recipe: Recipe, orders_at: str, results_at: str) -> None:
+    async with (
+        zmq_sender(RewardResult, results_at, bind=False, name="results") as results,
+        zmq_receiver(RewardOrder, orders_at, bind=False, name="orders") as orders,
+    ):
+        await run_reward_worker(recipe, 3, orders, results)
+
+
+if __name__ == "__main__":
+    given = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Recipe)
+    anyio.run(main, given, *sys.argv[2:], backend_options={"use_uvloop": True})

@@ -1,0 +1,413 @@
+"""Prompts from files and from user code, and what a user reads when they are wrong. Also the tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import RecipeError, StreamRLError
+from streamrl.stages.prompt_rows import BadRow, decode_row, read_prompt
+from streamrl.stages.prompts import PromptSource, check_prompts, open_prompts
+from streamrl.tokenizer import Tokenizer, load_tokenizer
+from streamrl.types import Prompt, token_array
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
+SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")
+
+
+def tokenizer_json(**changes: object) -> str:
+    added = [{"id": i, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False} for i, text in enumerate(SPECIAL)]  # fmt: skip
+    start = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [3], "tokens": ["<bos>"]}},
+        },
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {text: i for i, text in enumerate((*SPECIAL, *LETTERS))},
+            "unk_token": "<unk>",
+        },
+    }
+    return json.dumps(content | changes)
+
+
+def write_model(directory: Path, text: str | None = None) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(text or tokenizer_json())
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path):
+    def write(*rows: object, name: str = "prompts.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "my_prompts.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import asyncio, itertools, sys, threading, time
+            rows = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
+            thread = {}
+            closed = []
+            gate = threading.Event()
+            def generate():
+                thread["name"] = threading.current_thread().name
+                try:
+                    for i in itertools.count():
+                        yield {"prompt": f"p{i}", "answer": i, "pair": (i, i)}
+                finally:
+                    closed.append("generate")
+            async def agenerate():
+                try:
+                    for i in range(7):
+                        await asyncio.sleep(0.001)
+                        yield {"prompt": f"p{i}", "answer": i}
+                finally:
+                    closed.append("agenerate")
+            async def opens():
+                return iter(rows)
+            class Dataset:
+                def __aiter__(self):
+                    return agenerate()
+            def gated():
+                yield rows[0]
+                gate.wait(20)
+                yield rows[1]
+                yield rows[2]
+            def blocks():
+                time.sleep(600)
+                yield rows[0]
+            def raises():
+                yield rows[0]
+                raise ValueError("disk gone\\nmore")
+            def exits():
+                yield rows[0]
+                sys.exit(4)
+            def bad_row():
+                yield rows[0]
+                yield {"answer": 1}
+            def empty():
+                return []
+            def opaque():
+                yield {"prompt": "a", "answer": object()}
+            def number():
+                return 3
+            """
+        )
+    )
+    return path
+
+
+def texts(prompts: list[Prompt]) -> list[str]:
+    return [prompt.columns["prompt"] for prompt in prompts]
+
+
+async def draw_all(source: PromptSource, *counts: int) -> list[list[Prompt]]:
+    try:
+        return [await source.draw(count) for count in counts]
+    finally:
+        await source.aclose()
+
+
+# ---- tokenizer -----------------------------------------------------------------------------------
+
+
+def test_tokenizer_encodes_with_its_post_processor_and_decodes_without_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab")
+    assert ids == token_array([3, 4, 5])
+    assert ids.typecode == "i"
+    assert tokenizer.decode(token_array([4, 5, 1])) == "ab"
+    assert tokenizer.decode(token_array([4, 5, 1]), skip_special=False) == "ab<eos>"
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.vocabulary_size == len(SPECIAL) + len(LETTERS)
+
+
+def test_truncation_and_padding_of_the_file_are_off_and_not_in_the_digest(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    cut = tokenizer_json(
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        padding={"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                 "pad_type_id": 0, "pad_token": "<pad>"},
+    )  # fmt: skip
+    other = load_tokenizer(write_model(tmp_path / "cut", cut))
+    assert other.encode("abcd") == token_array([3, 4, 5, 6, 7])
+    assert other.digest == tokenizer.digest
+    indented = load_tokenizer(write_model(tmp_path / "indented", json.dumps(json.loads(tokenizer_json()), indent=2)))
+    assert indented.digest == tokenizer.digest
+    assert load_tokenizer(write_model(tmp_path / "changed", tokenizer_json(decoder=None))).digest != tokenizer.digest
+
+
+def test_generation_config_names_the_end_tokens_first(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    assert load_tokenizer(directory).eos_token_ids == (1, 2)
+
+
+def test_missing_files_are_named_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"absent does not exist: set model\.path"):
+        load_tokenizer(tmp_path / "absent")
+    with pytest.raises(RecipeError, match=r"has no tokenizer\.json: save the tokenizer there"):
+        load_tokenizer(tmp_path)
+    directory = write_model(tmp_path / "broken", "{")
+    with pytest.raises(RecipeError, match="cannot be read as a tokenizer"):
+        load_tokenizer(directory)
+    directory = write_model(tmp_path / "endless")
+    (directory / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match="names no eos_token_id"):
+        load_tokenizer(directory)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_rows_become_prompts(tokenizer: Tokenizer, write_rows) -> None:
+    path = write_rows(
+        "\ufeff" + json.dumps({"prompt": "ab", "answer": [1, {"x": None}], "prompt_id": 7}),
+        "",
+        {"prompt_token_ids": [4, 5], "level": 2.5},
+    )
+    source = open_prompts(str(path), tokenizer, seed=0, shuffle=False, max_tokens=3)
+    assert source.size == 2
+    ((first, second),) = await draw_all(source, 2)
+    assert first == Prompt(
+        prompt_id="7", token_ids=token_array([3, 4, 5]), columns={"prompt": "ab", "answer": [1, {"x": None}]}
+    )
+    assert second.token_ids == token_array([4, 5])
+    assert second.columns == {"level": 2.5}
+    assert len(second.prompt_id) == 16
+
+
+@pytest.mark.asyncio
+async def test_epochs_are_permutations_that_depend_on_seed_and_epoch_only(tokenizer: Tokenizer, write_rows) -> None:
+    path = write_rows(*({"prompt": f"p{i}"} for i in range(50)))
+    rows = [f"p{i}" for i in range(50)]
+
+    async def epochs(seed: int, *counts: int, shuffle: bool = True) -> list[list[str]]:
+        source = open_prompts(str(path), tokenizer, seed=seed, shuffle=shuffle)
+        drawn = [text for batch in await draw_all(source, *counts) for text in texts(batch)]
+        return [drawn[start : start + 50] for start in range(0, len(drawn), 50)]
+
+    whole = await epochs(5, 150)
+    assert [sorted(epoch) for epoch in whole] == [sorted(rows)] * 3
+    assert len({tuple(epoch) for epoch in [rows, *whole]}) == 4
+    assert await epochs(5, 49, 2, 99) == whole  # how much is drawn at once changes nothing
+    assert (await epochs(6, 50))[0] != whole[0]
+    assert await epochs(5, 100, shuffle=False) == [rows, rows]
+
+
+@pytest.mark.asyncio
+async def test_ids_are_stable_and_differ_between_equal_rows(tokenizer: Tokenizer, write_rows) -> None:
+    path = write_rows({"prompt": "a"}, {"prompt": "a"}, {"prompt": "b"})
+    drawn = [
+        {p.prompt_id for p in (await draw_all(open_prompts(str(path), tokenizer, seed=seed, shuffle=True), 3))[0]}
+        for seed in (1, 2)
+    ]
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 3
+
+
+@pytest.mark.asyncio
+async def test_cancelled_draw_loses_nothing(tokenizer: Tokenizer, write_rows) -> None:
+    path = write_rows(*({"prompt": f"p{i}"} for i in range(20)))
+    source = open_prompts(str(path), tokenizer, seed=0, shuffle=False)
+    async with asyncio.TaskGroup() as tasks:
+        drawing = tasks.create_task(source.draw(5))
+        await asyncio.sleep(0)
+        drawing.cancel()
+    (drawn,) = await draw_all(source, 5)
+    assert texts(drawn) == [f"p{i}" for i in range(5)]
+
+
+@pytest.mark.asyncio
+async def test_bad_row_of_a_file_names_its_line(tokenizer: Tokenizer, write_rows) -> None:
+    path = write_rows({"prompt": "a"}, "{oh no")
+    source = open_prompts(str(path), tokenizer, seed=0, shuffle=False)
+    with pytest.raises(StreamRLError, match="line 2 is not a JSON object"):
+        await draw_all(source, 2)
+
+
+def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -> None:
+    path = write_rows(
+        {"prompt": "abc", "answer": "x", "prompt_id": "one"},
+        "{bad",
+        "[1]",
+        {"prompt": "abc"},
+        "",
+        {"prompt": "abcdefgh", "answer": "x"},
+        {"answer": "x"},
+        {"prompt": 3, "answer": "x"},
+        {"prompt_token_ids": [99999], "answer": "x"},
+        {"prompt": "abc", "answer": "y", "prompt_id": "one"},
+        {"prompt_token_ids": [], "answer": "x"},
+        '{"prompt": "\\ud800", "answer": "x"}',
+    )
+    problems = check_prompts(str(path), tokenizer, {"exact": ("answer",), "free": ()}, max_tokens=6)
+    expected = [
+        ("line 2", "is not a JSON object"),
+        ("line 3", "is not a JSON object"),
+        ("line 4", 'has no column "answer", which the reward exact needs'),
+        ("line 6", "has a prompt of 9 tokens, at most 6 fit: shorten it"),
+        ("line 7", 'has no column "prompt"'),
+        ("line 8", 'has a int as "prompt": it must be text'),
+        ("line 9", 'has a wrong "prompt_token_ids"'),
+        ("line 10", 'has the prompt_id "one" of line 1'),
+        ("line 11", "has an empty prompt"),
+        ("line 12", "is not a JSON object"),
+    ]
+    assert len(problems) == len(expected), problems
+    for problem, (line, words) in zip(problems, expected, strict=True):
+        assert f"{path}, {line} " in problem
+        assert words in problem
+
+
+def test_check_of_a_good_file_and_of_none(tokenizer: Tokenizer, write_rows, tmp_path: Path) -> None:
+    assert check_prompts(str(write_rows({"prompt": "a", "answer": 1})), tokenizer, {"exact": ("answer",)}) == []
+    assert "is empty: add rows" in check_prompts(str(write_rows("", "  ")), tokenizer, {})[0]
+    assert "cannot be read" in check_prompts(str(tmp_path / "absent.jsonl"), tokenizer, {})[0]
+    assert "neither a .jsonl file nor" in check_prompts("prompts.csv", tokenizer, {})[0]
+    many = check_prompts(str(write_rows(*["x"] * 100)), tokenizer, {})
+    assert len(many) == 21
+    assert "80 more problems" in many[-1]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    line=st.binary(max_size=60)
+    | st.dictionaries(st.text(), json_values, max_size=4).map(lambda r: json.dumps(r).encode())
+)
+def test_any_line_is_a_prompt_or_a_bad_row(tokenizer: Tokenizer, line: bytes) -> None:
+    try:
+        prompt = read_prompt(decode_row(line), 1, tokenizer, 50)
+    except BadRow:
+        return
+    assert 0 < len(prompt.token_ids) <= 50
+
+
+# ---- user code -----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "count"), [("rows", 5), ("agenerate", 7), ("opens", 5), ("Dataset", 7), ("empty", 0)])
+async def test_iterators_end(tokenizer: Tokenizer, module: Path, name: str, count: int) -> None:
+    source = open_prompts(f"{module}:{name}", tokenizer, seed=0, shuffle=True)
+    assert source.size is None
+    drawn = await draw_all(source, 3, 100, 3)
+    assert [text for batch in drawn for text in texts(batch)] == [f"p{i}" for i in range(count)]
+    assert len(drawn[0]) == min(3, count)
+    assert drawn[2] == []
+
+
+@pytest.mark.asyncio
+async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokenizer, module: Path) -> None:
+    from streamrl.user_code import load_user_object
+
+    source = open_prompts(f"{module}:generate", tokenizer, seed=0, shuffle=True)
+    ((first, *_),) = await draw_all(source, 2)
+    assert first.columns == {"prompt": "p0", "answer": 0, "pair": [0, 0]}
+    assert load_user_object(f"{module}:thread")["name"].startswith("prompts ")  # type: ignore[index]
+    assert load_user_object(f"{module}:closed") == ["generate"]
+
+
+@pytest.mark.asyncio
+async def test_blocking_iterator_leaves_the_loop_free_and_a_cancelled_draw_loses_nothing(
+    tokenizer: Tokenizer, module: Path
+) -> None:
+    from streamrl.user_code import load_user_object
+
+    source = open_prompts(f"{module}:gated", tokenizer, seed=0, shuffle=True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await source.draw(2)
+    load_user_object(f"{module}:gate").set()  # type: ignore[attr-defined]
+    drawn = await draw_all(source, 2, 2)
+    assert [texts(batch) for batch in drawn] == [["p0", "p1"], ["p2"]]
+
+
+@pytest.mark.asyncio
+async def test_iterator_that_never_returns_does_not_keep_anybody(tokenizer: Tokenizer, module: Path) -> None:
+    source = open_prompts(f"{module}:blocks", tokenizer, seed=0, shuffle=True)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await source.draw(1)
+    started = time.monotonic()
+    await source.aclose()
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raises", r"failed after 1 rows: ValueError: disk gone \(my_prompts.py:"),
+        ("exits", "failed after 1 rows: SystemExit: 4"),
+        ("opaque", "row 1 has a value that cannot be sent"),
+        ("bad_row", 'row 2 has no column "prompt"'),
+        ("number", "gave a int: name an"),
+        ("absent", 'has no "absent"'),
+    ],
+)
+async def test_user_code_that_fails_is_named(tokenizer: Tokenizer, module: Path, name: str, words: str) -> None:
+    source = open_prompts(f"{module}:{name}", tokenizer, seed=0, shuffle=True)
+    with pytest.raises(StreamRLError, match=words):
+        await draw_all(source, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("generate", ""),
+        ("agenerate", ""),
+        ("empty", "is empty"),
+        ("number", "gave a int"),
+        ("absent", 'has no "absent"'),
+        ("blocks", "gave no row within 3 s"),
+    ],
+)
+def test_check_draws_the_first_row_in_another_process(
+    tokenizer: Tokenizer, module: Path, name: str, words: str
+) -> None:
+    problems = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("answer",)}, timeout_s=3.0)
+    assert [words in problem for problem in problems] == ([True] if words else []), problems
+    if name == "generate":
+        (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)}, 2, timeout_s=3.0)
+        assert "row 1 has a prompt of 3 tokens, at most 2 fit" in problem
+        (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)}, timeout_s=3.0)
+        assert 'row 1 has no column "level", which the reward exact needs' in problem

@@ -1,0 +1,272 @@
+"""The shape of the code: import arrows, where third-party libraries are confined, sizes, and what is never written.
+
+The arrows are those of the design, section 4. Imports inside functions count: an arrow is a dependency, whenever it is
+followed. When a rule here is in the way, the design is what has to change first (an ADR), then this file.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "streamrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_FILE = 400
+LONGEST_FUNCTION = 80
+
+# Top-level modules and `config` are the base; it imports msgspec and the standard library only, besides itself.
+BASE = {"", "types", "errors", "messages", "seeds", "config"}
+# Top-level modules that read what the user brings: not the base, since they need a library or run the user's code.
+WITH_USER_FILES = {"tokenizer", "user_code"}
+ARROWS: dict[str, set[str]] = {
+    "": {"run"},  # streamrl.Pipeline, imported when it is asked for
+    "comm": set(),
+    "buffers": set(),
+    "control": {"buffers", "comm"},
+    "stages": {"comm", "engines", "learning", "rewards", *WITH_USER_FILES},
+    "engines": {"comm", *WITH_USER_FILES},
+    # A rank publishes its own shards: weight bytes never pass through the controller.
+    "learning": {"comm", *WITH_USER_FILES},
+    "rewards": {"comm", *WITH_USER_FILES},
+    "observe": {"comm"},
+    "simulate": {"comm", "buffers", "control", "stages", "engines", "rewards", "observe"},
+}
+MAY_IMPORT_EVERYTHING = {"pipeline", "run", "preflight", "cli", "__main__", "processes", "machine_check"}
+PURE_CONTROL = ("state", "events", "actions", "rounds")
+# What runs inside of vLLM's own processes.
+WORKER_SIDE = tuple(f"streamrl/engines/{name}" for name in ("vllm_", "weight_receiver", "load_plan", "live_weights"))
+CONFINED = {
+    "zmq": ("streamrl/comm/",),
+    "vllm": WORKER_SIDE,
+    "torch": ("streamrl/learning/", *WORKER_SIDE),
+    "transformers": ("streamrl/learning/",),
+}
+FORBIDDEN_FILE_NAME = re.compile(r"(^|_)(utils?|helpers?|managers?|handlers?|misc|common|base|core)(_|$)|^process_")
+NAMES_ALLOWED = {"process_group", "process_watch"}  # the noun: torch's process group, the watch over processes
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "create_task": "task groups only: a bare task outlives the nursery and hides its failure",
+    "ensure_future": "task groups only: a bare task outlives the nursery and hides its failure",
+    "gather": "gather leaves siblings running when one fails",
+    "send_pyobj": "pickle on a wire",
+    "recv_pyobj": "pickle on a wire",
+    "print": "the library logs or reports",
+}
+MAY_PRINT = ("streamrl/cli",)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def package_of(path: Path) -> str:
+    """First component below ``streamrl``: a package, or a top-level module (``cli_*`` belongs to ``cli``)."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "cli" if first.startswith("cli_") else first.removesuffix("__init__")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Dotted names of all modules that the file imports, at the top or inside a function."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            module = node.module or ""
+            # `from streamrl import x` imports streamrl.x.
+            yield from (f"streamrl.{alias.name}" for alias in node.names) if module == "streamrl" else (module,)
+
+
+def imported_packages(path: Path) -> set[str]:
+    return {module.split(".")[1] for module in imports_of(path) if module.startswith("streamrl.")}
+
+
+def problems(find: Callable[[Path], Iterator[str]]) -> list[str]:
+    return [f"{name_of(path)}{problem}" for path in FILES for problem in find(path)]
+
+
+def assert_none(found: list[str]) -> None:
+    if found:
+        pytest.fail("\n".join(found), pytrace=False)
+
+
+def test_import_arrows() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        package = package_of(path)
+        if package in MAY_IMPORT_EVERYTHING:
+            return
+        allowed = BASE | {package} | ARROWS.get(package, set())
+        for other in sorted(imported_packages(path) - allowed):
+            yield f": {package or 'streamrl'} must not import streamrl.{other}"
+
+    assert_none(problems(wrong))
+
+
+def test_every_package_has_arrows() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert packages <= BASE | set(ARROWS) | MAY_IMPORT_EVERYTHING
+
+
+def test_pure_core_of_control_knows_only_base_and_buffers() -> None:
+    for name in PURE_CONTROL:
+        path = PACKAGE / "control" / f"{name}.py"
+        assert imported_packages(path) <= BASE | {"buffers", "control"}, name
+        assert not set(imports_of(path)) & {"time", "asyncio", "anyio", "random", "socket", "threading"}, name
+        siblings = {module.split(".")[2] for module in imports_of(path) if module.startswith("streamrl.control.")}
+        assert siblings <= set(PURE_CONTROL), f"control/{name}.py leaves the pure core: {sorted(siblings)}"
+
+
+def test_third_party_libraries_are_confined() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        for module in imports_of(path):
+            places = CONFINED.get(module.split(".")[0])
+            if places is not None and not name_of(path).startswith(places):
+                yield f": imports {module}, which is confined to {', '.join(places)}"
+
+    assert_none(problems(wrong))
+
+
+def test_base_imports_msgspec_and_the_standard_library_only() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        if package_of(path) in BASE:
+            for module in imports_of(path):
+                if module.split(".")[0] not in {"streamrl", "msgspec", "numpy", "__future__"} | sys.stdlib_module_names:
+                    yield f": the base must not import {module}"
+
+    assert_none(problems(wrong))
+
+
+def test_sizes() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        lines = len(path.read_text().splitlines())
+        if lines > LONGEST_FILE:
+            yield f": {lines} lines, at most {LONGEST_FILE}"
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    yield f":{node.lineno}: {node.name} has {length} lines, at most {LONGEST_FUNCTION}"
+
+    assert_none(problems(wrong))
+
+
+def test_file_names_say_what_is_inside() -> None:
+    bad = [name_of(path) for path in FILES if FORBIDDEN_FILE_NAME.search(path.stem) and path.stem not in NAMES_ALLOWED]
+    assert_none(bad)
+
+
+def test_nothing_is_pickled_and_no_task_is_bare() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        for module in set(imports_of(path)) & FORBIDDEN_MODULES:
+            yield f": imports {module}"
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "asyncio":
+                for name in {alias.name for alias in node.names} & set(FORBIDDEN_CALLS):
+                    yield f":{node.lineno}: {name}: {FORBIDDEN_CALLS[name]}"
+            if isinstance(node, ast.Call) and (called := forbidden_call(node)):
+                if called == "print" and name_of(path).startswith(MAY_PRINT):
+                    continue
+                yield f":{node.lineno}: {called}: {FORBIDDEN_CALLS[called]}"
+
+    assert_none(problems(wrong))
+
+
+def forbidden_call(node: ast.Call) -> str | None:
+    """Name of the forbidden function that is called. A task group's own ``create_task`` is what is asked for."""
+    function = node.func
+    if isinstance(function, ast.Name):
+        return "print" if function.id == "print" else None
+    if not isinstance(function, ast.Attribute) or function.attr not in FORBIDDEN_CALLS or function.attr == "print":
+        return None
+    owner = ast.unparse(function.value)
+    if function.attr == "create_task" and not re.search(r"asyncio|loop", owner):
+        return None
+    # torch.gather and dist.gather are other things than asyncio's.
+    return None if function.attr == "gather" and "asyncio" not in owner else function.attr
+
+
+def test_no_failure_is_swallowed() -> None:
+    def wrong(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ExceptHandler) and is_broad(node) and is_empty(node.body):
+                yield f":{node.lineno}: a broad except with an empty body"
+            for argument in arguments_of(node, "suppress"):
+                if argument in {"Exception", "BaseException"}:
+                    yield f":{node.lineno}: suppresses everything"
+
+    assert_none(problems(wrong))
+
+
+def arguments_of(node: ast.AST, function: str) -> list[str]:
+    """Source of the arguments where ``node`` calls ``function``, else nothing."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(function):
+        return [ast.unparse(argument) for argument in node.args]
+    return []
+
+
+def is_broad(node: ast.ExceptHandler) -> bool:
+    caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(kind is None or ast.unparse(kind) in {"Exception", "BaseException"} for kind in caught)
+
+
+def is_empty(body: list[ast.stmt]) -> bool:
+    return all(
+        isinstance(line, ast.Pass | ast.Continue)
+        or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        for line in body
+    )
+
+
+def test_no_receive_is_cancelled_by_a_timeout() -> None:
+    """``wait_for`` around a ZeroMQ receive loses messages (a quarter of them, measured)."""
+
+    def wrong(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree_of(path)):
+            if any("recv" in argument for argument in arguments_of(node, "wait_for")):
+                yield f":{node.lineno}: wait_for(...recv...)"
+
+    assert_none(problems(wrong))
+
+
+BLOCKER = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "vllm", "transformers"}:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        sys.exit(f"importing {name}: {error}")
+"""
+
+
+def modules_without_torch() -> list[str]:
+    """Every module outside of the places where torch and vllm are at home, and of the entry points of a process."""
+    at_home = (*CONFINED["torch"], "streamrl/processes/__main__.py", "streamrl/processes/trainer_process.py")
+    paths = [path for path in FILES if not name_of(path).startswith(at_home)]
+    return [name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
+
+
+@pytest.mark.timeout(120)
+def test_the_core_imports_without_torch_and_vllm() -> None:
+    command = [sys.executable, "-c", BLOCKER, *modules_without_torch()]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,65 @@
+"""The state hash is additive over shards, incremental over changes, and sees place, name and bits."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
+
+
+def bits_of(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 65536, count, dtype=np.uint16)
+
+
+@given(st.integers(0, 70_000), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_is_additive_over_shards(count: int, seed: int, where: float) -> None:
+    bits, cut = bits_of(count, seed), int(where * count)
+    parts = hash_range("t", 0, bits[:cut]) + hash_range("t", cut, bits[cut:])
+    assert parts % MODULUS == hash_range("t", 0, bits)
+
+
+@given(st.integers(1, 5_000), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_is_incremental_over_changes(count: int, seed: int, density: float) -> None:
+    old = bits_of(count, seed)
+    new = old.copy()
+    positions = np.flatnonzero(np.random.default_rng(seed + 1).random(count) < density)
+    new[positions] ^= 0x8001
+    updated = hash_range("t", 0, old) - hash_elements("t", positions, old[positions])
+    updated += hash_elements("t", positions, new[positions])
+    assert updated % MODULUS == hash_range("t", 0, new)
+
+
+def test_elements_and_ranges_have_the_same_terms() -> None:
+    bits = bits_of(100_000, 0)
+    assert hash_elements("t", np.arange(7, 100_007), bits) == hash_range("t", 7, bits)
+
+
+def test_sees_name_place_and_bits() -> None:
+    zeros = np.zeros(4, np.uint16)
+    swapped = np.array([1, 2], np.uint16)
+    hashes = {
+        hash_range("a", 0, zeros),
+        hash_range("b", 0, zeros),
+        hash_range("a", 1, zeros),
+        hash_range("a", 0, zeros[:3]),
+        hash_range("a", 0, np.array([0, 0, 0, 0x8000], np.uint16)),
+        hash_range("a", 0, swapped),
+        hash_range("a", 0, swapped[::-1]),
+    }
+    assert len(hashes) == 7
+
+
+def test_every_pattern_at_one_place_differs() -> None:
+    patterns = np.arange(65536, dtype=np.uint16)
+    place = np.array([12345])
+    assert len({hash_elements("t", place, patterns[i : i + 1]) for i in range(65536)}) == 65536
+
+
+def test_value_is_fixed() -> None:
+    """The hash is on the wire: another value means another protocol version."""
+    assert hash_range("model.embed_tokens.weight", 5, np.array([0, 1, 0x3F80], np.uint16)) == FIXED
+
+
+FIXED = 0xAA8E3D95D1259493

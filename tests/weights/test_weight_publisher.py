@@ -1,0 +1,390 @@
+"""Publisher, fetch client and mirror together, over ipc and tcp: what was published is what arrives, or an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from streamrl.comm.weights.bit_patterns import bit_type
+from streamrl.comm.weights.fetch import CHUNK_ATTEMPTS, FetchedVersion, fetch_version
+from streamrl.comm.weights.manifest import CHUNK_BYTES, ShardSpec
+from streamrl.comm.weights.mirror import CheckpointMirror
+from streamrl.comm.weights.publisher import MAXIMUM_PENDING, Published, WeightPublisher
+from streamrl.comm.weights.serving import ServedPart, ServingThread
+from streamrl.comm.weights.state_hash import MODULUS
+from streamrl.errors import WeightError
+from streamrl.messages import WeightAnnouncement, WeightSource
+
+Bits = dict[str, np.ndarray]
+
+TENSORS = {  # name: dtype and shape; the last two are larger than a chunk
+    "norm": ("bfloat16", (7,)),
+    "scalar": ("float32", ()),
+    "half": ("float16", (3, 5)),
+    "embed": ("bfloat16", (900, 1000)),
+    "head": ("float32", (501, 1000)),
+}
+
+
+def random_bits(seed: int) -> Bits:
+    random = np.random.default_rng(seed)
+    return {
+        name: random.integers(0, 2**32, int(np.prod(shape)), dtype=np.uint64).astype(bit_type(dtype, name))
+        for name, (dtype, shape) in TENSORS.items()
+    }
+
+
+def changed(bits: Bits, seed: int, density: float = 0.01) -> Bits:
+    random = np.random.default_rng(seed)
+    return {name: b ^ (random.random(b.size) < density).astype(b.dtype) for name, b in bits.items()}
+
+
+def shards_of(rank: int, ranks: int) -> list[ShardSpec]:
+    """Contiguous parts as FSDP cuts them: uneven, and empty where a tensor has fewer elements than ranks."""
+    shards = []
+    for name, (dtype, shape) in TENSORS.items():
+        total = int(np.prod(shape))
+        rows = -(-total // ranks)
+        start, stop = min(rank * rows, total), min((rank + 1) * rows, total)
+        shards.append(ShardSpec(name, dtype, shape, start, stop - start))
+    return shards
+
+
+class Ranks:
+    """The publishers of several ranks and one engine's mirror."""
+
+    def __init__(self, endpoint: Callable[[], str], ranks: int) -> None:
+        self.publishers = [
+            WeightPublisher(endpoint(), run_id="run", rank=rank, shards=shards_of(rank, ranks)) for rank in range(ranks)
+        ]
+        for publisher in self.publishers:
+            publisher.start()
+        self.mirror = CheckpointMirror()
+
+    def publish(self, version: int, bits: Bits) -> WeightAnnouncement:
+        parts = []
+        for rank, publisher in enumerate(self.publishers):
+            mine = shards_of(rank, len(self.publishers))
+            parts.append(
+                publisher.publish(version, {s.name: bits[s.name][s.offset : s.offset + s.count] for s in mine})
+            )
+        return announce(version, parts)
+
+    def publish_anchor(self, version: int) -> WeightAnnouncement:
+        return announce(version, [publisher.publish_anchor(version) for publisher in self.publishers])
+
+    def commit(self, announcement: WeightAnnouncement, *, acknowledge: bool = True) -> FetchedVersion:
+        fetched = fetch_version(announcement, progress_seconds=5.0)
+        self.mirror.advance(self.mirror.stage(fetched))
+        if acknowledge:
+            for publisher in self.publishers:
+                publisher.acknowledge(announcement.policy_version)
+        return fetched
+
+    def assert_holds(self, version: int, bits: Bits) -> None:
+        assert self.mirror.policy_version == version
+        for name, expected in bits.items():
+            assert np.array_equal(self.mirror.bits(name), expected), name
+
+
+def announce(version: int, parts: list[Published]) -> WeightAnnouncement:
+    state_hash = sum(part.state_hash for part in parts) % MODULUS
+    return WeightAnnouncement(
+        policy_version=version,
+        base_version=parts[0].base_version,
+        state_hash=state_hash,
+        sources=tuple(part.source for part in parts),
+    )
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    count = iter(range(100))
+    return lambda: "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/{next(count)}"
+
+
+@pytest.fixture
+def make_ranks(endpoint: Callable[[], str]) -> Iterator[Callable[[int], Ranks]]:
+    with ExitStack() as stack:
+
+        def make(ranks: int) -> Ranks:
+            made = Ranks(endpoint, ranks)
+            for publisher in made.publishers:
+                stack.callback(publisher.close)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_anchor_then_deltas_arrive_bit_for_bit(make_ranks: Callable[[int], Ranks], ranks: int) -> None:
+    run, bits = make_ranks(ranks), random_bits(0)
+    anchor = run.publish(0, bits)
+    assert anchor.base_version is None
+    assert sum(source.total_elements for source in anchor.sources) == sum(b.size for b in bits.values())
+    run.commit(anchor)
+    run.assert_holds(0, bits)
+    for version in range(1, 5):
+        bits = changed(bits, version, density=[0, 0.01, 0.0, 0.3, 1.0][version])
+        announcement = run.publish(version, bits)
+        assert announcement.base_version == version - 1
+        run.commit(announcement)
+        run.assert_holds(version, bits)
+        assert run.mirror.state_hash == announcement.state_hash
+
+
+def test_a_delta_is_small(make_ranks: Callable[[int], Ranks]) -> None:
+    run, bits = make_ranks(1), random_bits(0)
+    dense = run.commit(run.publish(0, bits)).payload_bytes
+    sparse = run.publish(1, changed(bits, 1, density=0.001))
+    assert sparse.sources[0].payload_bytes < dense / 200
+    assert sparse.sources[0].changed_elements == pytest.approx(0.001 * sum(b.size for b in bits.values()), rel=0.3)
+
+
+def test_deltas_are_made_against_the_last_acknowledged_version(make_ranks: Callable[[int], Ranks]) -> None:
+    """Version 1 never reaches the engine; 2 changes some of it back; 3 is made while 2 is unanswered."""
+    run, bits = make_ranks(2), random_bits(0)
+    run.commit(run.publish(0, bits))
+    lost = changed(bits, 1, density=0.2)
+    run.publish(1, lost)
+    second = {name: np.where(np.arange(b.size) % 2 == 0, b, lost[name]) for name, b in bits.items()}
+    announcement = run.publish(2, second)
+    assert announcement.base_version == 0
+    third = {name: np.where(np.arange(b.size) % 3 == 0, b, second[name]) for name, b in bits.items()}
+    early = run.publish(3, third)
+    assert early.base_version == 0
+    run.commit(announcement)
+    run.assert_holds(2, second)
+    with pytest.raises(WeightError, match=r"delta on version 0.*this engine holds version 2"):
+        run.commit(early)
+    run.assert_holds(2, second)
+    run.commit(run.publish_anchor(3))
+    run.assert_holds(3, third)
+    fourth = changed(third, 4)
+    announcement = run.publish(4, fourth)
+    assert announcement.base_version == 3
+    run.commit(announcement)
+    run.assert_holds(4, fourth)
+
+
+def test_an_engine_that_starts_late_gets_an_anchor(make_ranks: Callable[[int], Ranks]) -> None:
+    run, bits = make_ranks(2), random_bits(0)
+    run.commit(run.publish(0, bits))
+    bits = changed(bits, 1)
+    run.commit(run.publish(1, bits))
+    run.mirror = CheckpointMirror()
+    with pytest.raises(WeightError, match="needs an anchor"):
+        run.commit(run.publish(2, bits))
+    run.commit(run.publish_anchor(1))
+    run.assert_holds(1, bits)
+
+
+def test_a_delta_for_other_weights_of_the_same_version_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
+    run, other = make_ranks(1), make_ranks(1)
+    bits = random_bits(0)
+    run.commit(run.publish(0, bits))
+    other.commit(other.publish(0, changed(bits, 9)))
+    delta = other.publish(1, changed(bits, 1))
+    with pytest.raises(WeightError, match="is a delta on version 0 with state hash"):
+        run.commit(delta)
+    run.assert_holds(0, bits)
+
+
+def test_a_wrong_announced_hash_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
+    run = make_ranks(2)
+    right = run.publish(0, random_bits(0))
+    wrong = announce(0, run_parts(right, state_hash=right.state_hash ^ 1))
+    with pytest.raises(WeightError, match=r"add up to state hash 0x[0-9a-f]{16}; announced was 0x[0-9a-f]{16}"):
+        fetch_version(wrong)
+    missing = announce(0, run_parts(right, state_hash=right.state_hash)[:1])
+    with pytest.raises(WeightError, match="add up to state hash"):
+        fetch_version(missing)
+
+
+def run_parts(announcement: WeightAnnouncement, state_hash: int) -> list[Published]:
+    first, *rest = announcement.sources
+    return [Published(first, announcement.base_version, state_hash), *(Published(s, None, 0) for s in rest)]
+
+
+def test_versions_only_grow_and_are_known_when_acknowledged(make_ranks: Callable[[int], Ranks]) -> None:
+    publisher, bits = make_ranks(1).publishers[0], random_bits(0)
+    publisher.publish(3, bits)
+    with pytest.raises(WeightError, match="version 3 cannot be published: 3 was"):
+        publisher.publish(3, bits)
+    with pytest.raises(WeightError, match=r"version 2 was acknowledged; pending are \[3\]"):
+        publisher.acknowledge(2)
+    with pytest.raises(WeightError, match="version 2 cannot be anchored"):
+        publisher.publish_anchor(2)
+    publisher.acknowledge(3)
+    publisher.acknowledge(3)
+    with pytest.raises(WeightError, match="differ from the shards of rank 0: norm"):
+        publisher.publish(4, {name: b for name, b in bits.items() if name != "norm"})
+
+
+def test_what_is_published_may_be_changed_afterwards(make_ranks: Callable[[int], Ranks]) -> None:
+    """The trainer's buffers are reused by the next step."""
+    run, bits = make_ranks(1), random_bits(0)
+    kept = {name: b.copy() for name, b in bits.items()}
+    anchor = run.publish(0, bits)
+    for b in bits.values():
+        b[:] = 0
+    run.commit(anchor)
+    run.assert_holds(0, kept)
+    delta = run.publish(1, bits)
+    for b in bits.values():
+        b[:] = 1
+    run.commit(delta)
+    run.assert_holds(1, {name: np.zeros_like(b) for name, b in bits.items()})
+
+
+def test_memory_does_not_grow_while_nothing_is_acknowledged(make_ranks: Callable[[int], Ranks]) -> None:
+    run, bits = make_ranks(1), random_bits(0)
+    run.commit(run.publish(0, bits))
+    first = run.publish(1, changed(bits, 1))
+    for version in range(2, 3 + MAXIMUM_PENDING):
+        newest = run.publish(version, changed(bits, version))
+    with pytest.raises(WeightError, match="not served"):
+        fetch_version(first)
+    run.commit(newest)
+    with pytest.raises(WeightError, match="does not serve version 2"):
+        fetch_version(run_announcement_of(first, 2))
+
+
+def run_announcement_of(announcement: WeightAnnouncement, version: int) -> WeightAnnouncement:
+    return WeightAnnouncement(
+        policy_version=version,
+        base_version=announcement.base_version,
+        state_hash=announcement.state_hash,
+        sources=announcement.sources,
+    )
+
+
+def test_an_announcement_that_contradicts_the_manifest_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
+    announcement = make_ranks(1).publish(0, random_bits(0))
+    with pytest.raises(WeightError, match="announced was"):
+        fetch_version(run_announcement_of(announcement, 1))
+
+
+def serve_corrupted(run: Ranks, stack: ExitStack, endpoint: str, *, times: int) -> tuple[WeightAnnouncement, list[int]]:
+    """Publish, and serve the same part with a flipped bit in chunk 1 for the first ``times`` requests."""
+    announcement = run.publish(0, random_bits(0))
+    served = run.publishers[0]._served[0]
+    asked: list[int] = []
+
+    class FlippingChunks(list[memoryview]):
+        def __getitem__(self, index: int) -> memoryview:  # type: ignore[override]
+            chunk = super().__getitem__(index)
+            asked.append(index)
+            if index == 1 and asked.count(1) <= times:
+                flipped = bytearray(chunk)
+                flipped[17] ^= 4
+                return memoryview(flipped)
+            return chunk
+
+    thread = ServingThread(endpoint, "corrupting")
+    stack.callback(thread.close)
+    thread.start()
+    thread.serve([ServedPart(0, served.manifest_digest, served.manifest, FlippingChunks(served.chunks))])
+    (source,) = announcement.sources
+    moved = WeightSource(
+        rank=0,
+        endpoint=thread.endpoint,
+        manifest_digest=source.manifest_digest,
+        payload_bytes=source.payload_bytes,
+        changed_elements=source.changed_elements,
+        total_elements=source.total_elements,
+    )
+    return announce(0, [Published(moved, None, announcement.state_hash)]), asked
+
+
+def test_a_corrupt_chunk_is_fetched_again(make_ranks: Callable[[int], Ranks], endpoint: Callable[[], str]) -> None:
+    with ExitStack() as stack:
+        run = make_ranks(1)
+        announcement, asked = serve_corrupted(run, stack, endpoint(), times=CHUNK_ATTEMPTS - 1)
+        run.commit(announcement)
+        run.assert_holds(0, random_bits(0))
+        assert asked.count(1) == CHUNK_ATTEMPTS
+        assert asked.count(0) == 1
+
+
+def test_a_chunk_that_stays_corrupt_is_refused(make_ranks: Callable[[int], Ranks], endpoint: Callable[[], str]) -> None:
+    with ExitStack() as stack:
+        run = make_ranks(1)
+        announcement, _ = serve_corrupted(run, stack, endpoint(), times=CHUNK_ATTEMPTS)
+        with pytest.raises(WeightError, match=rf"chunk 1 from .* came 3 times with digest \w+ \({CHUNK_BYTES} bytes\)"):
+            run.commit(announcement)
+        assert run.mirror.policy_version is None
+
+
+def test_a_silent_source_is_named(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    silent.bind(f"ipc://{tmp_path}/silent")
+    source = WeightSource(
+        rank=5,
+        endpoint=f"ipc://{tmp_path}/silent",
+        manifest_digest="ab",
+        payload_bytes=1,
+        changed_elements=1,
+        total_elements=1,
+    )
+    announcement = announce(3, [Published(source, None, 0)])
+    try:
+        with pytest.raises(WeightError, match=r"nothing arrived from ipc://.*rank 5.*manifest is missing"):
+            fetch_version(announcement, progress_seconds=0.3)
+        stop = threading.Event()
+        stop.set()
+        with pytest.raises(WeightError, match="was stopped"):
+            fetch_version(announcement, stop=stop)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_an_endpoint_in_use_is_named(tmp_path: Path) -> None:
+    first = WeightPublisher(f"ipc://{tmp_path}/w", run_id="run", rank=0, shards=shards_of(0, 1))
+    second = WeightPublisher(f"ipc://{tmp_path}/w", run_id="run", rank=1, shards=shards_of(0, 1))
+    first.start()
+    try:
+        with pytest.raises(WeightError, match=r"cannot be served at ipc://.*another process"):
+            second.start()
+    finally:
+        first.close()
+        second.close()
+        first.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_rubbish_does_not_stop_the_publisher(make_ranks: Callable[[int], Ranks]) -> None:
+    run = make_ranks(1)
+    announcement = run.publish(0, random_bits(0))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.connect(run.publishers[0].endpoint)
+    try:
+        for frames in ([b"\xff\xff"], [b"", b"a", b"b"], [b""]):
+            peer.send_multipart(frames)
+            assert peer.poll(5000)
+            peer.recv_multipart()
+    finally:
+        context.destroy(linger=0)
+    run.commit(announcement)
+    run.assert_holds(0, random_bits(0))
+
+
+def test_shards_must_cover_each_tensor_once(make_ranks: Callable[[int], Ranks]) -> None:
+    spec = ShardSpec("t", "bfloat16", (10,), 5, 6)
+    with pytest.raises(WeightError, match=r"\[5, 11\) of 't' leaves its 10"):
+        WeightPublisher("ipc:///tmp/unused", run_id="run", rank=0, shards=[spec])
+    run = make_ranks(3)
+    whole = run.publish(0, random_bits(0))
+    without_the_last = announce(0, [Published(s, None, 0) for s in whole.sources[:2]])
+    parts = [run.publishers[r]._pending[0].part_hash for r in range(2)]
+    honest_hash = announce(0, [Published(s, None, h) for s, h in zip(without_the_last.sources, parts, strict=True)])
+    with pytest.raises(WeightError, match="a rank is missing"):
+        run.mirror.stage(fetch_version(honest_hash))
