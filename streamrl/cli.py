@@ -129,7 +129,7 @@ def _train(options: argparse.Namespace) -> int:
         return dry_run(recipe, options.recipe, options.overrides)
     from streamrl.cli_train import train
 
-    return train(recipe)
+    return 0 if train(recipe) else EXIT_INTERRUPTED
 
 
 def _check(options: argparse.Namespace) -> int:

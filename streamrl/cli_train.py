@@ -8,19 +8,23 @@ import sys
 import anyio
 
 from streamrl.config.recipe import Recipe
+from streamrl.messages import RunFinished
 from streamrl.observe.stdout import StdoutReporter
-from streamrl.pipeline import Pipeline
 
 
-def train(recipe: Recipe) -> int:
-    """Run ``recipe`` until it is done, drained or broken. Raises what ended it, where that was a failure."""
+def train(recipe: Recipe) -> bool:
+    """Run ``recipe``. True: it is done or drained; False: it was cut short. Raises what broke it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    anyio.run(_follow, recipe, backend_options={"use_uvloop": sys.platform != "win32"})
-    return 0
+    return anyio.run(_follow, recipe, backend_options={"use_uvloop": sys.platform != "win32"})
 
 
-async def _follow(recipe: Recipe) -> None:
+async def _follow(recipe: Recipe) -> bool:
+    from streamrl.pipeline import Pipeline
+
+    finished = False
     with StdoutReporter() as report:
         async with Pipeline(recipe) as pipeline:
             async for event in pipeline.events():
                 report(event)
+                finished = finished or isinstance(event, RunFinished)
+    return finished

@@ -30,14 +30,14 @@ from streamrl.types import (
 )
 
 
-class Message(Record, tag=True):
+class Message(Record, frozen=True, tag=True):
     """Base of everything that travels alone on a stream."""
 
 
 # ---- weights -------------------------------------------------------------------------------------
 
 
-class WeightSource(Record):
+class WeightSource(Record, frozen=True):
     """Where one trainer rank serves its part of a version, and what that part is.
 
     ``manifest_digest`` identifies the manifest bytes; the manifest itself is fetched from ``endpoint``.
@@ -51,7 +51,7 @@ class WeightSource(Record):
     total_elements: int
 
 
-class WeightAnnouncement(Record):
+class WeightAnnouncement(Record, frozen=True):
     """A version that engines may stage. ``base_version`` None: an anchor, complete in itself.
 
     ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
@@ -66,7 +66,7 @@ class WeightAnnouncement(Record):
 # ---- control -> rollout -> reward -> control (inside the controller) -------------------------------
 
 
-class LaunchTrajectory(Message):
+class LaunchTrajectory(Message, frozen=True):
     """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity."""
 
     id: TrajectoryId
@@ -77,7 +77,7 @@ class LaunchTrajectory(Message):
     temperature: float | None = None
 
 
-class CancelTrajectories(Message):
+class CancelTrajectories(Message, frozen=True):
     """Stop these trajectories; each still ends once, as ``TrajectoryLost``."""
 
     ids: tuple[TrajectoryId, ...]
@@ -86,14 +86,14 @@ class CancelTrajectories(Message):
 RolloutOrder = LaunchTrajectory | CancelTrajectories
 
 
-class FinishedTrajectory(Message):
+class FinishedTrajectory(Message, frozen=True):
     """A trajectory on its way to the reward stage."""
 
     trajectory: Trajectory
     group_size: int
 
 
-class TrajectoryLost(Message):
+class TrajectoryLost(Message, frozen=True):
     """A launched trajectory that ends without a completion: cancelled, or the engine could not serve it."""
 
     id: TrajectoryId
@@ -107,7 +107,7 @@ class TrajectoryLost(Message):
 RolloutOutcome = FinishedTrajectory | TrajectoryLost
 
 
-class Scored(Message):
+class Scored(Message, frozen=True):
     """The outcome of one trajectory, on its way back to control."""
 
     outcome: ScoredTrajectory | RewardFailure
@@ -126,7 +126,7 @@ class PauseMode(StrEnum):
     KEEP = "keep"
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
     the same completion (a resumed trajectory): they count against ``max_tokens`` already."""
 
@@ -139,13 +139,13 @@ class Generate(Message):
     prefix_length: int = 0
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Stop these requests; each still answers with ``Generated`` (finish reason abort)."""
 
     request_ids: tuple[str, ...]
 
 
-class Pause(Message):
+class Pause(Message, frozen=True):
     """Stop sampling. ``clear_cache``: drop KV and prefix blocks made by the old weights."""
 
     order_id: int
@@ -153,27 +153,27 @@ class Pause(Message):
     clear_cache: bool
 
 
-class Resume(Message):
+class Resume(Message, frozen=True):
     """Go on sampling after a pause."""
 
     order_id: int
 
 
-class StageWeights(Message):
+class StageWeights(Message, frozen=True):
     """Fetch, check and decode a version while generation goes on; nothing live changes."""
 
     order_id: int
     announcement: WeightAnnouncement
 
 
-class CommitWeights(Message):
+class CommitWeights(Message, frozen=True):
     """Apply the staged version to the live weights. Only while paused."""
 
     order_id: int
     policy_version: int
 
 
-class ComputeChecksums(Message):
+class ComputeChecksums(Message, frozen=True):
     """Ask for the engine's own checksum of every live parameter (slow)."""
 
     order_id: int
@@ -185,7 +185,7 @@ EngineOrder = Generate | Abort | Pause | Resume | StageWeights | CommitWeights |
 # ---- engine -> controller ------------------------------------------------------------------------
 
 
-class EngineReady(Message):
+class EngineReady(Message, frozen=True):
     """First message of an engine: what it is and what it holds."""
 
     engine: str
@@ -195,7 +195,7 @@ class EngineReady(Message):
     tokenizer_digest: str = ""
 
 
-class Generated(Message):
+class Generated(Message, frozen=True):
     """The completion of one request; with ``prefix_length`` only the new tokens."""
 
     request_id: str
@@ -203,14 +203,14 @@ class Generated(Message):
     seconds: float
 
 
-class GenerationFailed(Message):
+class GenerationFailed(Message, frozen=True):
     """One request could not be served; the engine goes on."""
 
     request_id: str
     reason: str
 
 
-class OrderDone(Message):
+class OrderDone(Message, frozen=True):
     """An order (pause, resume, stage, commit) was carried out. ``state_hash`` after a commit is computed
     from the live weights."""
 
@@ -221,14 +221,14 @@ class OrderDone(Message):
     checksums: dict[str, str] = {}
 
 
-class OrderFailed(Message):
+class OrderFailed(Message, frozen=True):
     """An order could not be carried out; the engine still holds what it held."""
 
     order_id: int
     reason: str
 
 
-class EngineLoad(Message):
+class EngineLoad(Message, frozen=True):
     """Sent every second, and on change of state."""
 
     running: int
@@ -244,13 +244,13 @@ EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFail
 # ---- controller -> trainer rank ------------------------------------------------------------------
 
 
-class TrainGroup(Message):
+class TrainGroup(Message, frozen=True):
     """A whole scored group of the open batch. May be trained on at once (streaming)."""
 
     group: TrainingGroup
 
 
-class CloseBatch(Message):
+class CloseBatch(Message, frozen=True):
     """The open batch is complete: step the optimizer and publish ``policy_version``.
 
     The totals are over all ranks, so every rank can check what it reduced.
@@ -263,19 +263,19 @@ class CloseBatch(Message):
     trained_tokens: int
 
 
-class WeightsAcknowledged(Message):
+class WeightsAcknowledged(Message, frozen=True):
     """Every engine holds ``policy_version`` live: the shadow may advance to it."""
 
     policy_version: int
 
 
-class PublishAnchor(Message):
+class PublishAnchor(Message, frozen=True):
     """Publish the current version complete, whatever engines hold."""
 
     policy_version: int
 
 
-class SaveCheckpoint(Message):
+class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end)."""
 
     directory: str
@@ -288,7 +288,7 @@ TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | 
 # ---- trainer rank -> controller ------------------------------------------------------------------
 
 
-class TrainerReady(Message):
+class TrainerReady(Message, frozen=True):
     """First message of a rank. ``policy_version`` is what it holds (0: the initial weights)."""
 
     rank: int
@@ -299,7 +299,7 @@ class TrainerReady(Message):
     tokenizer_digest: str = ""
 
 
-class StepReport(Message):
+class StepReport(Message, frozen=True):
     """One optimizer step, from one rank. ``metrics`` are reduced over ranks (equal on each)."""
 
     rank: int
@@ -311,7 +311,7 @@ class StepReport(Message):
     metrics: dict[str, float]
 
 
-class AnchorPublished(Message):
+class AnchorPublished(Message, frozen=True):
     """Answer to ``PublishAnchor``."""
 
     rank: int
@@ -320,7 +320,7 @@ class AnchorPublished(Message):
     source: WeightSource
 
 
-class CheckpointSaved(Message):
+class CheckpointSaved(Message, frozen=True):
     """Answer to ``SaveCheckpoint``."""
 
     rank: int
@@ -335,7 +335,7 @@ TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
 # ---- controller <-> reward worker ----------------------------------------------------------------
 
 
-class ScoreGroup(Message):
+class ScoreGroup(Message, frozen=True):
     """Score these trajectories; more than one where a function scores whole groups."""
 
     order_id: int
@@ -345,13 +345,13 @@ class ScoreGroup(Message):
 RewardOrder = ScoreGroup
 
 
-class RewardWorkerReady(Message):
+class RewardWorkerReady(Message, frozen=True):
     """First message of a reward worker (again after a restart)."""
 
     worker: int
 
 
-class GroupScored(Message):
+class GroupScored(Message, frozen=True):
     """One outcome for each trajectory of the order, in the same order."""
 
     order_id: int
@@ -364,7 +364,7 @@ RewardResult = RewardWorkerReady | GroupScored
 # ---- controller -> supervisor, and to observers ---------------------------------------------------
 
 
-class StartProgress(Message):
+class StartProgress(Message, frozen=True):
     """While the run starts: what ``process`` is doing (``loading``, ``waiting for streamrl serve``, ``ready``), since when."""
 
     process: str
@@ -372,7 +372,7 @@ class StartProgress(Message):
     seconds: float
 
 
-class RunStarted(Message):
+class RunStarted(Message, frozen=True):
     """Every process is ready and version 0 is live."""
 
     run_id: str
@@ -382,7 +382,7 @@ class RunStarted(Message):
     parameters: int
 
 
-class RunProgress(Message):
+class RunProgress(Message, frozen=True):
     """Between two steps: how far the open round is. ``phase`` is one of rollout, training, weights, evaluation."""
 
     step: int
@@ -391,7 +391,7 @@ class RunProgress(Message):
     wanted: int
 
 
-class StepFinished(Message):
+class StepFinished(Message, frozen=True):
     """One optimizer step whose version is live on the engines. Metric names: docs/metrics.md."""
 
     step: int
@@ -399,7 +399,7 @@ class StepFinished(Message):
     metrics: dict[str, float]
 
 
-class EvaluationFinished(Message):
+class EvaluationFinished(Message, frozen=True):
     """Held-out evaluation of one version."""
 
     step: int
@@ -407,7 +407,7 @@ class EvaluationFinished(Message):
     metrics: dict[str, float]
 
 
-class RunFinished(Message):
+class RunFinished(Message, frozen=True):
     """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
 
     reason: str

@@ -54,7 +54,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of the records on a wire: append fields with defaults, never reorder or reuse a name."""
 
 
-class Prompt(Record):
+class Prompt(Record, frozen=True):
     """One task instance: token ids and the dataset columns its reward needs."""
 
     prompt_id: str
@@ -62,7 +62,7 @@ class Prompt(Record):
     columns: dict[str, Any] = {}
 
 
-class TrajectoryId(Record, order=True):
+class TrajectoryId(Record, frozen=True, order=True):
     """Identity of one trajectory: the attempt at one sample of one group of one prompt.
 
     ``sample`` counts 0..group_size-1 inside the group; ``attempt`` grows when a trajectory is
@@ -78,7 +78,7 @@ class TrajectoryId(Record, order=True):
         return f"{self.group_id}.{self.sample}.{self.attempt}"
 
 
-class VersionSpan(Record):
+class VersionSpan(Record, frozen=True):
     """Tokens ``[start, end)`` of a completion, sampled under one policy version."""
 
     start: int
@@ -86,7 +86,7 @@ class VersionSpan(Record):
     policy_version: int
 
 
-class Completion(Record):
+class Completion(Record, frozen=True):
     """One sampled continuation. ``behavior_logprobs[i]`` belongs to ``token_ids[i]``."""
 
     token_ids: TokenArray
@@ -95,7 +95,7 @@ class Completion(Record):
     version_spans: tuple[VersionSpan, ...]
 
 
-class Segment(Record):
+class Segment(Record, frozen=True):
     """One turn of a trajectory. ``trained`` is its loss mask: model turns True, environment turns False.
 
     ``behavior_logprobs`` is empty for an environment turn.
@@ -107,7 +107,7 @@ class Segment(Record):
     version_spans: tuple[VersionSpan, ...] = ()
 
 
-class Trajectory(Record):
+class Trajectory(Record, frozen=True):
     """The whole attempt at a prompt: one or more segments."""
 
     id: TrajectoryId
@@ -133,7 +133,7 @@ class Trajectory(Record):
         return max((v.policy_version for s in self.segments for v in s.version_spans), default=0)
 
 
-class ScoredTrajectory(Record, tag=True):
+class ScoredTrajectory(Record, frozen=True, tag=True):
     """A trajectory with the reward that the user's functions returned for it."""
 
     trajectory: Trajectory
@@ -151,7 +151,7 @@ class RewardFailureKind(StrEnum):
     WRONG_TYPE = "wrong_type"
 
 
-class RewardFailure(Record, tag=True):
+class RewardFailure(Record, frozen=True, tag=True):
     """A trajectory whose reward could not be computed, with the reason."""
 
     trajectory: Trajectory
@@ -161,7 +161,7 @@ class RewardFailure(Record, tag=True):
     reward_seconds: float = 0.0
 
 
-class TrainingSample(Record):
+class TrainingSample(Record, frozen=True):
     """What the trainer eats: prompt and segments joined, with a loss mask.
 
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
@@ -184,7 +184,7 @@ class TrainingSample(Record):
         return self.loss_mask.count(1)
 
 
-class TrainingGroup(Record):
+class TrainingGroup(Record, frozen=True):
     """The samples of one prompt that share a baseline. Group sizes may differ within a batch."""
 
     group_id: int

@@ -62,7 +62,7 @@ class TelemetryPublisher:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise TelemetryError(
-                f"the metrics socket cannot bind {endpoint}: {zmq.strerror(error.errno)}; "
+                f"the metrics socket cannot bind {endpoint}: {_reason(error)}; "
                 "set metrics.endpoint to a free one, or leave it empty"
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -72,7 +72,7 @@ class TelemetryPublisher:
     @property
     def dropped(self) -> int:
         """Messages not taken into the queue, plus one each time that a subscriber ran over its limit: libzmq skips it
-        from then on without a word until it reads again, so this is a lower bound. The subscriber itself counts exactly.
+        from then on without a word until it reads again, so this is a lower bound. A subscriber's own count is exact.
         """
         return self._dropped_before_socket + self._dropped_at_socket
 
@@ -116,7 +116,7 @@ class TelemetryPublisher:
                 self._wake_receive.recv(zmq.NOBLOCK)
                 self._send_pending()
             if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
-                self._welcome()
+                pass
         self._wake_receive.close(linger=0)
         self._socket.close()
 
@@ -163,7 +163,7 @@ class TelemetrySubscriber:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise TelemetryError(
-                f"{endpoint} is not an endpoint ({zmq.strerror(error.errno)}): write tcp://HOST:PORT or ipc://PATH"
+                f"{endpoint} is not an endpoint ({_reason(error)}): write tcp://HOST:PORT or ipc://PATH"
             ) from error
 
     def __enter__(self) -> TelemetrySubscriber:
@@ -196,6 +196,11 @@ class TelemetrySubscriber:
             self.lost += message.sequence - last - 1
         self._seen[key] = message.sequence
         return True
+
+
+def _reason(error: zmq.ZMQError) -> str:
+    """The plain text of the error number; pyzmq's own message repeats the address."""
+    return zmq.strerror(error.errno or 0)
 
 
 def decode_telemetry(frames: list[bytes]) -> Telemetry:

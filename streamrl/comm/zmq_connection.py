@@ -133,7 +133,8 @@ class StreamConnection:
             self._departure_told = True
             self.end.on_disconnected()
             received = True
-        if self.end.finished and self._attached and (self._binds or self._connection_is_lost()):
+        # Detaching ends the connection too: a listener owns its sessions. So not before the peer has heard everything.
+        if self.end.finished and self._attached and (self.end.parted if self._binds else self._departure_told):
             self._detach()
             self.service()  # giving an address back consumes wake-ups of libzmq, so look once more
         if received:
@@ -177,8 +178,8 @@ class StreamConnection:
     # ---- address ---------------------------------------------------------------------------------
 
     def _detach(self) -> None:
-        """Give the address back: a binding end stops listening at once, so that its successor can bind; a connecting
-        end stops reconnecting. The connection to the peer stays until ``close``."""
+        """Give the address back: a binding end stops listening, so that its successor can bind at once; a connecting
+        end stops reconnecting."""
         if not self._attached or self._socket is None:
             return
         self._attached = False

@@ -11,7 +11,7 @@ long as it takes (whoever started the peer watches its process). The binding sid
 so a cancelled ``send`` or ``receive`` never touches a socket and loses nothing. Leaving normally ends the stream,
 leaving with an exception breaks it and tells the peer why. A peer that dies breaks it at once.
 
-After ``StreamBroken`` or ``StreamEnded`` the address is already free: a new context manager can bind it.
+Once it is left, the address is free: a new context manager can bind it.
 """
 
 from __future__ import annotations

@@ -148,9 +148,10 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
             f"batch       {counts.prompts} prompts x {counts.group_size} samples = {counts.trajectories} trajectories, "
             f"one optimizer step"
         ),
-        f"training    {few} to {many} micro-batches of <= {recipe.training.micro_batch_tokens:,} tokens a step"
+        f"training    {f'{few} to {many}' if few < many else many} micro-batches of at most "
+        f"{recipe.training.micro_batch_tokens:,} tokens a step"
         + (f" on each of {ranks} ranks" if ranks > 1 else "")
-        + f" (completions at a quarter of, and at, max_tokens = {recipe.sampling.max_tokens})",
+        + f" (completions at a quarter of max_tokens = {recipe.sampling.max_tokens}, and at all of it)",
         f"run         {counts.steps} steps x {counts.trajectories} = {counts.run_trajectories:,} trajectories trained"
         + (" (groups without signal are refilled)" if recipe.rollout.dynamic_sampling else ""),
         (

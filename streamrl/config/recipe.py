@@ -22,7 +22,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of every recipe section."""
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """Identity and length of the run."""
 
     name: str = "run"
@@ -31,13 +31,13 @@ class Run(Section):
     steps: Positive = 100
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """A directory in Hugging Face format, with a tokenizer."""
 
     path: str
 
 
-class Prompts(Section):
+class Prompts(Section, frozen=True):
     """Where prompts come from: a ``.jsonl`` path, or ``module:name`` / ``file.py:name`` of an (async) iterator
     or a function that returns one. Each row has ``prompt`` (text) or ``prompt_token_ids``, an optional
     ``prompt_id``, and the columns that the rewards name."""
@@ -69,7 +69,7 @@ class StalePolicy(StrEnum):
     REGENERATE = "regenerate"
 
 
-class Rollout(Section):
+class Rollout(Section, frozen=True):
     """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories."""
 
     prompts_per_batch: Positive = 32
@@ -86,7 +86,7 @@ class Rollout(Section):
         return self.prompts_per_batch * self.group_size
 
 
-class Sampling(Section):
+class Sampling(Section, frozen=True):
     """How completions are sampled. Training uses the same temperature."""
 
     temperature: PositiveFloat = 1.0
@@ -94,7 +94,7 @@ class Sampling(Section):
     max_tokens: Positive = 512
 
 
-class Reward(Section):
+class Reward(Section, frozen=True):
     """A reward function: ``module:function`` or ``path/to/file.py:function``."""
 
     function: str
@@ -107,7 +107,7 @@ class Reward(Section):
         return self.function.rpartition(":")[2]
 
 
-class RewardLimits(Section):
+class RewardLimits(Section, frozen=True):
     """When failing rewards stop the run: more than ``max_failed_share`` of the last ``window`` trajectories."""
 
     max_failed_share: Share = 0.2
@@ -141,7 +141,7 @@ class AdvantageNormalization(StrEnum):
     NONE = "none"
 
 
-class Training(Section):
+class Training(Section, frozen=True):
     """The trainer."""
 
     ranks: Positive = 1
@@ -163,7 +163,7 @@ class Training(Section):
     streaming: bool = True
 
 
-class Engines(Section):
+class Engines(Section, frozen=True):
     """The vLLM engines. ``max_context`` 0: prompt and completion limits of this recipe decide."""
 
     count: Positive = 1
@@ -175,14 +175,14 @@ class Engines(Section):
     start_timeout_s: PositiveFloat = 300.0
 
 
-class Weights(Section):
+class Weights(Section, frozen=True):
     """The weight path. ``anchor_interval`` 0: an anchor only when an engine needs one."""
 
     anchor_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True):
     """Held-out prompts: after every ``every`` steps on the first ``limit`` (0: all); at start and end on all.
 
     ``temperature`` None: the sampling temperature.
@@ -196,7 +196,7 @@ class Evaluation(Section):
     temperature: PositiveFloat | None = None
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """Trainer state and a Hugging Face directory every ``every`` steps (0: only at the end), the last ``keep`` kept."""
 
     every: Natural = 0
@@ -218,7 +218,7 @@ class Launch(StrEnum):
     EXTERNAL = "external"
 
 
-class Transport(Section):
+class Transport(Section, frozen=True):
     """Streams between processes. With tcp, ports ``port``, ``port + 1``, ... of ``host`` are used; the dry run lists them."""
 
     kind: TransportKind = TransportKind.IPC
@@ -228,13 +228,13 @@ class Transport(Section):
     training: Launch = Launch.LOCAL
 
 
-class Metrics(Section):
+class Metrics(Section, frozen=True):
     """``endpoint``: where the metrics socket binds; empty: an ipc endpoint that the run prints."""
 
     endpoint: str = ""
 
 
-class Recipe(Section):
+class Recipe(Section, frozen=True):
     """One run."""
 
     model: Model

@@ -11,7 +11,9 @@ from streamrl.control.trainer_ranks import TrainerRanks
 class CheckpointKeeper:
     """Names checkpoint directories and keeps the last ``keep`` of them."""
 
-    def __init__(self, trainer: TrainerRanks, directory: Path, keep: int, forget: Callable[[Path], Awaitable[None]]) -> None:
+    def __init__(
+        self, trainer: TrainerRanks, directory: Path, keep: int, forget: Callable[[Path], Awaitable[None]]
+    ) -> None:
         self._trainer = trainer
         self._directory = directory
         self._keep = keep

@@ -98,7 +98,7 @@ class Controller:
     async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
         """Make version 0 live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
         reason = ""
-        async with anyio.create_task_group() as children:
+        async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
             await self._publisher.push(await self._trainer.publish_anchor(0))
             await self._trainer.acknowledge(0)
@@ -111,8 +111,6 @@ class Controller:
                 await self._report.progress(self.state)
             await orders.aclose()
             await self._trainer.aclose()
-        self._tell.close()
-        self._events.close()
         return reason
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:

@@ -19,9 +19,7 @@ EVALUATION_GROUP = -1
 class Evaluation:
     """One evaluation of one policy version. Outcomes arrive through ``take``."""
 
-    def __init__(
-        self, prompts: Sequence[Prompt], policy_version: int, *, seed: int, temperature: float | None
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], policy_version: int, *, seed: int, temperature: float | None) -> None:
         self.policy_version = policy_version
         self._launches = [
             LaunchTrajectory(

@@ -7,24 +7,24 @@ from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 EVENT_SCHEMA = 1
 
 
-class Event(Record, tag=True):
+class Event(Record, frozen=True, tag=True):
     """Base of everything that control is told."""
 
 
-class RunBegan(Event):
+class RunBegan(Event, frozen=True):
     """Engines and trainer hold ``policy_version``, and it is live."""
 
     policy_version: int = 0
 
 
-class PromptsDrawn(Event):
+class PromptsDrawn(Event, frozen=True):
     """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted."""
 
     prompt_ids: tuple[str, ...]
     exhausted: bool = False
 
 
-class TrajectoryScored(Event):
+class TrajectoryScored(Event, frozen=True):
     """A trajectory was sampled and its reward is a value that the user's function returned."""
 
     id: TrajectoryId
@@ -35,7 +35,7 @@ class TrajectoryScored(Event):
     newest_version: int
 
 
-class TrajectoryFailed(Event):
+class TrajectoryFailed(Event, frozen=True):
     """A trajectory ends without a reward (``reward_failed``, ``engine_failed`` or ``cancelled``)."""
 
     id: TrajectoryId
@@ -44,32 +44,32 @@ class TrajectoryFailed(Event):
     tokens: int = 0
 
 
-class BatchTrained(Event):
+class BatchTrained(Event, frozen=True):
     """The trainer stepped: it now holds ``policy_version``."""
 
     batch_id: int
     policy_version: int
 
 
-class WeightsLive(Event):
+class WeightsLive(Event, frozen=True):
     """Every engine acknowledged ``policy_version``."""
 
     policy_version: int
 
 
-class EvaluationDone(Event):
+class EvaluationDone(Event, frozen=True):
     """Held-out prompts were scored under ``policy_version``."""
 
     policy_version: int
 
 
-class CheckpointDone(Event):
+class CheckpointDone(Event, frozen=True):
     """A checkpoint of ``policy_version`` is on disk."""
 
     policy_version: int
 
 
-class StopRequested(Event):
+class StopRequested(Event, frozen=True):
     """Drain: train nothing new, keep what is trained, end."""
 
     reason: str

@@ -117,5 +117,7 @@ class WeightPublisher:
         staged = await self._on_all(self._stage_one, anchor, only=only)
         pauses = await self._on_all(self._commit_one, anchor, only=staged)
         if len(pauses) < len(refused):
-            raise EngineError(f"an engine refused version {announced.policy_version} as delta and as anchor: {self._refusal}")
+            raise EngineError(
+                f"an engine refused version {announced.policy_version} as delta and as anchor: {self._refusal}"
+            )
         return pauses

@@ -75,9 +75,7 @@ class ContinuousRounds:
         if view.when_stale is not StalePolicy.WAIT:
             return view.seats > 0 and deadline >= view.trainer_version
         others = [d for g, d in view.last_versions.items() if g != group_id]
-        return may_take(
-            deadline, others, now=view.trainer_version, seats=view.seats, batch_groups=view.batch_groups
-        )
+        return may_take(deadline, others, now=view.trainer_version, seats=view.seats, batch_groups=view.batch_groups)
 
 
 ROUND_POLICIES: dict[RoundKind, RoundPolicy] = {

@@ -176,8 +176,10 @@ class RemoteEngine:
     def _fail(self, reason: str) -> None:
         if not self._failure:
             self._failure = reason if reason.startswith(f"{self._name}:") else f"{self._name}: {reason}"
-        for future in (*self._requests.values(), *self._pending_orders.values()):
-            _settle(future, EngineError(self._failure))
+        for request in self._requests.values():
+            _settle(request, EngineError(self._failure))
+        for order in self._pending_orders.values():
+            _settle(order, EngineError(self._failure))
         self._ready.set()
 
     def _require_alive(self) -> None:

@@ -32,7 +32,7 @@ _PLACES = """## Where they go
 |---|---|
 | stdout | one line a step: the bold metrics |
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
-| `events.jsonl` | one JSON object a line: `schema`, `sequence`, `time`, `kind`, and the fields of that kind |
+| `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`control/event_log.py`) |
 | metrics socket | see below |
 | `curve.svg` | reward and evaluation over steps, written when the run ends |
 

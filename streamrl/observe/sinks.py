@@ -10,7 +10,6 @@ import msgspec
 from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
 
-EVENT_SCHEMA = 1
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
 
 
@@ -42,26 +41,7 @@ class JsonlSink:
         self._lines.append(head | metrics)
 
     def record_event(self, record: EventRecord) -> None:
-        """Events have their own file."""
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._lines.close()
-
-
-class EventSink:
-    """``events.jsonl``: one object for each event, versioned by ``schema``."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = _LineFile(path)
-
-    def record_step(self, record: StepRecord) -> None:
-        """Steps are in ``metrics.jsonl``; here only that they happened."""
-
-    def record_event(self, record: EventRecord) -> None:
-        """Append one line. The four own keys win over fields of the same name."""
-        head = {"schema": EVENT_SCHEMA, "sequence": record.sequence, "time": record.time, "kind": record.kind}
-        self._lines.append(head | {name: value for name, value in record.fields.items() if name not in head})
+        """Events are in control's own log, ``events.jsonl``."""
 
     def close(self) -> None:
         """Close the file. Idempotent."""

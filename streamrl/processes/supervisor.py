@@ -28,7 +28,7 @@ from streamrl.processes.child_process import ChildProcess, open_guardian, start_
 from streamrl.processes.exit_reason import Death, first_cause, last_lines
 from streamrl.processes.guardian import Done, Session
 from streamrl.processes.signals import obey_signals
-from streamrl.processes.sweep import RunTraces, is_resource_tracker, members, sweep
+from streamrl.processes.sweep import RunTraces, is_resource_tracker, members, record_segments, sweep
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
-_TRACKER_SCAN_S = 1.0
+_SCAN_S = 2.0
 GUARDIAN = "guardian"
 
 
@@ -112,8 +112,8 @@ class Supervisor:
                     log.warning("after the run had finished, %s", death.describe())
                 return
             if time.monotonic() >= next_scan:
-                self._record_trackers()
-                next_scan = time.monotonic() + _TRACKER_SCAN_S
+                self._record_what_is_used()
+                next_scan = time.monotonic() + _SCAN_S
             await anyio.sleep(_POLL_S)
 
     async def stop(self, deadline_s: float = 60.0) -> None:
@@ -266,10 +266,12 @@ class Supervisor:
             text.append(f"logs are in {self.run_directory / 'logs'}")
         return ProcessDied("\n".join(text))
 
-    def _record_trackers(self) -> None:
-        """Resource trackers belong to the run as well: killed, they would leave shared memory behind unseen."""
+    def _record_what_is_used(self) -> None:
+        """Remember the shared memory in use, and resource trackers: a killed one would leave it behind unseen."""
         owners = {child.process.pid: name for name, child in self._children.items()}
-        for process in members(self._traces):
+        found = members(self._traces)
+        record_segments(self._traces, found)
+        for process in found:
             if process not in self.resource_trackers and is_resource_tracker(process):
                 owner = owners.get(_session(process))
                 if owner is not None:

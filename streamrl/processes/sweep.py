@@ -27,13 +27,14 @@ class RunTraces(msgspec.Struct, kw_only=True):
     """What identifies the processes and files of one run.
 
     ``sessions``: session id -> creation time of its leader (epoch seconds). ``marker``: value of
-    ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began.
+    ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began. ``segments``: shared memory seen in use.
     """
 
     marker: str
     since: float
     socket_directory: str
     sessions: dict[int, float] = {}
+    segments: set[str] = set()
 
 
 def members(traces: RunTraces) -> list[psutil.Process]:
@@ -64,21 +65,26 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
     Resource trackers get ``tracker_s`` to unlink what the others left. Returns the pids that still live after
     ``deadline_s`` (uninterruptible in the kernel): normally none.
     """
-    segments: set[Path] = set()
     deadline = time.monotonic() + deadline_s
     trackers_end = time.monotonic() + tracker_s
     while (left := members(traces)) and time.monotonic() < deadline:
         others = [process for process in left if not is_resource_tracker(process)]
         if others:
             trackers_end = time.monotonic() + tracker_s
-        segments.update(path for process in left for path in _mapped_segments(process, traces.since))
+        record_segments(traces, left)
         for process in others if time.monotonic() < trackers_end else left:
             _kill(process)
         time.sleep(_POLL_S)
-    for path in segments:
-        path.unlink(missing_ok=True)
+    for segment in traces.segments:
+        Path(segment).unlink(missing_ok=True)
     shutil.rmtree(traces.socket_directory, ignore_errors=True)
     return [process.pid for process in left]
+
+
+def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
+    """Remember the shared memory that ``processes`` map: once killed with their tracker, nobody else knows of it."""
+    for process in processes:
+        traces.segments |= _mapped_segments(process, traces.since)
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -102,14 +108,14 @@ def _carries_marker(process: psutil.Process, traces: RunTraces) -> bool:
     return bool(process.environ().get(RUN_MARKER) == traces.marker)
 
 
-def _mapped_segments(process: psutil.Process, since: float) -> set[Path]:
+def _mapped_segments(process: psutil.Process, since: float) -> set[str]:
     """Shared memory files of the run that ``process`` maps."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
     except OSError:
         return set()
     paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if f" {_SHARED_MEMORY}/" in line}
-    return {path for path in paths if path.name.startswith(_OUR_SEGMENTS) and _made_since(path, since)}
+    return {str(path) for path in paths if path.name.startswith(_OUR_SEGMENTS) and _made_since(path, since)}
 
 
 def _made_since(path: Path, since: float) -> bool:

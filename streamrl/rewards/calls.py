@@ -94,7 +94,7 @@ class CallRunner:
             done, _ = await asyncio.wait({call.task}, timeout=time_limit_s)
             seconds = time.monotonic() - started
             if done and call.task.cancelled():
-                failure = CallFailure(RewardFailureKind.RAISED, "CancelledError: it cancelled its own task")
+                failure = CallFailure(RewardFailureKind.RAISED, "CancelledError: it was cancelled by itself")
                 return CallResult(failure=failure, seconds=seconds)
             if done and call.task.result().seconds <= time_limit_s:
                 self._calls.discard(call)
@@ -130,10 +130,9 @@ def _run_in_thread(call: _Call, bound: Callable[[], Any]) -> CallResult:
 async def _await_user(start: Callable[[], Awaitable[Any]]) -> CallResult:
     try:
         return CallResult(value=await start())
-    except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # ours: the limit is over, or the worker ends
+    except asyncio.CancelledError:
+        raise  # by us (the limit is over, the worker ends) or by itself: ``call`` sees which
+    except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
         return _raised(error)
 
 

@@ -9,15 +9,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.abc
+import numpy as np
 import pytest
 import pytest_asyncio
 
+from streamrl.comm.weights.publisher import ShardSpec, WeightPublisher
 from streamrl.engines.engine import Engine
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
 from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, RequestRefused, WeightError
-from streamrl.messages import Generate, PauseMode
+from streamrl.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.types import Completion, FinishReason, token_array
 
 CONTEXT = 512
@@ -249,3 +252,95 @@ async def test_a_closed_engine_says_so() -> None:
     await closed.aclose()
     with pytest.raises(EngineError, match="closed"):
         await closed.pause(PauseMode.KEEP, clear_cache=False)
+
+
+@pytest.mark.parametrize("engine", [REAL], indirect=True)
+async def test_joined_logprobs_are_those_of_one_forward_pass(
+    engine: Engine, make_request: MakeRequest, tiny_model: Path
+) -> None:
+    """Cut, resumed by tokens, joined: every logprob equals a float32 scoring of the whole within 1e-4."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen2ForCausalLM
+
+    requests = [make_request(request_id=f"score-{i}", seed=i, max_tokens=300) for i in range(16)]
+    burst = Burst(engine, requests)
+    async with anyio.create_task_group() as group:
+        burst.start(group)
+        await until_running(engine)
+        await engine.pause(PauseMode.ABORT, clear_cache=True)
+    await engine.resume()
+    model = Qwen2ForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    resumed = 0
+    for request in requests:
+        joined = burst.completions[request.request_id]
+        if joined.finish_reason is FinishReason.ABORT:
+            resumed += len(joined.token_ids) > 0
+            rest = resumed_request(request, joined, seed=500 + request.seed, request_id=f"{request.request_id}-again")
+            joined = join_completions(joined, await engine.generate(rest))
+        sequence = torch.tensor([*request.token_ids, *joined.token_ids])
+        with torch.no_grad():
+            logprobs = model(sequence[None]).logits[0, len(request.token_ids) - 1 : -1].log_softmax(-1)
+        scored = logprobs.gather(1, sequence[len(request.token_ids) :, None])[:, 0]
+        assert (scored - torch.tensor(joined.behavior_logprobs.tolist())).abs().max() < 1e-4
+    assert resumed > 0, "no completion was cut in the middle"
+
+
+@pytest.mark.parametrize("engine", [REAL], indirect=True)
+async def test_spans_tell_which_version_sampled_each_token(
+    engine: Engine, make_request: MakeRequest, tiny_model: Path
+) -> None:
+    """Last in this module: it changes the weights."""
+    before = await engine.generate(make_request(request_id="uncommitted"))
+    assert {span.policy_version for span in before.version_spans} == {-1}
+    with tempfile.TemporaryDirectory(prefix="srl") as directory:
+        publisher, bits = open_publisher(tiny_model, f"ipc://{directory}/w")
+        publisher.start()
+        try:
+            await push(engine, publisher, 0, bits)
+            burst = Burst(engine, [make_request(request_id=f"span-{i}", seed=i, max_tokens=400) for i in range(16)])
+            async with anyio.create_task_group() as group:
+                burst.start(group)
+                await until_running(engine)
+                name = next(name for name in bits if name.endswith("q_proj.weight"))
+                bits[name] = bits[name].copy()
+                bits[name][::7] ^= 1
+                await push(engine, publisher, 1, bits)
+        finally:
+            publisher.close()
+    spans = [[span.policy_version for span in c.version_spans] for c in burst.completions.values()]
+    assert [0, 1] in spans, f"no completion crossed the commit: {spans}"
+    assert all(versions in ([0], [1], [0, 1]) for versions in spans)
+    for completion in burst.completions.values():
+        assert_well_formed(completion)
+    with pytest.raises(WeightError):
+        await engine.stage(WeightAnnouncement(policy_version=9, base_version=8, state_hash=1, sources=()))
+    assert_well_formed(await engine.generate(make_request(request_id="after-refused-stage")))
+
+
+def open_publisher(model: Path, endpoint: str) -> tuple[WeightPublisher, dict[str, np.ndarray]]:
+    import safetensors.torch
+    import torch
+
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    shards = [
+        ShardSpec(name=name, dtype="bfloat16", shape=tuple(tensor.shape), offset=0, count=tensor.numel())
+        for name, tensor in tensors.items()
+    ]
+    bits = {name: tensor.flatten().view(torch.int16).numpy().view(np.uint16) for name, tensor in tensors.items()}
+    return WeightPublisher(endpoint, run_id="contract", rank=0, shards=shards), bits
+
+
+async def push(engine: Engine, publisher: WeightPublisher, version: int, bits: dict[str, np.ndarray]) -> None:
+    published = publisher.publish(version, bits)
+    announcement = WeightAnnouncement(
+        policy_version=version,
+        base_version=published.base_version,
+        state_hash=published.state_hash,
+        sources=(published.source,),
+    )
+    await engine.stage(announcement)
+    await engine.pause(PauseMode.KEEP, clear_cache=False)
+    committed = await engine.commit(version)
+    assert committed.state_hash == published.state_hash
+    await engine.resume()
+    publisher.acknowledge(version)

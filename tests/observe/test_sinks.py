@@ -12,7 +12,7 @@ import pytest
 from streamrl.comm.telemetry import TelemetrySubscriber
 from streamrl.messages import RunStarted
 from streamrl.observe.reporter import EventRecord, Reporter, StepRecord
-from streamrl.observe.sinks import EventSink, JsonlSink, PublishSink
+from streamrl.observe.sinks import JsonlSink, PublishSink
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -20,21 +20,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_each_record_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
-    reporter = Reporter(
-        [JsonlSink(tmp_path / "metrics.jsonl"), EventSink(tmp_path / "events.jsonl")], clock=lambda: 17.0
-    )
+    reporter = Reporter([JsonlSink(tmp_path / "metrics.jsonl")], clock=lambda: 17.0)
     reporter.step(1, 1, {"reward/mean": 0.5, "optim/grad_norm": float("nan")})
     assert lines(tmp_path / "metrics.jsonl") == [
         {"kind": "step", "time": 17.0, "step": 1, "policy_version": 1, "reward/mean": 0.5, "optim/grad_norm": None}
     ]
     reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
-    reporter.event("launched", group=3, kind_of="short")
-    reporter.event("closed", sequence=99)
-    assert lines(tmp_path / "metrics.jsonl")[1]["kind"] == "evaluation"
-    assert lines(tmp_path / "events.jsonl") == [
-        {"schema": 1, "sequence": 1, "time": 17.0, "kind": "launched", "group": 3, "kind_of": "short"},
-        {"schema": 1, "sequence": 2, "time": 17.0, "kind": "closed"},
-    ]
+    reporter.event("launched", group=3)
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
     reporter.close()
 
 

@@ -268,6 +268,22 @@ async def test_killing_a_resource_tracker_ends_the_run_and_its_shared_memory(tri
     one.assert_nothing_left()
 
 
+@pytest.mark.asyncio
+async def test_a_session_killed_whole_leaves_no_shared_memory(trial: Callable[..., Trial]) -> None:
+    """As the kernel does to a control group that is out of memory: the resource tracker dies with its users."""
+    one = trial(engine_0="orphan")
+    async with running(one) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_session() -> None:
+            await until(lambda: bool(supervisor.resource_trackers))
+            os.killpg(one.pid("engine-0"), signal.SIGKILL)
+
+        tasks.start_soon(kill_session)
+        text = await death_in(supervisor)
+    assert text.startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
 PARENT = """
 import sys
 from pathlib import Path

@@ -106,6 +106,12 @@ def module(tmp_path: Path) -> Path:
                 gate.wait(20)
                 yield rows[1]
                 yield rows[2]
+            async def agated():
+                yield rows[0]
+                while not gate.is_set():
+                    await asyncio.sleep(0.01)
+                yield rows[1]
+                yield rows[2]
             def blocks():
                 time.sleep(600)
                 yield rows[0]
@@ -347,12 +353,13 @@ async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokeniz
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["gated", "agated"])
 async def test_blocking_iterator_leaves_the_loop_free_and_a_cancelled_draw_loses_nothing(
-    tokenizer: Tokenizer, module: Path
+    tokenizer: Tokenizer, module: Path, name: str
 ) -> None:
     from streamrl.user_code import load_user_object
 
-    source = open_prompts(f"{module}:gated", tokenizer, seed=0, shuffle=True)
+    source = open_prompts(f"{module}:{name}", tokenizer, seed=0, shuffle=True)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await source.draw(2)

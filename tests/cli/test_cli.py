@@ -1,0 +1,418 @@
+"""The command line: exit codes, messages without tracebacks, the dry run, watch against a real socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import pytest
+import tokenizers
+
+import streamrl.pipeline
+from streamrl.cli import main, report_error
+from streamrl.comm.telemetry import TelemetryPublisher
+from streamrl.config.load import load_recipe
+from streamrl.config.recipe import Recipe
+from streamrl.errors import ProcessDied, RecipeError
+from streamrl.messages import RunEvent, RunFinished, RunStarted, StepFinished
+from streamrl.preflight import preflight
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RECIPE = """\
+[run]
+name = "small"
+directory = "{directory}/runs"
+steps = 3
+
+[model]
+path = "model"
+
+[prompts]
+train = "train.jsonl"
+
+[[rewards]]
+function = "reward.py:score"
+
+[rollout]
+prompts_per_batch = 4
+group_size = 2
+
+[sampling]
+max_tokens = 16
+
+[engines]
+max_running = 8
+"""
+
+
+CONFIG = {
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 12,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+}
+
+
+def write_model(directory: Path) -> None:
+    """A model directory that can be read, with one tensor of 12 x 8 in bfloat16 and a tokenizer of ten digits."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [12, 8], "data_offsets": [0, 192]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(192))
+    words = tokenizers.models.WordLevel({str(digit): digit for digit in range(10)}, unk_token="0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A whole small project: model, prompts, reward, recipe."""
+    write_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1 2 3", "answer": "1"}\n')
+    (tmp_path / "reward.py").write_text("def score(completion: str, *, answer: str) -> float:\n    return 1.0\n")
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(directory=tmp_path))
+    return tmp_path
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_recipe_errors_come_together_with_exit_code_2(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = project / "recipe.toml"
+    assert main(["train", str(recipe), "--set", "rollout.group_sise=3", "--set", "run.steps=0"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "error: 2 problems; nothing was started\n"
+        "  --set: run.steps: 0 is not allowed: must be an integer > 0\n"
+        '  --set: rollout.group_sise: unknown key; did you mean "group_size"? Keys of [rollout]: prompts_per_batch, '
+        "group_size, rounds, max_staleness, in_flight, when_stale, dynamic_sampling\n"
+    )
+
+
+def problems(project: Path, *overrides: str) -> list[str]:
+    before = sorted(project.rglob("*"))
+    with pytest.raises(RecipeError) as caught:
+        preflight(load_recipe(project / "recipe.toml", overrides))
+    after = [path for path in sorted(project.rglob("*")) if "__pycache__" not in path.parts]
+    assert after == [path for path in before if "__pycache__" not in path.parts], "something was left behind"
+    return caught.value.problems
+
+
+def test_a_whole_project_passes(project: Path) -> None:
+    preflight(load_recipe(project / "recipe.toml"))
+
+
+def test_model_directory_missing(project: Path) -> None:
+    (problem,) = problems(project, "model.path=absent")
+    assert problem.startswith(
+        f"model.path: {project / 'absent'} is not a directory: give a Hugging Face model directory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no *.safetensors weights"),
+        ("tokenizer.json", "has no tokenizer.json"),
+    ],
+)
+def test_model_directory_without_a_part(project: Path, file: str, expected: str) -> None:
+    (project / "model" / file).unlink()
+    assert any(expected in problem for problem in problems(project))
+
+
+def test_cut_weights(project: Path) -> None:
+    weights = project / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (problem,) = problems(project)
+    assert "has a broken model.safetensors: it is cut" in problem
+
+
+def test_empty_dataset_and_missing_column(project: Path) -> None:
+    (project / "train.jsonl").write_text("")
+    assert any("train.jsonl is empty" in problem for problem in problems(project))
+    (project / "train.jsonl").write_text('{"prompt": "1"}\n')
+    assert any('has no column "answer", which the reward score needs' in problem for problem in problems(project))
+
+
+def test_prompt_longer_than_the_context(project: Path) -> None:
+    found = problems(project, "sampling.max_tokens=10", "engines.max_context=11")
+    assert any(problem.startswith("prompts.train: ") and "line 1" in problem for problem in found), found
+
+
+def test_reward_that_does_not_import_or_has_a_wrong_signature(project: Path) -> None:
+    (project / "reward.py").write_text("import sys\nsys.exit(3)\n")
+    assert any(problem.startswith("rewards.0.function: ") for problem in problems(project))
+    (project / "reward.py").write_text("def score() -> float:\n    return 1.0\n")
+    assert any(problem.startswith("rewards.0.function: ") for problem in problems(project))
+
+
+def test_port_in_use(project: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        in_the_way = f"port {port} of 127.0.0.1 cannot be bound (Address already in use)"
+        # Ports of the kernel's choice reach to 60999: the first engine's are base + 3 and base + 4.
+        found = problems(project, "transport.kind=tcp", f"transport.port={port - 4}")
+        metrics = problems(project, f"metrics.endpoint=tcp://127.0.0.1:{port}")
+    assert f"transport.port: {in_the_way} (engine-0.completions): end what uses it, or set transport.port" in found[0]
+    assert metrics == [
+        f"metrics.endpoint: {in_the_way} (metrics): end what uses it, or set metrics.endpoint to another"
+    ]
+
+
+def test_too_little_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.preflight.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("streamrl.preflight.installed_device", lambda: "cpu")
+    (problem,) = problems(project)
+    assert "memory: this run needs about" in problem
+    assert "1.00 GiB can be had: lower engines.count" in problem
+
+
+def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.preflight.installed_version", lambda package: None)
+    found = problems(project)
+    assert [problem.partition(" is not installed")[0] for problem in found] == ["vllm", "torch", "transformers"]
+    external = ("transport.kind=tcp", "transport.engines=external", "transport.training=external")
+    preflight(load_recipe(project / "recipe.toml", external))
+
+
+def test_run_directory_that_is_a_file_and_every_problem_at_once(project: Path) -> None:
+    found = problems(
+        project, "run.directory=" + str(project / "train.jsonl"), "model.path=absent", "prompts.train=no.jsonl"
+    )
+    assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
+
+
+# ---- dry run, check, explain ---------------------------------------------------------------------
+
+
+def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = project / "recipe.toml"
+    arguments = ["--set", "transport.kind=tcp", "--set", "transport.engines=external", "--set", "transport.port=45700"]
+    assert main(["train", str(recipe), "--dry-run", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert 'path = "' + str(project / "model") + '"' in text
+    assert "batch       4 prompts x 2 samples = 8 trajectories, one optimizer step" in text
+    assert "bound       staleness 0: every token is trained by the version that sampled it" in text
+    assert "engine-0     started by hand (external)" in text
+    assert "engine-0.orders        tcp://127.0.0.1:45703" in text
+    command = next(line for line in text.splitlines() if line.startswith("  streamrl serve"))
+    assert command == f"  streamrl serve engine {recipe} {' '.join(arguments)} --index 0"
+    assert text.endswith("all checks passed; nothing was started\n")
+    assert not (project / "runs").exists()
+    resolved = text.partition("# what it adds up to")[0].partition("\n")[2]
+    (project / "resolved.toml").write_text(resolved)
+    overrides = [text for text in arguments if "=" in text]
+    assert load_recipe(project / "resolved.toml") == load_recipe(recipe, overrides)
+
+
+def test_dry_run_with_a_problem_still_shows_the_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(project / "recipe.toml"), "--dry-run", "--set", "model.path=absent"]) == 2
+    captured = capsys.readouterr()
+    assert "# what it adds up to" in captured.out
+    assert captured.err.startswith("error: 1 problem; nothing was started\n  model.path: ")
+
+
+def test_check_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["check", "--json"])
+    findings = json.loads(capsys.readouterr().out)
+    assert code == (1 if any(finding["state"] == "fail" for finding in findings) else 0)
+    assert {"python", "vllm", "memory", "disk"} <= {finding["name"] for finding in findings}
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "rollout.in_flight"]) == 0
+    assert 'in_flight: one of "keep", "recompute", "resume"; default "keep"' in capsys.readouterr().out
+    assert main(["explain", "top_p"]) == 0
+    assert capsys.readouterr().out.startswith("[sampling]")
+    assert main(["explain"]) == 0
+    assert main(["explain", "rollout.in_flihgt"]) == 2
+    assert 'did you mean "in_flight"?' in capsys.readouterr().err
+
+
+def test_every_key_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for section in Recipe.__struct_fields__:
+        assert main(["explain", section]) == 0
+    capsys.readouterr()
+
+
+# ---- train, with a pipeline that plays a script ---------------------------------------------------
+
+
+class ScriptedPipeline:
+    """Stands in for the pipeline: plays ``script``; an exception in it is raised where it stands."""
+
+    script: ClassVar[list[RunEvent | BaseException]] = []
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.run.name == "small"
+
+    async def __aenter__(self) -> ScriptedPipeline:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def events(self) -> AsyncIterator[RunEvent]:
+        for event in self.script:
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+
+def run_script(project: Path, monkeypatch: pytest.MonkeyPatch, script: list[Any]) -> int:
+    monkeypatch.setattr(streamrl.pipeline, "Pipeline", ScriptedPipeline, raising=False)
+    monkeypatch.setattr(ScriptedPipeline, "script", script)
+    return main(["train", str(project)])
+
+
+def started(project: Path) -> RunStarted:
+    return RunStarted(run_id="r", directory=str(project), metrics_endpoint="", steps=1, parameters=9)
+
+
+STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})
+
+
+def test_a_run_that_is_done(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_script(project, monkeypatch, [started(project), STEP, RunFinished(reason="finished", step=1)]) == 0
+    assert "finished: 1 of 1 steps" in capsys.readouterr().out
+    assert (project / "curve.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "error"),
+    [
+        (RunFinished(reason="drained", step=1), 0, ""),
+        (ProcessDied("trainer-0 was killed by SIGKILL"), 1, "error: trainer-0 was killed by SIGKILL\n"),
+        (
+            ExceptionGroup("nursery", [OSError("x"), ExceptionGroup("inner", [ProcessDied("engine-0 died")])]),
+            1,
+            "error: engine-0 died\n",
+        ),
+        (RecipeError(["model.path: not there"]), 2, "error: 1 problem; nothing was started\n  model.path: not there\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (STEP, 130, ""),
+    ],
+    ids=["drained", "died", "group", "recipe", "interrupt", "cut short"],
+)
+def test_how_a_run_may_end(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: Any,
+    code: int,
+    error: str,
+) -> None:
+    assert run_script(project, monkeypatch, [started(project), end]) == code
+    assert capsys.readouterr().err == error
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        report_error(ZeroDivisionError())
+
+
+# ---- watch ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[TelemetryPublisher]:
+    publisher = TelemetryPublisher(f"ipc://{tmp_path}/m", run_id="run-9")
+    yield publisher
+    publisher.close()
+
+
+def play_to_watcher(publisher: TelemetryPublisher) -> threading.Thread:
+    publisher.publish(
+        "run", {"state": "started", "steps": 2, "parameters": 7, "metrics_endpoint": "", "directory": "/x"}
+    )
+    publisher.publish(
+        "step", {"step": 1, "policy_version": 1, "metrics": {"reward/mean": 0.25, "optim/grad_norm": None}}
+    )
+
+    def finish() -> None:
+        # The watcher must have joined: what it gets first is the replay, and only then may the run end.
+        time.sleep(0.5)
+        publisher.publish("unheard", {"of": 1})
+        publisher.publish("event", {"event": "engine_lost", "fields": {}})
+        publisher.publish("run", {"state": "finished", "reason": "finished", "step": 1})
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    return thread
+
+
+def test_watch_shows_a_run(publisher: TelemetryPublisher, capsys: pytest.CaptureFixture[str]) -> None:
+    thread = play_to_watcher(publisher)
+    assert main(["watch", publisher.endpoint]) == 0
+    thread.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run run-9: 2 steps, 7 parameters"
+    assert lines[1].startswith("step 1/2  reward 0.250  no-signal -")
+    assert "finished: 1 of 2 steps" in lines[3]
+
+
+def test_watch_as_json(publisher: TelemetryPublisher, capsys: pytest.CaptureFixture[str]) -> None:
+    thread = play_to_watcher(publisher)
+    assert main(["watch", publisher.endpoint, "--json"]) == 0
+    thread.join()
+    messages = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [message["topic"] for message in messages] == ["run", "step", "unheard", "event", "run"]
+    assert [message["replay"] for message in messages] == [True, True, False, False, False]
+
+
+def test_watch_says_that_the_endpoint_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "nonsense"]) == 1
+    assert "write tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def test_the_command_line_is_quick_and_light() -> None:
+    script = (
+        "import time; began = time.perf_counter(); import streamrl.cli; import sys; "
+        "streamrl.cli._parser(); print(time.perf_counter() - began); "
+        "print(*(m for m in ('torch', 'vllm', 'zmq', 'numpy', 'rich', 'transformers') if m in sys.modules))"
+    )
+    best = 10.0
+    for _ in range(5):
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+        seconds, heavy = result.stdout.splitlines()
+        assert heavy == ""
+        best = min(best, float(seconds))
+    assert best < 0.3
+
+
+def test_bad_usage_as_a_program() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "streamrl", "train", "absent.toml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: 1 problem; nothing was started\n  absent.toml: no such file; give the path of a recipe (TOML)\n"
+    )

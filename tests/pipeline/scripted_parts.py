@@ -1,0 +1,255 @@
+"""The controller's surroundings for tests without torch: prompts from memory, a trainer that only counts, a quick scorer.
+
+Engines are the product's ``SimulatedEngine``; control, stages, publisher and streams are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import anyio
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.config.recipe import InFlight
+from streamrl.control.controller import Controller
+from streamrl.control.event_log import EventLog
+from streamrl.control.publisher import WeightPublisher
+from streamrl.control.run_report import RunReport
+from streamrl.control.state import ControlSettings
+from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.messages import (
+    AnchorPublished,
+    CheckpointSaved,
+    CloseBatch,
+    GroupScored,
+    PublishAnchor,
+    RewardOrder,
+    RewardOutcome,
+    RewardResult,
+    RewardWorkerReady,
+    RolloutOrder,
+    RolloutOutcome,
+    RunEvent,
+    SaveCheckpoint,
+    StepReport,
+    TrainerReady,
+    TrainGroup,
+    TrainingEvent,
+    TrainingOrder,
+    WeightSource,
+)
+from streamrl.stages.reward import RewardSettings, RewardStage
+from streamrl.stages.rollout import RolloutStage
+from streamrl.types import Prompt, RewardFailure, RewardFailureKind, ScoredTrajectory, TrainingSample, token_array
+
+
+class CountedPrompts:
+    """``p0``, ``p1``, ...; at most ``limit`` of them."""
+
+    def __init__(self, limit: int = 10**9) -> None:
+        self._next, self._limit = 0, limit
+
+    async def draw(self, count: int) -> list[Prompt]:
+        numbers = range(self._next, min(self._next + count, self._limit))
+        self._next = numbers.stop
+        return [Prompt(prompt_id=f"p{n}", token_ids=token_array([2, 3, 4])) for n in numbers]
+
+
+class CountingRank:
+    """One trainer rank: answers orders as the real one does, and keeps what it was given."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.samples: list[TrainingSample] = []
+        self.batches: list[list[TrainingSample]] = []
+        self.acknowledged = 0
+        self.saved: list[str] = []
+
+    async def run(self, orders: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]) -> None:
+        await reports.send(TrainerReady(rank=self.rank, ranks=self.ranks, policy_version=0, parameters=1, state_hash=0))
+        async for order in orders:
+            match order:
+                case TrainGroup():
+                    self.samples += order.group.samples
+                case CloseBatch():
+                    self.batches.append(self.samples)
+                    self.samples = []
+                    base = self.acknowledged
+                    await reports.send(
+                        StepReport(
+                            rank=self.rank,
+                            batch_id=order.batch_id,
+                            policy_version=order.policy_version,
+                            base_version=base,
+                            state_hash=order.policy_version,
+                            source=self._source(),
+                            metrics={"optim/loss": 0.5},
+                        )
+                    )
+                case PublishAnchor():
+                    version = order.policy_version
+                    await reports.send(
+                        AnchorPublished(
+                            rank=self.rank, policy_version=version, state_hash=version, source=self._source()
+                        )
+                    )
+                case SaveCheckpoint():
+                    self.saved.append(order.directory)
+                    await reports.send(
+                        CheckpointSaved(
+                            rank=self.rank, directory=order.directory, policy_version=order.policy_version, seconds=0.0
+                        )
+                    )
+                case _:
+                    self.acknowledged = order.policy_version
+        await reports.aclose()
+
+    def _source(self) -> WeightSource:
+        return WeightSource(
+            rank=self.rank,
+            endpoint="",
+            manifest_digest="",
+            payload_bytes=10,
+            changed_elements=1,
+            total_elements=4,
+        )
+
+
+class ParityScorer:
+    """A reward worker in this process: reward 1 for an odd number of tokens; every ``failing``-th trajectory fails."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.failing = failing
+        self.seen = 0
+        self.returned: dict[str, float] = {}
+
+    async def run(self, orders: ReceiveStream[RewardOrder], results: SendStream[RewardResult]) -> None:
+        await results.send(RewardWorkerReady(worker=0))
+        async for order in orders:
+            outcomes: list[ScoredTrajectory | RewardFailure] = []
+            for trajectory in order.trajectories:
+                self.seen += 1
+                if self.failing and self.seen % self.failing == 0:
+                    kind = RewardFailureKind.RAISED
+                    outcomes.append(
+                        RewardFailure(trajectory=trajectory, function="parity", kind=kind, message="planted")
+                    )
+                    continue
+                reward = float(trajectory.generated_tokens % 2)
+                self.returned[str(trajectory.id)] = reward
+                outcomes.append(ScoredTrajectory(trajectory=trajectory, reward=reward))
+            await results.send(GroupScored(order_id=order.order_id, outcomes=tuple(outcomes)))
+        await results.aclose()
+
+
+class SimulatedRun:
+    """One run of the real control and stages on simulated engines. ``run`` once; then look at the attributes."""
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        directory: Path,
+        *,
+        engines: int = 1,
+        ranks: int = 1,
+        failing: int = 0,
+        prompts: int = 10**9,
+        held_out: int = 0,
+        in_flight: InFlight = InFlight.KEEP,
+        lengths: LengthMixture | None = None,
+    ) -> None:
+        clock = InstantClock()
+        mixture = lengths or LengthMixture(median=8, long_median=40)
+        self.engines = [
+            SimulatedEngine(
+                SimulationOptions(name=f"engine-{i}", lengths=mixture), clock=clock.now, sleep=clock.sleep
+            )
+            for i in range(engines)
+        ]
+        self.settings = settings
+        self.ranks = [CountingRank(i, ranks) for i in range(ranks)]
+        self.scorer = ParityScorer(failing)
+        self.events: list[RunEvent] = []
+        self.log_path = directory / "events.jsonl"
+        self._prompts = CountedPrompts(prompts)
+        self._held_out = held_out
+        self._in_flight = in_flight
+
+    async def run(self, *, stop_after: int | None = None) -> str:
+        """Until the run ends; ``stop_after`` steps a drain is asked for. Returns the reason."""
+        pool = EnginePool(self.engines)
+        await pool.start()
+        rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
+        async with anyio.create_task_group() as parts:
+            streams: list[RankStreams] = []
+            for rank in self.ranks:
+                batches_in, batches_out = memory_stream(64)
+                reports_in, reports_out = memory_stream(64)
+                parts.start_soon(rank.run, batches_out, reports_in)
+                streams.append((batches_in, reports_out))
+            trainer = TrainerRanks(streams)
+            await trainer.ready()
+            parts.start_soon(trainer.run)
+            log = EventLog(self.log_path, "test", self.settings)
+
+            async def emit(event: RunEvent) -> None:
+                self.events.append(event)
+                if stop_after is not None and getattr(event, "step", 0) >= stop_after:
+                    self.controller.stop("drained")
+
+            self.controller = Controller(
+                self.settings,
+                prompts=self._prompts,
+                held_out=await CountedPrompts().draw(self._held_out),
+                held_out_temperature=None,
+                trainer=trainer,
+                publisher=WeightPublisher(
+                    self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5
+                ),
+                log=log,
+                report=RunReport(emit, rollout.statistics, 64),
+                seed=0,
+                save=self._save(trainer),
+            )
+            orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
+            outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
+            scored: tuple[SendStream[RewardOutcome], ReceiveStream[RewardOutcome]] = memory_stream(256)
+            reward = RewardStage(
+                RewardSettings(functions="parity", per_group=False, time_limit_s=5, concurrency=8),
+                [scorer_streams(self.scorer, parts)],
+            )
+            parts.start_soon(rollout.run, orders[1], outcomes[0])
+            parts.start_soon(reward.run, outcomes[1], scored[0])
+            try:
+                return await self.controller.run(orders[0], scored[1])
+            finally:
+                log.close()
+
+    def trained(self) -> Counter[str]:
+        """How often each trajectory was given to a rank in a batch that was closed."""
+        return Counter(str(s.id) for rank in self.ranks for batch in rank.batches for s in batch)
+
+    @staticmethod
+    def _save(trainer: TrainerRanks) -> object:
+        async def save(policy_version: int) -> None:
+            await trainer.save_checkpoint(f"step-{policy_version}", policy_version)
+
+        return save
+
+
+def scorer_streams(scorer: ParityScorer, parts: anyio.abc.TaskGroup) -> object:
+    """What ``RewardStage`` opens for one worker, on memory streams."""
+    from contextlib import asynccontextmanager
+
+    @asynccontextmanager
+    async def open_worker():  # type: ignore[no-untyped-def]
+        orders_in, orders_out = memory_stream(64)
+        results_in, results_out = memory_stream(64)
+        parts.start_soon(scorer.run, orders_out, results_in)
+        yield orders_in, results_out
+
+    return open_worker

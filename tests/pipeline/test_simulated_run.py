@@ -1,0 +1,127 @@
+"""Control, stages and publisher together, on simulated engines: accounting, staleness, replay, drain."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted_parts import SimulatedRun
+
+from streamrl.config.recipe import InFlight, RoundKind, StalePolicy
+from streamrl.control.event_log import read_log, replay
+from streamrl.control.state import ControlSettings
+from streamrl.errors import RewardFailureLimit, StreamRLError
+from streamrl.messages import EvaluationFinished, StepFinished
+
+pytestmark = pytest.mark.asyncio
+
+
+def run_settings(**changes: object) -> ControlSettings:
+    defaults: dict[str, object] = {
+        "steps": 6,
+        "batch_groups": 4,
+        "group_size": 4,
+        "rounds": RoundKind.SYNCHRONOUS,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": False,
+        "max_failed_share": 0.5,
+        "failure_window": 64,
+    }
+    return ControlSettings(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}
+
+
+@pytest.mark.parametrize("in_flight", list(InFlight))
+@pytest.mark.parametrize("rounds", [{}, CONTINUOUS, CONTINUOUS | {"when_stale": StalePolicy.REGENERATE}])
+async def test_every_trajectory_ends_once_and_no_token_is_too_old(
+    rounds: dict[str, object], in_flight: InFlight, tmp_path: Path
+) -> None:
+    run = SimulatedRun(run_settings(**rounds), tmp_path, engines=2, ranks=2, failing=13, in_flight=in_flight)
+    assert await run.run() == "finished"
+    accounting = run.controller.state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    trained = run.trained()
+    assert len(trained) == accounting.trained and set(trained.values()) == {1}
+    steps = [e for e in run.events if isinstance(e, StepFinished)]
+    assert [s.step for s in steps] == [1, 2, 3, 4, 5, 6]
+    assert max(s.metrics["async/staleness_oldest_max"] for s in steps) <= run.settings.max_staleness
+    for rank in run.ranks:
+        for version, batch in enumerate(rank.batches):
+            assert all(version - sample.oldest_version <= run.settings.max_staleness for sample in batch)
+            assert all(run.scorer.returned[str(s.id)] == s.reward for s in batch), "a reward nobody returned"
+
+
+async def test_both_ranks_and_both_engines_get_work(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(), tmp_path, engines=2, ranks=2)
+    await run.run()
+    assert all(any(rank.batches) for rank in run.ranks)
+    assert all(engine.load().generated_tokens > 0 for engine in run.engines)
+
+
+async def test_the_event_log_rebuilds_the_control_state(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(**CONTINUOUS), tmp_path, failing=9)
+    await run.run()
+    rebuilt = replay(run.log_path)
+    live = run.controller.state
+    assert rebuilt.accounting() == live.accounting()
+    assert (rebuilt.trainer_version, rebuilt.live_version, rebuilt.next_group_id) == (6, 6, live.next_group_id)
+    assert rebuilt.slots.in_use == live.slots.in_use
+    header, entries = read_log(run.log_path)
+    half = len(list(entries)) // 2
+    assert header.settings == run.settings
+    assert replay(run.log_path, until=half).accounting().balanced
+
+
+async def test_a_damaged_event_log_is_refused_with_the_line(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(steps=1), tmp_path)
+    await run.run()
+    lines = run.log_path.read_bytes().split(b"\n")
+    run.log_path.write_bytes(b"\n".join(lines[:3] + lines[4:]))
+    with pytest.raises(StreamRLError, match="line 4: event 3 where 2 is due"):
+        replay(run.log_path)
+
+
+async def test_continuous_rounds_change_weights_while_requests_are_in_flight(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(**CONTINUOUS, steps=8), tmp_path)
+    await run.run()
+    versions = [(s.oldest_version, s.newest_version) for rank in run.ranks for batch in rank.batches for s in batch]
+    assert any(newest > oldest for oldest, newest in versions), "no completion saw a weight update"
+
+
+async def test_a_drain_ends_the_run_after_the_closed_batch(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(**CONTINUOUS, steps=50, checkpoint_at_end=True), tmp_path)
+    assert await run.run(stop_after=2) == "drained"
+    accounting = run.controller.state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0 and accounting.dropped["drained"] > 0
+    assert run.controller.state.live_version == run.controller.state.trainer_version < 50
+    assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
+
+
+async def test_evaluation_sees_one_version_and_every_prompt(tmp_path: Path) -> None:
+    chosen = run_settings(**CONTINUOUS, evaluate_every=2, evaluate_limit=3, evaluate_at_start=True, evaluate_at_end=True)
+    run = SimulatedRun(chosen, tmp_path, held_out=10)
+    await run.run()
+    evaluations = [e for e in run.events if isinstance(e, EvaluationFinished)]
+    assert [(e.step, e.metrics["eval/held_out/prompts"]) for e in evaluations] == [(0, 10), (2, 3), (4, 3), (6, 10)]
+
+
+async def test_a_reward_that_always_fails_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(failure_window=16), tmp_path, failing=1)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await run.run()
+    [cause] = raised.value.exceptions
+    while isinstance(cause, BaseExceptionGroup):
+        [cause] = cause.exceptions
+    assert isinstance(cause, RewardFailureLimit) and "parity raised: planted" in str(cause)
+
+
+async def test_an_exhausted_source_ends_the_run(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(steps=100), tmp_path, prompts=10)
+    assert await run.run() == "prompts exhausted"
+    assert run.controller.state.accounting().trained == 40

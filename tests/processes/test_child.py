@@ -1,0 +1,112 @@
+"""The real entry point ``python -m streamrl.processes``, and the rules for processes started by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.config.load import dump_recipe, load_recipe
+from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Transport, TransportKind
+from streamrl.config.topology import ProcessPlan, Role, plan_topology
+from streamrl.errors import RecipeError
+from streamrl.processes.child import load_context, role_main
+from streamrl.processes.exit_reason import TERMINATED_CODE, ExitKind, read_reason
+from streamrl.processes.external import serve_external
+from streamrl.processes.parent_death import PARENT_PID
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
+RECIPE = Recipe(model=Model(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="m:f"),))
+
+
+def start(role: Role, run_directory: Path, **environment: str) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", "streamrl.processes", role.value, "--run-directory", str(run_directory)]
+    return subprocess.Popen(
+        arguments, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """A run directory as the parent makes it, for the demo recipe."""
+    recipe = load_recipe(DEMO)
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
+    topology = plan_topology(recipe, tmp_path / "s")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "topology.json").write_bytes(msgspec.json.encode(topology))
+    return tmp_path
+
+
+def test_a_failure_is_told_in_the_log_and_in_the_reason_file(tmp_path: Path) -> None:
+    with start(Role.REWARD, tmp_path) as process:
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    reason = read_reason(tmp_path, "reward-0")
+    assert reason is not None
+    assert reason.kind is ExitKind.CAUSE
+    assert "recipe.toml" in reason.message
+    assert "recipe.toml" in output
+
+
+def test_sigterm_ends_a_role_and_ctrl_c_does_not(run_directory: Path) -> None:
+    with start(Role.REWARD, run_directory) as process:
+        assert process.stdout is not None
+        wait_until_catching_sigterm(process.pid)
+        process.send_signal(signal.SIGINT)  # ignored: were it not, the exit code would tell
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == TERMINATED_CODE, output
+    assert read_reason(run_directory, "reward-0") is None
+
+
+def wait_until_catching_sigterm(pid: int) -> None:
+    """Until the process has a SIGTERM action of its own, as the kernel sees it."""
+    while True:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+        if int(caught.split()[1], 16) & 1 << (signal.SIGTERM - 1):
+            return
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_start(run_directory: Path) -> None:
+    with start(Role.REWARD, run_directory, **{PARENT_PID: "1"}) as process:
+        output, _ = process.communicate(timeout=30)
+    assert (process.returncode, output) == (1, "")
+
+
+def test_the_socket_directory_is_read_from_the_topology(run_directory: Path) -> None:
+    context = load_context(ProcessPlan(role=Role.TRAINER, index=0), run_directory)
+    assert context.socket_directory == run_directory / "s"
+
+
+@pytest.mark.parametrize("role", [Role.CONTROLLER, Role.REWARD, Role.ENGINE])
+def test_roles_load_without_torch(role: Role) -> None:
+    code = (
+        f"import sys; from streamrl.processes.child import *; role_main(Role('{role}')); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.torch
+def test_trainer_role_loads() -> None:
+    pytest.importorskip("torch")
+    assert callable(role_main(Role.TRAINER))
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "kind", "names"),
+    [
+        (Role.CONTROLLER, 0, TransportKind.TCP, "controller cannot be started by hand"),
+        (Role.ENGINE, 1, TransportKind.TCP, "engine 1 is not in this recipe: it has 0 to 0"),
+        (Role.TRAINER, 0, TransportKind.IPC, 'set it to "tcp"'),
+    ],
+)
+def test_what_cannot_be_served_by_hand(role: Role, index: int, kind: TransportKind, names: str) -> None:
+    recipe = msgspec.structs.replace(RECIPE, transport=Transport(kind=kind))
+    with pytest.raises(RecipeError, match=names):
+        serve_external(role, recipe, index)
