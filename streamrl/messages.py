@@ -19,14 +19,12 @@ from enum import StrEnum
 
 from streamrl.types import (
     Completion,
-    Prompt,
     Record,
     RewardFailure,
     ScoredTrajectory,
     TokenArray,
     TrainingGroup,
     Trajectory,
-    TrajectoryId,
 )
 
 
@@ -61,59 +59,6 @@ class WeightAnnouncement(Record, frozen=True):
     base_version: int | None
     state_hash: int
     sources: tuple[WeightSource, ...]
-
-
-# ---- control -> rollout -> reward -> control (inside the controller) -------------------------------
-
-
-class LaunchTrajectory(Message, frozen=True):
-    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity."""
-
-    id: TrajectoryId
-    prompt: Prompt
-    group_size: int
-    seed: int
-    evaluation: bool = False
-    temperature: float | None = None
-
-
-class CancelTrajectories(Message, frozen=True):
-    """Stop these trajectories; each still ends once, as ``TrajectoryLost``."""
-
-    ids: tuple[TrajectoryId, ...]
-
-
-RolloutOrder = LaunchTrajectory | CancelTrajectories
-
-
-class FinishedTrajectory(Message, frozen=True):
-    """A trajectory on its way to the reward stage."""
-
-    trajectory: Trajectory
-    group_size: int
-
-
-class TrajectoryLost(Message, frozen=True):
-    """A launched trajectory that ends without a completion: cancelled, or the engine could not serve it."""
-
-    id: TrajectoryId
-    group_size: int
-    cancelled: bool
-    reason: str
-    tokens: int = 0
-    evaluation: bool = False
-
-
-RolloutOutcome = FinishedTrajectory | TrajectoryLost
-
-
-class Scored(Message, frozen=True):
-    """The outcome of one trajectory, on its way back to control."""
-
-    outcome: ScoredTrajectory | RewardFailure
-
-
-RewardOutcome = Scored | TrajectoryLost
 
 
 # ---- controller -> engine ------------------------------------------------------------------------
@@ -365,7 +310,7 @@ RewardResult = RewardWorkerReady | GroupScored
 
 
 class StartProgress(Message, frozen=True):
-    """While the run starts: what ``process`` is doing (``loading``, ``waiting for streamrl serve``, ``ready``), since when."""
+    """While the run starts: what ``process`` does (``loading``, ``waiting for streamrl serve``, ``ready``)."""
 
     process: str
     state: str

@@ -20,8 +20,8 @@ weights          trainer rank -> engine   an anchor or a delta, as a transaction
 steps            control -> parent        ``RunEvent``                               steps
 ===============  =======================  =========================================  ====================
 
-Every trajectory that control launches comes back on ``scored`` exactly once, as a value, a recorded failure, or lost. Control ends
-``orders``; each stage ends its output when its input ended; ranks and engines end when their orders end.
+Every trajectory that control launches comes back on ``scored`` exactly once: as a value, a recorded failure, or lost.
+Control ends ``orders``; each stage ends its output when its input ended; ranks and engines end when their orders end.
 
 A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
 (``streamrl.run.Pipeline``). This module is what the controller process runs.
@@ -61,10 +61,7 @@ from streamrl.messages import (
     EngineOrder,
     EvaluationFinished,
     RewardOrder,
-    RewardOutcome,
     RewardResult,
-    RolloutOrder,
-    RolloutOutcome,
     RunEvent,
     RunFinished,
     RunStarted,
@@ -75,6 +72,7 @@ from streamrl.messages import (
 from streamrl.observe.reporter import Reporter
 from streamrl.observe.sinks import JsonlSink, PublishSink
 from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.stages.prompts import open_prompts
 from streamrl.stages.reward import RewardSettings, RewardStage, WorkerStreams, next_ready
 from streamrl.stages.rollout import RolloutStage
@@ -300,8 +298,8 @@ async def _reward_settings(recipe: Recipe) -> RewardSettings:
 def _compare_tokenizers(engine: str, trainer: str, recipe: Recipe) -> None:
     if engine and trainer and engine != trainer:
         raise StreamRLError(
-            f"engine and trainer loaded different tokenizers from {recipe.model.path} (digests {engine} and {trainer}): "
-            "give both the same model directory"
+            f"engine and trainer loaded different tokenizers from {recipe.model.path} "
+            f"(digests {engine} and {trainer}): give both the same model directory"
         )
 
 

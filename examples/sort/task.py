@@ -41,14 +41,6 @@ def sorting_trace(digits: str) -> str:
     return ";".join(lines) + "."
 
 
-def final_list(digits: str, completion: str) -> str | None:
-    """The last list of a finished trace; None where the trace does not end in a full stop. An empty trace leaves
-    ``digits`` as they are."""
-    if not completion.endswith("."):
-        return None
-    return completion[:-1].rpartition(";")[2] or digits
-
-
 def held_out_lists() -> list[str]:
     """The distinct lists that are never trained on."""
     distinct = dict.fromkeys(islice(random_lists(HELD_OUT_SEED), 2 * HELD_OUT_PROMPTS))

@@ -312,14 +312,13 @@ class ReceivingEnd(StreamEnd):
         super().__init__(greeting, binds=binds, limits=limits, transmit=transmit)
         self.items: deque[Sequence[Buffer]] = deque()
 
-    def take(self) -> Sequence[Buffer]:
-        """The next item, still encoded. Credit goes back in portions, and at once where the sender may wait for it."""
-        content = self.items.popleft()
+    def take(self) -> None:
+        """The first of ``items`` was taken. Credit goes back in portions, and at once where the sender may wait for it."""
+        self.items.popleft()
         self.taken += 1
         if self.phase is Phase.OPEN and (not self.items or self.taken - self._granted >= max(1, self.window // 4)):
             self._granted = self.taken
             self._send(Kind.CREDIT, sequence=self.taken)
-        return content
 
     def _on_open(self) -> None:
         self._send(Kind.CREDIT, sequence=0)

@@ -116,7 +116,7 @@ class TelemetryPublisher:
                 self._wake_receive.recv(zmq.NOBLOCK)
                 self._send_pending()
             if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
-                pass
+                self._welcome()
         self._wake_receive.close(linger=0)
         self._socket.close()
 

@@ -85,7 +85,9 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise StreamRLError(f"cannot bind {endpoint}: {error.strerror}; {_bind_remedy(error.errno)}") from error
+        raise StreamRLError(
+            f"cannot bind {endpoint}: {zmq.strerror(error.errno or 0)}; {_bind_remedy(error.errno)}"
+        ) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
 
 
@@ -94,7 +96,9 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise StreamRLError(f"cannot connect to {endpoint}: {error.strerror}; check host and port") from error
+        raise StreamRLError(
+            f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}; check host and port"
+        ) from error
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:

@@ -233,9 +233,10 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
                     raise StreamEnded(self._describe("the sender ended it and everything was received"))
                 self._raise_if_unusable()
                 await self._wait_for_change()
-            frames = self._end.take()
+            frames = self._end.items[0]
             try:
                 item = self._codec.decode(frames)
+                self._end.take()
             except WireError as error:
                 self._end.items.clear()
                 self._end.fail(str(error))

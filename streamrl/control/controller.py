@@ -24,18 +24,15 @@ from streamrl.control.run_report import RunReport
 from streamrl.control.state import ControlSettings, ControlState
 from streamrl.control.trainer_ranks import TrainerRanks, announcement
 from streamrl.errors import RewardFailureLimit, StreamRLError
-from streamrl.messages import (
+from streamrl.messages import CloseBatch, StepReport, WeightAnnouncement
+from streamrl.seeds import derive_seed
+from streamrl.stage_messages import (
     CancelTrajectories,
-    CloseBatch,
     LaunchTrajectory,
     RewardOutcome,
     RolloutOrder,
-    Scored,
-    StepReport,
     TrajectoryLost,
-    WeightAnnouncement,
 )
-from streamrl.seeds import derive_seed
 from streamrl.types import (
     DropReason,
     Prompt,

@@ -8,8 +8,8 @@ import anyio
 
 from streamrl.comm.stream import SendStream
 from streamrl.control.step_metrics import accuracy_metrics
-from streamrl.messages import LaunchTrajectory, RewardOutcome, RolloutOrder, Scored
 from streamrl.seeds import derive_seed
+from streamrl.stage_messages import LaunchTrajectory, RewardOutcome, RolloutOrder, Scored
 from streamrl.types import Prompt, ScoredTrajectory, TrajectoryId
 
 EVALUATION_GROUP = -1

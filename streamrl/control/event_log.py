@@ -1,7 +1,7 @@
 """The versioned event log: what control was told, in order. From it the control state can be rebuilt.
 
-One JSON object a line. First line: ``{"schema", "run_id", "settings"}``; every other: ``{"n", "time_s", "event"}`` with ``n`` counting from 0
-and ``time_s`` since the start (for people and the simulator; control itself has no clock).
+One JSON object a line. The first is ``{"schema", "run_id", "settings"}``, every other ``{"n", "time_s", "event"}``:
+``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no clock).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can happen. Events carry identities and sizes, never tokens: the log of a run stays small and replays anywhere."""
+"""What can happen. Events carry identities and sizes, never tokens: a log stays small and replays anywhere."""
 
 from __future__ import annotations
 

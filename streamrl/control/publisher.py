@@ -1,7 +1,7 @@
 """A weight push, as one transaction over all engines.
 
-Stage on every engine while it generates; pause; apply and verify on the live weights; resume. An engine that refuses the delta
-(wrong base, wrong digest, a commit that failed half-way) is re-anchored before it serves again;
+Stage on every engine while it generates; pause; apply and verify on the live weights; resume. An engine that
+refuses the delta (wrong base, wrong digest, a commit that failed half-way) is re-anchored before it serves again;
 one that refuses the anchor too ends the run. The ranks' shadow advances only when every engine acknowledged.
 """
 

@@ -1,7 +1,7 @@
 """Round policies: how many groups to launch now, and whether a ready group may join the open batch.
 
-A policy sees a frozen ``RoundView`` and answers with numbers; it holds no state of the run. New kinds of round are added here
-(or in a module of their own) and named in ``ROUND_POLICIES``; stages do not change.
+A policy sees a frozen ``RoundView`` and answers with numbers; it holds no state of the run. New kinds of round
+are added here (or in a module of their own) and named in ``ROUND_POLICIES``; stages do not change.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class ControlState:
         self._group_changed(group, actions)
 
     def _group_changed(self, group: Group, actions: list[ControlAction]) -> None:
-        """A member ended: a group too small for a baseline is dropped, so is one without signal under dynamic sampling."""
+        """A member ended: drop a group too small for a baseline, or without signal under dynamic sampling."""
         if not group.members:
             self.dropped_in_a_row += 1
         elif group.ready and self.settings.group_size > 1 and len(group.members) == 1:
@@ -325,8 +325,9 @@ class ControlState:
         actions.append(
             do.StopRun(
                 message=f"{self.dropped_in_a_row} groups in a row were dropped without one optimizer step "
-                f"(trajectories dropped so far: {reasons}). With dynamic sampling this means that every prompt is always or never "
-                "solved: choose prompts of other difficulty, a larger group_size, or dynamic_sampling = false"
+                f"(trajectories dropped so far: {reasons}). With dynamic sampling this means that every prompt is "
+                "always or never solved: choose prompts of other difficulty, a larger group_size, or "
+                "dynamic_sampling = false"
             )
         )
 

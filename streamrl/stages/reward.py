@@ -16,17 +16,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.errors import StreamBroken, StreamEnded
-from streamrl.messages import (
-    GroupScored,
-    RewardOrder,
-    RewardOutcome,
-    RewardResult,
-    RewardWorkerReady,
-    RolloutOutcome,
-    ScoreGroup,
-    Scored,
-    TrajectoryLost,
-)
+from streamrl.messages import GroupScored, RewardOrder, RewardResult, RewardWorkerReady, ScoreGroup
+from streamrl.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryLost
 from streamrl.types import RewardFailure, RewardFailureKind, Trajectory
 
 WorkerStreams = tuple[SendStream[RewardOrder], ReceiveStream[RewardResult]]
@@ -34,7 +25,7 @@ OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
 class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``per_group``: some function scores whole groups, so siblings are kept together. ``time_limit_s``: the largest one."""
+    """``per_group``: some function scores whole groups. ``time_limit_s``: the largest of all functions."""
 
     functions: str
     per_group: bool

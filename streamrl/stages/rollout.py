@@ -1,7 +1,7 @@
 """The rollout stage: orders in, one outcome out for every trajectory that was launched.
 
-A request that the engine cut (a pause that aborts) goes on from its tokens, as a new segment of sampling with its own seed; only
-a trajectory that control cancelled ends as ``TrajectoryLost``.
+A request that the engine cut (a pause that aborts) goes on from its tokens with a seed of its own; only a
+trajectory that control cancelled ends as ``TrajectoryLost``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.engines.engine import Engine
 from streamrl.engines.resumption import join_completions, resumed_request
 from streamrl.errors import RequestRefused
-from streamrl.messages import (
+from streamrl.messages import Generate
+from streamrl.seeds import derive_seed
+from streamrl.stage_messages import (
     CancelTrajectories,
     FinishedTrajectory,
-    Generate,
     LaunchTrajectory,
     RolloutOrder,
     RolloutOutcome,
     TrajectoryLost,
 )
-from streamrl.seeds import derive_seed
 from streamrl.types import Completion, FinishReason, Segment, Trajectory, TrajectoryId
 
 

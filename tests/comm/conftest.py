@@ -16,7 +16,10 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 
 OpenEnds = Callable[..., AbstractAsyncContextManager[tuple[Any, Any]]]
-KINDS = ["memory", *(f"{transport}-{binder}" for transport in ("inproc", "ipc", "tcp") for binder in ("sender", "receiver"))]
+KINDS = [
+    "memory",
+    *(f"{transport}-{binder}" for transport in ("inproc", "ipc", "tcp") for binder in ("sender", "receiver")),
+]
 _numbers = itertools.count()
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.asyncio
 
 class Note(Record):
     number: int
-    tokens: TokenArray = array("i")  # noqa: RUF009
+    tokens: TokenArray = array("i")
 
 
 async def send_notes(sender: SendStream[Note], numbers: range) -> None:

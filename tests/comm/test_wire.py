@@ -20,7 +20,7 @@ from streamrl.types import Record, TokenArray
 
 class Arrays(Record):
     arrays: tuple[TokenArray, ...] = ()
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Blob(Record):
@@ -87,7 +87,8 @@ def test_decoding_is_total(frames: list[bytes]) -> None:
 
 
 msgpack_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) 
+    | st.binary(max_size=5)
     | st.builds(msgspec.msgpack.Ext, st.integers(-128, 127), st.binary(max_size=9)),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=12,

@@ -1,4 +1,4 @@
-"""The controller's surroundings for tests without torch: prompts from memory, a trainer that only counts, a quick scorer.
+"""The controller's surroundings for tests without torch: prompts from memory, a counting trainer, a quick scorer.
 
 Engines are the product's ``SimulatedEngine``; control, stages, publisher and streams are the real ones.
 """
@@ -28,11 +28,8 @@ from streamrl.messages import (
     GroupScored,
     PublishAnchor,
     RewardOrder,
-    RewardOutcome,
     RewardResult,
     RewardWorkerReady,
-    RolloutOrder,
-    RolloutOutcome,
     RunEvent,
     SaveCheckpoint,
     StepReport,
@@ -42,6 +39,7 @@ from streamrl.messages import (
     TrainingOrder,
     WeightSource,
 )
+from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.types import Prompt, RewardFailure, RewardFailureKind, ScoredTrajectory, TrainingSample, token_array
@@ -165,9 +163,7 @@ class SimulatedRun:
         clock = InstantClock()
         mixture = lengths or LengthMixture(median=8, long_median=40)
         self.engines = [
-            SimulatedEngine(
-                SimulationOptions(name=f"engine-{i}", lengths=mixture), clock=clock.now, sleep=clock.sleep
-            )
+            SimulatedEngine(SimulationOptions(name=f"engine-{i}", lengths=mixture), clock=clock.now, sleep=clock.sleep)
             for i in range(engines)
         ]
         self.settings = settings
@@ -207,9 +203,7 @@ class SimulatedRun:
                 held_out=await CountedPrompts().draw(self._held_out),
                 held_out_temperature=None,
                 trainer=trainer,
-                publisher=WeightPublisher(
-                    self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5
-                ),
+                publisher=WeightPublisher(self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5),
                 log=log,
                 report=RunReport(emit, rollout.statistics, 64),
                 seed=0,

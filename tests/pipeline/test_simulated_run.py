@@ -104,7 +104,9 @@ async def test_a_drain_ends_the_run_after_the_closed_batch(tmp_path: Path) -> No
 
 
 async def test_evaluation_sees_one_version_and_every_prompt(tmp_path: Path) -> None:
-    chosen = run_settings(**CONTINUOUS, evaluate_every=2, evaluate_limit=3, evaluate_at_start=True, evaluate_at_end=True)
+    chosen = run_settings(
+        **CONTINUOUS, evaluate_every=2, evaluate_limit=3, evaluate_at_start=True, evaluate_at_end=True
+    )
     run = SimulatedRun(chosen, tmp_path, held_out=10)
     await run.run()
     evaluations = [e for e in run.events if isinstance(e, EvaluationFinished)]

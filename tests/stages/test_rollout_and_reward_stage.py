@@ -11,17 +11,8 @@ import pytest
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.messages import (
-    CancelTrajectories,
-    FinishedTrajectory,
-    GroupScored,
-    LaunchTrajectory,
-    PauseMode,
-    RewardWorkerReady,
-    Scored,
-    ScoreGroup,
-    TrajectoryLost,
-)
+from streamrl.messages import GroupScored, PauseMode, RewardWorkerReady, ScoreGroup
+from streamrl.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory, Scored, TrajectoryLost
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.types import (

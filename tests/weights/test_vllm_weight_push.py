@@ -289,19 +289,19 @@ async def refuse_what_does_not_fit(push: Push, bits: Bits, shapes: dict[str, tup
         await push.commit(announcement)
     assert await push.checksums() == before
 
-    push.publisher._thread.serve(push.publisher._served)
+    too_early = push.publish(7, changed(bits, 7))
     await push.commit(announcement)
     assert await push.checksums() == expected_checksums(bits, shapes, "float32", tied=True)
     with pytest.raises(WeightError, match=r"is a delta on version 4.*this engine holds version 6"):
-        await push.commit(skipped)
+        await push.commit(too_early)
 
     # Something else wrote to the live weights: the next delta must notice, and an anchor repairs it.
     await push.llm.collective_rpc("reset_weights")
-    bits = changed(bits, 7)
-    announcement = push.publish(7, bits)
+    bits = changed(bits, 8)
+    announcement = push.publish(8, bits)
     with pytest.raises(WeightError, match="differ before the commit"):
         await push.commit(announcement)
-    await push.commit(push.publish_anchor(7))
+    await push.commit(push.publish_anchor(8))
     assert await push.checksums() == expected_checksums(bits, shapes, "float32", tied=True)
     return bits
 

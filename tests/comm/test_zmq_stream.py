@@ -1,0 +1,485 @@
+"""What only streams over ZeroMQ can meet: strangers, liars, the dead, taken addresses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import zmq
+
+from streamrl.comm import stream_protocol, wire, zmq_sockets
+from streamrl.comm.stream_protocol import Greeting, Kind, Role
+from streamrl.comm.wire import WireLimits, pack_header
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.errors import StreamBroken, StreamEnded, StreamRLError, WireError
+from streamrl.messages import EngineEvent, EngineLoad, EngineOrder, Resume
+from streamrl.types import Record, TokenArray
+
+pytestmark = pytest.mark.asyncio
+NewEndpoint = Callable[[str], str]
+
+CHILD = """
+import sys, time, anyio
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.messages import EngineOrder, Resume
+
+async def main(role, endpoint, then):
+    if role == "sender":
+        async with zmq_sender(EngineOrder, endpoint, bind=False, window=4) as sends:
+            for number in range(3):
+                await sends.send(Resume(order_id=number))
+            await rest(then)
+    else:
+        async with zmq_receiver(EngineOrder, endpoint, bind=False, window=4) as receives:
+            await receives.receive()
+            await rest(then)
+
+async def rest(then):
+    if then == "block":
+        print("ready", flush=True)
+        time.sleep(1.5)
+    elif then == "sleep":
+        print("ready", flush=True)
+        await anyio.sleep(30)
+    elif then == "raise":
+        raise ValueError("a bad day")
+
+anyio.run(main, *sys.argv[1:])
+"""
+
+
+@contextmanager
+def child(role: str, endpoint: str, then: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, role, endpoint, then],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def until_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert await anyio.to_thread.run_sync(process.stdout.readline) == "ready\n"
+
+
+@contextmanager
+def raw_dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    """A peer that can say anything."""
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.connect(endpoint)
+    try:
+        yield dealer
+    finally:
+        dealer.close(linger=0)
+
+
+async def answer(dealer: zmq.Socket[bytes]) -> tuple[Kind, bytes]:
+    """The next message to a raw peer: its kind and body."""
+    await anyio.to_thread.run_sync(dealer.poll, 5000)
+    frames = dealer.recv_multipart(zmq.NOBLOCK)
+    return Kind(wire.parse_header(frames[0]).kind), b"".join(frames[1:])
+
+
+def greeting(**changes: Any) -> bytes:
+    same = Greeting(
+        item_type=wire.item_type_name(EngineOrder), role=Role.SENDER, window=4, message_bytes=10**6, session="s"
+    )
+    return msgspec.msgpack.encode(msgspec.structs.replace(same, **changes))
+
+
+async def shake_hands(dealer: zmq.Socket[bytes]) -> None:
+    dealer.send_multipart([pack_header(Kind.HELLO), greeting()])
+    assert (await answer(dealer))[0] is Kind.WELCOME
+    dealer.send_multipart([pack_header(Kind.READY), greeting()])
+    assert (await answer(dealer))[0] is Kind.CREDIT
+
+
+# ---- handshake -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+@pytest.mark.parametrize("receiver_binds", [True, False])
+async def test_different_item_types_break_both_ends(
+    new_endpoint: NewEndpoint, transport: str, receiver_binds: bool
+) -> None:
+    first, second = (zmq_receiver, zmq_sender) if receiver_binds else (zmq_sender, zmq_receiver)
+    first_type, second_type = EngineEvent, EngineOrder
+    async with (
+        first(first_type, new_endpoint(transport), bind=True, name="orders") as bound,
+        second(second_type, bound.endpoint, bind=False) as connected,
+    ):
+        sends, receives = (connected, bound) if receiver_binds else (bound, connected)
+        with pytest.raises(
+            StreamBroken, match=r"the (sender|receiver) carries \w+ \| .*, the (sender|receiver) \w+ \|"
+        ):
+            await receives.receive()
+        with pytest.raises(StreamBroken, match="carries"):
+            await sends.send(Resume(order_id=1) if receiver_binds else LOAD)
+
+
+LOAD = EngineLoad(running=1, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+
+
+async def test_two_senders_break(new_endpoint: NewEndpoint) -> None:
+    async with (
+        zmq_sender(int, new_endpoint("ipc"), bind=True) as bound,
+        zmq_sender(int, bound.endpoint, bind=False) as connected,
+    ):
+        for end in (connected, bound):
+            with pytest.raises(StreamBroken, match="both ends are a sender"):
+                await end.send(1)
+
+
+async def test_another_wire_version_is_told_and_breaks(new_endpoint: NewEndpoint) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True) as receives:
+        with raw_dealer(receives.endpoint) as dealer:
+            dealer.send_multipart([pack_header(Kind.HELLO, version=99), b"whatever it says then"])
+            with pytest.raises(StreamBroken, match="wire version 99 at one end, 1 at the other"):
+                await receives.receive()
+            kind, reason = await answer(dealer)
+            assert kind is Kind.REFUSED
+            assert b"install the same streamrl" in reason
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
+async def test_a_second_peer_is_refused_and_the_first_goes_on(new_endpoint: NewEndpoint, transport: str) -> None:
+    async with (
+        zmq_receiver(int, new_endpoint(transport), bind=True, name="results") as receives,
+        zmq_sender(int, receives.endpoint, bind=False) as first,
+    ):
+        await first.send(1)
+        async with zmq_sender(int, receives.endpoint, bind=False) as second:
+            with pytest.raises(StreamBroken, match="in use by another sender"):
+                await second.send(666)
+        await first.send(2)
+        assert [await receives.receive(), await receives.receive()] == [1, 2]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+async def test_connecting_before_anybody_binds(new_endpoint: NewEndpoint, transport: str) -> None:
+    endpoint = new_endpoint(transport)
+    async with zmq_sender(int, endpoint, bind=False) as sends, anyio.create_task_group() as tasks:
+        tasks.start_soon(sends.send, 5)
+        await anyio.sleep(0.15)  # long enough for a refused attempt
+        async with zmq_receiver(int, endpoint, bind=True) as receives:
+            assert await receives.receive() == 5
+            await sends.aclose()
+
+
+async def test_strangers_at_the_port_are_ignored(new_endpoint: NewEndpoint) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True) as receives:
+        host, port = receives.endpoint.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as web, raw_dealer(receives.endpoint) as dealer:
+            web.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            for noise in (
+                [b"hello"],
+                [b"", b""],
+                [pack_header(Kind.ITEM), b"\x80"],
+                [pack_header(Kind.HELLO), b"\xc1"],
+            ):
+                dealer.send_multipart(noise)
+            dealer.send_multipart([b"x"] * 2000)
+            await shake_hands(dealer)
+            dealer.send_multipart([pack_header(Kind.ITEM), msgspec.msgpack.encode(Resume(order_id=3))])
+            assert await receives.receive() == Resume(order_id=3)
+
+
+# ---- a peer that breaks the protocol -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [
+        ([pack_header(Kind.ITEM, 1), b"\x80"], "item 0 was next and ITEM 1 came"),
+        ([pack_header(Kind.END, 4)], "item 0 was next and END 4 came"),
+        ([pack_header(Kind.CREDIT, 0)], "a sender does not send messages of kind 6"),
+        ([pack_header(Kind.ITEM, 0), b"\x81\xa4type\xa4Nope"], "Nope"),
+        ([pack_header(Kind.ITEM, 0), b"\xc1"], "malformed"),
+        ([pack_header(Kind.ITEM, 0), bytes(3000), bytes(3000)], "over the limit of 4000 bytes"),
+        ([pack_header(Kind.ITEM, 0, version=2), b"\x80"], "wire version 2 after a handshake"),
+        ([b"noise"], "not streamrl"),
+    ],
+)
+async def test_a_peer_that_breaks_the_protocol_is_told(
+    new_endpoint: NewEndpoint, frames: list[bytes], message: str
+) -> None:
+    limits = WireLimits(message_bytes=4000)
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4, limits=limits) as receives:
+        with raw_dealer(receives.endpoint) as dealer:
+            await shake_hands(dealer)
+            dealer.send_multipart(frames)
+            with pytest.raises(StreamBroken, match=message):
+                await receives.receive()
+            kind, reason = await answer(dealer)
+            assert kind is Kind.BROKEN
+            assert message.encode() in reason
+
+
+async def test_a_sender_that_ignores_its_window_breaks_the_stream(new_endpoint: NewEndpoint) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
+        with raw_dealer(receives.endpoint) as dealer:
+            await shake_hands(dealer)
+            for number in range(5):
+                dealer.send_multipart([pack_header(Kind.ITEM, number), msgspec.msgpack.encode(Resume(order_id=number))])
+            while receives.statistics().buffered < 4:
+                await anyio.sleep(0.001)
+            for number in range(4):
+                assert await receives.receive() == Resume(order_id=number)
+            with pytest.raises(StreamBroken, match="more than its window of 4"):
+                await receives.receive()
+
+
+async def test_a_frame_over_the_limit_of_the_socket_breaks_the_stream(new_endpoint: NewEndpoint) -> None:
+    limits = WireLimits(frame_bytes=1000)
+    async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True, window=4, limits=limits) as receives:
+        with raw_dealer(receives.endpoint) as dealer:
+            await shake_hands(dealer)
+            dealer.send_multipart([pack_header(Kind.ITEM), bytes(1001)])
+            with pytest.raises(StreamBroken, match="the sender is gone"):
+                await receives.receive()
+
+
+async def test_credit_that_was_never_earned_breaks_the_sender() -> None:
+    sent: list[Any] = []
+    mine = msgspec.msgpack.decode(greeting(), type=Greeting)
+    end = stream_protocol.SendingEnd(mine, binds=False, limits=WireLimits(), transmit=lambda _, f: sent.append(f))
+    origin = stream_protocol.Origin(b"", None)
+    end.on_connected()
+    end.on_message(origin, [pack_header(Kind.WELCOME), greeting(role=Role.RECEIVER)])
+    assert end.credit == 0, "only the first CREDIT says that the receiver has accepted this end"
+    end.on_message(origin, [pack_header(Kind.CREDIT, 0)])
+    assert end.credit == 4
+    end.on_message(origin, [pack_header(Kind.CREDIT, 1)])
+    assert end.phase is stream_protocol.Phase.BROKEN
+    assert "between 0 and 0" in end.reason
+    assert wire.parse_header(sent[-1][0]).kind == Kind.BROKEN
+
+
+class Bulk(Record):
+    tokens: TokenArray
+
+
+async def test_an_item_over_the_limit_of_the_receiver_is_refused_and_the_stream_goes_on(
+    new_endpoint: NewEndpoint,
+) -> None:
+    async with (
+        zmq_receiver(Bulk, new_endpoint("ipc"), bind=True, limits=WireLimits(message_bytes=5000)) as receives,
+        zmq_sender(Bulk, receives.endpoint, bind=False) as sends,
+    ):
+        with pytest.raises(WireError, match="the receiver takes at most 5000"):
+            await sends.send(Bulk(tokens=array("i", bytes(8000))))
+        await sends.send(Bulk(tokens=array("i", [1])))
+        assert await receives.receive() == Bulk(tokens=array("i", [1]))
+
+
+# ---- a peer that dies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_a_killed_sender_breaks_the_receiver_after_its_items(new_endpoint: NewEndpoint, transport: str) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint(transport), bind=True, window=4) as receives:
+        with child("sender", receives.endpoint, "sleep") as process:
+            await until_ready(process)
+            killed = time.monotonic()
+            process.send_signal(signal.SIGKILL)
+            assert [await receives.receive() for _ in range(3)] == [Resume(order_id=number) for number in range(3)]
+            with pytest.raises(StreamBroken, match="the sender is gone"):
+                await receives.receive()
+            assert time.monotonic() - killed < 0.5
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_a_killed_receiver_breaks_a_waiting_sender(new_endpoint: NewEndpoint, transport: str) -> None:
+    async with zmq_sender(EngineOrder, new_endpoint(transport), bind=True, window=1) as sends:
+        with child("receiver", sends.endpoint, "sleep") as process:
+            await sends.send(Resume(order_id=0))
+            await until_ready(process)
+            await sends.send(Resume(order_id=1))
+            process.send_signal(signal.SIGKILL)
+            killed = time.monotonic()
+            with pytest.raises(StreamBroken, match="the receiver is gone"):
+                await sends.send(Resume(order_id=2))
+            assert time.monotonic() - killed < 0.5
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_the_same_address_serves_a_restarted_peer(new_endpoint: NewEndpoint, transport: str) -> None:
+    """A reward worker dies; its successor may be there before the controller has bound again."""
+    async with zmq_receiver(EngineOrder, new_endpoint(transport), bind=True, window=4) as receives:
+        endpoint = receives.endpoint
+        with child("sender", endpoint, "sleep") as process:
+            await until_ready(process)
+            process.kill()
+            with pytest.raises(StreamBroken):
+                while True:
+                    await receives.receive()
+        second = child("sender", endpoint, "end")
+        process = second.__enter__()
+        await anyio.sleep(0.4)  # the successor meets the broken stream, or no listener
+    try:
+        for _ in range(2):
+            async with zmq_receiver(EngineOrder, endpoint, bind=True, window=4) as receives:
+                assert [order.order_id async for order in receives] == [0, 1, 2]
+            if process.poll() is None:
+                process.wait(10)
+            second.__exit__(None, None, None)
+            second = child("sender", endpoint, "end")
+            process = second.__enter__()
+    finally:
+        second.__exit__(None, None, None)
+
+
+async def test_an_exception_in_another_process_is_told(new_endpoint: NewEndpoint) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4, name="results") as receives:
+        told = pytest.raises(StreamBroken, match=r"'results'.*the sender failed: ValueError: a bad day")
+        with child("sender", receives.endpoint, "raise"), told:
+            while True:
+                await receives.receive()
+
+
+async def test_a_peer_that_computes_is_not_dead(new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 300)
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
+        with child("sender", receives.endpoint, "block") as process:
+            await until_ready(process)  # from here its event loop stands still for 1.5 s
+            assert [order.order_id async for order in receives] == [0, 1, 2]
+
+
+async def test_a_frozen_peer_is_noticed_by_its_heartbeat(
+    new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 300)
+    async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True, window=4) as receives:
+        with child("sender", receives.endpoint, "sleep") as process:
+            await until_ready(process)
+            process.send_signal(signal.SIGSTOP)
+            frozen = time.monotonic()
+            with pytest.raises(StreamBroken, match="the sender is gone"):
+                while True:
+                    await receives.receive()
+            assert time.monotonic() - frozen < 2
+
+
+# ---- addresses and closing -----------------------------------------------------------------------
+
+
+async def test_a_taken_port_is_named_with_a_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(StreamRLError, match=f"cannot bind {endpoint}: Address already in use; .*choose another"):
+            await zmq_receiver(int, endpoint, bind=True).__aenter__()
+
+
+async def test_a_live_ipc_path_is_not_taken_over_and_a_dead_one_is(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/socket"
+    async with zmq_receiver(int, endpoint, bind=True):
+        with pytest.raises(StreamRLError, match="another process or stream holds it"):
+            await zmq_receiver(int, endpoint, bind=True).__aenter__()
+        assert (tmp_path / "socket").exists(), "the refused end has removed the path of the other"
+    assert not (tmp_path / "socket").exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "socket"))
+    async with zmq_receiver(int, endpoint, bind=True):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("ipc:///tmp/" + "x" * 120, "the path has 125 bytes .* 107; use a shorter run or socket directory"),
+        ("ipc:///no/such/directory/socket", "its directory does not exist"),
+        ("tcp://127.0.0.1", "has no port"),
+        ("tcp://::1:5555", r"brackets, as in tcp://\[::1\]:5555"),
+        ("tcp://203.0.113.7:5555", "this host has no such address"),
+        ("udp://127.0.0.1:1", "is not one of inproc"),
+        ("orders", "is not one of inproc"),
+    ],
+)
+async def test_bad_endpoints_are_refused_with_a_remedy(endpoint: str, message: str) -> None:
+    with pytest.raises(StreamRLError, match=message):
+        await zmq_sender(int, endpoint, bind=True).__aenter__()
+
+
+async def test_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    async with (
+        zmq_receiver(int, "tcp://[::1]:*", bind=True) as receives,
+        zmq_sender(int, receives.endpoint, bind=False) as sends,
+    ):
+        await sends.send(1)
+        assert await receives.receive() == 1
+
+
+async def test_closing_without_a_peer_is_bounded(new_endpoint: NewEndpoint) -> None:
+    started = time.monotonic()
+    async with zmq_sender(int, new_endpoint("tcp"), bind=True, close_seconds=0.2):
+        pass
+    async with zmq_receiver(int, new_endpoint("tcp"), bind=True):
+        pass
+    assert time.monotonic() - started < 1
+
+
+async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpoint: NewEndpoint) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True) as unused:
+        endpoint = unused.endpoint
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(endpoint)
+    started = time.monotonic()
+    try:
+        with pytest.raises(StreamBroken, match=r"not acknowledged within 0.2 s; 1 items may be lost"):
+            async with zmq_sender(EngineOrder, endpoint, bind=False, close_seconds=0.2) as sends:
+                await anyio.to_thread.run_sync(router.poll, 5000)
+                peer, _, hello = router.recv_multipart()
+                theirs = msgspec.msgpack.decode(hello, type=Greeting)
+                reply = greeting(role=Role.RECEIVER, session=theirs.session)
+                router.send_multipart([peer, pack_header(Kind.WELCOME), reply])
+                router.send_multipart([peer, pack_header(Kind.CREDIT, 0)])
+                await sends.send(Resume(order_id=1))
+    finally:
+        router.close(linger=0)
+    assert time.monotonic() - started < 2
+
+
+async def test_every_end_can_be_opened_and_left_many_times(new_endpoint: NewEndpoint) -> None:
+    endpoint = new_endpoint("ipc")
+    descriptors = None
+    for number in range(30):
+        async with (
+            zmq_receiver(int, endpoint, bind=True) as receives,
+            zmq_sender(int, endpoint, bind=False) as sends,
+        ):
+            await sends.send(number)
+            assert await receives.receive() == number
+            await sends.aclose()
+            with pytest.raises(StreamEnded):
+                await receives.receive()
+        if number == 9:
+            descriptors = len(os.listdir("/proc/self/fd"))
+    assert descriptors is not None
+    with anyio.fail_after(5):  # libzmq's reaper closes sockets a moment later
+        while len(os.listdir("/proc/self/fd")) > descriptors:
+            await anyio.sleep(0.01)

@@ -1,0 +1,214 @@
+"""The load plan maps what a loader copies, and refuses by name what it does otherwise. No engine: small modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from streamrl.comm.weights.codec import WeightPatch
+from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
+from streamrl.comm.weights.manifest import ShardSpec
+from streamrl.comm.weights.mirror import CheckpointMirror, TensorSpec
+from streamrl.comm.weights.state_hash import MODULUS, hash_range
+from streamrl.errors import WeightError
+from streamrl.messages import WeightAnnouncement
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from streamrl.engines.live_weights import LiveWeights, count_routes  # noqa: E402
+from streamrl.engines.load_plan import LoadPlan, record_load_plan  # noqa: E402
+
+ROWS, COLUMNS = 6, 8
+TENSORS = {
+    "column": TensorSpec("column", "bfloat16", (ROWS, COLUMNS)),
+    "row": TensorSpec("row", "bfloat16", (ROWS, COLUMNS)),
+    "turned": TensorSpec("turned", "bfloat16", (ROWS, COLUMNS)),
+    "norm": TensorSpec("norm", "bfloat16", (COLUMNS,)),
+}
+
+
+class Worker(torch.nn.Module):  # type: ignore[misc]
+    """One of ``ranks`` tensor-parallel workers: a fused parameter with padding, a row-parallel one (strided in the
+    checkpoint), one stored transposed, and a replicated one."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, dtype: object = None) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+        make = lambda *shape: torch.nn.Parameter(torch.zeros(shape, dtype=dtype or torch.float32))  # noqa: E731
+        self.fused = make(ROWS // ranks + 3, COLUMNS)
+        self.row_parallel = make(ROWS, COLUMNS // ranks)
+        self.turned = make(COLUMNS, ROWS)
+        self.norm = make(COLUMNS)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.load(name, tensor)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "column":
+            rows = ROWS // self.ranks
+            self.fused.data[:rows].copy_(tensor.narrow(0, self.rank * rows, rows))
+            self.fused.data[rows:].fill_(0)
+        elif name == "row":
+            columns = COLUMNS // self.ranks
+            self.row_parallel.data.copy_(tensor.narrow(1, self.rank * columns, columns))
+        elif name == "turned":
+            self.turned.data.copy_(tensor.t())
+        else:
+            self.norm.data.copy_(tensor)
+
+
+def as_tensor(name: str, bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(TENSORS[name].shape)
+
+
+def random_bits(seed: int) -> dict[str, np.ndarray]:
+    """Finite values only: the reference below copies them as numbers."""
+    random = np.random.default_rng(seed)
+    return {n: (random.integers(0, 65536, t.elements) & 0xBFFF).astype(np.uint16) for n, t in TENSORS.items()}
+
+
+def state_hash(bits: dict[str, np.ndarray]) -> int:
+    return sum(hash_range(name, 0, b) for name, b in bits.items()) % MODULUS
+
+
+def fetched(version: int, old: dict[str, np.ndarray] | None, new: dict[str, np.ndarray]) -> FetchedVersion:
+    patches = []
+    for name, spec in TENSORS.items():
+        positions = None if old is None else np.flatnonzero(old[name] != new[name])
+        values = new[name] if positions is None else new[name][positions]
+        shard = ShardSpec(name, spec.dtype, spec.shape, 0, spec.elements)
+        patches.append(ShardPatch(shard, WeightPatch(positions, values)))
+    base = None if old is None else version - 1
+    announcement = WeightAnnouncement(policy_version=version, base_version=base, state_hash=state_hash(new), sources=())
+    return FetchedVersion(announcement, 0 if old is None else state_hash(old), patches, 0)
+
+
+def rectangles(plan: LoadPlan) -> dict[str, list[object]]:
+    return {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_commits_equal_the_loader_on_every_worker(ranks: int, dtype: object) -> None:
+    workers = [Worker(rank, ranks, dtype) for rank in range(ranks)]
+    plans = [record_load_plan(worker, TENSORS) for worker in workers]
+    assert all(not p.count_nonzero() for w in workers for p in w.parameters()), "recording wrote to the model"
+    gathered = [rectangles(plan) for plan in plans]
+    live = [LiveWeights(plan, count_routes(gathered, rank, TENSORS)) for rank, plan in enumerate(plans)]
+    mirror, old = CheckpointMirror(), None
+    for version in range(4):
+        new = random_bits(version)
+        if old is not None:
+            keep = {name: np.random.default_rng(version).random(b.size) < 0.7 for name, b in new.items()}
+            new = {name: np.where(keep[name], old[name], b) for name, b in new.items()}
+        staged = mirror.stage(fetched(version, old, new))
+        for one in live:
+            one.state_hash = one.apply(one.prepare(staged, mirror), anchor=staged.is_anchor)
+        mirror.advance(staged)
+        assert sum(one.state_hash for one in live) % MODULUS == state_hash(new)
+        for rank, worker in enumerate(workers):
+            reference = Worker(rank, ranks, dtype)
+            reference.load_weights((name, as_tensor(name, bits)) for name, bits in new.items())
+            for name, parameter in worker.named_parameters():
+                assert torch.equal(parameter, reference.get_parameter(name)), (version, rank, name)
+        old = new
+
+
+def test_nan_payloads_and_signed_zero_reach_a_float32_engine() -> None:
+    worker = Worker()
+    live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
+    mirror, new = CheckpointMirror(), random_bits(0)
+    new["norm"][:] = [0x8000, 0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x0000]
+    staged = mirror.stage(fetched(0, None, new))
+    assert live.apply(live.prepare(staged, mirror), anchor=True) == state_hash(new)
+    stored = worker.norm.detach().view(torch.int32).numpy().view(np.uint32)
+    assert np.array_equal(stored, new["norm"].astype(np.uint32) << 16)
+
+
+def test_a_foreign_write_is_noticed_and_undo_restores_what_was_touched() -> None:
+    worker = Worker()
+    live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
+    mirror, old = CheckpointMirror(), random_bits(0)
+    staged = mirror.stage(fetched(0, None, old))
+    live.state_hash = live.apply(live.prepare(staged, mirror), anchor=True)
+    mirror.advance(staged)
+    before = {name: p.detach().clone() for name, p in worker.named_parameters()}
+    new = random_bits(1)
+    writes = live.prepare(mirror.stage(fetched(1, old, new)), mirror)
+    worker.turned.data[0, 0] += 1
+    with pytest.raises(WeightError, match=r"'turned': 1 of \d+ elements differ before the commit"):
+        live.apply(writes, anchor=False)
+    live.undo(writes, mirror)
+    for name, parameter in worker.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    worker.norm.data[3] = 1.0 + 2**-20
+    with pytest.raises(WeightError, match="'norm' holds float32 values that are no bfloat16"):
+        live.apply(writes, anchor=False)
+
+
+def refusing(load: object) -> Worker:
+    worker = Worker()
+    worker.load = load.__get__(worker)  # type: ignore[attr-defined]
+    return worker
+
+
+def scales(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor * 2 if name == "norm" else tensor)
+
+
+def adds(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor)
+    if name == "norm":
+        self.norm.data.add_(1)
+
+
+def broadcasts(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor[:1].expand(COLUMNS) if name == "norm" else tensor)
+
+
+def forgets(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    if name != "norm":
+        Worker.load(self, name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (scales, "'norm' is loaded with a value computed"),
+        (adds, "'norm' calls aten.add_"),
+        (broadcasts, "'norm' is broadcast"),
+        (forgets, "covers 8 of 8 elements of runtime parameter 'norm'"),
+    ],
+)
+def test_refuses_what_is_not_a_copy(load: object, message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        record_load_plan(refusing(load), TENSORS)
+
+
+def test_refuses_an_emptied_parameter_with_the_remedy() -> None:
+    worker = Worker()
+    worker.packed = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(WeightError, match=r"'packed' is empty: the engine packed its weights.*VLLM_PLUGINS=streamrl"):
+        record_load_plan(worker, TENSORS)
+
+
+def test_refuses_a_runtime_type_that_loses_bits() -> None:
+    tensors = {name: TensorSpec(name, "float32", spec.shape) for name, spec in TENSORS.items()}
+    with pytest.raises(WeightError, match="cannot hold it bit for bit"):
+        record_load_plan(Worker(dtype=torch.bfloat16), tensors)
+
+
+def test_refuses_a_published_tensor_that_the_model_does_not_load() -> None:
+    class Tied(Worker):
+        def load(self, name: str, tensor: torch.Tensor) -> None:
+            if name != "head":
+                super().load(name, tensor)
+
+    tensors = {**TENSORS, "head": TensorSpec("head", "bfloat16", (4,))}
+    plan = record_load_plan(Tied(), tensors)
+    with pytest.raises(WeightError, match="0 of 4 elements of published tensor 'head'"):
+        count_routes([rectangles(plan)], 0, tensors)
