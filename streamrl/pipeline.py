@@ -53,6 +53,7 @@ from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
 from streamrl.control.state import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.errors import StreamRLError
@@ -169,6 +170,8 @@ async def _run_stages(recipe: Recipe, topology: Topology, run_directory: Path, p
     keeper = CheckpointKeeper(
         parts.trainer, run_directory / "checkpoints", recipe.checkpoint.keep, forget=_remove_directory
     )
+    engines = {f"engine-{index}": engine for index, engine in enumerate(parts.engines)}
+    audit = WeightAudit(engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     controller = Controller(
         settings,
         prompts=prompts,
@@ -180,6 +183,7 @@ async def _run_stages(recipe: Recipe, topology: Topology, run_directory: Path, p
         report=RunReport(parts.emit, rollout.statistics, parts.capacity),
         seed=recipe.run.seed,
         save=keeper.save,
+        audit=audit.after_push,
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
     window = 2 * recipe.max_in_flight + len(held_out) + 64

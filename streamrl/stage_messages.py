@@ -6,7 +6,7 @@ Every trajectory that is launched comes back exactly once: scored, failed, or lo
 from __future__ import annotations
 
 from streamrl.messages import Message
-from streamrl.types import Prompt, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.types import Prompt, Record, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
 
 
 class LaunchTrajectory(Message, frozen=True):
@@ -57,3 +57,13 @@ class Scored(Message, frozen=True):
 
 
 RewardOutcome = Scored | TrajectoryLost
+
+
+class RolloutStatistics(Record, frozen=True):
+    """``busy_seconds``: integral of running trajectories over time, for the bubble ratio."""
+
+    launched: int
+    finished: int
+    running: int
+    busy_seconds: float
+    generated_tokens: int

@@ -313,7 +313,7 @@ class ReceivingEnd(StreamEnd):
         self.items: deque[Sequence[Buffer]] = deque()
 
     def take(self) -> None:
-        """The first of ``items`` was taken. Credit goes back in portions, and at once where the sender may wait for it."""
+        """The first of ``items`` was taken. Credit goes back in portions, at once where the sender may wait for it."""
         self.items.popleft()
         self.taken += 1
         if self.phase is Phase.OPEN and (not self.items or self.taken - self._granted >= max(1, self.window // 4)):

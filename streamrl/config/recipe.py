@@ -176,9 +176,10 @@ class Engines(Section, frozen=True):
 
 
 class Weights(Section, frozen=True):
-    """The weight path. ``anchor_interval`` 0: an anchor only when an engine needs one."""
+    """The weight path. ``audit_interval``: every so many versions the engines' own checksums of all live parameters are
+    written to ``audits.jsonl`` (0: never; slow)."""
 
-    anchor_interval: Natural = 0
+    audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
 
 

@@ -66,6 +66,7 @@ class Controller:
         report: RunReport,
         seed: int,
         save: Callable[[int], Awaitable[None]],
+        audit: Callable[[int], Awaitable[None]],
     ) -> None:
         self.state = ControlState(settings)
         self._prompts = prompts
@@ -77,6 +78,7 @@ class Controller:
         self._report = report
         self._seed = seed
         self._save = save
+        self._audit = audit
         self._drawn: OrderedDict[str, Prompt] = OrderedDict()
         # What may be asked for again is bounded by the slots; the rest of the shelf is forgotten.
         self._shelf = 1024 + 32 * (settings.max_staleness + 1) * settings.batch_groups
@@ -99,6 +101,7 @@ class Controller:
             children.start_soon(self._receive_outcomes, scored)
             await self._publisher.push(await self._trainer.publish_anchor(0))
             await self._trainer.acknowledge(0)
+            await self._audit(0)
             self._tell.send_nowait(on.RunBegan())
             while not reason:
                 event = await self._events.receive()
@@ -242,6 +245,7 @@ class Controller:
     async def _publish(self, policy_version: int) -> None:
         push = await self._publisher.push(self._announced.pop(policy_version))
         await self._trainer.acknowledge(policy_version)
+        await self._audit(policy_version)
         await self._report.step_finished(push, self.state)
         await self._tell.send(on.WeightsLive(policy_version=policy_version))
 

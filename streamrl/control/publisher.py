@@ -8,14 +8,26 @@ one that refuses the anchor too ends the run. The ranks' shadow advances only wh
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import anyio
 import msgspec
 
 from streamrl.config.recipe import InFlight
-from streamrl.engines.engine import Engine
 from streamrl.errors import EngineError, WeightError
-from streamrl.messages import PauseMode, WeightAnnouncement
+from streamrl.messages import OrderDone, PauseMode, WeightAnnouncement
+
+
+class PushedEngine(Protocol):
+    """The part of ``streamrl.engines.engine.Engine`` that a push needs."""
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone: ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None: ...
+
+    async def commit(self, policy_version: int) -> OrderDone: ...
+
+    async def resume(self) -> None: ...
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +47,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[PushedEngine],
         anchor: Callable[[int], Awaitable[WeightAnnouncement]],
         *,
         in_flight: InFlight,
@@ -76,14 +88,14 @@ class WeightPublisher:
 
     async def _on_all(
         self,
-        step: Callable[[Engine, WeightAnnouncement], Awaitable[float]],
+        step: Callable[[PushedEngine, WeightAnnouncement], Awaitable[float]],
         announced: WeightAnnouncement,
-        only: dict[Engine, float] | None = None,
-    ) -> dict[Engine, float]:
+        only: dict[PushedEngine, float] | None = None,
+    ) -> dict[PushedEngine, float]:
         """Seconds of ``step`` for each engine that took it; engines that refused are left out."""
-        done: dict[Engine, float] = {}
+        done: dict[PushedEngine, float] = {}
 
-        async def one(engine: Engine) -> None:
+        async def one(engine: PushedEngine) -> None:
             try:
                 done[engine] = await step(engine, announced)
             except WeightError as error:
@@ -94,10 +106,10 @@ class WeightPublisher:
                 group.start_soon(one, engine)
         return done
 
-    async def _stage_one(self, engine: Engine, announced: WeightAnnouncement) -> float:
+    async def _stage_one(self, engine: PushedEngine, announced: WeightAnnouncement) -> float:
         return (await engine.stage(announced)).seconds
 
-    async def _commit_one(self, engine: Engine, announced: WeightAnnouncement) -> float:
+    async def _commit_one(self, engine: PushedEngine, announced: WeightAnnouncement) -> float:
         """Seconds that the engine was paused. Never resumed on weights that were not verified."""
         paused_at = anyio.current_time()
         mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
@@ -111,7 +123,7 @@ class WeightPublisher:
         await engine.resume()
         return anyio.current_time() - paused_at
 
-    async def _reanchor(self, announced: WeightAnnouncement, refused: list[Engine]) -> dict[Engine, float]:
+    async def _reanchor(self, announced: WeightAnnouncement, refused: list[PushedEngine]) -> dict[PushedEngine, float]:
         anchor = await self._anchor(announced.policy_version)
         only = dict.fromkeys(refused, 0.0)
         staged = await self._on_all(self._stage_one, anchor, only=only)

@@ -11,7 +11,7 @@ from streamrl.control.publisher import PushReport
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import completion_metrics, reward_metrics, staleness_metrics
 from streamrl.messages import EvaluationFinished, RunEvent, RunProgress, StepFinished
-from streamrl.stages.rollout import RolloutStatistics
+from streamrl.stage_messages import RolloutStatistics
 from streamrl.types import RewardFailure, ScoredTrajectory
 
 PROGRESS_INTERVAL_S = 0.25

@@ -57,7 +57,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence. Called by transformers: query ``[1, heads, T, D]``, result ``[1, T, heads, D]``.
+    """Causal attention inside each sequence, for transformers: query ``[1, heads, T, D]``, out ``[1, T, heads, D]``.
 
     Raises ``StreamRLError`` for what no packed kernel here does: soft caps, and windows shorter than a sequence.
     """

@@ -267,7 +267,7 @@ class TorchTrainer:
         self._publisher.acknowledge(policy_version)
 
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved:
-        """Write ``order.directory``: trainer state, and a Hugging Face directory in ``hf``. Collective, between batches."""
+        """Write ``order.directory``: trainer state and a Hugging Face directory ``hf``. Collective; between batches."""
         started = time.perf_counter()
         checkpoint.save(
             Path(order.directory),

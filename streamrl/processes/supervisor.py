@@ -13,7 +13,6 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +26,6 @@ from streamrl.errors import ProcessDied
 from streamrl.processes.child_process import ChildProcess, open_guardian, start_child
 from streamrl.processes.exit_reason import Death, first_cause, last_lines
 from streamrl.processes.guardian import Done, Session
-from streamrl.processes.signals import obey_signals
 from streamrl.processes.sweep import RunTraces, is_resource_tracker, members, record_segments, sweep
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
@@ -38,14 +36,6 @@ _SETTLE_S = 0.3  # after a death: time for others that died in the same moment t
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
 _SCAN_S = 2.0
 GUARDIAN = "guardian"
-
-
-class RunEnd(StrEnum):
-    """How a run ended that did not fail."""
-
-    FINISHED = "finished"
-    DRAINED = "drained"
-    KILLED = "killed"
 
 
 class Supervisor:
@@ -149,30 +139,6 @@ class Supervisor:
 
     async def __aexit__(self, *_: object) -> None:
         await self.kill()
-
-    async def run(self, *, drain_s: float = 60.0) -> RunEnd:
-        """The whole life. First SIGINT or SIGTERM: drain for at most ``drain_s``; the second: kill at once.
-
-        Raises ``ProcessDied``. Signals are taken only in the main thread; elsewhere call ``request_drain``.
-        """
-        failure: ProcessDied | None = None
-        end = RunEnd.KILLED
-        async with self, anyio.create_task_group() as tasks:
-
-            def drain() -> None:
-                tasks.cancel_scope.deadline = anyio.current_time() + drain_s
-                self.request_drain()
-
-            tasks.start_soon(obey_signals, drain, tasks.cancel_scope.cancel)
-            try:
-                await self.watch()
-                end = RunEnd.DRAINED if self._draining else RunEnd.FINISHED
-            except ProcessDied as died:  # raised outside of the group, which would wrap it
-                failure = died
-            tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        return end
 
     # ---- inside ----------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ trajectory that control cancelled ends as ``TrajectoryLost``.
 from __future__ import annotations
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
 from streamrl.comm.stream import ReceiveStream, SendStream
@@ -22,19 +21,10 @@ from streamrl.stage_messages import (
     LaunchTrajectory,
     RolloutOrder,
     RolloutOutcome,
+    RolloutStatistics,
     TrajectoryLost,
 )
 from streamrl.types import Completion, FinishReason, Segment, Trajectory, TrajectoryId
-
-
-class RolloutStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """``busy_seconds``: integral of running trajectories over time, for the bubble ratio."""
-
-    launched: int
-    finished: int
-    running: int
-    busy_seconds: float
-    generated_tokens: int
 
 
 class RolloutStage:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import struct
 import subprocess
@@ -14,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
+import anyio
 import pytest
 import tokenizers
 
-import streamrl.pipeline
+import streamrl.cli_train
 from streamrl.cli import main, report_error
 from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.config.load import load_recipe
@@ -258,12 +261,16 @@ def test_every_key_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- train, with a pipeline that plays a script ---------------------------------------------------
 
 
-class ScriptedPipeline:
-    """Stands in for the pipeline: plays ``script``; an exception in it is raised where it stands."""
+Interrupt = signal.Signals
 
-    script: ClassVar[list[RunEvent | BaseException]] = []
+
+class ScriptedPipeline:
+    """Stands in for the pipeline: plays ``script``; an exception in it is raised, at a signal it waits for a drain."""
+
+    script: ClassVar[list[RunEvent | BaseException | Interrupt]] = []
 
     def __init__(self, recipe: Recipe) -> None:
+        self.drained = anyio.Event()
         assert recipe.run.name == "small"
 
     async def __aenter__(self) -> ScriptedPipeline:
@@ -273,15 +280,23 @@ class ScriptedPipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+    def drain(self) -> None:
+        self.drained.set()
+
     async def events(self) -> AsyncIterator[RunEvent]:
         for event in self.script:
+            if isinstance(event, Interrupt):
+                self.drained = anyio.Event()
+                os.kill(os.getpid(), event)
+                await self.drained.wait()
+                continue
             if isinstance(event, BaseException):
                 raise event
             yield event
 
 
 def run_script(project: Path, monkeypatch: pytest.MonkeyPatch, script: list[Any]) -> int:
-    monkeypatch.setattr(streamrl.pipeline, "Pipeline", ScriptedPipeline, raising=False)
+    monkeypatch.setattr(streamrl.cli_train, "Pipeline", ScriptedPipeline)
     monkeypatch.setattr(ScriptedPipeline, "script", script)
     return main(["train", str(project)])
 
@@ -310,10 +325,9 @@ def test_a_run_that_is_done(project: Path, monkeypatch: pytest.MonkeyPatch, caps
             "error: engine-0 died\n",
         ),
         (RecipeError(["model.path: not there"]), 2, "error: 1 problem; nothing was started\n  model.path: not there\n"),
-        (KeyboardInterrupt(), 130, ""),
         (STEP, 130, ""),
     ],
-    ids=["drained", "died", "group", "recipe", "interrupt", "cut short"],
+    ids=["drained", "died", "group", "recipe", "cut short"],
 )
 def test_how_a_run_may_end(
     project: Path,
@@ -325,6 +339,20 @@ def test_how_a_run_may_end(
 ) -> None:
     assert run_script(project, monkeypatch, [started(project), end]) == code
     assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_drains_and_two_end_the_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    drained = RunFinished(reason="drained", step=1)
+    assert run_script(project, monkeypatch, [started(project), number, STEP, drained]) == 0
+    text = capsys.readouterr().out
+    assert f"{number.name}: finishing the open step, then ending; send it again to end at once" in text
+    assert "drained: 1 of 1 steps" in text
+    # The second one finds the run draining: it never comes back from there.
+    assert run_script(project, monkeypatch, [started(project), number, number, STEP, drained]) == 130
+    assert f"{number.name}: ending at once" in capsys.readouterr().out
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -12,7 +12,7 @@ import pytest
 # Tests are imported without packages: what they share lies beside them, and rank_process.py imports it as a script.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sample_groups import VOCABULARY  # noqa: E402
+from sample_groups import VOCABULARY
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One trainer rank as a process: ``rank_process.py OPTIONS.json GROUPS STEPS OUT.npz`` trains some steps and saves its bits.
+"""One trainer rank as a process: ``rank_process.py OPTIONS.json GROUPS STEPS OUT.npz`` trains and saves its masters.
 
 GROUPS: comma-separated indices of the groups that this rank gets in even and odd steps, e.g. ``0,1,2/-`` (``-``: none).
 """

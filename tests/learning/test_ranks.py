@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.learning.options import TrainerOptions
 
 pytestmark = pytest.mark.torch
 SCRIPT = Path(__file__).parent / "rank_process.py"

@@ -71,7 +71,7 @@ def test_layout_finds_runs_of_equal_length() -> None:
 
 
 def reference_gradient(path: str, groups: list[TrainingGroup], normalization: LossNormalization) -> dict[str, Any]:
-    """The gradient of the whole batch, one sequence at a time, in float64, on-policy, with the formula of the papers."""
+    """The gradient of the whole batch, one sequence at a time, in float64, with the formula of the papers."""
     model = reference_model(path).double()
     samples = sum(len(group.samples) for group in groups)
     tokens = sum(sample.trained_tokens for group in groups for sample in group.samples)

@@ -172,7 +172,7 @@ async def test_orders_are_read_while_torch_computes() -> None:
 @pytest.mark.asyncio
 async def test_the_trainers_error_is_what_the_caller_sees() -> None:
     trainer = RecordingTrainer(error=StreamRLError("the loss of batch 3 is nan"))
-    orders_in, orders, reports_in, reports = streams()
+    orders_in, orders, reports_in, _ = streams()
     [group] = make_groups(0, [2])
     await orders_in.send(TrainGroup(group=group))
     with anyio.fail_after(20), pytest.raises(StreamRLError, match="batch 3 is nan"):
@@ -183,7 +183,7 @@ async def test_the_trainers_error_is_what_the_caller_sees() -> None:
 @pytest.mark.asyncio
 async def test_a_broken_stream_ends_the_stage_and_closes_the_trainer() -> None:
     trainer = RecordingTrainer()
-    orders_in, orders, reports_in, reports = streams()
+    _, orders, reports_in, reports = streams()
     await reports.aclose()
     with anyio.fail_after(20), pytest.raises(StreamBroken):
         await run_training(trainer, orders, reports_in)

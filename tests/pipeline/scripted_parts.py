@@ -19,6 +19,7 @@ from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
 from streamrl.control.state import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.messages import (
@@ -208,6 +209,7 @@ class SimulatedRun:
                 report=RunReport(emit, rollout.statistics, 64),
                 seed=0,
                 save=self._save(trainer),
+                audit=WeightAudit(dict(enumerate(self.engines)), self.log_path.with_name("audits.jsonl"), 0).after_push,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
             outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)

@@ -17,7 +17,7 @@ import pytest
 
 from streamrl.config.topology import ProcessPlan, Role, Topology
 from streamrl.errors import ProcessDied
-from streamrl.processes.supervisor import RunEnd, Supervisor
+from streamrl.processes.supervisor import Supervisor
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PLANS = (
@@ -182,14 +182,10 @@ async def test_a_consequence_seen_first_waits_for_its_cause(trial: Callable[...,
 @pytest.mark.asyncio
 async def test_run_that_finishes(trial: Callable[..., Trial]) -> None:
     one = trial(controller="finish")
-    async with anyio.create_task_group() as tasks:
-
-        async def let_it_finish() -> None:
-            await until(one.all_started)
-            (one.directory / "go").touch()
-
-        tasks.start_soon(let_it_finish)
-        assert await one.supervisor().run() is RunEnd.FINISHED
+    async with running(one) as supervisor:
+        (one.directory / "go").touch()
+        await supervisor.watch()
+        assert all(not lives(pid) for pid in one.pids())  # they ended by themselves
     one.assert_nothing_left()
 
 
@@ -292,7 +288,12 @@ sys.path.insert(0, sys.argv[1])
 from test_supervisor import Trial
 one = Trial.__new__(Trial)
 one.directory, one.sockets = Path(sys.argv[2]) / "run", Path(sys.argv[2]) / "sockets"
-print(anyio.run(one.supervisor().run).value)
+
+async def run():
+    async with one.supervisor() as supervisor:
+        await supervisor.watch()
+
+anyio.run(run)
 """
 
 
@@ -300,7 +301,7 @@ print(anyio.run(one.supervisor().run).value)
 async def parent_process(one: Trial) -> AsyncIterator[subprocess.Popen[bytes]]:
     """The supervisor in a process of its own, as a user's command is."""
     arguments = [sys.executable, "-c", PARENT, str(STAND_IN.parent), str(one.directory.parent)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:  # noqa: ASYNC220
+    with subprocess.Popen(arguments) as process:  # noqa: ASYNC220
         try:
             await until(one.all_started)
             yield process
@@ -319,29 +320,16 @@ async def test_nothing_outlives_a_killed_supervisor(trial: Callable[..., Trial])
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_to_the_supervisor_drains(trial: Callable[..., Trial], number: signal.Signals) -> None:
-    one = trial()
-    async with parent_process(one) as process:
-        process.send_signal(number)
-        with anyio.fail_after(ENDS_WITHIN_S):
-            output, _ = await anyio.to_thread.run_sync(process.communicate)
-    assert (output, process.returncode) == (b"drained\n", 0)
-    assert (one.directory / "end").exists()
-    one.assert_nothing_left()
-
-
-@pytest.mark.asyncio
-async def test_the_second_signal_ends_at_once(trial: Callable[..., Trial]) -> None:
+async def test_a_drain_that_hangs_can_be_cut_short(trial: Callable[..., Trial]) -> None:
+    """What the second Ctrl-C does: ``kill`` while another task watches; the watch ends and blames nobody."""
     one = trial(controller="hang")
-    async with parent_process(one) as process:
-        process.send_signal(signal.SIGINT)
+    async with running(one) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        supervisor.request_drain()
         await until((one.directory / "ignored-sigterm").exists)  # the order to drain arrived, and changes nothing
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        assert lives(one.pid("controller"))
         with anyio.fail_after(ENDS_WITHIN_S):
-            output, _ = await anyio.to_thread.run_sync(process.communicate)
-    assert output == b"killed\n"
+            await supervisor.kill()
     one.assert_nothing_left()
 
 
@@ -349,7 +337,12 @@ async def test_the_second_signal_ends_at_once(trial: Callable[..., Trial]) -> No
 async def test_cancelling_the_run_leaves_nothing(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="orphan")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(one.supervisor().run)
+
+        async def run() -> None:
+            async with one.supervisor() as supervisor:
+                await supervisor.watch()
+
+        tasks.start_soon(run)
         await until(one.all_started)
         tasks.cancel_scope.cancel()
     one.assert_nothing_left()

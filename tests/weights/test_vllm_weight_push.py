@@ -361,6 +361,8 @@ async def test_other_models_and_types(
             assert outputs[0] != outputs[1], "the change is too small to be seen in the output"
     finally:
         publisher.close()
+    if linear == "plain":
+        return  # the parameters are what is computed with; a packed copy is only seen in the output
     save_bits(directory, bits, shapes)
     async with running_engine(directory, runtime) as fresh:
         assert list((await sample(fresh, 40)).token_ids) == outputs[-1]

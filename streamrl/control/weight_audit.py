@@ -1,0 +1,33 @@
+"""Audits: what the engines say that they hold, by their own checksums, beside what the state hash says at every push."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+
+class AuditedEngine(Protocol):
+    """The part of ``streamrl.engines.engine.Engine`` that an audit needs."""
+
+    async def checksums(self) -> dict[str, str]: ...
+
+
+class WeightAudit:
+    """Every ``interval`` versions appends ``{"policy_version", "checksums": {engine: {parameter: digest}}}`` to ``path``."""
+
+    def __init__(self, engines: Mapping[str, AuditedEngine], path: Path, interval: int) -> None:
+        self._engines = engines
+        self._path = path
+        self._interval = interval
+
+    async def after_push(self, policy_version: int) -> None:
+        """Audit ``policy_version`` when it is due. It is live, and nothing newer is pushed meanwhile."""
+        if not self._interval or policy_version % self._interval:
+            return
+        checksums = {name: await engine.checksums() for name, engine in self._engines.items()}
+        line = msgspec.json.encode({"policy_version": policy_version, "checksums": checksums})
+        with self._path.open("ab") as file:
+            file.write(line + b"\n")
