@@ -33,7 +33,7 @@ def join_completions(first: Completion, second: Completion) -> Completion:
     offset = len(first.token_ids)
     spans = list(first.version_spans)
     for span in second.version_spans:
-        moved = VersionSpan(start=span.start, end=span.end + offset, policy_version=span.policy_version)
+        moved = VersionSpan(start=span.start + offset, end=span.end + offset, policy_version=span.policy_version)
         if spans and spans[-1].policy_version == moved.policy_version and spans[-1].end == moved.start:
             moved = VersionSpan(start=spans.pop().start, end=moved.end, policy_version=moved.policy_version)
         spans.append(moved)

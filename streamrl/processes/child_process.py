@@ -77,13 +77,14 @@ class ChildProcess:
             self.process.wait(wait_s)
 
 
-def start_child(plan: ProcessPlan, command: Sequence[str], run_directory: Path, marker: str) -> ChildProcess:
+def start_child(plan: ProcessPlan, command: Sequence[str], run_directory: Path, traces: RunTraces) -> ChildProcess:
     """Start one role in a session of its own: a terminal's Ctrl-C reaches the supervisor only."""
     reason_path(run_directory, plan.name).unlink(missing_ok=True)
     arguments = [*command, plan.role.value, "--index", str(plan.index), "--run-directory", str(run_directory)]
     environment = os.environ | {
         PARENT_PID: str(os.getpid()),
-        RUN_MARKER: marker,
+        RUN_MARKER: traces.marker,
+        "TMPDIR": traces.socket_directory,  # removed at the end, with what killed processes (vLLM's too) left in it
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
     }

@@ -161,7 +161,7 @@ class Supervisor:
         self._children = {}
 
     def _start_child(self, plan: ProcessPlan) -> None:
-        child = start_child(plan, self._command, self.run_directory, self._traces.marker)
+        child = start_child(plan, self._command, self.run_directory, self._traces)
         self._children[plan.name] = child
         self._traces.sessions[child.process.pid] = child.created
         self._children[GUARDIAN].tell(Session(sid=child.process.pid, created=child.created))

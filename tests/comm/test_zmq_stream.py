@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,11 +17,11 @@ import msgspec
 import pytest
 import zmq
 
-from streamrl.comm import stream_protocol, wire, zmq_sockets
+from streamrl.comm import wire, zmq_sockets
 from streamrl.comm.stream_protocol import Greeting, Kind, Role
 from streamrl.comm.wire import WireLimits, pack_header
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.errors import StreamBroken, StreamEnded, StreamRLError, WireError
+from streamrl.errors import StreamBroken, WireError
 from streamrl.messages import EngineEvent, EngineLoad, EngineOrder, Resume
 from streamrl.types import Record, TokenArray
 
@@ -256,22 +254,6 @@ async def test_a_frame_over_the_limit_of_the_socket_breaks_the_stream(new_endpoi
                 await receives.receive()
 
 
-async def test_credit_that_was_never_earned_breaks_the_sender() -> None:
-    sent: list[Any] = []
-    mine = msgspec.msgpack.decode(greeting(), type=Greeting)
-    end = stream_protocol.SendingEnd(mine, binds=False, limits=WireLimits(), transmit=lambda _, f: sent.append(f))
-    origin = stream_protocol.Origin(b"", None)
-    end.on_connected()
-    end.on_message(origin, [pack_header(Kind.WELCOME), greeting(role=Role.RECEIVER)])
-    assert end.credit == 0, "only the first CREDIT says that the receiver has accepted this end"
-    end.on_message(origin, [pack_header(Kind.CREDIT, 0)])
-    assert end.credit == 4
-    end.on_message(origin, [pack_header(Kind.CREDIT, 1)])
-    assert end.phase is stream_protocol.Phase.BROKEN
-    assert "between 0 and 0" in end.reason
-    assert wire.parse_header(sent[-1][0]).kind == Kind.BROKEN
-
-
 class Bulk(Record):
     tokens: TokenArray
 
@@ -303,6 +285,20 @@ async def test_a_killed_sender_breaks_the_receiver_after_its_items(new_endpoint:
             with pytest.raises(StreamBroken, match="the sender is gone"):
                 await receives.receive()
             assert time.monotonic() - killed < 0.5
+
+
+async def test_what_a_peer_said_before_it_died_comes_first_even_when_both_are_read_at_once(
+    new_endpoint: NewEndpoint,
+) -> None:
+    async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
+        with raw_dealer(receives.endpoint) as dealer:
+            await shake_hands(dealer)
+            dealer.send_multipart([pack_header(Kind.ITEM), msgspec.msgpack.encode(Resume(order_id=7))])
+            dealer.close(linger=1000)
+            time.sleep(0.2)  # noqa: ASYNC251  (a busy event loop: item and disconnection are both there when it turns)
+            assert await receives.receive() == Resume(order_id=7)
+            with pytest.raises(StreamBroken, match="the sender is gone"):
+                await receives.receive()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -379,70 +375,6 @@ async def test_a_frozen_peer_is_noticed_by_its_heartbeat(
             assert time.monotonic() - frozen < 2
 
 
-# ---- addresses and closing -----------------------------------------------------------------------
-
-
-async def test_a_taken_port_is_named_with_a_remedy() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(StreamRLError, match=f"cannot bind {endpoint}: Address already in use; .*choose another"):
-            await zmq_receiver(int, endpoint, bind=True).__aenter__()
-
-
-async def test_a_live_ipc_path_is_not_taken_over_and_a_dead_one_is(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/socket"
-    async with zmq_receiver(int, endpoint, bind=True):
-        with pytest.raises(StreamRLError, match="another process or stream holds it"):
-            await zmq_receiver(int, endpoint, bind=True).__aenter__()
-        assert (tmp_path / "socket").exists(), "the refused end has removed the path of the other"
-    assert not (tmp_path / "socket").exists()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "socket"))
-    async with zmq_receiver(int, endpoint, bind=True):
-        pass
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "message"),
-    [
-        ("ipc:///tmp/" + "x" * 120, "the path has 125 bytes .* 107; use a shorter run or socket directory"),
-        ("ipc:///no/such/directory/socket", "its directory does not exist"),
-        ("tcp://127.0.0.1", "has no port"),
-        ("tcp://::1:5555", r"brackets, as in tcp://\[::1\]:5555"),
-        ("tcp://203.0.113.7:5555", "this host has no such address"),
-        ("udp://127.0.0.1:1", "is not one of inproc"),
-        ("orders", "is not one of inproc"),
-    ],
-)
-async def test_bad_endpoints_are_refused_with_a_remedy(endpoint: str, message: str) -> None:
-    with pytest.raises(StreamRLError, match=message):
-        await zmq_sender(int, endpoint, bind=True).__aenter__()
-
-
-async def test_ipv6() -> None:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            pass
-    except OSError:
-        pytest.skip("this machine has no IPv6 loopback")
-    async with (
-        zmq_receiver(int, "tcp://[::1]:*", bind=True) as receives,
-        zmq_sender(int, receives.endpoint, bind=False) as sends,
-    ):
-        await sends.send(1)
-        assert await receives.receive() == 1
-
-
-async def test_closing_without_a_peer_is_bounded(new_endpoint: NewEndpoint) -> None:
-    started = time.monotonic()
-    async with zmq_sender(int, new_endpoint("tcp"), bind=True, close_seconds=0.2):
-        pass
-    async with zmq_receiver(int, new_endpoint("tcp"), bind=True):
-        pass
-    assert time.monotonic() - started < 1
-
-
 async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpoint: NewEndpoint) -> None:
     async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True) as unused:
         endpoint = unused.endpoint
@@ -462,24 +394,3 @@ async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpo
     finally:
         router.close(linger=0)
     assert time.monotonic() - started < 2
-
-
-async def test_every_end_can_be_opened_and_left_many_times(new_endpoint: NewEndpoint) -> None:
-    endpoint = new_endpoint("ipc")
-    descriptors = None
-    for number in range(30):
-        async with (
-            zmq_receiver(int, endpoint, bind=True) as receives,
-            zmq_sender(int, endpoint, bind=False) as sends,
-        ):
-            await sends.send(number)
-            assert await receives.receive() == number
-            await sends.aclose()
-            with pytest.raises(StreamEnded):
-                await receives.receive()
-        if number == 9:
-            descriptors = len(os.listdir("/proc/self/fd"))
-    assert descriptors is not None
-    with anyio.fail_after(5):  # libzmq's reaper closes sockets a moment later
-        while len(os.listdir("/proc/self/fd")) > descriptors:
-            await anyio.sleep(0.01)

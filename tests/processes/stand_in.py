@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def main() -> None:
 def behave(plan: ProcessPlan, directory: Path) -> None:
     behaviour = (directory / "behaviour" / plan.name).read_text()
     print(f"{plan.name} does {behaviour}")
+    descriptor, temporary = tempfile.mkstemp()  # never removed by itself
+    os.close(descriptor)
+    (directory / "temporary" / plan.name).write_text(temporary)
     terminated: list[int] = []
     ignored = directory / "ignored-sigterm"
     signal.signal(

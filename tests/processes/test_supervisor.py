@@ -36,7 +36,7 @@ class Trial:
     def __init__(self, root: Path, behaviour: Mapping[str, str]) -> None:
         self.directory = root / "run"
         self.sockets = root / "sockets"
-        for folder in ("behaviour", "pids"):
+        for folder in ("behaviour", "pids", "temporary"):
             (self.directory / folder).mkdir(parents=True)
         for name in NAMES:
             (self.directory / "behaviour" / name).write_text(behaviour.get(name, "serve"))
@@ -75,7 +75,8 @@ class Trial:
         left += [f"guardian {process.pid}" for process in self.guardians()]
         for path in (self.directory / "pids").glob("*.memory"):
             left += [str(segment) for segment in [Path("/dev/shm") / path.read_text()] if segment.exists()]
-        return left + [str(path) for path in [self.sockets] if path.exists()]
+        temporary = [Path(path.read_text()) for path in (self.directory / "temporary").iterdir()]
+        return left + [str(path) for path in [self.sockets, *temporary] if path.exists()]
 
 
 def lives(pid: int) -> bool:

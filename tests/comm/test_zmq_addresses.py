@@ -1,0 +1,100 @@
+"""Addresses that are taken, wrong or left behind, and closing within bounds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.errors import StreamEnded, StreamRLError
+
+pytestmark = pytest.mark.asyncio
+NewEndpoint = Callable[[str], str]
+
+
+async def test_a_taken_port_is_named_with_a_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(StreamRLError, match=f"cannot bind {endpoint}: Address already in use; .*choose another"):
+            await zmq_receiver(int, endpoint, bind=True).__aenter__()
+
+
+async def test_a_live_ipc_path_is_not_taken_over_and_a_dead_one_is(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/socket"
+    async with zmq_receiver(int, endpoint, bind=True):
+        with pytest.raises(StreamRLError, match="another process or stream holds it"):
+            await zmq_receiver(int, endpoint, bind=True).__aenter__()
+        assert (tmp_path / "socket").exists(), "the refused end has removed the path of the other"
+    assert not (tmp_path / "socket").exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "socket"))
+    async with zmq_receiver(int, endpoint, bind=True):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("ipc:///tmp/" + "x" * 120, "the path has 125 bytes .* 107; use a shorter run or socket directory"),
+        ("ipc:///no/such/directory/socket", "its directory does not exist"),
+        ("tcp://127.0.0.1", "has no port"),
+        ("tcp://::1:5555", r"brackets, as in tcp://\[::1\]:5555"),
+        ("tcp://203.0.113.7:5555", "this host has no such address"),
+        ("udp://127.0.0.1:1", "is not one of inproc"),
+        ("orders", "is not one of inproc"),
+    ],
+)
+async def test_bad_endpoints_are_refused_with_a_remedy(endpoint: str, message: str) -> None:
+    with pytest.raises(StreamRLError, match=message):
+        await zmq_sender(int, endpoint, bind=True).__aenter__()
+
+
+async def test_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    async with (
+        zmq_receiver(int, "tcp://[::1]:*", bind=True) as receives,
+        zmq_sender(int, receives.endpoint, bind=False) as sends,
+    ):
+        await sends.send(1)
+        assert await receives.receive() == 1
+
+
+async def test_closing_without_a_peer_is_bounded(new_endpoint: NewEndpoint) -> None:
+    started = time.monotonic()
+    async with zmq_sender(int, new_endpoint("tcp"), bind=True, close_seconds=0.2):
+        pass
+    async with zmq_receiver(int, new_endpoint("tcp"), bind=True):
+        pass
+    assert time.monotonic() - started < 1
+
+
+async def test_every_end_can_be_opened_and_left_many_times(new_endpoint: NewEndpoint) -> None:
+    endpoint = new_endpoint("ipc")
+    descriptors = None
+    for number in range(30):
+        async with (
+            zmq_receiver(int, endpoint, bind=True) as receives,
+            zmq_sender(int, endpoint, bind=False) as sends,
+        ):
+            await sends.send(number)
+            assert await receives.receive() == number
+            await sends.aclose()
+            with pytest.raises(StreamEnded):
+                await receives.receive()
+        if number == 9:
+            descriptors = len(os.listdir("/proc/self/fd"))
+    assert descriptors is not None
+    with anyio.fail_after(5):  # libzmq's reaper closes sockets a moment later
+        while len(os.listdir("/proc/self/fd")) > descriptors:
+            await anyio.sleep(0.01)

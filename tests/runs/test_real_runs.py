@@ -1,0 +1,208 @@
+"""Whole runs as a user starts them: real vLLM engines, real torch ranks, real sockets, real signals and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.control.event_log import replay
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
+STREAMRL = str(Path(sys.executable).with_name("streamrl"))
+SMALL = {
+    "rollout.prompts_per_batch": 4,
+    "rollout.group_size": 4,
+    "sampling.max_tokens": 64,
+    "evaluation.prompts": "",
+    "training.threads": 1,
+}
+
+
+class Run:
+    """``streamrl train`` with a small batch, in a directory of its own."""
+
+    def __init__(self, directory: Path, **settings: object) -> None:
+        self.directory = directory
+        chosen = {**SMALL, "run.directory": str(directory), **{k.replace("__", "."): v for k, v in settings.items()}}
+        self.overrides = [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
+        self.process = subprocess.Popen(
+            [STREAMRL, "train", str(EXAMPLE), *self.overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def files(self) -> Path:
+        """The run directory that the run made."""
+        return self.directory / "latest"
+
+    def wait_for_step(self, step: int) -> None:
+        """Until ``step`` is in metrics.jsonl."""
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline and self.process.poll() is None:
+            path = self.files / "metrics.jsonl"
+            if path.exists() and path.read_text().count('"kind":"step"') >= step:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"step {step} was not reached:\n{self.end(kill=True)}")
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process of the run, the command itself first."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def end(self, *, kill: bool = False, within: float = 200) -> str:
+        """Wait for the end; returns what was printed."""
+        if kill:
+            self.process.kill()
+        output, _ = self.process.communicate(timeout=within)
+        return output
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines of the optimizer steps."""
+        lines = (self.files / "metrics.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["kind"] == "step"]
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """No process, shared memory or socket directory of the run may be left behind."""
+
+    def traces() -> set[str]:
+        return set(os.listdir("/dev/shm")) | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("streamrl-")}
+
+    before = traces()
+    yield
+    deadline = time.monotonic() + 10
+    while (left := traces() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"left behind: {left}"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_two_engines_and_two_ranks_train_on_policy_and_the_log_replays(tmp_path: Path) -> None:
+    run = Run(tmp_path, run__steps=3, engines__count=2, training__ranks=2)
+    output = run.end()
+    assert run.process.returncode == 0, output
+    steps = run.metrics()
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    for step in steps:
+        assert abs(step["policy/is_weight_mean"] - 1) < 1e-3
+        assert step["async/staleness_oldest_max"] == 0
+        assert step["weights/payload_bytes"] > 0
+    state = replay(run.files / "events.jsonl")
+    accounting = state.accounting()
+    assert (accounting.issued, accounting.trained, accounting.in_flight) == (48, 48, 0)
+    from transformers import AutoModelForCausalLM
+
+    [exported] = {path.parent for path in (run.files / "checkpoints").resolve().rglob("config.json")}
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(exported).parameters()) == 299136
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        run__steps=6,
+        rollout__rounds="continuous",
+        rollout__max_staleness=2,
+        sampling__max_tokens=256,
+    )
+    output = run.end()
+    assert run.process.returncode == 0, output
+    steps = run.metrics()
+    assert max(s["async/staleness_oldest_max"] for s in steps) <= 2
+    assert max(s["async/staleness_max"] for s in steps) >= 1, "nothing was ever off-policy: were rounds continuous?"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_engine_and_trainer_started_by_hand_serve_a_run_over_tcp(tmp_path: Path) -> None:
+    port = _free_ports(8)
+    remote = {
+        "transport__kind": "tcp",
+        "transport__port": port,
+        "transport__engines": "external",
+        "transport__training": "external",
+    }
+    run = Run(tmp_path, run__steps=2, **remote)
+    servers = [
+        subprocess.Popen(
+            [STREAMRL, "serve", role, str(EXAMPLE), "--index", "0", *run.overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for role in ("engine", "trainer")
+    ]
+    output = run.end()
+    said = [server.communicate(timeout=60)[0] for server in servers]
+    assert run.process.returncode == 0, output
+    assert [server.returncode for server in servers] == [0, 0], said
+    assert [s["step"] for s in run.metrics()] == [1, 2]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_sigterm_drains_saves_and_leaves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, run__steps=500)
+    run.wait_for_step(2)
+    run.process.send_signal(signal.SIGTERM)
+    output = run.end(within=60)
+    assert run.process.returncode == 0, output
+    accounting = replay(run.files / "events.jsonl").accounting()
+    assert accounting.in_flight == 0 and accounting.balanced
+    assert list((run.files / "checkpoints").iterdir())
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "trainer"])
+def test_a_killed_process_ends_the_run_with_its_name(victim: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, run__steps=500)
+    run.wait_for_step(1)
+    [process] = [p for p in run.tree() if victim in " ".join(p.cmdline())][:1]
+    others = run.tree()
+    process.kill()
+    killed_at = time.monotonic()
+    output = run.end(within=30)
+    assert time.monotonic() - killed_at < 10, output
+    assert run.process.returncode == 1, output
+    first = next(line for line in output.splitlines() if line.startswith("error"))
+    assert ("engine-0" if "VLLM" in victim else "trainer-0") in first, output
+    assert not [p for p in others if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = Run(tmp_path, run__steps=2, rollout__group_sise=4)
+    output = run.end(within=30)
+    assert run.process.returncode == 2
+    assert "rollout.group_sise" in output and "group_size" in output
+    assert not list(tmp_path.iterdir())
+
+
+def _free_ports(count: int) -> int:
+    """First of ``count`` consecutive ports that are free now."""
+    for first in range(20000 + os.getpid() % 2000 * 10, 60000, 50):
+        sockets: list[socket.socket] = []
+        try:
+            sockets.extend(socket.create_server(("127.0.0.1", port)) for port in range(first, first + count))
+            return first
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+    raise AssertionError("no free ports")

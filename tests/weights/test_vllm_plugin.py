@@ -1,0 +1,47 @@
+"""The plugin does nothing in a process that streamrl did not start; in one it did, a child dies with its parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+
+def test_does_nothing_in_a_process_of_somebody_else() -> None:
+    script = (
+        "import sys; from streamrl.engines.vllm_plugin import register; register(); sys.exit('vllm' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "STREAMRL_ENGINE"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=30)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux only")
+def test_a_child_dies_with_a_killed_parent() -> None:
+    script = textwrap.dedent("""
+        import multiprocessing, os, time
+
+        def child(ready):
+            from streamrl.engines.vllm_plugin import die_with_parent
+            die_with_parent()
+            ready.send(os.getpid())
+            time.sleep(60)
+
+        receive, send = multiprocessing.Pipe()
+        multiprocessing.get_context("fork").Process(target=child, args=(send,)).start()
+        print(receive.recv(), flush=True)
+        time.sleep(60)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        child.wait(timeout=5)
+    finally:
+        if child.is_running():
+            child.kill()
