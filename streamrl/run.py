@@ -21,11 +21,11 @@ import anyio.to_thread
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
-from streamrl.preflight import preflight
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.errors import ProcessDied, StreamBroken
 from streamrl.messages import RunEvent, RunFinished, RunProgress, StepFinished
+from streamrl.preflight import preflight
 from streamrl.processes.supervisor import Supervisor
 
 PROGRESS_BACKLOG = 1000

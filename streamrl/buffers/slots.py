@@ -1,10 +1,10 @@
 """Slots: the right of a trajectory to be in flight, and the arithmetic of staleness. The only place with that formula.
 
-A batch consumes ``prompts_per_batch`` groups and makes one new policy version. With
-``(max_staleness + 1)`` batches' worth of slots, released only when a trajectory is dropped or when the version that consumed it is *live on the
-engines*, a group launched under live version ``u`` while ``d`` trained versions are not live yet
-shares the buffer with at most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order
-that ``may_take`` allows, it is trained by version ``u + max_staleness`` at the latest.
+A batch consumes ``batch_groups`` groups and makes one new policy version. There are ``(max_staleness + 1)`` batches of
+slots, released only when a trajectory is dropped or when the version that consumed it is *live on the engines*. So a
+group that is launched under live version ``u`` while ``d`` trained versions are not live yet shares the buffer with at
+most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order that ``may_take``
+allows, it is trained by version ``u + max_staleness`` at the latest (docs/adr/0002).
 """
 
 from __future__ import annotations
@@ -67,11 +67,8 @@ def may_take(candidate: int, others: Iterable[int], *, now: int, seats: int, bat
     """
     if seats <= 0 or candidate < now:
         return False
-    due = 0
     pending = sorted(d for d in others if d < candidate)
-    for index, deadline in enumerate(pending):
-        due += 1
-        last_of_deadline = index + 1 == len(pending) or pending[index + 1] != deadline
-        if last_of_deadline and due > seats - 1 + batch_groups * max(deadline - now, 0):
-            return False
-    return True
+    # The n-th of them, in order of deadline, must find a place by its own deadline.
+    return all(
+        due <= seats - 1 + batch_groups * max(deadline - now, 0) for due, deadline in enumerate(pending, start=1)
+    )

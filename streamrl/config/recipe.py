@@ -126,7 +126,8 @@ class LossNormalization(StrEnum):
     """What a step's loss is divided by.
 
     ``token_mean``: all trained tokens of the batch (DAPO, arXiv 2503.14476); ``sequence_mean``: each
-    sample's tokens, then samples (GRPO, arXiv 2402.03300); ``constant``: ``samples * max_tokens`` (Dr. GRPO, arXiv 2503.20783).
+    sample's tokens, then samples (GRPO, arXiv 2402.03300); ``constant``: ``samples * max_tokens`` (Dr. GRPO, arXiv
+    2503.20783).
     """
 
     TOKEN_MEAN = "token_mean"
@@ -220,7 +221,7 @@ class Launch(StrEnum):
 
 
 class Transport(Section, frozen=True):
-    """Streams between processes. With tcp, ports ``port``, ``port + 1``, ... of ``host`` are used; the dry run lists them."""
+    """Streams between processes. With tcp: ``port``, ``port + 1``, ... of ``host``; the dry run lists them."""
 
     kind: TransportKind = TransportKind.IPC
     host: str = "127.0.0.1"

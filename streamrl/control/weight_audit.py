@@ -1,4 +1,4 @@
-"""Audits: what the engines say that they hold, by their own checksums, beside what the state hash says at every push."""
+"""Audits: what the engines say that they hold, by checksums of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class AuditedEngine(Protocol):
 
 
 class WeightAudit:
-    """Every ``interval`` versions appends ``{"policy_version", "checksums": {engine: {parameter: digest}}}`` to ``path``."""
+    """Every ``interval`` versions (0: never) appends a line to ``path``:
+    ``{"policy_version", "checksums": {engine: {parameter: digest}}}``."""
 
     def __init__(self, engines: Mapping[str, AuditedEngine], path: Path, interval: int) -> None:
         self._engines = engines
