@@ -80,9 +80,10 @@ class _EngineHost:
         self._completions = completions
 
     async def run(self) -> None:
-        await self._completions.send(await self._engine.start())
+        ready = await self._engine.start()
         async with anyio.create_task_group() as group:
             group.start_soon(self._engine.watch)
+            await self._completions.send(ready)  # waits for the controller; the engine may die meanwhile
             group.start_soon(self._report_load)
             async for order in self._orders:
                 # Tasks start in this order and reach the engine before they wait, so a pause follows the requests

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from streamrl.config.recipe import Recipe
+from streamrl.config.threads import engine_threads
 from streamrl.errors import RecipeError
 
 PROMPT_ALLOWANCE = 1024
@@ -136,6 +138,19 @@ def _environment(recipe: Recipe, index: int, socket_directory: str | Path, on_cp
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_BYTES >> 30)
         # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-        if index < len(recipe.engines.cores) and recipe.engines.cores[index]:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = recipe.engines.cores[index]
+        environment |= _openmp(recipe.engines.cores[index]) if index < len(recipe.engines.cores) else {}
+        environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
     return environment
+
+
+def _openmp(cores: str) -> dict[str, str]:
+    """OpenMP's own variables for ``cores`` such as ``0-3,6``: an engine computes in its EngineCore process (see
+    ``vllm_engine``), where vLLM's binding does not reach."""
+    numbers: list[int] = []
+    for part in filter(None, cores.split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    if not numbers:
+        return {}
+    places = ",".join(f"{{{number}}}" for number in numbers)
+    return {"OMP_NUM_THREADS": str(len(numbers)), "OMP_PLACES": places, "OMP_PROC_BIND": "true"}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
+import torch
 
 from streamrl.config.recipe import AdvantageNormalization, LossNormalization, Recipe
+from streamrl.config.threads import trainer_threads
 from streamrl.errors import StreamRLError
 
 
@@ -70,7 +74,7 @@ def trainer_options(
         ranks=ranks,
         rendezvous=rendezvous,
         device=training.device,
-        threads=training.threads,
+        threads=trainer_threads(recipe, os.cpu_count() or 1, engines_on_cpu=not torch.cuda.is_available()),
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
         max_tokens=recipe.sampling.max_tokens,

@@ -47,7 +47,7 @@ def policy_metrics(
         "optim/loss": loss / denominator,
         "optim/groups_without_signal": total[3],
         "time/forward_backward_s": seconds,
-        "perf/train_tok_s": packed / seconds if seconds else 0.0,
+        "perf/forward_backward_tok_s": packed / seconds if seconds else 0.0,
     }
     if computed:
         metrics |= {

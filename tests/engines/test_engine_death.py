@@ -48,11 +48,11 @@ async def until_gone(pids: list[int]) -> float:
 @pytest.mark.parametrize(
     ("title", "cause", "idle"),
     [
-        ("VLLM::Worker", r"engine-0: its process VLLM::Worker \(pid \d+\) died", False),
+        ("VLLM::EngineCore", r"engine-0: its process VLLM::EngineCore \(pid \d+\) died", False),
         ("VLLM::EngineCore", r"engine-0: its process VLLM::EngineCore \(pid \d+\) died", True),
         ("owner", r"engine-0: its host is gone", False),
     ],
-    ids=["worker", "idle-core", "owner"],
+    ids=["core", "idle-core", "owner"],
 )
 async def test_sigkill_is_reported_at_once_and_leaves_nothing(
     title: str, cause: str, idle: bool, tiny_options: Callable, hosted: Callable, make_request: Callable[..., Generate]

@@ -63,13 +63,12 @@ def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
 
 
 def test_cores_bind_only_the_engine_they_are_given_to(model_directory: Path) -> None:
-    bound = recipe(model_directory, count=3, cores=("0", ""))
-    threads = [
-        engine_options(bound, index, "/run/s", device="cpu").environment.get("VLLM_CPU_OMP_THREADS_BIND")
-        for index in range(3)
-    ]
-    assert threads == ["0", None, None]
-    assert engine_options(bound, 0, "/run/s", device="cpu").environment["VLLM_RPC_BASE_PATH"] == "/run/s"
+    bound = recipe(model_directory, count=3, cores=("0-1,4", ""))
+    environments = [engine_options(bound, index, "/run/s", device="cpu").environment for index in range(3)]
+    assert [e.get("OMP_PLACES") for e in environments] == ["{0},{1},{4}", None, None]
+    assert environments[0]["OMP_NUM_THREADS"] == "3"
+    assert int(environments[1]["OMP_NUM_THREADS"]) >= 1
+    assert environments[0]["VLLM_RPC_BASE_PATH"] == "/run/s"
 
 
 def test_cache_never_exceeds_its_gibibyte_nor_falls_below_one_request() -> None:

@@ -21,7 +21,8 @@ from streamrl.control.event_log import replay
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "sort" / "recipe.toml"
 STREAMRL = str(Path(sys.executable).with_name("streamrl"))
 SMALL = {
     "rollout.prompts_per_batch": 4,
@@ -131,29 +132,26 @@ def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(t
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_engine_and_trainer_started_by_hand_serve_a_run_over_tcp(tmp_path: Path) -> None:
-    port = _free_ports(8)
-    remote = {
-        "transport__kind": "tcp",
-        "transport__port": port,
-        "transport__engines": "external",
-        "transport__training": "external",
-    }
-    run = Run(tmp_path, run__steps=2, **remote)
-    servers = [
-        subprocess.Popen(
-            [STREAMRL, "serve", role, str(EXAMPLE), "--index", "0", *run.overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for role in ("engine", "trainer")
-    ]
-    output = run.end()
-    said = [server.communicate(timeout=60)[0] for server in servers]
-    assert run.process.returncode == 0, output
-    assert [server.returncode for server in servers] == [0, 0], said
-    assert [s["step"] for s in run.metrics()] == [1, 2]
+def test_the_example_runs_engine_and_trainer_apart_over_tcp(tmp_path: Path) -> None:
+    chosen = {**SMALL, "run.directory": str(tmp_path), "run.steps": 2}
+    flags = [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
+    port = str(_free_ports(8))
+    command = [sys.executable, str(EXAMPLES / "separate_processes.py"), str(EXAMPLE), "--port", port, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "latest" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> None:
+    chosen = {**SMALL, "run.directory": str(tmp_path), "run.steps": 500}
+    flags = [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
+    command = [sys.executable, str(EXAMPLES / "pipeline_from_python.py"), str(EXAMPLE), "--until", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1: reward" in done.stdout
+    assert replay(tmp_path / "latest" / "events.jsonl").accounting().in_flight == 0
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -1,0 +1,19 @@
+"""How the cores of one CPU host are shared. Spinning threads of a trainer cost its engine more than they bring."""
+
+from __future__ import annotations
+
+from streamrl.config.recipe import Launch, Recipe
+
+
+def engine_threads(recipe: Recipe, cores: int) -> int:
+    """OpenMP threads of one CPU engine: half of the host's ``cores`` for all engines that this run starts here."""
+    return max(cores // (2 * recipe.engines.count), 1)
+
+
+def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool) -> int:
+    """Torch threads of one rank: ``training.threads``, or what the engines of this host leave, shared by the ranks."""
+    if recipe.training.threads:
+        return recipe.training.threads
+    shared = engines_on_cpu and recipe.transport.engines is Launch.LOCAL
+    left = cores - recipe.engines.count * engine_threads(recipe, cores) if shared else cores
+    return max(left // recipe.training.ranks, 1)
