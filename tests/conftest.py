@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,14 @@ import pytest
 _PATIENCE_S = 5.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
+
+
+@pytest.fixture(autouse=True)
+def own_import_path() -> Iterator[None]:
+    """User code puts its folder on ``sys.path``; a later test's engine must not import from there."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(autouse=True)

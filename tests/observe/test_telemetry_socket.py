@@ -33,6 +33,8 @@ def publisher(endpoint: str) -> Iterator[TelemetryPublisher]:
 
 def test_a_plain_zeromq_subscriber_reads_what_the_document_says(publisher: TelemetryPublisher) -> None:
     publisher.publish("step", {"step": 1, "policy_version": 1, "metrics": {"reward/mean": 0.5}})
+    with TelemetrySubscriber(publisher.endpoint) as first:
+        assert first.receive(5)  # from now on it has been published, and later subscribers get it again
     with zmq.Context() as context, context.socket(zmq.SUB) as plain:
         plain.setsockopt(zmq.LINGER, 0)
         plain.setsockopt(zmq.SUBSCRIBE, b"step")
