@@ -91,12 +91,13 @@ def write_recipe(job: Job, folder: Path) -> Path:
     (folder / "reward.py").write_text(f"async def reward(completion, *, prompt, answer, finish_reason):\n{reward}")
     evaluated = "" if job.coin else f'[evaluation]\nprompts = "held_out.jsonl"\nevery = {job.evaluate_every}\n'
     recipe = folder / "recipe.toml"
+    # No thread count: the peers' torch threads are the whole machine's cores, streamrl shares the same cores out.
     recipe.write_text(
         f'[run]\nsteps = {job.steps}\nseed = {job.seed}\n[model]\npath = "{job.model.resolve()}"\n'
         f'[prompts]\ntrain = "train.jsonl"\nshuffle = false\n[[rewards]]\nfunction = "reward.py:reward"\n'
         f"[rollout]\nprompts_per_batch = {job.prompts_per_batch}\ngroup_size = {job.group_size}\n"
         f"[sampling]\nmax_tokens = {MAX_TOKENS}\n"
-        f"[training]\nlearning_rate = {job.learning_rate}\nbeta2 = 0.95\nwarmup_steps = 5\nthreads = {job.threads}\n"
+        f"[training]\nlearning_rate = {job.learning_rate}\nbeta2 = 0.95\nwarmup_steps = 5\n"
         f'[engines]\ndtype = "float32"\n{evaluated}[checkpoint]\nat_end = false\n'
     )
     return recipe

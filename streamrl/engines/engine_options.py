@@ -21,6 +21,9 @@ CPU_BLOCK_TOKENS = 128
 CPU_CACHE_BYTES = 1 << 30
 """``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
 
+PACKED_LINEAR_WIDTH = 256
+"""From this hidden size on vLLM's packed kernels repay packing again what a commit touched."""
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -68,7 +71,7 @@ def engine_options(recipe: Recipe, index: int, socket_directory: str | Path, *, 
         cache_blocks=cache_blocks(config, dtype, context, recipe.engines.max_running) if on_cpu else 0,
         block_tokens=CPU_BLOCK_TOKENS if on_cpu else 0,
         gpu_memory_share=recipe.engines.gpu_memory_share,
-        environment=_environment(recipe, index, socket_directory, on_cpu),
+        environment=_environment(recipe, index, socket_directory, config, on_cpu),
     )
 
 
@@ -127,7 +130,9 @@ def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_running: 
     return max(min(wanted, affordable), blocks_per_request + 1)
 
 
-def _environment(recipe: Recipe, index: int, socket_directory: str | Path, on_cpu: bool) -> dict[str, str]:
+def _environment(
+    recipe: Recipe, index: int, socket_directory: str | Path, config: dict[str, Any], on_cpu: bool
+) -> dict[str, str]:
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -138,6 +143,8 @@ def _environment(recipe: Recipe, index: int, socket_directory: str | Path, on_cp
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_BYTES >> 30)
         # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
         environment["TORCHDYNAMO_DISABLE"] = "1"
+        wide = int(config.get("hidden_size") or 0) >= PACKED_LINEAR_WIDTH
+        environment["STREAMRL_CPU_LINEAR"] = "packed" if wide else "plain"
         environment |= _openmp(recipe.engines.cores[index]) if index < len(recipe.engines.cores) else {}
         environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
     return environment

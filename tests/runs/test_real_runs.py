@@ -45,6 +45,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     @property
@@ -155,10 +156,11 @@ def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_sigterm_drains_saves_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_saves_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     run = Run(tmp_path, run__steps=500)
     run.wait_for_step(2)
-    run.process.send_signal(signal.SIGTERM)
+    os.killpg(run.process.pid, number)  # as a terminal sends it: to every process of the group
     output = run.end(within=60)
     assert run.process.returncode == 0, output
     accounting = replay(run.files / "events.jsonl").accounting()
