@@ -185,6 +185,38 @@ def test_a_killed_process_ends_the_run_with_its_name(victim: str, tmp_path: Path
     assert not [p for p in others if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    function = tmp_path / "broken.py"
+    function.write_text("async def reward(completion, **columns):\n    raise LookupError('no such answer')\n")
+    reward = {"rewards__0__function": f"{function}:reward", "reward_limits__window": 32}
+    run = Run(tmp_path / "runs", run__steps=500, **reward)
+    output = run.end(within=100)
+    assert run.process.returncode == 1, output
+    assert "of the last 32 trajectories failed" in output and "no such answer" in output
+    accounting = replay(run.files / "events.jsonl").accounting()
+    assert accounting.trained == 0 and accounting.dropped["reward_failed"] >= 16
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
+    function = tmp_path / "stuck.py"
+    function.write_text(
+        "import random, time\n"
+        "async def reward(completion, **columns):\n"
+        "    if random.random() < 0.02:\n"
+        "        time.sleep(1000)  # not even cancellation reaches it\n"
+        "    return float(len(completion) % 2)\n"
+    )
+    reward = {"rewards__0__function": f"{function}:reward", "rewards__0__time_limit_s": 1.0}
+    run = Run(tmp_path / "runs", run__steps=4, reward_limits__max_failed_share=0.9, **reward)
+    output = run.end(within=200)
+    assert run.process.returncode == 0, output
+    accounting = replay(run.files / "events.jsonl").accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    assert [s["step"] for s in run.metrics()] == [1, 2, 3, 4]
+
+
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
     run = Run(tmp_path, run__steps=2, rollout__group_sise=4)
     output = run.end(within=30)
