@@ -114,13 +114,18 @@ def test_two_engines_and_two_ranks_train_on_policy_and_the_log_replays(tmp_path:
 
     [exported] = {path.parent for path in (run.files / "checkpoints").resolve().rglob("config.json")}
     assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(exported).parameters()) == 299136
+    following = Run(tmp_path / "following", run__steps=1, model__path=str(exported))  # vLLM loads it as well
+    output = following.end()
+    assert following.process.returncode == 0, output
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "resume"])
+def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(in_flight: str, tmp_path: Path) -> None:
     run = Run(
         tmp_path,
         run__steps=6,
+        rollout__in_flight=in_flight,
         rollout__rounds="continuous",
         rollout__max_staleness=2,
         sampling__max_tokens=256,
@@ -130,6 +135,8 @@ def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(t
     steps = run.metrics()
     assert max(s["async/staleness_oldest_max"] for s in steps) <= 2
     assert max(s["async/staleness_max"] for s in steps) >= 1, "nothing was ever off-policy: were rounds continuous?"
+    assert max(s["async/versions_per_sample_mean"] for s in steps) > 1, "no completion lived through a weight update"
+    assert max(s["weights/reanchored"] for s in steps) == 0
 
 
 @pytest.mark.usefixtures("nothing_left")
