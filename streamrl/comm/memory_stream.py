@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -38,7 +39,7 @@ class _Channel(Generic[T]):
             self.wake()
 
 
-class _MemoryStream(Generic[T]):
+class _MemoryStream(ABC, Generic[T]):
     _role = ""
 
     def __init__(self, channel: _Channel[T]) -> None:
@@ -60,8 +61,8 @@ class _MemoryStream(Generic[T]):
             cause = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else "it was cancelled"
             await self.abort(f"the {self._role} failed: {cause}")
 
-    async def aclose(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def aclose(self) -> None: ...
 
     async def abort(self, reason: str) -> None:
         """Break the stream: the peer gets ``StreamBroken`` with this reason."""

@@ -21,6 +21,7 @@ REFUSED and BROKEN a reason in UTF-8: these two are understood across versions.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum, StrEnum
@@ -88,7 +89,7 @@ _encode_greeting = msgspec.msgpack.Encoder().encode
 _decode_greeting = msgspec.msgpack.Decoder(Greeting).decode
 
 
-class StreamEnd:
+class StreamEnd(ABC):
     """What both ends have in common: handshake, breaking, parting.
 
     ``transmit(peer, frames)`` hands a message to the socket and never waits. After any call ``phase``, ``reason`` and
@@ -239,11 +240,11 @@ class StreamEnd:
     def _on_goodbye(self) -> None:
         self.parted = True
 
-    def _on_open(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_open(self) -> None: ...
 
-    def _on_stream_message(self, header: Header, frames: Sequence[Buffer]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_stream_message(self, header: Header, frames: Sequence[Buffer]) -> None: ...
 
     @property
     def _other_role(self) -> Role:

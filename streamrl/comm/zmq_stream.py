@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -39,7 +40,7 @@ PARTING_SECONDS = 0.5
 """How long an end that breaks or is ended waits for the peer to know. A courtesy: it sees the connection close."""
 
 
-class _ZmqStream:
+class _ZmqStream(ABC):
     """What sender and receiver share: the context manager, waiting for changes, parting."""
 
     def __init__(self, endpoint: str, role: Role, name: str, limits: WireLimits, close_seconds: float) -> None:
@@ -85,8 +86,8 @@ class _ZmqStream:
             finally:
                 self._connection.close()
 
-    async def aclose(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def aclose(self) -> None: ...
 
     async def abort(self, reason: str) -> None:
         """Break the stream: the peer gets ``StreamBroken`` with this reason."""
