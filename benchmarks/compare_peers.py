@@ -1,6 +1,6 @@
 """streamrl beside TRL's GRPOTrainer and a plain PyTorch loop, in one run on this machine.
 
-    python benchmarks/compare_peers.py --peer-scripts ../shared/baseline --trl-python /tmp/trlvenv/bin/python \\
+    python benchmarks/compare_peers.py --peer-scripts ../shared/baseline --trl-python TRL_VENV/bin/python \\
         --steps 40 --repeats 2 --threads 2 --out peers.json
 
 Same model, task, prompts, batch (32 x 8, cap 448), optimizer, steps and threads; the systems take turns, so that a

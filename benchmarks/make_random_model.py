@@ -1,6 +1,6 @@
 """Make a Qwen2 of about 30 M random parameters with the demo's tokenizer: for throughput only, it knows nothing.
 
-    python benchmarks/make_random_model.py --out /tmp/random30m
+    python benchmarks/make_random_model.py --out random30m
 
 Its output is near uniform over 32 tokens, so completions end after 32 tokens on average, the longest of 256 after
 about 200: a geometric tail, without the demo's completions at the cap.
