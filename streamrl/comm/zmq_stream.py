@@ -45,7 +45,6 @@ class _ZmqStream(ABC):
 
     def __init__(self, endpoint: str, role: Role, name: str, limits: WireLimits, close_seconds: float) -> None:
         self.name = name or endpoint
-        self._configured_endpoint = endpoint
         self._role = role
         self._limits = limits
         self._close_seconds = close_seconds

@@ -240,8 +240,9 @@ class ControlState:
     def _fill_batch(self, actions: list[ControlAction]) -> None:
         if self.batch.closed:
             return
+        view = self._view()
         for group in sorted(self.buffer.ready(), key=lambda g: (self._deadline(g), g.group_id)):
-            if not self.policy.may_join(self._view(), group.group_id):
+            if not self.policy.may_join(view, group.group_id):
                 continue
             self.buffer.batch(group.group_id, self.batch.batch_id)
             self.batch.groups += 1
@@ -250,6 +251,7 @@ class ControlState:
             actions.append(
                 do.TrainGroupNow(batch_id=self.batch.batch_id, group_id=group.group_id, ids=tuple(group.members))
             )
+            view = self._view()  # a seat less, and a group less to place
 
     def _close_batch(self, actions: list[ControlAction]) -> None:
         batch = self.batch

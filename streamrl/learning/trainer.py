@@ -62,11 +62,6 @@ class TorchTrainer:
         return self._policy_version
 
     @property
-    def pending_tokens(self) -> int:
-        """Tokens of groups that wait to be trained. ``train_pending`` trains them."""
-        return self._pending_tokens
-
-    @property
     def idle_work(self) -> bool:
         """Whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at least."""
         return self._options.streaming and 4 * self._pending_tokens >= self._options.micro_batch_tokens

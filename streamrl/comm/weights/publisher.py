@@ -83,11 +83,6 @@ class WeightPublisher:
         """Where engines pull from (known after ``start``)."""
         return self._advertise or self._thread.endpoint
 
-    @property
-    def acknowledged_version(self) -> int | None:
-        """The version of the shadow; None before the first acknowledgement."""
-        return self._acknowledged
-
     def start(self) -> None:
         """Bind the endpoint and serve from a thread of its own. Raises ``WeightError`` when it cannot bind."""
         self._thread.start()
