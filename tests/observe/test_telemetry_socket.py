@@ -31,10 +31,17 @@ def publisher(endpoint: str) -> Iterator[TelemetryPublisher]:
     publisher.close()
 
 
+def _wait_until_sent(publisher: TelemetryPublisher, topic: str, *, sequence: int) -> None:
+    with TelemetrySubscriber(publisher.endpoint, topics=(topic,)) as first:
+        while (message := first.receive(5)) is not None:
+            if message.sequence == sequence:
+                return
+    raise AssertionError(f"message {sequence} of {topic!r} was never sent")
+
+
 def test_a_plain_zeromq_subscriber_reads_what_the_document_says(publisher: TelemetryPublisher) -> None:
     publisher.publish("step", {"step": 1, "policy_version": 1, "metrics": {"reward/mean": 0.5}})
-    with TelemetrySubscriber(publisher.endpoint) as first:
-        assert first.receive(5)  # from now on it has been published, and later subscribers get it again
+    _wait_until_sent(publisher, "step", sequence=1)  # from now on later subscribers get it as a replay
     with zmq.Context() as context, context.socket(zmq.SUB) as plain:
         plain.setsockopt(zmq.LINGER, 0)
         plain.setsockopt(zmq.SUBSCRIBE, b"step")
@@ -58,6 +65,7 @@ def test_late_joiner_gets_the_last_message_of_each_topic_then_live_ones(publishe
     publisher.publish("run", {"state": "started"})
     for step in range(1, 6):
         publisher.publish("step", {"step": step})
+    _wait_until_sent(publisher, "step", sequence=5)  # who joins before the thread has sent them gets them live
     with TelemetrySubscriber(publisher.endpoint) as late:
         first, second = late.receive(5), late.receive(5)
         assert first is not None
