@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="start one external process of a run by hand (transport.kind = tcp)")
     serve.add_argument("role", choices=("engine", "trainer"))
     _add_recipe(serve)
-    serve.add_argument("--index", type=int, default=0, metavar="I", help="which engine, or which rank (default 0)")
+    serve.add_argument(
+        "--index", type=int, metavar="I", help="which engine, or which rank (default: torchrun's RANK, else 0)"
+    )
     serve.set_defaults(run=_serve)
 
     explain = commands.add_parser("explain", help="what a recipe key means, its default and what it may be")

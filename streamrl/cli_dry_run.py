@@ -24,12 +24,21 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
     print("# the resolved recipe\n")
     print(dump_recipe(recipe))
     print("# what it adds up to\n")
-    print("\n".join(arithmetic_lines(recipe, facts, context)))
+    print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
     preflight(recipe)
     print("\nall checks passed; nothing was started")
     return 0
+
+
+def _held_out(recipe: Recipe) -> int:
+    """Rows of the held-out prompts; 0 where there is no file to count in."""
+    path = Path(recipe.evaluation.prompts)
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
 
 
 def _model(recipe: Recipe) -> CheckedModel | None:

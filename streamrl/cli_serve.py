@@ -1,4 +1,7 @@
-"""``streamrl serve engine|trainer RECIPE --index i``: one external process of a run, started by a person."""
+"""``streamrl serve engine|trainer RECIPE --index i``: one external process of a run, started by a person.
+
+All trainer ranks of a host: ``torchrun --nproc-per-node N -m streamrl serve trainer RECIPE``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from streamrl.processes.child import Terminated
 from streamrl.processes.external import serve_external
 
 
-def serve(role: str, recipe: Recipe, index: int) -> int:
+def serve(role: str, recipe: Recipe, index: int | None) -> int:
     """Serve until the run ends. Exit code 0 also after SIGTERM: an order that was obeyed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

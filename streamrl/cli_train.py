@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
+from streamrl.config.objective_text import streaming_notice
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.messages import RunFinished, RunStarted, StartProgress
@@ -58,6 +59,8 @@ class _Run:
                     self._report(event)
                     if isinstance(event, RunStarted):
                         self._started.set()
+                        if notice := streaming_notice(self._recipe):
+                            self._report.line(f"  streaming {notice}")
                     self.finished = self.finished or isinstance(event, RunFinished)
         finally:
             self._pipeline = None

@@ -198,7 +198,8 @@ class TrainGroup(Message, frozen=True):
 class CloseBatch(Message, frozen=True):
     """The open batch is complete: step the optimizer and publish ``policy_version``.
 
-    The totals are over all ranks, so every rank can check what it reduced.
+    The totals are over all ranks, so every rank can check what it reduced. ``engines_idle``: nothing is sampled until
+    the next version is live, so the trainer may take the engines' cores.
     """
 
     batch_id: int
@@ -206,6 +207,7 @@ class CloseBatch(Message, frozen=True):
     groups: int
     samples: int
     trained_tokens: int
+    engines_idle: bool = False
 
 
 class WeightsAcknowledged(Message, frozen=True):
@@ -221,10 +223,14 @@ class PublishAnchor(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end)."""
+    """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
+
+    ``min_free_bytes``: refuse where less than this would be left on the disk.
+    """
 
     directory: str
     policy_version: int
+    min_free_bytes: int = 0
 
 
 TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | SaveCheckpoint
@@ -318,13 +324,14 @@ class StartProgress(Message, frozen=True):
 
 
 class RunStarted(Message, frozen=True):
-    """Every process is ready and version 0 is live."""
+    """Every process is ready. ``policy_version``: the step that the run goes on from, 0 unless it was resumed."""
 
     run_id: str
     directory: str
     metrics_endpoint: str
     steps: int
     parameters: int
+    policy_version: int = 0
 
 
 class RunProgress(Message, frozen=True):
@@ -352,6 +359,13 @@ class EvaluationFinished(Message, frozen=True):
     metrics: dict[str, float]
 
 
+class RunWarning(Message, frozen=True):
+    """An alarm: a metric of ``step`` left its bounds. ``message``: the value, the bound and what to look at."""
+
+    step: int
+    message: str
+
+
 class RunFinished(Message, frozen=True):
     """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
 
@@ -359,4 +373,4 @@ class RunFinished(Message, frozen=True):
     step: int
 
 
-RunEvent = StartProgress | RunStarted | RunProgress | StepFinished | EvaluationFinished | RunFinished
+RunEvent = StartProgress | RunStarted | RunProgress | StepFinished | EvaluationFinished | RunWarning | RunFinished

@@ -46,8 +46,11 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import Topology
+from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.checkpoints import CheckpointKeeper
 from streamrl.control.controller import Controller
+from streamrl.control.evaluation import HeldOut
+from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
@@ -56,7 +59,6 @@ from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.errors import StreamRLError
 from streamrl.messages import (
     EngineEvent,
     EngineOrder,
@@ -77,7 +79,7 @@ from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.stages.prompts import open_prompts
 from streamrl.stages.reward import RewardSettings, RewardStage, WorkerStreams, next_ready
 from streamrl.stages.rollout import RolloutStage
-from streamrl.tokenizer import Tokenizer, load_tokenizer
+from streamrl.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.types import Prompt
 
 MOST_HELD_OUT = 10_000
@@ -111,7 +113,10 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 nursery.start_soon(engine.run)
             ready = await pool.start()
             greetings = await trainer.ready()
-            _compare_tokenizers(ready.tokenizer_digest, greetings[0].tokenizer_digest, recipe)
+            tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
+            digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
+            digests |= {f"trainer rank {greeting.rank}": greeting.tokenizer_digest for greeting in greetings}
+            refuse_different_tokenizers(recipe.model.path, digests)
             nursery.start_soon(trainer.run)
             await emit(
                 RunStarted(
@@ -122,8 +127,9 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                     parameters=greetings[0].parameters,
                 )
             )
-            capacity = min(ready.max_running, recipe.max_in_flight)
-            await _run_stages(recipe, topology, run_directory, _Parts(pool, engines, trainer, capacity, emit))
+            version = greetings[0].policy_version
+            parts = _Parts(tokenizer, pool, engines, trainer, ready.max_running, emit)
+            await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
             await pool.aclose()
 
@@ -131,17 +137,19 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
 class _Parts(msgspec.Struct, frozen=True):
     """What is connected: the stages work on it."""
 
+    tokenizer: Tokenizer
     pool: EnginePool
     engines: list[RemoteEngine]
     trainer: TrainerRanks
-    capacity: int
+    max_running: int
     emit: Emit
 
 
-async def _run_stages(recipe: Recipe, topology: Topology, run_directory: Path, parts: _Parts) -> None:
-    """Control, rollout and reward, from version 0 to the end of the run."""
-    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
-    held_out = await _held_out(recipe, tokenizer)
+async def _run_stages(
+    recipe: Recipe, topology: Topology, run_directory: Path, parts: _Parts, start_version: int
+) -> None:
+    """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
+    held_out = await _held_out(recipe, parts)
     reward = RewardStage(
         await _reward_settings(recipe),
         [partial(_open_worker, topology, index) for index in range(recipe.reward_limits.workers)],
@@ -156,10 +164,11 @@ async def _run_stages(recipe: Recipe, topology: Topology, run_directory: Path, p
     log = EventLog(run_directory / "events.jsonl", run_directory.name, settings)
     prompts = open_prompts(
         recipe.prompts.train,
-        tokenizer,
+        parts.tokenizer,
         seed=recipe.run.seed,
         shuffle=recipe.prompts.shuffle,
         max_tokens=None,
+        start=start_version * recipe.rollout.prompts_per_batch,
     )
     publisher = WeightPublisher(
         parts.engines,
@@ -167,26 +176,28 @@ async def _run_stages(recipe: Recipe, topology: Topology, run_directory: Path, p
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
     )
-    keeper = CheckpointKeeper(
-        parts.trainer, run_directory / "checkpoints", recipe.checkpoint.keep, forget=_remove_directory
-    )
+    keeper = CheckpointKeeper(parts.trainer, run_directory / "checkpoints", recipe.checkpoint, forget=_remove_directory)
+    samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     engines = {f"engine-{index}": engine for index, engine in enumerate(parts.engines)}
     audit = WeightAudit(engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     controller = Controller(
         settings,
         prompts=prompts,
         held_out=held_out,
-        held_out_temperature=recipe.evaluation.temperature,
         trainer=parts.trainer,
         publisher=publisher,
         log=log,
-        report=RunReport(parts.emit, rollout.statistics, parts.capacity),
+        report=RunReport(parts.emit, rollout.statistics, min(parts.max_running, recipe.max_in_flight)),
         seed=recipe.run.seed,
         save=keeper.save,
         audit=audit.after_push,
+        scored=keeper.scored,
+        store=samples.write if recipe.evaluation.store_samples else None,
+        alarms=Alarms(alarm_rules(recipe.off_policy.alarm)),
+        start_version=start_version,
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
-    window = 2 * recipe.max_in_flight + len(held_out) + 64
+    window = 2 * recipe.max_in_flight + held_out.in_flight + 64
     orders_ends: Ends[RolloutOrder] = memory_stream(window)
     trajectories_ends: Ends[RolloutOutcome] = memory_stream(window)
     scored_ends: Ends[RewardOutcome] = memory_stream(window)
@@ -266,7 +277,7 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         rounds=recipe.rollout.rounds,
         max_staleness=recipe.rollout.max_staleness,
         when_stale=recipe.rollout.when_stale,
-        dynamic_sampling=recipe.rollout.dynamic_sampling,
+        dynamic_sampling=recipe.dynamic_sampling,
         max_failed_share=recipe.reward_limits.max_failed_share,
         failure_window=recipe.reward_limits.window,
         evaluate_every=recipe.evaluation.every if has_held_out else 0,
@@ -278,15 +289,22 @@ def control_settings(recipe: Recipe) -> ControlSettings:
     )
 
 
-async def _held_out(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
+async def _held_out(recipe: Recipe, parts: _Parts) -> HeldOut:
     """All held-out prompts, in file order; of an iterator at most ``MOST_HELD_OUT``."""
-    if not recipe.evaluation.prompts:
-        return []
-    source = open_prompts(recipe.evaluation.prompts, tokenizer, seed=0, shuffle=False, max_tokens=None)
-    try:
-        return await source.draw(source.size or MOST_HELD_OUT)
-    finally:
-        await source.aclose()
+    evaluation = recipe.evaluation
+    prompts: list[Prompt] = []
+    if evaluation.prompts:
+        source = open_prompts(evaluation.prompts, parts.tokenizer, seed=0, shuffle=False, max_tokens=None)
+        try:
+            prompts = await source.draw(source.size or MOST_HELD_OUT)
+        finally:
+            await source.aclose()
+    return HeldOut(
+        prompts=prompts,
+        samples=evaluation.samples,
+        temperature=evaluation.temperature,
+        in_flight=parts.max_running,
+    )
 
 
 async def _reward_settings(recipe: Recipe) -> RewardSettings:
@@ -297,14 +315,6 @@ async def _reward_settings(recipe: Recipe) -> RewardSettings:
         time_limit_s=max(r.time_limit_s for r in recipe.rewards),
         concurrency=recipe.reward_limits.concurrency,
     )
-
-
-def _compare_tokenizers(engine: str, trainer: str, recipe: Recipe) -> None:
-    if engine and trainer and engine != trainer:
-        raise StreamRLError(
-            f"engine and trainer loaded different tokenizers from {recipe.model.path} "
-            f"(digests {engine} and {trainer}): give both the same model directory"
-        )
 
 
 def _report(event: RunEvent, reporter: Reporter) -> None:

@@ -15,11 +15,12 @@ import msgspec
 
 from streamrl.config.arithmetic import estimate_memory, gib
 from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
-from streamrl.config.recipe import Launch, Recipe, TransportKind
+from streamrl.config.recipe import Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.config.rules import broken_rules
 from streamrl.config.topology import RENDEZVOUS, plan_topology
 from streamrl.engines.engine_options import installed_device, max_context, model_config
-from streamrl.errors import RecipeError
+from streamrl.errors import RecipeError, StreamRLError
+from streamrl.learning.durable_files import read_digests, surviving
 from streamrl.machine_check import (
     LONGEST_SOCKET_PATH,
     available_memory,
@@ -55,6 +56,7 @@ def preflight(recipe: Recipe) -> None:
     problems += _ports(recipe)
     problems += _memory(recipe, model)
     problems += _run_directory(Path(recipe.run.directory))
+    problems += _checkpoint(recipe)
     if problems:
         raise RecipeError(list(dict.fromkeys(problems)))
 
@@ -115,6 +117,15 @@ def _installation(recipe: Recipe) -> Iterator[str]:
     for package in ("torch", "transformers"):
         if (local_engines or local_training) and installed_version(package) is None:
             yield f"{package} is not installed, and training needs it: {remedy}"
+    wanted = {
+        "peft": f"lora.rank = {recipe.lora.rank}" if recipe.lora.rank else "",
+        "bitsandbytes": 'training.optimizer = "adamw_8bit"'
+        if recipe.training.optimizer is OptimizerKind.ADAMW_8BIT
+        else "",
+    }
+    for package, setting in wanted.items():
+        if setting and local_training and installed_version(package) is None:
+            yield f"{package} is not installed, and {setting} needs it: run `pip install {package}`"
 
 
 def _ports(recipe: Recipe) -> Iterator[str]:
@@ -169,3 +180,15 @@ def _run_directory(directory: Path) -> Iterator[str]:
             pass
     except OSError as error:
         yield f"run.directory: nothing can be made in {existing} ({error.strerror}): set another directory"
+
+
+def _checkpoint(recipe: Recipe) -> Iterator[str]:
+    """A checkpoint to start from must be there; the ranks compare its files with their digests when they read them.
+
+    Ranks that are started by hand may see another file system than this process.
+    """
+    if recipe.checkpoint.resume_from and recipe.transport.training is Launch.LOCAL:
+        try:
+            read_digests(surviving(Path(recipe.checkpoint.resume_from)))
+        except StreamRLError as error:
+            yield f"checkpoint.resume_from: {error}"

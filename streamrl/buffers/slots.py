@@ -1,7 +1,7 @@
 """Slots: the right of a trajectory to be in flight, and the arithmetic of staleness. The only place with that formula.
 
 A batch consumes ``batch_groups`` groups and makes one new policy version. There are ``(max_staleness + 1)`` batches of
-slots, released only when a trajectory is dropped or when the version that consumed it is *live on the engines*. So a
+slots, released only when a whole group is dropped or when the version that consumed it is *live on the engines*. So a
 group that is launched under live version ``u`` while ``d`` trained versions are not live yet shares the buffer with at
 most ``(max_staleness + 1 - d)`` batches of groups that were launched before it. Consumed in any order that ``may_take``
 allows, it is trained by version ``u + max_staleness`` at the latest (docs/adr/0002).

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.config.algorithms import objective_settings
 from streamrl.config.model_facts import ModelFacts
-from streamrl.config.recipe import InFlight, Recipe, RoundKind, StalePolicy
+from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
+from streamrl.config.recipe import InFlight, OptimizerKind, Recipe, RoundKind, StalePolicy
 from streamrl.config.topology import Role, Topology
 
 MIB = 1 << 20
@@ -18,12 +20,18 @@ ENGINE_BASE_BYTES = 1350 * MIB
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
-# fp32 master, gradient and two AdamW moments, the published 16-bit copy and its shadow.
-TRAINER_BYTES_PER_PARAMETER = 4 + 4 + 8 + 2 + 2
+TRAINED_BYTES = 4 + 4 + 4  # float32 master, gradient, and what the forward runs on
+GATHERED_BYTES = 4 + 4  # with several ranks: whole parameters and gradients on each, while a batch is open
+MOMENT_BYTES = {OptimizerKind.ADAMW: 8, OptimizerKind.ADAMW_OFFLOADED: 8, OptimizerKind.ADAMW_8BIT: 2}
+PUBLISHED_BYTES = 2 + 2  # the published 16-bit copy and its shadow
+FROZEN_BYTES = 4  # a float32 parameter that is only read: the reference model, the weights below adapters
 ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the mirror of the published bits
 ACTIVATIONS_PER_HIDDEN = 16  # float32 values that one layer keeps for the backward, per token and hidden unit
 LARGEST_CACHE_BYTES = 1 << 30
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
+LARGEST_LOGITS = 1 << 24  # the trainer's head runs over so many logits at a time
+ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
+LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
 
 
 class BatchArithmetic(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,16 +124,9 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int) -> MemoryEs
     """
     ranks = recipe.training.ranks
     cache = min(recipe.engines.max_running * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
-    micro_tokens = max(recipe.training.micro_batch_tokens, context)
-    activations = (
-        4 * micro_tokens * (ACTIVATIONS_PER_HIDDEN * facts.hidden * facts.layers + LOGIT_COPIES * facts.vocabulary)
-    )
     engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
     engine += max(cache, context * facts.key_value_bytes)
-    # While a batch is open every rank holds whole parameters and gradients (float32), its shard of the rest.
-    whole = 8 if ranks > 1 else 0
-    trainer = TRAINER_BASE_BYTES + activations
-    trainer += facts.parameters * whole + facts.parameters * TRAINER_BYTES_PER_PARAMETER // ranks
+    trainer = TRAINER_BASE_BYTES + _activation_bytes(recipe, facts, context) + _weight_bytes(recipe, facts)
     by_process = {"controller": CONTROLLER_BYTES}
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
     by_process |= {f"engine-{i}": engine for i in range(recipe.engines.count)}
@@ -133,27 +134,54 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int) -> MemoryEs
     return MemoryEstimate(by_process=by_process)
 
 
+def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
+    """What one micro-batch keeps for its backward, and the logits of one chunk."""
+    tokens = max(recipe.training.micro_batch_tokens, context)
+    whole_layers = 1 if recipe.training.activation_checkpointing else facts.layers
+    kept = tokens * facts.hidden * (ACTIVATIONS_PER_HIDDEN * whole_layers + facts.layers - whole_layers)
+    return 4 * (kept + LOGIT_COPIES * min(tokens * facts.vocabulary, LARGEST_LOGITS))
+
+
+def _weight_bytes(recipe: Recipe, facts: ModelFacts) -> int:
+    """Weights, gradients and optimizer of one rank, and its copy of the reference model."""
+    ranks, lora = recipe.training.ranks, recipe.lora
+    trained = facts.parameters
+    if lora.rank:
+        adapted = LINEAR_PROJECTIONS if "all-linear" in lora.targets else len(lora.targets) or ADAPTED_PROJECTIONS
+        trained = 2 * lora.rank * facts.hidden * adapted * facts.layers
+    frozen = facts.parameters if lora.rank else 0
+    sharded = trained * (TRAINED_BYTES + MOMENT_BYTES[recipe.training.optimizer]) + frozen * FROZEN_BYTES
+    # While a batch is open every rank holds whole parameters and gradients, and its shard of the rest.
+    whole = GATHERED_BYTES * facts.parameters if ranks > 1 else 0
+    reference = FROZEN_BYTES * facts.parameters if objective_settings(recipe.objective).has_reference else 0
+    return whole + (sharded + PUBLISHED_BYTES * facts.parameters) // ranks + reference
+
+
 def gib(size: float) -> str:
     """Bytes as ``1.52 GiB``."""
     return f"{size / (1 << 30):.2f} GiB"
 
 
-def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: int = 0) -> list[str]:
-    """The arithmetic as the dry run prints it, one fact a line; memory only where the model is known."""
+def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: int = 0, held_out: int = 0) -> list[str]:
+    """The arithmetic as the dry run prints it, one fact a line; memory only where the model is known.
+
+    ``held_out``: prompts of ``evaluation.prompts`` (0: not known).
+    """
     counts = batch_arithmetic(recipe, context)
-    few, many = counts.micro_batches
-    ranks = recipe.training.ranks
+    updates = recipe.training.updates_per_batch
+    steps = "one optimizer step" if updates == 1 else f"{updates} optimizer steps, each on its share of the groups"
+    objective, *more = objective_lines(recipe)
     lines = [
         (
             f"batch       {counts.prompts} prompts x {counts.group_size} samples = {counts.trajectories} trajectories, "
-            f"one optimizer step"
+            f"{steps}"
         ),
-        f"training    {f'{few} to {many}' if few < many else many} micro-batches of at most "
-        f"{recipe.training.micro_batch_tokens:,} tokens a step"
-        + (f" on each of {ranks} ranks" if ranks > 1 else "")
-        + f" (completions at a quarter of max_tokens = {recipe.sampling.max_tokens}, and at all of it)",
-        f"run         {counts.steps} steps x {counts.trajectories} = {counts.run_trajectories:,} trajectories trained"
-        + (" (groups without signal are refilled)" if recipe.rollout.dynamic_sampling else ""),
+        f"objective   {objective}",
+        *(f"{'':<12}{line}" for line in more),
+        f"off-policy  {off_policy_sentence(recipe)}",
+        f"streaming   {streaming_sentence(recipe)}",
+        f"training    {_training_text(recipe, counts)}",
+        f"run         {counts.steps} steps x {counts.trajectories} = {counts.run_trajectories:,} trajectories trained",
         (
             f"slots       {counts.slots} trajectories in flight at most, {counts.tokens_in_flight:,} tokens; "
             f"{recipe.engines.count} x {recipe.engines.max_running} = {counts.running_capacity} run at once"
@@ -161,18 +189,25 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         f"bound       {staleness_sentence(recipe)}",
     ]
     if recipe.evaluation.prompts:
-        lines.append(f"evaluation  {_evaluation_text(recipe)}")
+        lines.append(f"evaluation  {_evaluation_text(recipe, held_out)}")
+    lines.append(f"checkpoints {_checkpoint_text(recipe)}")
     if facts is not None:
-        estimate = estimate_memory(recipe, facts, counts.longest_trajectory_tokens)
-        engine, trainer = estimate.by_process["engine-0"], estimate.by_process["trainer-0"]
-        lines.append(
-            f"memory      about {gib(estimate.total)} on a CPU host ({gib(engine)} an engine, {gib(trainer)} a rank); "
-            f"{facts.parameters:,} parameters"
-        )
+        lines.append(f"memory      {_memory_text(recipe, facts, counts)}")
     return lines
 
 
-def _evaluation_text(recipe: Recipe) -> str:
+def _training_text(recipe: Recipe, counts: BatchArithmetic) -> str:
+    few, many = counts.micro_batches
+    ranks, updates = recipe.training.ranks, recipe.training.updates_per_batch
+    return (
+        f"{f'{few} to {many}' if few < many else many} micro-batches of at most "
+        f"{recipe.training.micro_batch_tokens:,} tokens a {'step' if updates == 1 else 'batch'}"
+        + (f" on each of {ranks} ranks" if ranks > 1 else "")
+        + f" (completions at a quarter of max_tokens = {recipe.sampling.max_tokens}, and at all of it)"
+    )
+
+
+def _evaluation_text(recipe: Recipe, held_out: int) -> str:
     evaluation = recipe.evaluation
     times = [
         name for name, wanted in (("at the start", evaluation.at_start), ("at the end", evaluation.at_end)) if wanted
@@ -180,7 +215,34 @@ def _evaluation_text(recipe: Recipe) -> str:
     if evaluation.every:
         share = f"the first {evaluation.limit} prompts" if evaluation.limit else "all prompts"
         times.append(f"every {evaluation.every} steps on {share}")
-    return f"{Path(evaluation.prompts).name}: " + (", ".join(times) or "never")
+    text = f"{Path(evaluation.prompts).name}: " + (", ".join(times) or "never")
+    if held_out:
+        text += f"; all prompts: {held_out:,} x {evaluation.samples} = {held_out * evaluation.samples:,} completions"
+    elif evaluation.samples > 1:
+        text += f"; {evaluation.samples} completions of each prompt"
+    return text
+
+
+def _checkpoint_text(recipe: Recipe) -> str:
+    checkpoint = recipe.checkpoint
+    times = [f"every {checkpoint.every} steps"] if checkpoint.every else []
+    times += ["at the end"] if checkpoint.at_end else []
+    kept = [f"the last {checkpoint.keep}"]
+    kept += [f"the best {checkpoint.keep_best}"] if checkpoint.keep_best else []
+    kept += [f"every {checkpoint.keep_every}-th step"] if checkpoint.keep_every else []
+    text = " and ".join(times) + (f"; kept: {', '.join(kept)}" if checkpoint.every else "")
+    start = f"; starts from {checkpoint.resume_from}" if checkpoint.resume_from else ""
+    return (text or "none") + start
+
+
+def _memory_text(recipe: Recipe, facts: ModelFacts, counts: BatchArithmetic) -> str:
+    estimate = estimate_memory(recipe, facts, counts.longest_trajectory_tokens)
+    engine, trainer = estimate.by_process["engine-0"], estimate.by_process["trainer-0"]
+    extra = ", with a reference model" if objective_settings(recipe.objective).has_reference else ""
+    return (
+        f"about {gib(estimate.total)} on a CPU host ({gib(engine)} an engine, {gib(trainer)} a rank{extra}); "
+        f"{facts.parameters:,} parameters"
+    )
 
 
 def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[str]:

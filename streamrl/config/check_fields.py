@@ -12,6 +12,13 @@ from msgspec import inspect
 from streamrl.config.problems import Origin, nearest, problem, shown
 from streamrl.config.recipe import Recipe
 
+MOVED = {
+    "training.objective": "objective.algorithm",
+    "training.advantage_normalization": 'objective.advantages ("group_std" for "std", "group_mean" for "none")',
+    "training.importance_cap": "off_policy.cap",
+}
+"""Old keys that have another name now; one that only changed its section is found there."""
+
 
 class CheckedTable(msgspec.Struct):
     """What came out of a check: the good values, the lines about the others, and the paths of those."""
@@ -126,6 +133,8 @@ def _check_keys(
 
 
 def _unknown_key(path: str, key: str, fields: Mapping[str, Any]) -> str:
+    if moved := MOVED.get(f"{path}.{key}"):
+        return f"unknown key: it is {moved} now. Keys of [{path}]: {', '.join(fields)}"
     close = nearest(key, fields)
     elsewhere = [f"{section}.{key}" for section in sections_with(key)]
     meant = elsewhere[0] if elsewhere else close

@@ -8,6 +8,8 @@ import msgspec
 from msgspec import inspect
 
 from streamrl.config.check_fields import expected, section_struct, sections_with, struct_fields
+from streamrl.config.objective import Algorithm
+from streamrl.config.objective_text import algorithm_lines
 from streamrl.config.problems import nearest, shown
 from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError
@@ -43,7 +45,9 @@ def _explain_section(section: str, struct: type[msgspec.Struct], name: str) -> l
             lines.append(f"{field.name}: {expected(field.type)}; {_default(field)}")
             cls = field.type.cls if isinstance(field.type, inspect.EnumType) else None
             if cls is not None:
-                lines += [f"  {line}".rstrip() for line in _doc(cls)]
+                lines += [
+                    f"  {line}".rstrip() for line in (*_doc(cls), *(algorithm_lines() if cls is Algorithm else ()))
+                ]
     return lines
 
 

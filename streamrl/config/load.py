@@ -28,8 +28,9 @@ _PLACEHOLDERS: dict[str, Any] = {
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply ``--set`` overrides such as ``rollout.group_size=4`` or ``rewards.0.weight=2``.
 
-    Relative paths are resolved against the recipe's directory, except ``run.directory``, which stays relative to
-    the current directory. Raises ``RecipeError`` with every problem found.
+    Relative paths are resolved against the recipe's directory, except ``run.directory`` and
+    ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
+    problem found.
     """
     path = Path(path)
     text = _read(path)
@@ -140,7 +141,13 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rewards=tuple(structs.replace(r, function=resolve_spec(r.function, directory)) for r in recipe.rewards),
         evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
+        checkpoint=structs.replace(recipe.checkpoint, resume_from=_absolute_to_here(recipe.checkpoint.resume_from)),
     )
+
+
+def _absolute_to_here(path: str) -> str:
+    """Absolute now, because ``runs/latest`` is another run once this one has begun."""
+    return str(_absolute(path, Path.cwd())) if path else path
 
 
 def _absolute(path: str, directory: Path) -> Path:

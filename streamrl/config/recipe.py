@@ -1,6 +1,7 @@
 """The recipe: everything a user sets, as frozen structs. Derived values are properties, never fields.
 
-Unknown keys are refused. Relative paths are relative to the recipe file (resolved by ``load_recipe``).
+Unknown keys are refused. Relative paths are relative to the recipe file, those of run directories
+(``run.directory``, ``checkpoint.resume_from``) to the current directory (resolved by ``load_recipe``).
 """
 
 from __future__ import annotations
@@ -8,18 +9,19 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(gt=0)]
-Natural = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NaturalFloat = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every recipe section."""
+from streamrl.config.algorithms import METHODS
+from streamrl.config.objective import (
+    Natural,
+    NaturalFloat,
+    Objective,
+    OffPolicy,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+)
 
 
 class Run(Section, frozen=True):
@@ -39,7 +41,8 @@ class Model(Section, frozen=True):
 
 class Prompts(Section, frozen=True):
     """Where prompts come from: a ``.jsonl`` path, or ``module:name`` / ``file.py:name`` of an (async) iterator
-    or a function that returns one. Each row has ``prompt`` (text) or ``prompt_token_ids``, an optional
+    or a function that returns one. Each row has ``prompt`` (text), ``messages`` (a chat,
+    written with the model's own template) or ``prompt_token_ids``, an optional
     ``prompt_id``, and the columns that the rewards name."""
 
     train: str
@@ -70,7 +73,10 @@ class StalePolicy(StrEnum):
 
 
 class Rollout(Section, frozen=True):
-    """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories."""
+    """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories.
+
+    ``dynamic_sampling``: groups of equal rewards are dropped and refilled; None: what the algorithm's paper says.
+    """
 
     prompts_per_batch: Positive = 32
     group_size: Positive = 8
@@ -78,7 +84,7 @@ class Rollout(Section, frozen=True):
     max_staleness: Natural = 0
     in_flight: InFlight = InFlight.KEEP
     when_stale: StalePolicy = StalePolicy.WAIT
-    dynamic_sampling: bool = False
+    dynamic_sampling: bool | None = None
 
     @property
     def batch_trajectories(self) -> int:
@@ -116,52 +122,51 @@ class RewardLimits(Section, frozen=True):
     concurrency: Positive = 64
 
 
-class Objective(StrEnum):
-    """The objective that is differentiated."""
+class OptimizerKind(StrEnum):
+    """AdamW on float32 masters. ``adamw_8bit``: moments in 8 bits (bitsandbytes). ``adamw_offloaded``: masters and
+    moments in host memory, for a GPU that cannot hold them."""
 
-    GRPO = "grpo"
-
-
-class LossNormalization(StrEnum):
-    """What a step's loss is divided by.
-
-    ``token_mean``: all trained tokens of the batch (DAPO, arXiv 2503.14476); ``sequence_mean``: each
-    sample's tokens, then samples (GRPO, arXiv 2402.03300); ``constant``: ``samples * max_tokens`` (Dr. GRPO, arXiv
-    2503.20783).
-    """
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN = "sequence_mean"
-    CONSTANT = "constant"
+    ADAMW = "adamw"
+    ADAMW_8BIT = "adamw_8bit"
+    ADAMW_OFFLOADED = "adamw_offloaded"
 
 
-class AdvantageNormalization(StrEnum):
-    """Divide a group's centred rewards by their standard deviation, or not (Dr. GRPO)."""
+class ComputeDtype(StrEnum):
+    """What matrix products run in; masters, gradients and the loss are float32. ``auto``: bfloat16 on CUDA."""
 
-    STD = "std"
-    NONE = "none"
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 class Training(Section, frozen=True):
-    """The trainer."""
+    """The trainer. ``updates_per_batch`` > 1: so many optimizer steps on each batch; all but the first are off-policy,
+    and nothing streams. ``micro_batch_tokens``: tokens that go through the model at once."""
 
     ranks: Positive = 1
     device: str = "auto"
     threads: Natural = 0
-    objective: Objective = Objective.GRPO
-    loss_normalization: LossNormalization = LossNormalization.TOKEN_MEAN
-    advantage_normalization: AdvantageNormalization = AdvantageNormalization.STD
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
     learning_rate: NaturalFloat = 1e-6
     warmup_steps: Natural = 0
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     weight_decay: NaturalFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.2
-    importance_cap: PositiveFloat = 2.0
-    micro_batch_tokens: Positive = 4096
+    updates_per_batch: Positive = 1
+    micro_batch_tokens: Positive = 2048
     streaming: bool = True
+    compute_dtype: ComputeDtype = ComputeDtype.AUTO
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+
+class Lora(Section, frozen=True):
+    """Low-rank adapters (peft) instead of all weights. ``rank`` 0: none. ``targets`` empty: peft's choice."""
+
+    rank: Natural = 0
+    alpha: PositiveFloat = 16.0
+    targets: tuple[str, ...] = ()
 
 
 class Engines(Section, frozen=True):
@@ -187,10 +192,13 @@ class Weights(Section, frozen=True):
 class Evaluation(Section, frozen=True):
     """Held-out prompts: after every ``every`` steps on the first ``limit`` (0: all); at start and end on all.
 
-    ``temperature`` None: the sampling temperature.
+    ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k.
+    ``store_samples``: write every completion to ``evaluations/`` of the run.
     """
 
     prompts: str = ""
+    samples: Positive = 1
+    store_samples: bool = True
     every: Natural = 0
     limit: Natural = 0
     at_start: bool = True
@@ -199,11 +207,20 @@ class Evaluation(Section, frozen=True):
 
 
 class Checkpoint(Section, frozen=True):
-    """Trainer state and a Hugging Face directory every ``every`` steps (0: only at the end), the last ``keep`` kept."""
+    """Trainer state and a Hugging Face directory every ``every`` steps (0: only at the end).
+
+    Kept: the last ``keep``, the ``keep_best`` of highest held-out score, and every ``keep_every``-th step (0: none).
+    ``min_free_gib``: refuse to write, and stop the run, where less than this would be left on the disk.
+    ``resume_from``: a checkpoint directory to start from: weights, optimizer and version, on any number of ranks.
+    """
 
     every: Natural = 0
     keep: Positive = 2
+    keep_best: Natural = 0
+    keep_every: Natural = 0
     at_end: bool = True
+    min_free_gib: NaturalFloat = 1.0
+    resume_from: str = ""
 
 
 class TransportKind(StrEnum):
@@ -246,7 +263,10 @@ class Recipe(Section, frozen=True):
     rollout: Rollout = Rollout()
     sampling: Sampling = Sampling()
     reward_limits: RewardLimits = RewardLimits()
+    objective: Objective = Objective()
+    off_policy: OffPolicy = OffPolicy()
     training: Training = Training()
+    lora: Lora = Lora()
     engines: Engines = Engines()
     weights: Weights = Weights()
     evaluation: Evaluation = Evaluation()
@@ -258,3 +278,9 @@ class Recipe(Section, frozen=True):
     def max_in_flight(self) -> int:
         """Slots: trajectories that may be in flight at once."""
         return (self.rollout.max_staleness + 1) * self.rollout.batch_trajectories
+
+    @property
+    def dynamic_sampling(self) -> bool:
+        """Whether groups without a signal are dropped and refilled."""
+        chosen = self.rollout.dynamic_sampling
+        return METHODS[self.objective.algorithm].dynamic_sampling if chosen is None else chosen

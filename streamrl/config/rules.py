@@ -5,15 +5,19 @@ A rule names the fields that it reads, so that it is skipped where one of them i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Set
 
 import msgspec
 
+from streamrl.config import objective_rules
+from streamrl.config.problems import shown
 from streamrl.config.recipe import (
-    AdvantageNormalization,
     InFlight,
     Launch,
+    Lora,
+    OptimizerKind,
     Recipe,
     RoundKind,
     StalePolicy,
@@ -83,21 +87,6 @@ def _synchronous_leaves_nothing_in_flight(recipe: Recipe) -> Iterator[tuple[str,
         )
 
 
-def _groups_have_a_baseline(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.rollout.group_size > 1:
-        return
-    if recipe.training.advantage_normalization is AdvantageNormalization.STD:
-        yield (
-            "rollout.group_size",
-            (
-                '1 with advantage_normalization = "std" makes every advantage 0 (a group of one has no deviation): '
-                "set group_size = 2 or more"
-            ),
-        )
-    else:
-        yield "rollout.group_size", "1 makes every advantage 0: GRPO compares siblings; set group_size = 2 or more"
-
-
 def _rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if not recipe.rewards:
         yield "rewards", 'is empty: add [[rewards]] with function = "module:function" or "path/to/file.py:function"'
@@ -123,11 +112,78 @@ def _some_reward_counts(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.evaluation.every > 0 and not recipe.evaluation.prompts:
+    evaluation = recipe.evaluation
+    for name, value, unset in (("every", evaluation.every, 0), ("samples", evaluation.samples, 1)):
+        if value > unset and not evaluation.prompts:
+            yield (
+                "evaluation.prompts",
+                f"is empty, but evaluation.{name} = {value}: name held-out prompts, or set {name} = {unset}",
+            )
+    if evaluation.limit and not evaluation.every:
         yield (
-            "evaluation.prompts",
-            f"is empty, but evaluation.every = {recipe.evaluation.every}: name held-out prompts, or set every = 0",
+            "evaluation.limit",
+            (
+                f"{evaluation.limit} has no effect while evaluation.every = 0, because start and end take all prompts: "
+                "remove it, or set every"
+            ),
         )
+
+
+def _updates(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    updates, groups = recipe.training.updates_per_batch, recipe.rollout.prompts_per_batch
+    if updates > groups:
+        yield (
+            "training.updates_per_batch",
+            (
+                f"{updates} steps do not fit a batch of rollout.prompts_per_batch = {groups} groups, since each step "
+                f"trains its share of them: set {groups} or less"
+            ),
+        )
+
+
+def _checkpoints(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    checkpoint = recipe.checkpoint
+    for name in ("keep_best", "keep_every"):
+        if getattr(checkpoint, name) and not checkpoint.every:
+            yield (
+                f"checkpoint.{name}",
+                f"{getattr(checkpoint, name)} has no effect while checkpoint.every = 0: remove it, or set every",
+            )
+    if checkpoint.keep_best and not (recipe.evaluation.prompts and recipe.evaluation.every):
+        yield (
+            "checkpoint.keep_best",
+            (
+                f"{checkpoint.keep_best} needs held-out scores: set evaluation.prompts and evaluation.every, "
+                "or keep_best = 0"
+            ),
+        )
+    elif checkpoint.keep_best and math.lcm(checkpoint.every, recipe.evaluation.every) > recipe.run.steps:
+        yield (
+            "checkpoint.keep_best",
+            (
+                f"{checkpoint.keep_best} has nothing to compare: no step is both a multiple of checkpoint.every = "
+                f"{checkpoint.every} and of evaluation.every = {recipe.evaluation.every}; set one to a multiple of the "
+                "other"
+            ),
+        )
+    if checkpoint.every and checkpoint.keep_every % checkpoint.every:
+        yield (
+            "checkpoint.keep_every",
+            (
+                f"{checkpoint.keep_every} is no multiple of checkpoint.every = {checkpoint.every}, so not every such "
+                "step is written: set it to a multiple"
+            ),
+        )
+
+
+def _lora(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    lora, default = recipe.lora, Lora()
+    for name in ("alpha", "targets"):
+        if lora.rank == 0 and getattr(lora, name) != getattr(default, name):
+            yield (
+                f"lora.{name}",
+                f"{shown(getattr(lora, name))} has no effect while lora.rank = 0: remove it, or set rank, such as 16",
+            )
 
 
 def _devices(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -136,6 +192,14 @@ def _devices(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield (
             "training.device",
             f'"{device}" is not allowed: must be one of "auto", "cpu", "cuda", "cuda:0", "cuda:1", ...',
+        )
+    if device == "cpu" and recipe.training.optimizer is OptimizerKind.ADAMW_OFFLOADED:
+        yield (
+            "training.optimizer",
+            (
+                '"adamw_offloaded" has no effect on device = "cpu", where everything is in host memory: '
+                'set optimizer = "adamw"'
+            ),
         )
     if re.fullmatch(r"cuda:\d+", device) and recipe.training.ranks > 1:
         yield (
@@ -205,11 +269,20 @@ RULES = (
     Rule(("run.name",), _run_name),
     Rule(("rollout.rounds", "rollout.max_staleness"), _staleness_of_rounds),
     Rule(("rollout.rounds", "rollout.in_flight", "rollout.when_stale"), _synchronous_leaves_nothing_in_flight),
-    Rule(("rollout.group_size", "training.advantage_normalization"), _groups_have_a_baseline),
+    Rule(("rollout.group_size", "rollout.dynamic_sampling", "objective"), objective_rules.groups_have_a_baseline),
+    Rule(("objective",), objective_rules.clips),
+    Rule(("objective",), objective_rules.reference_kl),
+    Rule(("objective",), objective_rules.advantage_fields),
+    Rule(("objective", "sampling.max_tokens"), objective_rules.overlong),
+    Rule(("off_policy",), objective_rules.correction_bounds),
+    Rule(("off_policy", "rollout.rounds"), objective_rules.corrections_have_work),
     Rule(("rewards.function",), _rewards),
     Rule(("rewards.weight",), _some_reward_counts),
-    Rule(("evaluation.every", "evaluation.prompts"), _evaluation),
-    Rule(("training.device", "training.ranks"), _devices),
+    Rule(("evaluation",), _evaluation),
+    Rule(("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps"), _checkpoints),
+    Rule(("lora",), _lora),
+    Rule(("training.updates_per_batch", "rollout.prompts_per_batch"), _updates),
+    Rule(("training.device", "training.ranks", "training.optimizer"), _devices),
     Rule(("engines.dtype",), _engine_dtype),
     Rule(("engines.cores", "engines.count"), _engine_cores),
     Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),

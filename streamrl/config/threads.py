@@ -10,6 +10,11 @@ def engine_threads(recipe: Recipe, cores: int) -> int:
     return max(cores // (2 * recipe.engines.count), 1)
 
 
+def idle_threads(recipe: Recipe, cores: int) -> int:
+    """Torch threads of one rank while the engines of this host do nothing: all cores, shared by the ranks."""
+    return recipe.training.threads or max(cores // recipe.training.ranks, 1)
+
+
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool) -> int:
     """Torch threads of one rank: ``training.threads``, or what the engines of this host leave, shared by the ranks."""
     if recipe.training.threads:

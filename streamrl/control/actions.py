@@ -44,6 +44,7 @@ class StepOptimizer(Action, frozen=True):
     groups: int
     samples: int
     trained_tokens: int
+    engines_idle: bool = False
 
 
 class ForgetTrajectories(Action, frozen=True):
@@ -59,10 +60,16 @@ class PublishWeights(Action, frozen=True):
 
 
 class Evaluate(Action, frozen=True):
-    """Score held-out prompts under ``policy_version``; ``limit`` 0 means all."""
+    """Score held-out prompts under ``policy_version``; ``limit`` 0 means all. The answer is ``EvaluationDone``."""
 
     policy_version: int
     limit: int
+
+
+class CancelEvaluation(Action, frozen=True):
+    """End the evaluation that runs, without a figure; ``EvaluationDone`` still answers."""
+
+    policy_version: int
 
 
 class WriteCheckpoint(Action, frozen=True):
@@ -92,6 +99,7 @@ ControlAction = (
     | ForgetTrajectories
     | PublishWeights
     | Evaluate
+    | CancelEvaluation
     | WriteCheckpoint
     | StopRun
     | FinishRun

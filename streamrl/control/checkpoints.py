@@ -1,30 +1,117 @@
-"""Which checkpoints exist: names them and keeps the last few."""
+"""Which checkpoints exist: names them, moves ``latest``, and forgets those that need not be kept."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+import anyio.to_thread
+import msgspec
+
+from streamrl.config.recipe import Checkpoint
 from streamrl.control.trainer_ranks import TrainerRanks
+
+LATEST = "latest"
+SCORES = "scores.json"
+SCORE_PREFIX = "eval/held_out/avg@"
+
+
+def to_forget(
+    written: Sequence[int], scores: Mapping[int, float], *, keep: int, keep_best: int, keep_every: int
+) -> set[int]:
+    """Versions of ``written`` (oldest first, each once) that none of the three rules keeps.
+
+    Kept: the last ``keep`` (at least 1); the ``keep_best`` with the highest score, of equal ones the newest; multiples
+    of ``keep_every`` (0: none).
+    """
+    scored = [version for version in written if version in scores]
+    best = sorted(scored, key=lambda version: (scores[version], version), reverse=True)[:keep_best]
+    permanent = [version for version in written if keep_every and version % keep_every == 0]
+    return set(written) - set(written[-keep:]) - set(best) - set(permanent)
 
 
 class CheckpointKeeper:
-    """Names checkpoint directories and keeps the last ``keep`` of them."""
+    """The checkpoints of one run in ``directory``: ``step-N`` of version N, the link ``latest``, held-out scores.
+
+    Goes on with what the directory already holds. ``forget`` removes one directory.
+    """
 
     def __init__(
-        self, trainer: TrainerRanks, directory: Path, keep: int, forget: Callable[[Path], Awaitable[None]]
+        self, trainer: TrainerRanks, directory: Path, rules: Checkpoint, forget: Callable[[Path], Awaitable[None]]
     ) -> None:
         self._trainer = trainer
         self._directory = directory
-        self._keep = keep
+        self._rules = rules
         self._forget = forget
-        self._written: list[Path] = []
+        self._written = _versions_in(directory)
+        self._scores = _read_scores(directory / SCORES)
+        self._saved: set[int] = set()
 
     async def save(self, policy_version: int) -> None:
-        """Write ``step-N`` and remove what is older than the last ``keep``."""
-        path = self._directory / f"step-{policy_version:06d}"
-        await self._trainer.save_checkpoint(str(path), policy_version)
-        if path not in self._written:
-            self._written.append(path)
-        while len(self._written) > self._keep:
-            await self._forget(self._written.pop(0))
+        """Write ``step-N``, once a version; then move ``latest`` to it and remove what need not be kept."""
+        if policy_version in self._saved:
+            return
+        for leftover in self._directory.glob(".step-*.partial"):  # of a run that was killed while it wrote
+            await self._forget(leftover)
+        path = self._path(policy_version)
+        least = int(self._rules.min_free_gib * (1 << 30))
+        await self._trainer.save_checkpoint(str(path), policy_version, least)
+        await anyio.to_thread.run_sync(point_latest, self._directory, path.name)
+        self._saved.add(policy_version)
+        # A version that an earlier life of this run wrote was replaced: it is the newest now.
+        self._written = [version for version in self._written if version != policy_version] + [policy_version]
+        await self._prune()
+
+    async def scored(self, policy_version: int, figures: Mapping[str, float]) -> None:
+        """Take the held-out score of a version, before or after it is saved, from the figures of an evaluation."""
+        names = sorted(name for name in figures if name.startswith(SCORE_PREFIX))
+        score = figures[names[0]] if names else math.nan
+        if not math.isnan(score):
+            self._scores[policy_version] = score
+            await anyio.to_thread.run_sync(_write_scores, self._directory / SCORES, msgspec.json.encode(self._scores))
+            await self._prune()
+
+    async def _prune(self) -> None:
+        rules = self._rules
+        forgotten = to_forget(
+            self._written, self._scores, keep=rules.keep, keep_best=rules.keep_best, keep_every=rules.keep_every
+        )
+        self._written = [version for version in self._written if version not in forgotten]
+        for version in sorted(forgotten):
+            await self._forget(self._path(version))
+
+    def _path(self, policy_version: int) -> Path:
+        return self._directory / f"step-{policy_version:06d}"
+
+
+def point_latest(directory: Path, name: str) -> None:
+    """Make ``directory/latest`` a relative link to ``name``, in one step, and flush it to the disk."""
+    link = directory / f".{LATEST}.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    link.replace(directory / LATEST)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _versions_in(directory: Path) -> list[int]:
+    """Versions that are there, lowest first but for the one that ``latest`` names, which is the newest."""
+    numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir()]
+    latest = (directory / LATEST).resolve().name.removeprefix("step-")
+    return sorted((int(number) for number in numbers if number.isdecimal()), key=lambda v: (f"{v:06d}" == latest, v))
+
+
+def _read_scores(path: Path) -> dict[int, float]:
+    return msgspec.json.decode(path.read_bytes(), type=dict[int, float]) if path.exists() else {}
+
+
+def _write_scores(path: Path, encoded: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(encoded)
+    partial.replace(path)

@@ -17,7 +17,8 @@ from anyio.abc import TaskGroup
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.evaluation import Evaluation
+from streamrl.control.alarms import Alarms
+from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.event_log import EventLog
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
@@ -58,8 +59,7 @@ class Controller:
         settings: ControlSettings,
         *,
         prompts: PromptSource,
-        held_out: Sequence[Prompt],
-        held_out_temperature: float | None,
+        held_out: HeldOut,
         trainer: TrainerRanks,
         publisher: WeightPublisher,
         log: EventLog,
@@ -67,11 +67,14 @@ class Controller:
         seed: int,
         save: Callable[[int], Awaitable[None]],
         audit: Callable[[int], Awaitable[None]],
+        scored: Callable[[int, dict[str, float]], Awaitable[None]],
+        store: Callable[[int, Sequence[RewardOutcome]], Awaitable[None]] | None,
+        alarms: Alarms,
+        start_version: int = 0,
     ) -> None:
         self.state = ControlState(settings)
         self._prompts = prompts
         self._held_out = held_out
-        self._held_out_temperature = held_out_temperature
         self._trainer = trainer
         self._publisher = publisher
         self._log = log
@@ -79,6 +82,10 @@ class Controller:
         self._seed = seed
         self._save = save
         self._audit = audit
+        self._scored = scored
+        self._store = store
+        self._alarms = alarms
+        self._start_version = start_version
         self._drawn: OrderedDict[str, Prompt] = OrderedDict()
         # What may be asked for again is bounded by the slots; the rest of the shelf is forgotten.
         self._shelf = 1024 + 32 * (settings.max_staleness + 1) * settings.batch_groups
@@ -86,7 +93,6 @@ class Controller:
         self._batch: list[ScoredTrajectory] = []
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
-        self._saving = anyio.Lock()
         # Bounded by the slots and by one answer for each kind of order.
         self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)
 
@@ -95,20 +101,21 @@ class Controller:
         self._tell.send_nowait(on.StopRequested(reason=reason))
 
     async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
-        """Make version 0 live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
-        reason = ""
+        """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
+        reason, version = "", self._start_version
         async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
-            await self._publisher.push(await self._trainer.publish_anchor(0))
-            await self._trainer.acknowledge(0)
-            await self._audit(0)
-            self._tell.send_nowait(on.RunBegan())
+            await self._publisher.push(await self._trainer.publish_anchor(version))
+            await self._trainer.acknowledge(version)
+            await self._audit(version)
+            self._report.began()
+            self._tell.send_nowait(on.RunBegan(policy_version=version))
             while not reason:
                 event = await self._events.receive()
                 self._log.append(event, self._report.elapsed())
                 for action in self.state.handle(event):
                     reason = await self._perform(action, orders, children) or reason
-                await self._report.progress(self.state)
+                await self._report.progress(self.state, self._evaluation)
             await orders.aclose()
             await self._trainer.aclose()
         return reason
@@ -135,6 +142,7 @@ class Controller:
                         groups=action.groups,
                         samples=action.samples,
                         trained_tokens=action.trained_tokens,
+                        engines_idle=action.engines_idle,
                     )
                 )
                 self._report.batch_closed()
@@ -143,7 +151,13 @@ class Controller:
             case do.PublishWeights():
                 children.start_soon(self._publish, action.policy_version)
             case do.Evaluate():
-                children.start_soon(self._evaluate, action, orders)
+                self._evaluation = Evaluation(
+                    self._held_out, action.policy_version, limit=action.limit, seed=self._seed
+                )
+                children.start_soon(self._evaluate, self._evaluation, orders)
+            case do.CancelEvaluation():
+                if self._evaluation is not None:
+                    await self._evaluation.cancel(orders)
             case do.WriteCheckpoint():
                 children.start_soon(self._checkpoint, action.policy_version)
             case do.StopRun():
@@ -157,7 +171,7 @@ class Controller:
             if self._is_held_out(item):
                 if self._evaluation is not None:
                     self._evaluation.take(item)
-                    await self._report.progress(self.state, self._evaluation)
+                await self._report.progress(self.state, self._evaluation)
                 continue
             event = self._event_of(item)
             if event is not None:
@@ -243,23 +257,28 @@ class Controller:
         await self._tell.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
     async def _publish(self, policy_version: int) -> None:
+        self._report.publishing()
         push = await self._publisher.push(self._announced.pop(policy_version))
         await self._trainer.acknowledge(policy_version)
         await self._audit(policy_version)
-        await self._report.step_finished(push, self.state)
+        metrics = await self._report.step_finished(push, self.state)
+        for message in self._alarms.check(policy_version, metrics):
+            await self._report.warned(policy_version, message)
+            await self._tell.send(on.AlarmRaised(step=policy_version, message=message))
         await self._tell.send(on.WeightsLive(policy_version=policy_version))
 
-    async def _evaluate(self, action: do.Evaluate, orders: SendStream[RolloutOrder]) -> None:
-        prompts = self._held_out[: action.limit] if action.limit else self._held_out
-        evaluation = self._evaluation = Evaluation(
-            prompts, action.policy_version, seed=self._seed, temperature=self._held_out_temperature
-        )
+    async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
         figures = await evaluation.run(orders)
-        self._evaluation = None
-        await self._report.evaluation_finished(action.policy_version, figures)
-        await self._tell.send(on.EvaluationDone(policy_version=action.policy_version))
+        version, self._evaluation = evaluation.policy_version, None
+        if not evaluation.cancelled:
+            await self._report.evaluation_finished(version, figures)
+        await self._tell.send(on.EvaluationDone(policy_version=version))
+        # From here on a newer version may be published: the disk must not hold it up.
+        if not evaluation.cancelled:
+            await self._scored(version, figures)
+        if not evaluation.cancelled and self._store is not None:
+            await self._store(version, evaluation.outcomes)
 
     async def _checkpoint(self, policy_version: int) -> None:
-        async with self._saving:
-            await self._save(policy_version)
+        await self._save(policy_version)
         await self._tell.send(on.CheckpointDone(policy_version=policy_version))

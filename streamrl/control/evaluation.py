@@ -1,65 +1,97 @@
-"""Held-out evaluation: one trajectory for each prompt, scored by the same rewards, never trained."""
+"""Held-out evaluation: completions of prompts that are never trained on, scored by the same rewards.
+
+It shares the engines with the rollout of the next batch. At most ``in_flight`` of its requests are open at once, so
+that a rollout request waits behind one filling of the engines, not behind the whole evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import anyio
+import msgspec
 
 from streamrl.comm.stream import SendStream
-from streamrl.control.step_metrics import accuracy_metrics
+from streamrl.control.evaluation_metrics import SUCCESS_REWARD, evaluation_metrics
 from streamrl.seeds import derive_seed
-from streamrl.stage_messages import LaunchTrajectory, RewardOutcome, RolloutOrder, Scored
-from streamrl.types import Prompt, ScoredTrajectory, TrajectoryId
+from streamrl.stage_messages import CancelTrajectories, LaunchTrajectory, RewardOutcome, RolloutOrder, TrajectoryLost
+from streamrl.types import Prompt, TrajectoryId
 
-EVALUATION_GROUP = -1
-"""Group id of held-out trajectories: they belong to no group of the run."""
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The held-out prompts and how they are evaluated. ``temperature`` None: the rollout's. ``in_flight``: requests of
+    an evaluation that are open at once: what the engines can run (``EngineReady.max_running`` of the pool)."""
+
+    prompts: Sequence[Prompt] = ()
+    samples: int = 1
+    temperature: float | None = None
+    success_reward: float = SUCCESS_REWARD
+    in_flight: int = 256
 
 
 class Evaluation:
-    """One evaluation of one policy version. Outcomes arrive through ``take``."""
+    """One evaluation of one policy version, on the first ``limit`` prompts (0: all). ``run`` once; outcomes arrive
+    through ``take``. Held-out groups have negative ids: they belong to no group of the run."""
 
-    def __init__(self, prompts: Sequence[Prompt], policy_version: int, *, seed: int, temperature: float | None) -> None:
+    def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
         self.policy_version = policy_version
-        self._launches = [
-            LaunchTrajectory(
-                id=TrajectoryId(prompt_id=p.prompt_id, group_id=EVALUATION_GROUP, sample=i, attempt=policy_version),
-                prompt=p,
-                group_size=1,
-                seed=derive_seed(seed, "evaluation", p.prompt_id, policy_version),
-                evaluation=True,
-                temperature=temperature,
-            )
-            for i, p in enumerate(prompts)
-        ]
-        self._scored: list[ScoredTrajectory] = []
-        self._failed = 0
-        self._done = anyio.Event()
+        self.cancelled = False
+        self.outcomes: list[RewardOutcome] = []
+        self._held_out = held_out
+        self._prompts = held_out.prompts[:limit] if limit else held_out.prompts
+        self._seed = seed
+        self._open: set[TrajectoryId] = set()
+        self._room = anyio.Semaphore(held_out.in_flight)
+        self._settled = anyio.Event()
 
     @property
     def wanted(self) -> int:
-        """Prompts of this evaluation."""
-        return len(self._launches)
-
-    @property
-    def ended(self) -> int:
-        """Prompts whose outcome is known."""
-        return len(self._scored) + self._failed
+        """Completions of this evaluation."""
+        return len(self._prompts) * self._held_out.samples
 
     async def run(self, orders: SendStream[RolloutOrder]) -> dict[str, float]:
         """Launch everything and wait for every outcome; figures are named ``eval/held_out/*``."""
         started = anyio.current_time()
-        for launch in self._launches:
+        for launch in self._launches():
+            await self._room.acquire()
+            if self.cancelled:
+                break
+            self._open.add(launch.id)
             await orders.send(launch)
-        if self._launches:
-            await self._done.wait()
-        return accuracy_metrics(self._scored, self._failed) | {"time/eval_s": anyio.current_time() - started}
+        while self._open:
+            self._settled = anyio.Event()
+            await self._settled.wait()
+        figures = evaluation_metrics(self.outcomes, self._held_out.samples, self._held_out.success_reward)
+        return figures | {"time/eval_s": anyio.current_time() - started}
 
     def take(self, outcome: RewardOutcome) -> None:
         """One outcome of this evaluation."""
-        if isinstance(outcome, Scored) and isinstance(outcome.outcome, ScoredTrajectory):
-            self._scored.append(outcome.outcome)
-        else:
-            self._failed += 1
-        if self.ended == self.wanted:
-            self._done.set()
+        self.outcomes.append(outcome)
+        self._open.discard(identity(outcome))
+        self._room.release()
+        if not self._open:
+            self._settled.set()
+
+    async def cancel(self, orders: SendStream[RolloutOrder]) -> None:
+        """Launch no more and stop what runs; ``run`` returns when all that was launched has ended."""
+        self.cancelled = True
+        await orders.send(CancelTrajectories(ids=tuple(self._open)))
+
+    def _launches(self) -> Iterator[LaunchTrajectory]:
+        for index, prompt in enumerate(self._prompts):
+            for sample in range(self._held_out.samples):
+                yield LaunchTrajectory(
+                    id=TrajectoryId(
+                        prompt_id=prompt.prompt_id, group_id=-1 - index, sample=sample, attempt=self.policy_version
+                    ),
+                    prompt=prompt,
+                    group_size=1,  # each is scored alone, also by a reward that sees whole groups
+                    seed=derive_seed(self._seed, "evaluation", prompt.prompt_id, self.policy_version, sample),
+                    evaluation=True,
+                    temperature=self._held_out.temperature,
+                )
+
+
+def identity(outcome: RewardOutcome) -> TrajectoryId:
+    """Whose outcome it is."""
+    return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id

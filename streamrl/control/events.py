@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 
-EVENT_SCHEMA = 1
+EVENT_SCHEMA = 2
 
 
 class Event(Record, frozen=True, tag=True):
@@ -12,7 +12,7 @@ class Event(Record, frozen=True, tag=True):
 
 
 class RunBegan(Event, frozen=True):
-    """Engines and trainer hold ``policy_version``, and it is live."""
+    """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint."""
 
     policy_version: int = 0
 
@@ -58,7 +58,7 @@ class WeightsLive(Event, frozen=True):
 
 
 class EvaluationDone(Event, frozen=True):
-    """Held-out prompts were scored under ``policy_version``."""
+    """Held-out prompts were scored under ``policy_version``, or their evaluation was cancelled and nothing is left."""
 
     policy_version: int
 
@@ -67,6 +67,13 @@ class CheckpointDone(Event, frozen=True):
     """A checkpoint of ``policy_version`` is on disk."""
 
     policy_version: int
+
+
+class AlarmRaised(Event, frozen=True):
+    """A metric of ``step`` left its bounds. Decides nothing."""
+
+    step: int
+    message: str
 
 
 class StopRequested(Event, frozen=True):
@@ -84,5 +91,6 @@ ControlEvent = (
     | WeightsLive
     | EvaluationDone
     | CheckpointDone
+    | AlarmRaised
     | StopRequested
 )

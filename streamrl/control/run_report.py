@@ -10,7 +10,7 @@ from streamrl.control.evaluation import Evaluation
 from streamrl.control.publisher import PushReport
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import completion_metrics, reward_metrics, staleness_metrics
-from streamrl.messages import EvaluationFinished, RunEvent, RunProgress, StepFinished
+from streamrl.messages import EvaluationFinished, RunEvent, RunProgress, RunWarning, StepFinished
 from streamrl.stage_messages import RolloutStatistics
 from streamrl.types import RewardFailure, ScoredTrajectory
 
@@ -33,6 +33,7 @@ class RunReport:
         self._capacity = capacity
         self._clock = clock
         self._started = self._step_started = self._closed_at = self._progressed_at = clock()
+        self._trained_at = self._publishing_at = self._started
         self._last_rollout = rollout()
         self._trained: dict[int, dict[str, float]] = {}
         self._failures: Counter[str] = Counter()
@@ -40,6 +41,11 @@ class RunReport:
     def elapsed(self) -> float:
         """Seconds since the run began."""
         return self._clock() - self._started
+
+    def began(self) -> None:
+        """The first version is live: the first step begins."""
+        self._step_started = self._clock()
+        self._last_rollout = self._rollout()
 
     def reward_failed(self, failure: RewardFailure) -> None:
         """Count a failure by function and kind."""
@@ -51,7 +57,7 @@ class RunReport:
 
     def batch_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], trainer: dict[str, float]) -> None:
         """The trainer stepped on ``batch``; ``trainer`` are its own figures."""
-        now = self._clock()
+        now = self._trained_at = self._clock()
         self._trained[policy_version] = {
             **reward_metrics(batch),
             **completion_metrics(batch),
@@ -63,8 +69,12 @@ class RunReport:
             "perf/trained_samples": float(len(batch)),
         }
 
-    async def step_finished(self, push: PushReport, state: ControlState) -> None:
-        """Every engine holds the version that the step made."""
+    def publishing(self) -> None:
+        """The version that was trained last is pushed now."""
+        self._publishing_at = self._clock()
+
+    async def step_finished(self, push: PushReport, state: ControlState) -> dict[str, float]:
+        """Every engine holds the version that the step made. Returns what was reported."""
         now = self._clock()
         seconds = max(now - self._step_started, 1e-9)
         self._step_started = now
@@ -77,6 +87,7 @@ class RunReport:
         accounting = state.accounting()
         metrics |= {
             "time/step_s": seconds,
+            "time/wait_eval_s": self._publishing_at - self._trained_at,
             "time/weight_sync_s": push.total_s,
             "time/weight_stage_s": push.staged_s,
             "time/engine_paused_s": push.paused_s,
@@ -97,23 +108,26 @@ class RunReport:
         metrics |= {name: float(count) for name, count in self._failures.items()}
         version = push.policy_version
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
+        return metrics
 
     async def evaluation_finished(self, policy_version: int, figures: dict[str, float]) -> None:
-        """One evaluation; its time does not count as the next step's."""
-        self._step_started = self._clock()
-        self._last_rollout = self._rollout()
+        """One evaluation. It ran beside the next step, whose time and tokens it is part of."""
         event = EvaluationFinished(step=policy_version, policy_version=policy_version, metrics=figures)
         await self._emit(event)
 
-    async def progress(self, state: ControlState, evaluation: Evaluation | None = None) -> None:
-        """How far the open round is; at most a few times a second."""
+    async def warned(self, step: int, message: str) -> None:
+        """An alarm was raised by the metrics of ``step``."""
+        await self._emit(RunWarning(step=step, message=message))
+
+    async def progress(self, state: ControlState, evaluation: Evaluation | None) -> None:
+        """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
         now = self._clock()
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
         phase, finished, wanted = "rollout", state.batch.groups, state.settings.batch_groups
-        if evaluation is not None:
-            phase, finished, wanted = "evaluation", evaluation.ended, evaluation.wanted
+        if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer.groups):
+            phase, finished, wanted = "evaluation", len(evaluation.outcomes), evaluation.wanted
         elif state.publishing is not None:
             phase = "weights"
         elif state.batch.closed:

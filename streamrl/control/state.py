@@ -3,8 +3,11 @@
 No clock, socket, task or torch. The same core runs the real pipeline and the simulator, and the event log of a
 run rebuilds it (``event_log.replay``). Whatever may be decided in several ways is asked of a policy object.
 
-Order of decisions after every event: drop what became stale, hand ready groups to training, close the batch,
-publish, evaluate, checkpoint, draw prompts, finish.
+Order of decisions after every event: evaluate and checkpoint a version that went live, drop what became stale, hand
+ready groups to training, close the batch, publish, draw prompts, finish.
+
+An evaluation shares the engines with the rollout of the next batch, and the batch may be trained meanwhile: only the
+push waits. So an evaluation falls due with a version that goes live, begins at once, and there is never a second one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
 from streamrl.control.rounds import ROUND_POLICIES, RoundView
 from streamrl.types import DropReason
+
+EXHAUSTED = "prompts exhausted"
+"""Why a run without prompts ends: not a drain, so what is due is still done."""
 
 MAX_DROPPED_BATCHES = 20
 """Trip-wire: so many batches' worth of groups dropped without one optimizer step end the run."""
@@ -70,8 +76,9 @@ class ControlState:
         self.live_version = -1
         self.publishing: int | None = None
         self.evaluating: int | None = None
-        self.evaluations_due: deque[tuple[int, int]] = deque()
-        self.checkpoints_open = 0
+        self.evaluated: tuple[int, int] | None = None
+        self.checkpointing: int | None = None
+        self.saved_version = -1
         self.final_work_ordered = False
         self.next_group_id = 0
         self.waiting_prompts: deque[tuple[str, int]] = deque()
@@ -101,9 +108,7 @@ class ControlState:
     def _record(self, event: ControlEvent, actions: list[ControlAction]) -> None:
         match event:
             case on.RunBegan():
-                self.trainer_version = self.live_version = event.policy_version
-                if self.settings.evaluate_at_start:
-                    self.evaluations_due.append((event.policy_version, 0))
+                self._record_began(event, actions)
             case on.PromptsDrawn():
                 self.prompts_asked = 0
                 self.exhausted = event.exhausted
@@ -119,9 +124,31 @@ class ControlState:
             case on.EvaluationDone():
                 self.evaluating = None
             case on.CheckpointDone():
-                self.checkpoints_open -= 1
+                self.checkpointing = None
             case on.StopRequested():
-                self.stopping = self.stopping or event.reason
+                self._record_stop(event, actions)
+            case on.AlarmRaised():
+                pass  # for whoever reads the log
+
+    def _record_began(self, event: on.RunBegan, actions: list[ControlAction]) -> None:
+        version = event.policy_version
+        self.trainer_version = self.live_version = version
+        # A resumed run goes on counting where the checkpoint was written.
+        self.batch = OpenBatch(batch_id=version)
+        self.next_group_id = version * self.settings.batch_groups
+        if version >= self.settings.steps:
+            self.finished = True
+            reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
+            actions.append(do.FinishRun(reason=reason))
+        elif self.settings.evaluate_at_start:
+            self._evaluate(0, actions)
+
+    def _record_stop(self, event: on.StopRequested, actions: list[ControlAction]) -> None:
+        if self._draining:
+            return
+        self.stopping = event.reason
+        if self.evaluating is not None:  # a drained run ends soon; EvaluationDone tells when nothing is left of it
+            actions.append(do.CancelEvaluation(policy_version=self.evaluating))
 
     def _record_scored(self, event: on.TrajectoryScored, actions: list[ControlAction]) -> None:
         group = self.buffer.score(
@@ -137,7 +164,8 @@ class ControlState:
         group = self.buffer.drop_member(event.id, event.reason, tokens=event.tokens)
         if group is None:
             return
-        self.slots.release(1)
+        if not group.members:  # until then it takes the place of a whole group in a batch, and keeps its slots
+            self.slots.release(group.size)
         self.recent_failures.append(True)
         failed = sum(self.recent_failures)
         window = self.settings.failure_window
@@ -166,13 +194,13 @@ class ControlState:
         ids = tuple(group.members)
         finished = group.ready
         self.buffer.drop_group(group.group_id, reason)
-        self.slots.release(len(ids))
+        self.slots.release(group.size)
         self.dropped_in_a_row += 1
         actions.append(do.ForgetTrajectories(ids=ids) if finished else do.CancelGroup(ids=ids))
 
     def _record_trained(self, event: on.BatchTrained) -> None:
         trained = self.buffer.train(event.batch_id)
-        self.slots.consume(event.policy_version, self.buffer.in_flight(trained))
+        self.slots.consume(event.policy_version, sum(group.size for group in trained))
         self.trainer_version = event.policy_version
         self.batch = OpenBatch(batch_id=event.batch_id + 1)
         self.dropped_in_a_row = 0
@@ -184,9 +212,23 @@ class ControlState:
         every, checkpoint_every = self.settings.evaluate_every, self.settings.checkpoint_every
         last = event.policy_version == self.settings.steps
         if every and event.policy_version % every == 0 and not (last and self.settings.evaluate_at_end):
-            self.evaluations_due.append((event.policy_version, self.settings.evaluate_limit))
+            self._evaluate(self.settings.evaluate_limit, actions)
         if checkpoint_every and event.policy_version % checkpoint_every == 0 and not last:
             self._checkpoint(actions)
+
+    def _evaluate(self, limit: int, actions: list[ControlAction]) -> None:
+        """The live version, on the first ``limit`` held-out prompts (0: all); not in a drain, and not a second time."""
+        if self._draining or self.evaluated == (self.live_version, limit):
+            return
+        self.evaluating = self.live_version
+        self.evaluated = (self.live_version, limit)
+        actions.append(do.Evaluate(policy_version=self.live_version, limit=limit))
+
+    def _checkpoint(self, actions: list[ControlAction]) -> None:
+        if self.saved_version == self.trainer_version:
+            return
+        self.checkpointing = self.saved_version = self.trainer_version
+        actions.append(do.WriteCheckpoint(policy_version=self.trainer_version))
 
     # ---- what to do ------------------------------------------------------------------------------
 
@@ -200,13 +242,16 @@ class ControlState:
         self._fill_batch(actions)
         self._close_batch(actions)
         self._publish(actions)
-        self._evaluate(actions)
         self._launch(actions)
         self._trip_wire(actions)
 
     @property
     def _ending(self) -> bool:
         return self.stopping is not None or self.trainer_version >= self.settings.steps
+
+    @property
+    def _draining(self) -> bool:
+        return self.stopping not in (None, EXHAUSTED)
 
     def _deadline(self, group: Group) -> int:
         return last_version(group.oldest_version, self.settings.max_staleness)
@@ -260,7 +305,8 @@ class ControlState:
         if batch.closed or not batch.groups or (batch.groups < self.settings.batch_groups and not starved):
             return
         # A delta is made against the last acknowledged version: the next step waits until that one is live.
-        if self.live_version < self.trainer_version:
+        # A checkpoint is of the version that the trainer holds; it could not step while it writes anyway.
+        if self.live_version < self.trainer_version or self.checkpointing is not None:
             return
         batch.closed = True
         actions.append(
@@ -270,6 +316,7 @@ class ControlState:
                 groups=batch.groups,
                 samples=batch.samples,
                 trained_tokens=batch.tokens,
+                engines_idle=self.evaluating is None and not any(self.buffer.untrained()),
             )
         )
         self._drop_stale(actions)
@@ -280,19 +327,7 @@ class ControlState:
             self.publishing = self.trainer_version
             actions.append(do.PublishWeights(policy_version=self.trainer_version))
 
-    def _evaluate(self, actions: list[ControlAction]) -> None:
-        if self.evaluating is None and self.publishing is None and self.evaluations_due:
-            _, limit = self.evaluations_due.popleft()
-            self.evaluating = self.live_version
-            actions.append(do.Evaluate(policy_version=self.live_version, limit=limit))
-
-    def _checkpoint(self, actions: list[ControlAction]) -> None:
-        self.checkpoints_open += 1
-        actions.append(do.WriteCheckpoint(policy_version=self.trainer_version))
-
     def _launch(self, actions: list[ControlAction]) -> None:
-        if self.evaluating is not None or self.evaluations_due:
-            return
         wanted = self.policy.groups_to_launch(self._view())
         while wanted > 0 and self.waiting_prompts:
             prompt_id, attempt = self.waiting_prompts.popleft()
@@ -311,7 +346,7 @@ class ControlState:
             self.prompts_asked = wanted
             actions.append(do.DrawPrompts(count=wanted))
         if self._starved:
-            self.stopping = "prompts exhausted"
+            self.stopping = EXHAUSTED
             self._wind_down(actions)
 
     @property
@@ -343,17 +378,18 @@ class ControlState:
         if not self.batch.closed:
             self.batch = OpenBatch(batch_id=self.batch.batch_id)
         self._publish(actions)
-        if self.batch.closed or self.publishing is not None or self.live_version < self.trainer_version:
+        if self.batch.closed or self.live_version < self.trainer_version or self._busy_with_live_version:
             return
         if not self.final_work_ordered:
             self.final_work_ordered = True
-            self.evaluations_due.clear()
-            # A drained run ends soon: it saves what it has and skips the evaluation.
-            if self.settings.evaluate_at_end and self.stopping in (None, "prompts exhausted"):
-                self.evaluations_due.append((self.live_version, 0))
+            if self.settings.evaluate_at_end:
+                self._evaluate(0, actions)
             if self.settings.checkpoint_at_end:
                 self._checkpoint(actions)
-        self._evaluate(actions)
-        if self.evaluating is None and not self.checkpoints_open:
+        if not self._busy_with_live_version:
             self.finished = True
             actions.append(do.FinishRun(reason=self.stopping or "finished"))
+
+    @property
+    def _busy_with_live_version(self) -> bool:
+        return self.evaluating is not None or self.checkpointing is not None

@@ -71,19 +71,6 @@ def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dic
     }
 
 
-def accuracy_metrics(batch: Sequence[ScoredTrajectory], failed: int) -> dict[str, float]:
-    """``eval/held_out/*``: mean reward over held-out prompts; a failed reward is counted and left out."""
-    metrics = {"eval/held_out/prompts": float(len(batch)), "eval/held_out/failed": float(failed)}
-    if batch:
-        metrics["eval/held_out/avg@1"] = fmean(s.reward for s in batch)
-        metrics |= {
-            f"eval/held_out/{name.removeprefix('completion/')}": value
-            for name, value in completion_metrics(batch).items()
-            if name.startswith("completion/")
-        }
-    return metrics
-
-
 def _groups(batch: Sequence[ScoredTrajectory]) -> Iterable[list[ScoredTrajectory]]:
     ordered = sorted(batch, key=lambda s: s.trajectory.id.group_id)
     return (list(members) for _, members in groupby(ordered, key=lambda s: s.trajectory.id.group_id))

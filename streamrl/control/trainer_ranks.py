@@ -95,9 +95,9 @@ class TrainerRanks:
         for batches, _ in self._ranks:
             await batches.send(WeightsAcknowledged(policy_version=policy_version))
 
-    async def save_checkpoint(self, directory: str, policy_version: int) -> CheckpointSaved:
+    async def save_checkpoint(self, directory: str, policy_version: int, min_free_bytes: int = 0) -> CheckpointSaved:
         """Write a checkpoint with all ranks; returns rank 0's answer."""
-        order = SaveCheckpoint(directory=directory, policy_version=policy_version)
+        order = SaveCheckpoint(directory=directory, policy_version=policy_version, min_free_bytes=min_free_bytes)
         gather = await self._ask(order, CheckpointSaved)
         return (await gather())[0]
 

@@ -1,15 +1,22 @@
-"""Attention over packed sequences, through transformers' registries: no model code is changed, nothing is padded.
+"""Attention over packed sequences, through transformers' registries: no model code is changed.
 
-A micro-batch is one row of ``T`` tokens, sequences one after the other, sorted by length. transformers' own packing
-(by ``position_ids``) builds a T x T mask, 3 to 7 times slower on CPU. Here each run of equally long sequences is a
-view, and one causal ``scaled_dot_product_attention``; on CUDA the whole row is one flash variable-length call.
+A micro-batch is one row of ``T`` tokens. transformers' own packing (by ``position_ids``) builds a T x T mask, 3 to 7
+times slower on CPU. Here sequences of nearly equal length are gathered into buckets, padded inside attention only: one
+``scaled_dot_product_attention`` each. On CUDA the whole row is one flash variable-length call.
+
+A sequence may continue another one, its prefix: its tokens attend to the prefix and to themselves, and the tokens of
+the prefix go through the rest of the model once for all that continue it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
+import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -18,32 +25,201 @@ from transformers.masking_utils import AttentionMaskInterface
 from streamrl.errors import StreamRLError
 
 ATTENTION_NAME = "streamrl_packed"
+BUCKET_RATIO, BUCKET_SLACK = 1.25, 8
+"""Sequences share a bucket when the longest is at most 1.25 times, or 8 tokens, longer than the shortest."""
+LONG_PREFIX = 32
+"""A prefix this long and longer than what continues it is attended once; the queries of a shorter one are repeated in
+every continuation, where plain causal attention without a mask is faster."""
+
+Places = NDArray[np.int64]
 
 
-class PackedLayout(NamedTuple):
-    """Where the sequences of one row lie. ``runs``: (how many, how long) for neighbours of equal length, in order.
+class PackedSequence(NamedTuple):
+    """Tokens ``[start, start + length)`` of a row. ``prefix``: index of the sequence that it continues, -1: none."""
 
-    ``boundaries``: int32 [sequences + 1], cumulative lengths, on the model's device.
+    start: int
+    length: int
+    prefix: int = -1
+
+
+class Bucket(NamedTuple):
+    """So many sequences of ``queries`` tokens, which are the last ones of the ``keys`` tokens that they attend to."""
+
+    sequences: int
+    queries: int
+    keys: int
+
+
+class Spread(msgspec.Struct, frozen=True, eq=False):
+    """Copies the ``T`` tokens of a row to the ``P`` places of its buckets. All int64.
+
+    ``tokens_P``: what is copied to each place. ``places_T``: one place of each token. ``repeats_R``, ``repeated_R``:
+    further places, and the token there, of tokens that are copied more than once. Other places are padding.
     """
 
-    runs: tuple[tuple[int, int], ...]
-    boundaries: Tensor
+    tokens_P: Tensor
+    places_T: Tensor
+    repeats_R: Tensor
+    repeated_R: Tensor
+
+
+class FlashBoundaries(msgspec.Struct, frozen=True, eq=False):
+    """For the variable-length kernel: int32 [sequences + 1] cumulative lengths. ``keys_K`` None: the row as it is."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    keys_K: Tensor | None
+
+
+class PackedLayout(msgspec.Struct, frozen=True, eq=False):
+    """Where the sequences of one row lie. An object, not a tuple: a compiled layer must not specialise on its numbers.
+
+    ``longest``: tokens that a token attends to at most.
+    """
+
+    buckets: tuple[Bucket, ...]
+    queries: Spread
+    keys: Spread
+    flash: FlashBoundaries | None
     longest: int
 
 
-def packed_layout(lengths: list[int], device: torch.device) -> PackedLayout:
-    """Layout of sequences of these lengths, in this order."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
-    boundaries = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    boundaries[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    return PackedLayout(tuple(runs), boundaries.to(device), max(lengths))
+class _Attended(NamedTuple):
+    """A sequence as its bucket sees it: places in the row of its queries and of its keys."""
+
+    queries: Places
+    keys: Places
 
 
+def packed_layout(sequences: Sequence[PackedSequence], device: torch.device) -> PackedLayout:
+    """Layout of these sequences, which follow each other in the row without a gap."""
+    places = [np.arange(sequence.start, sequence.start + sequence.length) for sequence in sequences]
+    keys = [
+        places[index] if sequence.prefix < 0 else np.concatenate([places[sequence.prefix], places[index]])
+        for index, sequence in enumerate(sequences)
+    ]
+    buckets = _buckets(_attended(sequences, places, keys))
+    total = sequences[-1].start + sequences[-1].length
+    queries = _spread([item.queries for bucket in buckets for item in bucket], buckets, total, device, own=True)
+    shapes = tuple(Bucket(len(b), max(len(i.queries) for i in b), max(len(i.keys) for i in b)) for b in buckets)
+    repeated = any(bucket.queries != bucket.keys for bucket in shapes)
+    return PackedLayout(
+        buckets=shapes,
+        queries=queries,
+        keys=_spread([i.keys for b in buckets for i in b], buckets, total, device, own=False) if repeated else queries,
+        flash=_flash_boundaries(sequences, keys, device) if device.type == "cuda" else None,
+        longest=max(len(item) for item in keys),
+    )
+
+
+def _attended(sequences: Sequence[PackedSequence], places: list[Places], keys: list[Places]) -> list[_Attended]:
+    """What to attend from where. Tokens of a short prefix are queries in each of its continuations, and not alone."""
+    longest_after: dict[int, int] = {}
+    for sequence in sequences:
+        longest_after[sequence.prefix] = max(longest_after.get(sequence.prefix, 0), sequence.length)
+
+    def repeated(prefix: int) -> bool:
+        return len(places[prefix]) < max(LONG_PREFIX, longest_after[prefix])
+
+    items = []
+    for index, sequence in enumerate(sequences):
+        if sequence.prefix >= 0:
+            items.append(_Attended(keys[index] if repeated(sequence.prefix) else places[index], keys[index]))
+        elif index not in longest_after or not repeated(index):
+            items.append(_Attended(places[index], places[index]))
+    return items
+
+
+def _buckets(items: list[_Attended]) -> list[list[_Attended]]:
+    """Neighbours in length; those that continue a long prefix only with others whose prefix is as long (one mask)."""
+    ordered = sorted(items, key=lambda item: (len(item.keys) - len(item.queries), len(item.queries)))
+    buckets: list[list[_Attended]] = []
+    for item in ordered:
+        if buckets:
+            first = buckets[-1][0]
+            before = len(first.keys) - len(first.queries)
+            limit = max(BUCKET_RATIO * len(first.queries), len(first.queries) + BUCKET_SLACK)
+            if before == len(item.keys) - len(item.queries) and len(item.queries) <= limit:
+                buckets[-1].append(item)
+                continue
+        buckets.append([item])
+    return buckets
+
+
+def _spread(
+    sequences: list[Places], buckets: list[list[_Attended]], total: int, device: torch.device, *, own: bool
+) -> Spread:
+    """Places of these sequences, one after the other, each padded with its last token to the longest of its bucket."""
+    widths = [max(len(item.queries if own else item.keys) for item in bucket) for bucket in buckets]
+    widths = [width for bucket, width in zip(buckets, widths, strict=True) for _ in bucket]
+    tokens = np.concatenate([np.pad(s, (0, w - len(s)), mode="edge") for s, w in zip(sequences, widths, strict=True)])
+    starts = np.cumsum([0, *widths[:-1]])
+    filled = np.concatenate([first + np.arange(len(s)) for s, first in zip(sequences, starts, strict=True)])
+    filling = tokens[filled]
+    first_places, where = np.full(total, -1), np.arange(len(filling))
+    first_places[filling[::-1]] = where[::-1]
+    repeats = where[first_places[filling] != where]
+
+    def tensor(values: Places) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Spread(tensor(tokens), tensor(filled[first_places]), tensor(filled[repeats]), tensor(filling[repeats]))
+
+
+def _flash_boundaries(sequences: Sequence[PackedSequence], keys: list[Places], device: torch.device) -> FlashBoundaries:
+    def cumulative(lengths: list[int]) -> Tensor:
+        return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
+
+    shared = any(sequence.prefix >= 0 for sequence in sequences)
+    return FlashBoundaries(
+        queries=cumulative([sequence.length for sequence in sequences]),
+        keys=cumulative([len(item) for item in keys]),
+        longest_query=max(sequence.length for sequence in sequences),
+        keys_K=torch.from_numpy(np.concatenate(keys)).to(device) if shared else None,
+    )
+
+
+class _SpreadRows(torch.autograd.Function):
+    """``rows_T.. -> rows_P..``. torch's own backward adds row by row into zeros; here it is a gather and few additions.
+
+    The gradient of padding is not read: it is 0, as no real query attends to it and its outputs are dropped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, spread: Spread) -> Tensor:
+        ctx.spread = spread
+        return rows.index_select(0, spread.tokens_P)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), spread = gradients, ctx.spread
+        result = gradient.index_select(0, spread.places_T)
+        if spread.repeats_R.numel():
+            result.index_add_(0, spread.repeated_R, gradient.index_select(0, spread.repeats_R))
+        return result, None
+
+
+class _CollectRows(torch.autograd.Function):
+    """``rows_P.. -> rows_T..``: one place of each token; the others get a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, spread: Spread) -> Tensor:
+        ctx.spread = spread
+        return rows.index_select(0, spread.places_T)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), spread = gradients, ctx.spread
+        result = gradient.new_zeros(spread.tokens_P.numel(), *gradient.shape[1:])
+        return result.index_copy_(0, spread.places_T, gradient), None
+
+
+spread_rows = cast("Callable[[Tensor, Spread], Tensor]", _SpreadRows.apply)
+collect_rows = cast("Callable[[Tensor, Spread], Tensor]", _CollectRows.apply)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -59,40 +235,64 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence, for transformers: query ``[1, heads, T, D]``, out ``[1, T, heads, D]``.
 
-    Raises ``StreamRLError`` for what no packed kernel here does: soft caps, and windows shorter than a sequence.
+    ``sliding_window``: a token sees so many, itself included. Raises ``StreamRLError`` for soft caps of the scores.
     """
-    if softcap is not None or (sliding_window is not None and sliding_window < packed.longest):
-        raise StreamRLError(
-            f"this model's attention (softcap {softcap}, sliding window {sliding_window}) cannot be packed "
-            f"with a sequence of {packed.longest} tokens: use a model without them, or shorter sequences"
-        )
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _flash_attention(query, key, value, packed, scaling)[None], None
-    sizes = [count * length for count, length in packed.runs]
-    parts = zip(*(torch.split(x.transpose(1, 2), sizes, dim=1) for x in (query, key, value)), packed.runs, strict=True)
-    outputs, grouped = [], query.shape[1] != key.shape[1]
-    for q, k, v, (count, length) in parts:
-        q, k, v = (x.reshape(count, length, x.shape[2], x.shape[3]).transpose(1, 2) for x in (q, k, v))
-        output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        outputs.append(output.transpose(1, 2).reshape(1, count * length, *output.shape[1::2]))
-    return torch.cat(outputs, dim=1), None
+    if softcap is not None:
+        raise StreamRLError(f"its attention caps scores at {softcap}, which no packed kernel here does")
+    window = packed.longest if sliding_window is None else min(sliding_window, packed.longest)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packed.flash is not None and query.dtype in (torch.bfloat16, torch.float16):
+        return _flash_attention(query, key, value, packed.flash, packed.longest, scaling, window)[None], None
+    queries = spread_rows(query, packed.queries)
+    keys = spread_rows(key, packed.keys)
+    values = spread_rows(value, packed.keys)
+    key_sizes = [bucket.sequences * bucket.keys for bucket in packed.buckets]
+    parts = (
+        torch.split(queries, [bucket.sequences * bucket.queries for bucket in packed.buckets]),
+        torch.split(keys, key_sizes),
+        torch.split(values, key_sizes),
+    )
+    outputs = [
+        _bucket_attention(q, k, v, bucket, scaling, window)
+        for q, k, v, bucket in zip(*parts, packed.buckets, strict=True)
+    ]
+    return collect_rows(torch.cat(outputs), packed.queries)[None], None
 
 
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scaling: float) -> Tensor:
-    """One flash kernel over the row: ``[1, heads, T, D]`` in, ``[T, heads, D]`` out."""
+def _bucket_attention(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float, window: int) -> Tensor:
+    """``[places, heads, D]`` in and out. The mask is causal from the bottom right: the last query sees the last
+    ``window`` keys."""
+    q, k, v = (x.reshape(bucket.sequences, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+    mask = None
+    if bucket.queries != bucket.keys or window < bucket.keys:
+        everything = torch.ones(bucket.queries, bucket.keys, dtype=torch.bool, device=query.device)
+        before = bucket.keys - bucket.queries
+        mask = everything.tril(before).triu(before - window + 1)
+    grouped = q.shape[1] != k.shape[1]
+    output = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, flash: FlashBoundaries, longest: int, scaling: float, window: int
+) -> Tensor:
+    """One flash kernel over the row, causal from the bottom right: ``[T, heads, D]`` in and out."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    if flash.keys_K is not None:
+        key, value = key.index_select(0, flash.keys_K), value.index_select(0, flash.keys_K)
     output = varlen_attn(
-        q,
-        k,
-        v,
-        packed.boundaries,
-        packed.boundaries,
-        packed.longest,
-        packed.longest,
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        flash.queries,
+        flash.keys,
+        flash.longest_query,
+        longest,
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(window - 1 if window < longest else -1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor)

@@ -1,8 +1,9 @@
-"""Checkpoints: trainer state in ``trainer/``, a Hugging Face directory in ``hf/``, complete or absent.
+"""Checkpoints: trainer state in ``trainer/``, a Hugging Face directory in ``hf/``, complete or absent. With LoRA the
+latter is the merged model, and ``adapter/`` is the adapter in peft's format.
 
-Everything is written beside the final name and renamed at the end, so a directory of that name is a whole checkpoint.
-Trainer state is ``torch.distributed.checkpoint`` on safetensors files (its default metadata is a pickle), scalars are
-msgpack; it can be loaded by another number of ranks.
+Everything is written beside the final name, flushed, listed with its sha256 in ``digests``, and renamed at the end: a
+directory of that name is a whole checkpoint, also after a power cut. Trainer state is ``torch.distributed.checkpoint``
+on safetensors files (its default metadata is a pickle), scalars are msgpack; any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import json
 import logging
 import shutil
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -24,80 +28,132 @@ from torch.distributed.checkpoint.state_dict_loader import load as _load
 from torch.distributed.checkpoint.state_dict_saver import save as _save
 
 from streamrl.errors import StreamRLError
-from streamrl.learning.published_weights import PublishedWeights
+from streamrl.learning import durable_files
+from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.learning.published_weights import FullWeights, PublishedWeights
 
-FORMAT = 1
+FORMAT = 2
 SCALARS = "trainer.msgpack"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+GIB = 1 << 30
+
+T = TypeVar("T")
 
 
-class TrainerScalars(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds besides tensors."""
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer goes on from besides tensors. ``cohort``: moments (count, total, square) of past batches."""
+
+    policy_version: int
+    cohort: tuple[tuple[float, float, float], ...] = ()
+    skipped_steps: int = 0
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """The one field of ``trainer.msgpack`` that every format has."""
 
     format: int
-    policy_version: int
+
+
+class _Scalars(msgspec.Struct, frozen=True, kw_only=True):
+    """``trainer.msgpack``. ``random``: torch's generator states of each rank, on the CPU and on its CUDA device."""
+
+    format: int
+    state: TrainerState
     optimizer_steps: int
-    ranks: int
-
-
-def _tensors(weights: PublishedWeights, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Views of everything that is saved: loading writes into them."""
-    state = optimizer.state[weights.masters_L]
-    flats = {"master": weights.masters_L, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-    return {f"{kind}.{name}": t for kind, flat in flats.items() for name, t in weights.as_tensors(flat).items()}
-
-
-def _ensure_moments(weights: PublishedWeights, optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments for an optimizer that has not stepped yet: it makes its own only at its first step."""
-    if not optimizer.state[weights.masters_L]:
-        optimizer.state[weights.masters_L] = {
-            "step": torch.zeros((), dtype=torch.float32, device=weights.masters_L.device),
-            "exp_avg": torch.zeros_like(weights.masters_L.data),
-            "exp_avg_sq": torch.zeros_like(weights.masters_L.data),
-        }
+    moments: tuple[str, ...]
+    extra: tuple[str, ...]
+    random: tuple[tuple[bytes, bytes], ...]
 
 
 def save(
     directory: Path,
     weights: PublishedWeights,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterOptimizer,
     *,
-    policy_version: int,
+    state: TrainerState,
     model_path: Path,
+    extra: Mapping[str, Tensor] | None = None,
+    min_free_bytes: int = 0,
 ) -> None:
-    """Write a checkpoint. Collective; every rank must see the same file system. Replaces a checkpoint of that name."""
+    """Write a checkpoint. Collective; every rank must see the same file system. Replaces a checkpoint of that name.
+
+    ``extra``: tensors that are equal on every rank, by name. Raises ``StreamRLError`` on every rank when one of them
+    cannot write, or when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays.
+    """
     partial = directory.with_name(f".{directory.name}.partial")
     first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "trainer").mkdir(parents=True)
-    dist.barrier()
-    _ensure_moments(weights, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        writer = HuggingFaceStorageWriter(str(partial / "trainer"), save_distributed=True)
-        _save(_tensors(weights, optimizer), storage_writer=writer)
+    moments, extra = optimizer.moments(), extra or {}
+    tensors = _tensors(weights, moments, extra)
     published = weights.full_published()
-    if first:
+    scalars = _Scalars(
+        format=FORMAT,
+        state=state,
+        optimizer_steps=optimizer.steps,
+        moments=tuple(sorted(moments)),
+        extra=tuple(sorted(extra)),
+        random=tuple(_on_every_rank(lambda: _random_state(weights.gradient_L.device))),
+    )
+    if not first:
+        published = {}
+
+    def prepare() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        _refuse_full_disk(directory, [*tensors.values(), *published.values()], min_free_bytes)
+        (partial / "trainer").mkdir(parents=True)
+
+    def export() -> None:
         save_hugging_face(partial / "hf", published, model_path)
-        scalars = TrainerScalars(
-            format=FORMAT,
-            policy_version=policy_version,
-            optimizer_steps=int(optimizer.state[weights.masters_L]["step"]),
-            ranks=dist.get_world_size(),
-        )
         (partial / SCALARS).write_bytes(msgspec.msgpack.encode(scalars))
-        _replace(partial, directory)
-    dist.barrier()
+
+    try:
+        _on_first_rank(prepare)
+        _write_tensors(partial / "trainer", tensors)
+        _on_every_rank(lambda: _save_adapter(partial / "adapter", weights))
+        _on_first_rank(export)
+        digests = _on_every_rank(lambda: durable_files.flush_and_digest(partial, _my_share(partial)))
+        _on_first_rank(lambda: durable_files.write_digests(partial, digests))
+        _on_first_rank(lambda: durable_files.move_into_place(partial, directory))
+    except StreamRLError:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
-def _replace(partial: Path, directory: Path) -> None:
-    old = directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if directory.exists():
-        directory.rename(old)
-    partial.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+def load(
+    directory: Path,
+    weights: PublishedWeights,
+    optimizer: MasterOptimizer,
+    *,
+    extra: Mapping[str, Tensor] | None = None,
+) -> TrainerState:
+    """Fill masters, optimizer state, ``extra`` and torch's generators of this rank from a checkpoint. Collective.
+
+    Generators are restored where the number of ranks is that of the checkpoint. Raises ``StreamRLError`` when it is
+    not a checkpoint, has a damaged file, is one of another model, or lacks a tensor of ``extra``.
+    """
+    directory = durable_files.surviving(directory)
+    _verify_together(directory)
+    scalars = _read_scalars(directory)
+    buffers = {name: torch.zeros_like(moment) for name, moment in optimizer.moments().items()}
+    _refuse_missing(directory, "optimizer state", buffers, scalars.moments, "keep training.optimizer as it was")
+    remedy = "keep objective.algorithm as it was, or start from the checkpoint's hf directory as model.path"
+    _refuse_missing(directory, "tensors", extra or {}, scalars.extra, remedy)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            reader = HuggingFaceStorageReader(str(directory / "trainer"))
+            _load(_tensors(weights, buffers, extra or {}), storage_reader=reader)
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            raise StreamRLError(f"checkpoint {str(directory)!r} does not fit this model: {error}") from error
+    optimizer.load_moments(buffers, scalars.optimizer_steps)
+    if len(scalars.random) == dist.get_world_size():
+        _restore_random_state(scalars.random[dist.get_rank()], weights.gradient_L.device)
+    return scalars.state
+
+
+def verify(directory: Path) -> None:
+    """Compare every file of a checkpoint with its digest. Raises ``StreamRLError`` that names those that differ."""
+    durable_files.verify(durable_files.surviving(directory))
 
 
 def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path: Path) -> None:
@@ -115,24 +171,123 @@ def save_hugging_face(directory: Path, published: dict[str, Tensor], model_path:
     save_torch_state_dict(published, directory, metadata={"format": "pt"})
 
 
-def load(directory: Path, weights: PublishedWeights, optimizer: torch.optim.Optimizer) -> int:
-    """Fill masters and optimizer state of this rank from a checkpoint and return its policy version. Collective.
+def _save_adapter(directory: Path, weights: PublishedWeights) -> None:
+    if isinstance(weights, FullWeights):
+        return
+    # Only here: peft takes more than a second to import.
+    from streamrl.learning.lora import AdapterWeights, save_adapter
 
-    Raises ``StreamRLError`` when it is not a checkpoint, or one of another model.
-    """
-    try:
-        scalars = msgspec.msgpack.decode((directory / SCALARS).read_bytes(), type=TrainerScalars)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise StreamRLError(f"{str(directory)!r} is not a checkpoint of streamrl: {error}") from error
-    if scalars.format != FORMAT:
-        raise StreamRLError(f"checkpoint {str(directory)!r} has format {scalars.format}; this version reads {FORMAT}")
-    _ensure_moments(weights, optimizer)
-    with warnings.catch_warnings(), torch.no_grad():
+    if isinstance(weights, AdapterWeights):
+        save_adapter(directory, weights)
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def _tensors(
+    weights: PublishedWeights, moments: Mapping[str, Tensor], extra: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Views of everything that is saved: loading writes into them."""
+    flats = {"master": weights.masters_L, **moments}
+    tensors = {f"{kind}.{name}": t for kind, flat in flats.items() for name, t in weights.as_tensors(flat).items()}
+    return tensors | {f"extra.{name}": tensor.detach() for name, tensor in extra.items()}
+
+
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            tensors = _tensors(weights, optimizer)
-            _load(tensors, storage_reader=HuggingFaceStorageReader(str(directory / "trainer")))
-        except (CheckpointException, RuntimeError, ValueError) as error:
-            raise StreamRLError(f"checkpoint {str(directory)!r} does not fit this model: {error}") from error
-    optimizer.state[weights.masters_L]["step"].fill_(scalars.optimizer_steps)
-    return scalars.policy_version
+            _save(tensors, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+        except CheckpointException as error:
+            causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+            raise StreamRLError(f"cannot write checkpoint files in {str(directory)!r}: {causes}") from error
+
+
+def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: int) -> None:
+    # numel of a distributed tensor counts the elements of all ranks.
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory.parent).free
+    if free - size < min_free_bytes:
+        raise StreamRLError(
+            f"checkpoint {str(directory)!r} takes {size / GIB:.2f} GiB and {free / GIB:.2f} GiB are free there: less "
+            f"than {min_free_bytes / GIB:.2f} GiB (checkpoint.min_free_gib) would be left; make room, keep fewer "
+            "(checkpoint.keep, keep_best, keep_every), or lower min_free_gib"
+        )
+
+
+def _random_state(device: torch.device) -> tuple[bytes, bytes]:
+    on_device = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    return torch.get_rng_state().numpy().tobytes(), on_device
+
+
+def _restore_random_state(state: tuple[bytes, bytes], device: torch.device) -> None:
+    on_cpu, on_device = (torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else None for part in state)
+    if on_cpu is not None:
+        torch.set_rng_state(on_cpu)
+    if on_device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(on_device, device)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _verify_together(directory: Path) -> None:
+    """Each rank reads a part of the files; every rank raises what any of them found."""
+
+    def my_faults() -> list[str]:
+        digests = durable_files.read_digests(directory)
+        mine = sorted(digests)[dist.get_rank() :: dist.get_world_size()]
+        return durable_files.faults(directory, {name: digests[name] for name in mine})
+
+    durable_files.refuse_faults(directory, [fault for found in _on_every_rank(my_faults) for fault in found])
+
+
+def _read_scalars(directory: Path) -> _Scalars:
+    try:
+        encoded = (directory / SCALARS).read_bytes()
+        written = msgspec.msgpack.decode(encoded, type=_Format).format
+        if written != FORMAT:
+            raise StreamRLError(f"checkpoint {str(directory)!r} has format {written}; this version reads {FORMAT}")
+        return msgspec.msgpack.decode(encoded, type=_Scalars)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StreamRLError(f"{str(directory)!r} is not a checkpoint of streamrl: {error}") from error
+
+
+def _refuse_missing(
+    directory: Path, what: str, wanted: Mapping[str, Tensor], written: tuple[str, ...], remedy: str
+) -> None:
+    missing = sorted(set(wanted) - set(written))
+    if missing:
+        raise StreamRLError(
+            f"checkpoint {str(directory)!r} has no {what} {', '.join(missing)}, which this recipe needs "
+            f"(it has {', '.join(written) or 'none'}): {remedy}"
+        )
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def _my_share(directory: Path) -> list[str]:
+    return durable_files.files_below(directory)[dist.get_rank() :: dist.get_world_size()]
+
+
+def _on_every_rank(work: Callable[[], T]) -> list[T]:
+    """What ``work`` returned on each rank. Raises ``StreamRLError`` on all of them when it failed on one."""
+    mine: tuple[T | None, str]
+    cause: Exception | None = None
+    try:
+        mine = (work(), "")
+    except (OSError, RuntimeError, SafetensorError, StreamRLError) as error:
+        mine, cause = (None, str(error)), error
+    everything: list[tuple[T, str]] = [mine] * dist.get_world_size()  # type: ignore[list-item]
+    if len(everything) > 1:
+        dist.all_gather_object(everything, mine)
+    if failure := next((failure for _, failure in everything if failure), ""):
+        raise StreamRLError(failure) from cause
+    return [value for value, _ in everything]
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Rank 0 works while the others wait. Raises ``StreamRLError`` on all of them when it failed."""
+    _on_every_rank(work if dist.get_rank() == 0 else lambda: None)

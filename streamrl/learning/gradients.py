@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from streamrl.errors import StreamRLError
-from streamrl.learning.losses import grpo_loss, token_logprobs
+from streamrl.learning.critic import ValueHead
+from streamrl.learning.logprobs import token_logprobs
+from streamrl.learning.objectives import TokenInputs, TokenLoss, needs_whole_sequences, token_loss, value_loss
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.packing import MicroBatch
-from streamrl.learning.policy import PackedPolicy
+from streamrl.learning.policy import PackedPolicy, compute_context
 
 LOGITS_IN_A_CHUNK = 1 << 24
 """Logits that exist at once (64 MiB of float32): the head runs over so many trained positions at a time."""
@@ -21,95 +23,175 @@ NAMED_SAMPLES = 8
 
 
 @dataclass
-class BatchSums:
-    """What one rank added up over the open batch. Sums only: ranks are added to each other at the close.
+class TokenSums:
+    """Sums over the tokens that went through the model. Ranks are added to each other at the close, field by field.
 
-    ``computed_tokens``: trained tokens that went through the model; groups without signal are counted in
-    ``trained_tokens`` and not computed, as their gradient is exactly 0.
+    ``mismatch``: absolute difference of trainer and engine logprobs over ``on_policy_tokens``, those that the version
+    which is trained sampled itself.
+    """
+
+    packed_tokens: float = 0.0
+    computed_tokens: float = 0.0
+    on_policy_tokens: float = 0.0
+    loss: float = 0.0
+    value_loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    masked: float = 0.0
+    correction: float = 0.0
+    reference_kl: float = 0.0
+    kl: float = 0.0
+    importance: float = 0.0
+    importance_square: float = 0.0
+    mismatch: float = 0.0
+
+    def values(self) -> list[float]:
+        """All sums, in the order of the fields."""
+        return [getattr(self, entry.name) for entry in fields(self)]
+
+    def add(self, **sums: Tensor) -> None:
+        """Add 0-d tensors by field name; one transfer from the device."""
+        values: list[float] = torch.stack([value.detach().double() for value in sums.values()]).tolist()
+        for name, value in zip(sums, values, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class BatchSums:
+    """What one rank counted and added up over the open batch.
+
+    ``loss_tokens``, ``loss_samples``: what the loss is divided by; groups without signal count, as their gradient is
+    exactly 0, and so are not computed.
     """
 
     groups: int = 0
     samples: int = 0
     trained_tokens: int = 0
     groups_without_signal: int = 0
-    packed_tokens: int = 0
-    computed_tokens: int = 0
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    importance: float = 0.0
-    importance_square: float = 0.0
+    loss_tokens: int = 0
+    loss_samples: int = 0
     seconds: float = 0.0
+    tokens: TokenSums = field(default_factory=TokenSums)
     differences: list[Tensor] = field(default_factory=list)
 
-    def add(self, sums: list[float]) -> None:
-        """Add the token sums of one chunk, as ``_token_sums`` orders them."""
-        self.loss += sums[0]
-        self.entropy += sums[1]
-        self.clipped += sums[2]
-        self.kl += sums[3]
-        self.importance += sums[4]
-        self.importance_square += sums[5]
 
-
-def _token_sums(loss: Tensor, entropy_N: Tensor, clipped_N: Tensor, difference_N: Tensor) -> list[float]:
-    """Sums over the tokens of a chunk. ``difference_N``: trainer minus behaviour logprob."""
-    importance_N = difference_N.exp()
-    # An unbiased, never negative estimate of KL(behaviour, trainer): http://joschu.net/blog/kl-approx.html (k3).
-    kl_N = importance_N - 1 - difference_N
-    parts = (
-        loss.detach(),
-        entropy_N.sum(),
-        clipped_N.sum(),
-        kl_N.sum(),
-        importance_N.sum(),
-        importance_N.square().sum(),
-    )
-    values: list[float] = torch.stack([part.double() for part in parts]).tolist()
-    return values
-
-
-def accumulate(policy: PackedPolicy, row: MicroBatch, options: TrainerOptions, sums: BatchSums, batch_id: int) -> None:
+def accumulate(
+    policy: PackedPolicy,
+    critic: ValueHead | None,
+    row: MicroBatch,
+    options: TrainerOptions,
+    sums: BatchSums,
+    batch_id: int,
+) -> None:
     """Add the un-normalised gradient of a row to the parameters, and its sums to ``sums``.
 
     The head and the loss run over chunks of trained positions, each with its own backward, then one backward goes
-    through the model: the logits of the whole row never exist, and nothing is computed twice.
+    through the model: the logits of the whole row never exist, and nothing is computed twice unless a sequence is
+    longer than a chunk under an objective that needs it whole.
     Raises ``StreamRLError`` naming batch and samples when the loss is not finite.
     """
-    autocast = options.bfloat16_autocast and row.tokens_T.is_cuda
-    with torch.autocast("cuda", torch.bfloat16) if autocast else contextlib.nullcontext():
+    with compute_context(options, row.tokens_T.device):
         hidden_ND = policy(row)
-        gradients, before = [], sums.loss
-        tokens = row.targets_N.numel()
-        rows = max(1, LOGITS_IN_A_CHUNK // policy.hugging_face.config.get_text_config().vocab_size)
-        for start in range(0, max(1, tokens), rows):
-            part = slice(start, start + rows)
-            leaf_ND = hidden_ND.detach()[part].requires_grad_()
-            logprobs_N, entropy_N = token_logprobs(
-                policy.head(leaf_ND), row.targets_N[part], temperature=options.temperature, top_p=options.top_p
-            )
-            token_loss = grpo_loss(
-                logprobs_N,
-                row.behavior_N[part],
-                row.advantages_N[part],
-                row.on_policy_N[part],
-                clip_low=options.clip_low,
-                clip_high=options.clip_high,
-                importance_cap=options.importance_cap,
-            )
-            loss = (token_loss.loss_N * row.weights_N[part]).sum()
-            torch.autograd.backward(loss)
-            difference_N = logprobs_N.detach() - row.behavior_N[part]
-            sums.add(_token_sums(loss, entropy_N, token_loss.clipped_N, difference_N))
-            sums.differences.append(difference_N.abs())
-            gradients.append(leaf_ND.grad)
-    if not math.isfinite(sums.loss):
+        leaf_ND = hidden_ND.detach().requires_grad_()
+        logprobs_N, entropy_N, losses = _through_head(policy, leaf_ND, row, options)
+        critic_loss = logprobs_N.new_zeros(())
+        if critic is not None:
+            critic_loss = (value_loss(options.objective, critic(leaf_ND), row.inputs) * row.inputs.weights_N).sum()
+            torch.autograd.backward(options.objective.value_coefficient * critic_loss)
+    _add_sums(sums, row, logprobs_N, entropy_N, losses, critic_loss)
+    if not math.isfinite(sums.tokens.loss + sums.tokens.value_loss):
         names = ", ".join(row.sample_ids[:NAMED_SAMPLES])
         raise StreamRLError(
-            f"the loss of batch {batch_id} is {sums.loss - before}: look at samples {names} "
+            f"the loss of batch {batch_id} is not finite: look at samples {names} "
             f"({len(row.sample_ids)} in the row); lower training.learning_rate if optim/grad_norm grew before"
         )
-    torch.autograd.backward(hidden_ND, torch.cat(gradients) if len(gradients) > 1 else gradients[0])
-    sums.packed_tokens += row.tokens_T.numel()
-    sums.computed_tokens += tokens
+    torch.autograd.backward(hidden_ND, leaf_ND.grad)
+
+
+def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
+    """Ranges of predicting positions whose logits may exist at once; one at least."""
+    vocabulary = policy.hugging_face.config.get_text_config().vocab_size
+    size = max(1, LOGITS_IN_A_CHUNK // vocabulary)
+    return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
+
+
+def _through_head(
+    policy: PackedPolicy, leaf_ND: Tensor, row: MicroBatch, options: TrainerOptions
+) -> tuple[Tensor, Tensor, TokenLoss]:
+    """Loss of every trained token, its gradient added to ``leaf_ND`` and to the head. All returned without gradient."""
+    settings, off_policy = options.objective, options.off_policy
+    parts = chunks(policy, row.targets_N.numel())
+
+    def processed(part: slice) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            policy.head(leaf_ND[part]),
+            row.targets_N[part],
+            temperature=options.temperature,
+            top_p=options.top_p,
+            entropy_gradient=settings.entropy_coefficient != 0,
+        )
+
+    def loss_of(logprobs_N: Tensor, entropy_N: Tensor, inputs: TokenInputs) -> TokenLoss:
+        found = token_loss(settings, off_policy, logprobs_N, entropy_N, inputs)
+        torch.autograd.backward((found.loss_N * inputs.weights_N).sum())
+        return found._replace(loss_N=found.loss_N.detach())
+
+    if len(parts) > 1 and needs_whole_sequences(settings, off_policy):
+        return _through_head_twice(parts, processed, loss_of, row.inputs)
+    pieces = []
+    for part in parts:
+        logprobs_N, entropy_N = processed(part)
+        losses = loss_of(logprobs_N, entropy_N, row.inputs.part(part))
+        pieces.append((logprobs_N.detach(), entropy_N.detach(), losses))
+    if len(pieces) == 1:
+        return pieces[0]
+    logprobs, entropies, token_losses = zip(*pieces, strict=True)
+    joined = TokenLoss(*(torch.cat(parts) for parts in zip(*token_losses, strict=True)))
+    return torch.cat(logprobs), torch.cat(entropies), joined
+
+
+def _through_head_twice(
+    parts: list[slice],
+    processed: Callable[[slice], tuple[Tensor, Tensor]],
+    loss_of: Callable[[Tensor, Tensor, TokenInputs], TokenLoss],
+    inputs: TokenInputs,
+) -> tuple[Tensor, Tensor, TokenLoss]:
+    """Chunks cut sequences: logprobs of all first, then their gradients chunk by chunk."""
+    with torch.no_grad():
+        pieces = [processed(part) for part in parts]
+    logprobs_N, entropy_N = (torch.cat(found).requires_grad_() for found in zip(*pieces, strict=True))
+    losses = loss_of(logprobs_N, entropy_N, inputs)
+    for part in parts:
+        outputs = zip(processed(part), (logprobs_N.grad, entropy_N.grad), strict=True)
+        pairs = [(output, grad[part]) for output, grad in outputs if output.requires_grad and grad is not None]
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+    return logprobs_N.detach(), entropy_N.detach(), losses
+
+
+def _add_sums(
+    sums: BatchSums, row: MicroBatch, logprobs_N: Tensor, entropy_N: Tensor, losses: TokenLoss, critic_loss: Tensor
+) -> None:
+    inputs = row.inputs
+    # With several updates on a batch the first logprobs are those of the policy that engines sampled with.
+    trainer_N = logprobs_N if inputs.proximal_N is None else inputs.proximal_N
+    difference_N = trainer_N - inputs.behavior_N
+    on_policy_N = inputs.staleness_N == 0
+    importance_N = difference_N.exp()
+    sums.tokens.packed_tokens += row.tokens_T.numel()
+    sums.tokens.computed_tokens += row.targets_N.numel()
+    sums.tokens.add(
+        on_policy_tokens=on_policy_N.sum(),
+        loss=(losses.loss_N * inputs.weights_N).sum(),
+        value_loss=critic_loss,
+        entropy=entropy_N.sum(),
+        clipped=losses.clipped_N.sum(),
+        masked=losses.masked_N.sum(),
+        correction=losses.correction_N.sum(),
+        reference_kl=losses.reference_kl_N.sum(),
+        # An unbiased, never negative estimate of KL(behaviour, trainer): http://joschu.net/blog/kl-approx.html (k3).
+        kl=(importance_N - 1 - difference_N).sum(),
+        importance=importance_N.sum(),
+        importance_square=importance_N.square().sum(),
+        mismatch=(difference_N.abs() * on_policy_N).sum(),
+    )
+    sums.differences.append(difference_N.abs())

@@ -7,8 +7,10 @@ import os
 import msgspec
 import torch
 
-from streamrl.config.recipe import AdvantageNormalization, LossNormalization, Recipe
-from streamrl.config.threads import trainer_threads
+from streamrl.config.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.config.objective import OffPolicy
+from streamrl.config.recipe import ComputeDtype, Lora, OptimizerKind, Recipe
+from streamrl.config.threads import idle_threads, trainer_threads
 from streamrl.errors import StreamRLError
 
 
@@ -17,35 +19,40 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rendezvous``: ``tcp://host:port`` or ``file:///path`` where the ranks meet; empty with one rank.
     ``temperature`` and ``top_p`` are those of the engines: the policy that is differentiated is the one that sampled.
-    ``threads`` 0: every core. ``streaming``: groups may be trained before their batch is closed.
+    ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many).
+    ``streaming``: groups may be trained before their batch is closed.
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
     """
 
     model_path: str
     run_id: str
     weights_endpoint: str
+    seed: int = 0
     rank: int = 0
     ranks: int = 1
     rendezvous: str = ""
     device: str = "auto"
     threads: int = 0
+    idle_threads: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 512
-    loss_normalization: LossNormalization = LossNormalization.TOKEN_MEAN
-    advantage_normalization: AdvantageNormalization = AdvantageNormalization.STD
+    objective: ObjectiveSettings = ObjectiveSettings()
+    off_policy: OffPolicy = OffPolicy()
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    lora: Lora = Lora()
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    importance_cap: float = 2.0
-    micro_batch_tokens: int = 4096
+    updates_per_batch: int = 1
+    micro_batch_tokens: int = 2048
     streaming: bool = True
-    bfloat16_autocast: bool = False
+    compute_dtype: ComputeDtype = ComputeDtype.AUTO
+    activation_checkpointing: bool = False
+    compile: bool = False
     collective_timeout_s: float = 600.0
     resume_from: str = ""
 
@@ -58,6 +65,7 @@ def trainer_options(
     Raises ``StreamRLError`` when several ranks have no place to meet.
     """
     training, ranks = recipe.training, recipe.training.ranks
+    objective = objective_settings(recipe.objective)
     if ranks > 1 and not rendezvous:
         if not weights_endpoint.startswith("ipc://"):
             raise StreamRLError(
@@ -69,27 +77,32 @@ def trainer_options(
     return TrainerOptions(
         model_path=recipe.model.path,
         run_id=run_id,
+        seed=recipe.run.seed,
         weights_endpoint=weights_endpoint,
         rank=rank,
         ranks=ranks,
         rendezvous=rendezvous,
         device=training.device,
         threads=trainer_threads(recipe, os.cpu_count() or 1, engines_on_cpu=not torch.cuda.is_available()),
+        idle_threads=idle_threads(recipe, os.cpu_count() or 1),
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
         max_tokens=recipe.sampling.max_tokens,
-        loss_normalization=training.loss_normalization,
-        advantage_normalization=training.advantage_normalization,
+        objective=objective,
+        off_policy=recipe.off_policy,
+        optimizer=training.optimizer,
+        lora=recipe.lora,
         learning_rate=training.learning_rate,
         warmup_steps=training.warmup_steps,
         beta1=training.beta1,
         beta2=training.beta2,
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
-        clip_low=training.clip_low,
-        clip_high=training.clip_high,
-        importance_cap=training.importance_cap,
+        updates_per_batch=training.updates_per_batch,
         micro_batch_tokens=training.micro_batch_tokens,
-        streaming=training.streaming,
-        resume_from=resume_from,
+        streaming=training.streaming and not why_not_streaming(objective, training.updates_per_batch),
+        compute_dtype=training.compute_dtype,
+        activation_checkpointing=training.activation_checkpointing,
+        compile=training.compile,
+        resume_from=resume_from or recipe.checkpoint.resume_from,
     )

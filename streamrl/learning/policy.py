@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
+from streamrl.config.recipe import ComputeDtype
 from streamrl.errors import StreamRLError
-from streamrl.learning.attention import register_packed_attention
+from streamrl.learning.architecture import checkpoint_pieces, decoder_layers, logit_scaling, longest_exact_sequence
+from streamrl.learning.options import TrainerOptions
 from streamrl.learning.packing import MicroBatch
-
-UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class PackedPolicy(nn.Module):
     """A Hugging Face causal language model on packed rows. Its forward is the unit that FSDP2 sees as its root.
 
+    ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
     The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.pieces = checkpoint_pieces(self.hugging_face)
+        self._scaling = logit_scaling(self.hugging_face.config)
+        self._longest = longest_exact_sequence(self.hugging_face.config)
 
     @property
     def hugging_face(self) -> Any:
         """The transformers model itself."""
         return self.model
 
-    @property
-    def head(self) -> nn.Module:
-        """The output head (``[N, D] -> [N, V]``)."""
-        return cast("nn.Module", self.hugging_face.get_output_embeddings())
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        """Logits ``[N, V]``: the output head, and what the model does to what comes out of it."""
+        return self._scaling(self.hugging_face.get_output_embeddings()(hidden_ND))
 
     def forward(self, row: MicroBatch) -> Tensor:
-        """Hidden states that predict the trained tokens of the row: float [N, D]."""
+        """Hidden states that predict the trained tokens of the row: float [N, D]. Raises ``StreamRLError`` for a
+        sequence so long that its rotary angles would depend on the row."""
+        if self._longest is not None and row.layout.longest > self._longest:
+            raise StreamRLError(
+                f"a sequence has {row.layout.longest} tokens; with the rope type of this model at most {self._longest} "
+                "can be trained: lower sampling.max_tokens or engines.max_context"
+            )
         output = self.hugging_face.base_model(
             input_ids=row.tokens_T[None],
             position_ids=row.positions_T[None],
@@ -50,30 +58,14 @@ class PackedPolicy(nn.Module):
         hidden_TD: Tensor = output.last_hidden_state[0]
         return hidden_TD.index_select(0, row.predictors_N)
 
-    def checkpoint_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by their checkpoint names; tied ones once."""
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names in the model; tied ones once."""
         return dict(self.model.named_parameters())
-
-
-def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
-    """The model of a Hugging Face directory in float32, without dropout. Raises ``StreamRLError``."""
-    disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation=register_packed_attention()
-        )
-    except (OSError, ValueError) as error:
-        raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
-    for name in UNSUPPORTED_HEADS:
-        if getattr(model.config, name, None) not in (None, 1.0):
-            raise StreamRLError(f"model {model_path!r} scales its logits ({name}), which the trainer does not repeat")
-    # Dropout would make the policy that is differentiated another one than the policy that sampled.
-    return PackedPolicy(model.eval().to(device))
 
 
 def shard(policy: PackedPolicy, over: DeviceMesh) -> None:
     """FSDP2: each decoder layer is a unit, the rest is the root's. Parameters stay unsharded while a batch is open."""
-    for layer in policy.hugging_face.base_model.layers:
+    for layer in decoder_layers(policy.hugging_face):
         fully_shard(layer, mesh=over)
     fully_shard(policy, mesh=over)
     root = cast("FSDPModule", policy)
@@ -92,3 +84,11 @@ def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
     """Whether a backward reduces gradients over the ranks, or adds them up locally."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(synced)
+
+
+def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What forwards run in: bfloat16 autocast where ``options.compute_dtype`` says so (``auto``: on CUDA)."""
+    wanted = options.compute_dtype
+    if wanted is ComputeDtype.BFLOAT16 or (wanted is ComputeDtype.AUTO and device.type == "cuda"):
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()

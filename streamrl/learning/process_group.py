@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -11,10 +12,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamrl.errors import StreamRLError
+from streamrl.errors import StreamBroken, StreamRLError
 from streamrl.learning.options import TrainerOptions
 
 LEAVE_TIMEOUT = timedelta(seconds=10)
+TORCHRUN = "env://"
+"""Rendezvous of ranks that torchrun started: torch reads MASTER_ADDR and MASTER_PORT; LOCAL_RANK chooses the device."""
+PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timeout")
+"""How gloo, whose errors have no class of their own, says that another rank died or hangs."""
 
 
 def choose_device(options: TrainerOptions) -> torch.device:
@@ -27,7 +32,8 @@ def choose_device(options: TrainerOptions) -> torch.device:
             raise StreamRLError(
                 'training.device is "cuda" and this machine has no CUDA device: set it to "cpu" or "auto"'
             )
-        device = torch.device("cuda", options.rank % torch.cuda.device_count())
+        index = int(os.environ["LOCAL_RANK"]) if options.rendezvous == TORCHRUN else options.rank
+        device = torch.device("cuda", index % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device(name)
@@ -37,7 +43,8 @@ def join(options: TrainerOptions, device: torch.device) -> None:
     """Become rank ``options.rank`` of ``options.ranks``: gloo on CPU, NCCL on CUDA. Raises ``StreamRLError``."""
     if options.ranks > 1 and not options.rendezvous:
         raise StreamRLError(
-            f"{options.ranks} trainer ranks have no rendezvous: give one, tcp://host:port or file:///path"
+            f"{options.ranks} trainer ranks have no rendezvous: give one, tcp://host:port or file:///path, "
+            "or start them with torchrun"
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=options.collective_timeout_s)
@@ -56,6 +63,25 @@ def join(options: TrainerOptions, device: torch.device) -> None:
         raise StreamRLError(
             f"trainer rank {options.rank} of {options.ranks} did not meet the others at "
             f"{options.rendezvous or 'its own store'}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def needs_peers(doing: str) -> Iterator[None]:
+    """Around collectives, also as a decorator: raises ``StreamBroken`` when another rank is gone or does not answer.
+
+    gloo notices a dead process at once; one that hangs, and anything under NCCL, after ``collective_timeout_s``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(text in str(error) for text in PEER_IS_GONE):
+            raise
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        others = f"rank {1 - rank}" if ranks == 2 else f"one of the other {ranks - 1} ranks"
+        raise StreamBroken(
+            f"trainer rank {rank} of {ranks} was {doing} when {others} ended or stopped to answer; the log of that "
+            f"rank says why ({error})"
         ) from error
 
 

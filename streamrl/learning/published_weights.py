@@ -1,13 +1,18 @@
 """Masters and what is published: the forward runs on the bits that the engines hold.
 
-The optimizer steps float32 masters; every parameter of the model is ``float(bfloat16(master))``, bit for bit what
-engines sample with. Masters, gradients and published bits of a rank are each one flat vector ``_L`` (L local elements,
+The optimizer steps float32 masters; every parameter of the model is the float32 value of its published bfloat16 bits,
+bit for bit what engines sample with. Masters and gradients of a rank are each one flat vector ``_L`` (L local elements,
 tensor after tensor), so a step, a norm or a cast is one call. AdamW is elementwise, so that is exact for any sharding.
+
+Bytes an element, without optimizer and activations: masters 4, gradient 4, forward 4. The model of the caller is taken
+over tensor by tensor, so loading never holds more than that.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from streamrl.comm.weights.manifest import ShardSpec
+from streamrl.config.recipe import OptimizerKind
+from streamrl.errors import StreamRLError
+from streamrl.learning.architecture import CheckpointPiece
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.policy import PackedPolicy
 
 PUBLISHED_DTYPE = torch.bfloat16
 
@@ -37,49 +47,60 @@ class LocalShard(NamedTuple):
         return slice(self.start, self.stop)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _local_shards(parameters: dict[str, nn.Parameter]) -> list[LocalShard]:
+def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
+    """Where this rank's part of each tensor lies in a flat vector, one after the other."""
     shards, start = [], 0
-    for name, parameter in parameters.items():
-        shape, offset = tuple(parameter.shape), 0
+    for name, tensor in tensors.items():
+        shape, offset = tuple(tensor.shape), 0
         local_shape = shape
-        if isinstance(parameter, DTensor):
+        if isinstance(tensor, DTensor):
             # Private in torch, and the only place that knows it is this line: a shard is a range of rows.
-            local, first = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            local, first = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
             local_shape = tuple(local)
-            offset = first[0] * (parameter.numel() // max(1, shape[0])) if shape else 0
+            offset = first[0] * (tensor.numel() // max(1, shape[0])) if shape else 0
         count = int(np.prod(local_shape, dtype=np.int64))
         shards.append(LocalShard(name, shape, local_shape, offset, start, start + count))
         start += count
     return shards
 
 
-class PublishedWeights:
-    """Masters, gradients and published bits of one rank. Parameters must be sharded (if they are) and loaded."""
+def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPiece]) -> list[LocalShard]:
+    """This rank's part of each tensor of the checkpoint, given its part of each parameter: a range of elements."""
+    by_name = {shard.name: shard for shard in shards}
+    published = []
+    for name, parameter, shape, first in pieces:
+        shard = by_name[parameter]
+        here = range(shard.offset, shard.offset + shard.stop - shard.start)
+        start = min(max(first, here.start), here.stop)
+        stop = min(max(first + int(np.prod(shape, dtype=np.int64)), start), here.stop)
+        moved = shard.start - shard.offset
+        offset = start - first if stop > start else 0
+        published.append(LocalShard(name, shape, (stop - start,), offset, start + moved, stop + moved))
+    return published
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+
+class PublishedWeights(ABC):
+    """Masters, gradients and published bits of one rank. Parameters must be sharded (if they are) and loaded.
+
+    ``shards``: the published tensors, with the names and shapes of the checkpoint (``pieces``; None: those of the
+    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of.
+    """
+
+    master_shards: list[LocalShard]
+    masters_L: nn.Parameter
+    gradient_L: Tensor
+
+    def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
         self._parameters = parameters
-        self.shards = _local_shards(parameters)
-        device = _local(next(iter(parameters.values()))).device
-        size = self.shards[-1].stop
-        self.masters_L = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
-        self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
+        self._parameter_shards = local_shards(parameters)
+        self._pieces = pieces or [CheckpointPiece(s.name, s.name, s.shape, 0) for s in self._parameter_shards]
+        self.shards = published_shards(self._parameter_shards, self._pieces)
         self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-        self._forward_L = None if self._sharded else torch.empty(size, dtype=torch.float32, device=device)
-        with torch.no_grad():
-            for shard, parameter in self._pairs():
-                self.masters_L[shard.place] = _local(parameter).flatten()
-                if self._forward_L is not None:
-                    parameter.data = self._forward_L[shard.place].view(shard.shape)
-                    # A gradient that exists is added to in place: backward fills the flat vector itself.
-                    parameter.grad = self.gradient_L[shard.place].view(shard.shape)
-        self.refresh_forward()
-
-    def _pairs(self) -> list[tuple[LocalShard, nn.Parameter]]:
-        return list(zip(self.shards, self._parameters.values(), strict=True))
 
     @property
     def shard_specs(self) -> list[ShardSpec]:
@@ -92,32 +113,139 @@ class PublishedWeights:
 
     @property
     def total_elements(self) -> int:
-        """Elements of all tensors over all ranks."""
+        """Elements of all published tensors over all ranks."""
         return sum(int(np.prod(shard.shape, dtype=np.int64)) for shard in self.shards)
+
+    @property
+    def decayed(self) -> list[slice]:
+        """The places of matrices in the masters: weight decay is for them, not for norms and biases."""
+        merged: list[slice] = []
+        for shard in self.master_shards:
+            if len(shard.shape) < 2 or shard.start == shard.stop:
+                continue
+            if merged and merged[-1].stop == shard.start:
+                merged[-1] = slice(merged[-1].start, shard.stop)
+            else:
+                merged.append(shard.place)
+        return merged
+
+    @abstractmethod
+    def refresh_forward(self) -> None:
+        """Every parameter becomes the float32 value of its published bits. Collective."""
+
+    @abstractmethod
+    def collect_gradient(self) -> Tensor:
+        """This rank's part of the gradient of the masters: ``gradient_L``. Collective; once, before ``step``."""
+
+    @abstractmethod
+    def clear_gradient(self) -> None:
+        """Before the next batch."""
+
+    @abstractmethod
+    def bits(self) -> dict[str, np.ndarray]:
+        """Published bits of this rank as flat uint16 arrays, by name. Nobody writes to them later."""
+
+    @abstractmethod
+    def _master_tensors(self) -> Mapping[str, Tensor]:
+        """Tensors with the shapes and the sharding of ``master_shards``."""
+
+    def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
+        """Views of a float32 vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints.
+        They stay where the vector is, also when that is host memory and the mesh is CUDA's."""
+        tensors: dict[str, Tensor] = {}
+        for shard, like in zip(self.master_shards, self._master_tensors().values(), strict=True):
+            local = flat_L.detach()[shard.place].view(shard.local_shape)
+            if isinstance(like, DTensor):
+                # ``DTensor.from_local`` would copy host memory to the device of the mesh, and what is loaded be lost.
+                local = cast("Any", DTensor)(local, like._spec, requires_grad=False)
+            tensors[shard.name] = local
+        return tensors
+
+    @torch.no_grad()
+    def full_published(self) -> dict[str, Tensor]:
+        """All published tensors complete, bfloat16 on the CPU. Collective; every rank gets them."""
+        complete: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            published = parameter.detach().to(PUBLISHED_DTYPE)
+            whole = published.full_tensor() if isinstance(published, DTensor) else published
+            # Copied: what is gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
+            complete[name] = whole.to("cpu", copy=True)
+        full: dict[str, Tensor] = {}
+        for name, parameter_name, shape, first in self._pieces:
+            piece = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
+            # A tensor of its own: safetensors refuses views of one storage.
+            full[name] = piece.clone() if piece.numel() < complete[parameter_name].numel() else piece
+        return full
+
+
+class FullWeights(PublishedWeights):
+    """Every parameter is trained: published bits are ``bfloat16(master)``.
+
+    ``masters_on_host``: masters lie in host memory, for an optimizer that steps there; the gradient stays on the
+    device and bfloat16 bits come back, through pinned memory on CUDA.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        pieces: Sequence[CheckpointPiece] | None = None,
+        *,
+        masters_on_host: bool = False,
+    ) -> None:
+        super().__init__(parameters, pieces)
+        self.master_shards = self._parameter_shards
+        device = local_part(next(iter(parameters.values()))).device
+        size = self.master_shards[-1].stop
+        host = torch.device("cpu") if masters_on_host else device
+        masters_L = torch.empty(size, dtype=torch.float32, device=host)
+        with torch.no_grad():
+            for shard, parameter in self._pairs():
+                masters_L[shard.place] = local_part(parameter).flatten()
+                if not self._sharded:
+                    parameter.data = parameter.data.new_empty(0)  # frees it before the next vector is allocated
+        self.masters_L = nn.Parameter(masters_L)
+        self._crossing_L: Tensor | None = None
+        if host != device:
+            self._crossing_L = torch.empty(size, dtype=PUBLISHED_DTYPE, device=host, pin_memory=True)
+        self._forward_L: Tensor | None = None
+        self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
+        if not self._sharded:
+            self._forward_L = torch.empty(size, dtype=torch.float32, device=device)
+            for shard, parameter in self._pairs():
+                parameter.data = self._forward_L[shard.place].view(shard.shape)
+                # A gradient that exists is added to in place: backward fills the flat vector itself.
+                parameter.grad = self.gradient_L[shard.place].view(shard.shape)
+        self.refresh_forward()
+
+    def _pairs(self) -> list[tuple[LocalShard, nn.Parameter]]:
+        return list(zip(self.master_shards, self._parameters.values(), strict=True))
+
+    def _master_tensors(self) -> Mapping[str, Tensor]:
+        return self._parameters
 
     @torch.no_grad()
     def refresh_forward(self) -> None:
-        """Every parameter becomes the float32 value of its published bits."""
-        rounded_L = self.masters_L.to(PUBLISHED_DTYPE)
+        if self._crossing_L is None:
+            rounded_L = self.masters_L.to(PUBLISHED_DTYPE)
+        else:
+            rounded_L = self._crossing_L.copy_(self.masters_L).to(self.gradient_L.device)
         if self._forward_L is not None:
             self._forward_L.copy_(rounded_L)
             return
         for shard, parameter in self._pairs():
-            _local(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
+            local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
 
     @torch.no_grad()
     def collect_gradient(self) -> Tensor:
-        """This rank's part of the gradient, one flat vector. With FSDP2, after the synced backward."""
         if self._sharded:
             for shard, parameter in self._pairs():
                 if parameter.grad is None:
                     self.gradient_L[shard.place] = 0.0
                 else:
-                    self.gradient_L[shard.place] = _local(parameter.grad).flatten()
+                    self.gradient_L[shard.place] = local_part(parameter.grad).flatten()
         return self.gradient_L
 
     def clear_gradient(self) -> None:
-        """Before the next batch."""
         self.gradient_L.zero_()
         if self._sharded:
             for parameter in self._parameters.values():
@@ -125,30 +253,33 @@ class PublishedWeights:
 
     @torch.no_grad()
     def bits(self) -> dict[str, np.ndarray]:
-        """Published bits as flat uint16 views, by name. A new array on each call: nobody writes to it later."""
-        bits_L = self.masters_L.to(PUBLISHED_DTYPE).view(torch.int16).cpu().numpy().view(np.uint16)
+        bits_L = bit_array(self.masters_L)
         return {shard.name: bits_L[shard.place] for shard in self.shards}
 
-    def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints."""
-        tensors: dict[str, Tensor] = {}
-        for shard, parameter in self._pairs():
-            local = flat_L.detach()[shard.place].view(shard.local_shape)
-            if isinstance(parameter, DTensor):
-                strides = parameter.stride()
-                tensors[shard.name] = DTensor.from_local(
-                    local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=strides
-                )
-            else:
-                tensors[shard.name] = local
-        return tensors
 
-    def full_published(self) -> dict[str, Tensor]:
-        """All published tensors complete, bfloat16 on the CPU. Collective; every rank gets them."""
-        tensors = self.as_tensors(self.masters_L.detach().to(PUBLISHED_DTYPE))
-        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-        # Cloned: safetensors refuses views of one storage.
-        return {name: tensor.to("cpu", copy=True) for name, tensor in full.items()}
+def bit_array(values: Tensor) -> np.ndarray:
+    """The bits that are published for float32 values: a new flat uint16 array."""
+    return values.detach().to(PUBLISHED_DTYPE).flatten().view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:
+    """The weights that ``options`` train: all of them, or adapters. The policy must be sharded (if it is) and loaded.
+
+    Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
+    masters should be in host memory.
+    """
+    on_host = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
+    if options.lora.rank:
+        if on_host:
+            raise StreamRLError(
+                f'training.optimizer is "{options.optimizer}" with lora.rank {options.lora.rank}: masters and moments '
+                'of adapters are small and stay on the device; set it to "adamw"'
+            )
+        # Only here: peft takes more than a second to import.
+        from streamrl.learning.lora import AdapterWeights
+
+        return AdapterWeights(options, policy)
+    return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
 
 
 def global_norm(gradient_L: Tensor) -> float:

@@ -1,9 +1,10 @@
-"""``TorchTrainer``: one rank. Groups in, one optimizer step and one published version out.
+"""``TorchTrainer``: one rank. Groups in, optimizer steps and one published version out.
 
 All methods are synchronous and called from one thread. A batch is open from its first group to ``close_batch``. While
 it is open, groups without signal are only counted; the others wait until a few rows of ``micro_batch_tokens`` are
 pending (or ``train_pending`` is called), then run forward and backward, adding up un-normalised gradients. The close
-divides once, which makes the gradient that of the whole batch.
+divides once, which makes the gradient that of the whole batch. Where that cannot be exact
+(``algorithms.why_not_streaming``), everything waits for the close.
 
 With ``streaming`` the rows depend on when groups arrive, so weights repeat to rounding only; without it all work
 is done at the close, in canonical order, and the same groups give the same bits.
@@ -13,26 +14,42 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.comm.weights.publisher import Published, WeightPublisher
 from streamrl.comm.weights.state_hash import MODULUS, hash_range
+from streamrl.config.algorithms import WHOLE_BATCH
+from streamrl.config.objective import AdvantageKind
 from streamrl.errors import StreamRLError
 from streamrl.learning import checkpoint, process_group
-from streamrl.learning.advantages import group_advantages
+from streamrl.learning.advantages import Moments
+from streamrl.learning.compilation import checkpoint_activations, compile_policy
+from streamrl.learning.critic import ValueHead
 from streamrl.learning.gradients import BatchSums, accumulate
-from streamrl.learning.losses import loss_denominator, token_weight
+from streamrl.learning.loading import load_policy, load_reference
+from streamrl.learning.objectives import loss_denominator
+from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.options import trainer_options as trainer_options
-from streamrl.learning.packing import WeightedSample, empty_micro_batch, pack, plan_micro_batches
-from streamrl.learning.policy import load_policy, set_gradient_sync, set_sharded, shard
-from streamrl.learning.published_weights import PublishedWeights, global_norm
-from streamrl.learning.step_metrics import policy_metrics, publishing_metrics
+from streamrl.learning.packing import PreparedSample, empty_micro_batch, pack, plan_micro_batches
+from streamrl.learning.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
+from streamrl.learning.preparation import (
+    counts_in_loss,
+    has_signal,
+    prepare_group,
+    token_moments,
+    whitened,
+    worth_training,
+)
+from streamrl.learning.published_weights import global_norm, make_weights
+from streamrl.learning.scoring import score_samples
+from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.messages import AnchorPublished, CheckpointSaved, CloseBatch, SaveCheckpoint, StepReport, TrainerReady
 from streamrl.tokenizer import load_tokenizer
 from streamrl.types import TrainingGroup
@@ -42,7 +59,7 @@ STREAMED_ROWS = 2
 
 
 class TorchTrainer:
-    """One trainer rank: masters in float32, forward on the published bfloat16 bits, AdamW, GRPO."""
+    """One trainer rank: masters in float32, forward on the published bfloat16 bits."""
 
     def __init__(self, options: TrainerOptions) -> None:
         self._options = options
@@ -50,10 +67,14 @@ class TorchTrainer:
         self._policy_version = 0
         self._published_once = False
         self._skipped_steps = 0
+        self._reference: PackedPolicy | None = None
+        self._critic: ValueHead | None = None
+        # The batch before this one and so on: with the open one they are the cohort.
+        self._cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
         self._batch_id: int | None = None
         self._sums = BatchSums()
-        self._pending: list[WeightedSample] = []
-        self._pending_tokens = 0
+        self._waiting: list[TrainingGroup] = []
+        self._waiting_tokens = 0
         self._sample_ids: list[str] = []
 
     @property
@@ -64,32 +85,20 @@ class TorchTrainer:
     @property
     def idle_work(self) -> bool:
         """Whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at least."""
-        return self._options.streaming and 4 * self._pending_tokens >= self._options.micro_batch_tokens
+        return self._options.streaming and 4 * self._waiting_tokens >= self._options.micro_batch_tokens
 
     # ---- life ------------------------------------------------------------------------------------
 
+    @process_group.needs_peers("starting")
     def start(self) -> TrainerReady:
         """Meet the other ranks, load the model, start to serve weights. Publishes nothing. Raises ``StreamRLError``."""
         options = self._options
         process_group.use_threads(options.threads)
         process_group.join(options, self._device)
-        self._policy = load_policy(options.model_path, self._device)
-        parameters = self._policy.checkpoint_parameters()
-        if options.ranks > 1:
-            shard(self._policy, process_group.mesh(self._device))
-            parameters = self._policy.checkpoint_parameters()
-        self._weights = PublishedWeights(parameters)
-        self._optimizer = torch.optim.AdamW(
-            [self._weights.masters_L],
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
-        self._weights.masters_L.grad = self._weights.gradient_L
+        self._load_models()
+        self._optimizer = MasterOptimizer(options, self._weights.masters_L, self._weights.decayed)
         if options.resume_from:
-            self._policy_version = checkpoint.load(Path(options.resume_from), self._weights, self._optimizer)
-            self._weights.refresh_forward()
+            self._resume(Path(options.resume_from))
         self._open_batch()
         self._publisher = WeightPublisher(
             options.weights_endpoint, run_id=options.run_id, rank=options.rank, shards=self._weights.shard_specs
@@ -104,11 +113,34 @@ class TorchTrainer:
             tokenizer_digest=load_tokenizer(options.model_path).digest,
         )
 
+    def _load_models(self) -> None:
+        options = self._options
+        self._policy = load_policy(options.model_path, self._device)
+        if options.compile:
+            compile_policy(self._policy)
+        if options.activation_checkpointing:
+            checkpoint_activations(self._policy)
+        if options.ranks > 1:
+            shard(self._policy, process_group.mesh(self._device))
+        self._weights = make_weights(options, self._policy)
+        if options.objective.has_reference:
+            self._reference = load_reference(options.model_path, self._device)
+        if options.objective.has_critic:
+            hidden = self._policy.hugging_face.config.get_text_config().hidden_size
+            self._critic = ValueHead(options, hidden, self._device)
+
+    def _resume(self, directory: Path) -> None:
+        extra = self._critic.tensors() if self._critic else None
+        state = checkpoint.load(directory, self._weights, self._optimizer, extra=extra)
+        self._policy_version, self._skipped_steps = state.policy_version, state.skipped_steps
+        self._cohort.extend(Moments(*moments) for moments in state.cohort)
+        self._weights.refresh_forward()
+
     def close(self) -> None:
         """Stop serving weights, free the model, leave the process group. Idempotent; safe when ``start`` failed."""
         if hasattr(self, "_publisher"):
             self._publisher.close()
-        for name in ("_optimizer", "_weights", "_policy"):
+        for name in ("_optimizer", "_weights", "_policy", "_reference", "_critic"):
             if hasattr(self, name):
                 delattr(self, name)
         process_group.leave()
@@ -118,10 +150,13 @@ class TorchTrainer:
         return sum(hash_range(s.name, s.offset, bits[s.name]) for s in self._weights.shards) % MODULUS
 
     def _open_batch(self) -> None:
-        self._weights.clear_gradient()
         self._sums = BatchSums()
         self._batch_id = None
-        self._pending, self._pending_tokens, self._sample_ids = [], 0, []
+        self._waiting, self._waiting_tokens, self._sample_ids = [], 0, []
+        self._open_gradients()
+
+    def _open_gradients(self) -> None:
+        self._weights.clear_gradient()
         # While a batch is open ranks run different numbers of rows, so no row may be a collective: parameters are
         # gathered here, once, and gradients are reduced by the one synced backward of the close.
         set_sharded(self._policy, False)
@@ -130,7 +165,7 @@ class TorchTrainer:
     # ---- a batch ---------------------------------------------------------------------------------
 
     def train_group(self, group: TrainingGroup) -> None:
-        """Take a group into the open batch; when streaming, train what is pending once it fills a row."""
+        """Take a group into the open batch; when streaming, train what is waiting once it fills a row."""
         if self._batch_id is None:
             self._batch_id = group.batch_id
         if group.batch_id != self._batch_id:
@@ -138,34 +173,58 @@ class TorchTrainer:
                 f"group {group.group_id} is of batch {group.batch_id} while batch {self._batch_id} is open"
             )
         options, sums = self._options, self._sums
+        seen = [sample for sample in group.samples if counts_in_loss(sample, options)]
         sums.groups += 1
         sums.samples += len(group.samples)
         sums.trained_tokens += sum(sample.trained_tokens for sample in group.samples)
-        rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
-        advantages = group_advantages(rewards, options.advantage_normalization).tolist()
-        if not any(advantages):
+        sums.loss_samples += len(seen)
+        sums.loss_tokens += sum(sample.trained_tokens for sample in seen)
+        if not has_signal(group, options):
             sums.groups_without_signal += 1
-            return
-        for sample, advantage in zip(group.samples, advantages, strict=True):
-            self._sample_ids.append(str(sample.id))
-            if advantage and sample.trained_tokens:
-                weight = token_weight(options.loss_normalization, sample.trained_tokens)
-                self._pending.append(WeightedSample(sample, advantage, weight))
-                self._pending_tokens += len(sample.token_ids)
-        if options.streaming and self._pending_tokens >= STREAMED_ROWS * options.micro_batch_tokens:
+            # Its advantages are 0, which the deviation of a whole batch has to count.
+            if options.objective.advantages not in WHOLE_BATCH:
+                return
+        self._waiting.append(group)
+        self._waiting_tokens += sum(len(sample.token_ids) for sample in seen)
+        self._sample_ids += [str(sample.id) for sample in seen]
+        if options.streaming and self._waiting_tokens >= STREAMED_ROWS * options.micro_batch_tokens:
             self.train_pending()
 
+    @process_group.needs_peers("training what waited")
     def train_pending(self) -> None:
         """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised."""
-        if not self._pending:
-            return
         started = time.perf_counter()
-        for planned in plan_micro_batches(self._pending, self._options.micro_batch_tokens):
-            row = pack(planned, self._policy_version, self._device)
-            accumulate(self._policy, row, self._options, self._sums, self._batch_id or 0)
-        self._pending, self._pending_tokens = [], 0
+        groups, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        self._accumulate(self._prepare(groups, proximal=False))
         self._sums.seconds += time.perf_counter() - started
 
+    def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
+        """Samples of ``groups`` worth training, with their advantages. Collective for ``WHOLE_BATCH`` kinds."""
+        options = self._options
+        scores = score_samples(
+            [sample for group in groups for sample in group.samples],
+            self._policy,
+            options,
+            self._device,
+            reference=self._reference,
+            critic=self._critic,
+            proximal=proximal,
+        )
+        prepared = [item for group in groups for item in prepare_group(group, scores, options)]
+        if options.objective.advantages in WHOLE_BATCH:
+            moments = Moments(*process_group.all_reduce(list(token_moments(prepared)), self._device))
+            seen = Moments(*map(sum, zip(moments, *self._cohort, strict=True)))
+            if options.objective.advantages is AdvantageKind.COHORT:
+                self._cohort.append(moments)
+            prepared = whitened(prepared, seen)
+        return [item for item in prepared if worth_training(item, options)]
+
+    def _accumulate(self, samples: Sequence[PreparedSample]) -> None:
+        for planned in plan_micro_batches(samples, self._options.micro_batch_tokens):
+            row = pack(planned, self._policy_version, self._device)
+            accumulate(self._policy, self._critic, row, self._options, self._sums, self._batch_id or 0)
+
+    @process_group.needs_peers("closing a batch")
     def close_batch(self, close: CloseBatch) -> StepReport:
         """Finish the batch: reduce, divide, clip, step, publish ``close.policy_version``. Collective.
 
@@ -176,16 +235,25 @@ class TorchTrainer:
                 f"close of batch {close.batch_id} as version {close.policy_version}, "
                 f"but batch {self._batch_id} is open at version {self._policy_version}"
             )
-        self.train_pending()
-        metrics, trained = policy_metrics(self._sums, self._options, close, self._device)
-        started = time.perf_counter()
-        self._reduce_gradient()
-        metrics |= self._step(close, trained)
-        metrics["time/optim_s"] = time.perf_counter() - started
+        check_totals(self._sums, close, self._device)
+        threads = self._options.idle_threads if close.engines_idle else 0
+        process_group.use_threads(threads or self._options.threads)
+        if self._options.updates_per_batch > 1:
+            stepped = self._update_several_times(close)
+        else:
+            self.train_pending()
+            sums = self._sums
+            started = time.perf_counter()
+            stepped = self._step(close, sums.loss_tokens, sums.loss_samples, sums.tokens.computed_tokens)
+            stepped["time/optim_s"] = time.perf_counter() - started
+        metrics = policy_metrics(self._sums, self._options, self._device) | stepped
+        metrics["optim/skipped_steps_total"] = float(self._skipped_steps)
+        self._policy_version = close.policy_version
         started = time.perf_counter()
         published = self._publish(close.policy_version)
         metrics["time/publish_s"] = time.perf_counter() - started
         metrics |= publishing_metrics(published.source, self._device)
+        process_group.use_threads(self._options.threads)
         self._open_batch()
         return StepReport(
             rank=self._options.rank,
@@ -197,24 +265,49 @@ class TorchTrainer:
             metrics=metrics,
         )
 
-    def _reduce_gradient(self) -> None:
-        """With several ranks: one synced backward of an empty row, which reduces what every rank added up."""
-        if self._options.ranks > 1:
-            set_gradient_sync(self._policy, True)
-            accumulate(self._policy, empty_micro_batch(self._device), self._options, BatchSums(), 0)
-            set_sharded(self._policy, True)
+    def _update_several_times(self, close: CloseBatch) -> dict[str, float]:
+        """``updates_per_batch`` steps, each on its share of the batch, all against the logprobs before the first."""
+        updates = self._options.updates_per_batch
+        started = time.perf_counter()
+        prepared = self._prepare(self._waiting, proximal=True)
+        self._sums.seconds += time.perf_counter() - started
+        # Every token of the batch weighs the same, in whichever update it is.
+        loss_tokens, loss_samples = self._sums.loss_tokens / updates, self._sums.loss_samples / updates
+        order = {group: index for index, group in enumerate(sorted({i.sample.id.group_id for i in prepared}))}
+        steps, optimizing = [], 0.0
+        for update in range(updates):
+            share = [item for item in prepared if order[item.sample.id.group_id] % updates == update]
+            started = time.perf_counter()
+            self._accumulate(share)
+            trained = time.perf_counter()
+            computed = sum(item.sample.trained_tokens for item in share)
+            steps.append(self._step(close, loss_tokens, loss_samples, computed))
+            if update < updates - 1:
+                self._open_gradients()
+            self._sums.seconds += trained - started
+            optimizing += time.perf_counter() - trained
+        means = {name: sum(step[name] for step in steps) / updates for name in steps[0]}
+        return means | {"time/optim_s": optimizing}
 
-    def _step(self, close: CloseBatch, computed_tokens: float) -> dict[str, float]:
+    def _step(self, close: CloseBatch, loss_tokens: float, loss_samples: float, computed: float) -> dict[str, float]:
+        """Reduce the gradients of all ranks, divide, clip, step. The counts are this rank's. Collective."""
         options = self._options
+        if options.ranks > 1:
+            # One synced backward of an empty row reduces what every rank added up.
+            set_gradient_sync(self._policy, True)
+            accumulate(self._policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
+            set_sharded(self._policy, True)
+        tokens, samples, computed = process_group.all_reduce([loss_tokens, loss_samples, computed], self._device)
         denominator = loss_denominator(
-            options.loss_normalization,
-            samples=close.samples,
-            trained_tokens=close.trained_tokens,
+            options.objective.loss_normalization,
+            samples=round(samples),
+            trained_tokens=round(tokens),
             max_tokens=options.max_tokens,
         )
         gradient_L = self._weights.collect_gradient()
-        scale = dist.get_world_size() / denominator  # FSDP2 averages over the ranks
-        norm = global_norm(gradient_L) * scale
+        mean_of_ranks = dist.get_world_size()  # FSDP2 averages over the ranks
+        square = (global_norm(gradient_L) * mean_of_ranks) ** 2 + (self._critic.reduce() if self._critic else 0.0)
+        norm = math.sqrt(square) / denominator
         if not math.isfinite(norm):
             names = ", ".join(self._sample_ids[:8])
             raise StreamRLError(
@@ -223,16 +316,16 @@ class TorchTrainer:
             )
         warm_up = min(1.0, close.policy_version / options.warmup_steps) if options.warmup_steps else 1.0
         rate = options.learning_rate * warm_up
-        if computed_tokens > 0:
-            gradient_L.mul_(scale * min(1.0, options.max_grad_norm / (norm + 1e-6)))
-            self._optimizer.param_groups[0]["lr"] = rate
-            self._optimizer.step()
+        if computed > 0:
+            clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
+            self._optimizer.step(gradient_L.mul_(mean_of_ranks * clip), rate)
+            if self._critic is not None:
+                self._critic.step(clip, rate)
             self._weights.refresh_forward()
         else:
             # No group had a signal: a step would only move along old momentum.
             self._skipped_steps += 1
-        self._policy_version = close.policy_version
-        return {"optim/grad_norm": norm, "optim/lr": rate, "optim/skipped_steps_total": float(self._skipped_steps)}
+        return {"optim/grad_norm": norm, "optim/lr": rate}
 
     # ---- weights and checkpoints -----------------------------------------------------------------
 
@@ -261,6 +354,7 @@ class TorchTrainer:
         """Every engine holds this version: later deltas may be made against it."""
         self._publisher.acknowledge(policy_version)
 
+    @process_group.needs_peers("saving a checkpoint")
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved:
         """Write ``order.directory``: trainer state and a Hugging Face directory ``hf``. Collective; between batches."""
         started = time.perf_counter()
@@ -268,8 +362,14 @@ class TorchTrainer:
             Path(order.directory),
             self._weights,
             self._optimizer,
-            policy_version=self._policy_version,
+            state=checkpoint.TrainerState(
+                policy_version=self._policy_version,
+                cohort=tuple((m.number, m.total, m.square) for m in self._cohort),
+                skipped_steps=self._skipped_steps,
+            ),
             model_path=Path(self._options.model_path),
+            extra=self._critic.tensors() if self._critic else None,
+            min_free_bytes=order.min_free_bytes,
         )
         return CheckpointSaved(
             rank=self._options.rank,
@@ -286,7 +386,7 @@ class TorchTrainer:
     def master_values(self) -> dict[str, np.ndarray]:
         """This rank's float32 masters as flat vectors, by tensor, for audits and tests."""
         masters_L = self._weights.masters_L.detach().cpu().numpy()
-        return {shard.name: masters_L[shard.place] for shard in self._weights.shards}
+        return {shard.name: masters_L[shard.place] for shard in self._weights.master_shards}
 
     def published_bits(self) -> dict[str, np.ndarray]:
         """This rank's published bits, by tensor, for audits and tests."""

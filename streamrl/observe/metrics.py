@@ -91,8 +91,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ess", "share", MEAN, "Effective sample size of the importance weights over their number."),
     Metric("policy/entropy", "nats", MEAN, "Entropy of the policy at trained tokens.", "entropy"),
     Metric("policy/clip_ratio", "share", SHARE, "Trained tokens whose ratio was clipped, either side."),
-    Metric("policy/is_weight_mean", "ratio", MEAN, "Importance weight after the cap."),
+    Metric("policy/is_weight_mean", "ratio", MEAN, "Trainer over behaviour probability, before any correction."),
+    Metric("policy/correction_mean", "ratio", MEAN, "Off-policy weight of a token's loss, 0 where masked."),
+    Metric("policy/masked_ratio", "share", SHARE, "Trained tokens that the off-policy mask left out of the loss."),
+    Metric(
+        "policy/mismatch_abs_mean",
+        "nats",
+        MEAN,
+        "Absolute difference of trainer and engine logprob over tokens that the trained version sampled itself.",
+    ),
+    Metric("policy/reference_kl", "nats", MEAN, "Estimated KL to the reference model at trained tokens."),
     Metric("optim/loss", "loss", SUM, "The value that was differentiated, normalised as the recipe says."),
+    Metric("optim/value_loss", "loss", SUM, "The critic's loss, normalised as the policy's."),
     Metric("optim/grad_norm", "norm", LAST, "Global gradient norm before clipping.", "grad"),
     Metric("optim/lr", "1", LAST, "Learning rate of the step."),
     Metric("optim/skipped_steps_total", "steps", TOTAL, "Steps left out because the gradient was not finite."),
@@ -135,6 +145,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/rollout_p99_s", "s", P99, "Wall time of one trajectory, launch to last token."),
     Metric("time/forward_backward_s", "s", SUM, "Time in forward and backward, on rank 0."),
     Metric("time/optim_s", "s", SUM, "Time in gradient reduction, clipping and the optimizer, on rank 0."),
+    Metric(
+        "time/wait_eval_s", "s", SUM, "Time in which a trained version waited for the evaluation of the one before it."
+    ),
     Metric("time/publish_s", "s", SUM, "Time to diff and encode the new version, on rank 0."),
     Metric("time/weight_sync_s", "s", SUM, "Wall time from the announcement of a version to the last engine's commit."),
     Metric(
@@ -143,7 +156,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "time/engine_paused_s", "s", MAX, "Time in which an engine stood still for a commit, on the slowest engine."
     ),
-    Metric("time/eval_s", "s", SUM, "Wall time of the evaluation."),
+    Metric("time/eval_s", "s", SUM, "Wall time of the evaluation, which runs beside the next step."),
     Metric(
         "util/trainer_idle_ratio", "share", SHARE, "Share of the step in which the trainer computed nothing.", "idle t"
     ),
@@ -156,7 +169,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput.", "train tok/s"),
     Metric(
-        "perf/gen_tok_s", "tokens/s", RATE, "Generated tokens per second of wall time, dropped ones too.", "gen tok/s"
+        "perf/gen_tok_s",
+        "tokens/s",
+        RATE,
+        "Generated tokens per second of wall time, dropped and evaluation ones too.",
+        "gen tok/s",
     ),
     Metric(
         "perf/forward_backward_tok_s",
@@ -176,10 +193,19 @@ METRICS: tuple[Metric, ...] = (
         "Dropped by the metrics socket; counts once for each time that a subscriber ran over its limit.",
     ),
     Metric(
-        "eval/<set>/avg@1", "reward", MEAN, "Total reward over one sample of each held-out prompt (accuracy for 0/1)."
+        "eval/<set>/avg@<k>",
+        "reward",
+        MEAN,
+        "Total reward over k samples of each held-out prompt, then over prompts (accuracy for 0/1).",
     ),
-    Metric("eval/<set>/prompts", "prompts", SUM, "Prompts whose reward is in avg@1."),
-    Metric("eval/<set>/failed", "prompts", SUM, "Prompts whose evaluation failed; not in avg@1."),
+    Metric(
+        "eval/<set>/pass@<k>",
+        "share",
+        MEAN,
+        "Probability that at least one of k samples solves a prompt (reward at least 1), unbiased (arXiv 2107.03374).",
+    ),
+    Metric("eval/<set>/prompts", "prompts", SUM, "Prompts with at least one reward: those in avg@k."),
+    Metric("eval/<set>/failed", "samples", SUM, "Samples without a reward; in neither avg@k nor pass@k."),
     Metric("eval/<set>/truncated_ratio", "share", SHARE, "Evaluation samples cut by the token limit."),
     Metric("eval/<set>/length_mean", "tokens", MEAN, "Generated tokens of an evaluation sample."),
     Metric("eval/<set>/length_p50", "tokens", P50, "Generated tokens of an evaluation sample."),

@@ -30,6 +30,7 @@ class RunHistory:
     def started(self, event: RunStarted) -> None:
         """Every process is ready: time counts from here."""
         self.steps = event.steps
+        self.last_step = event.policy_version
         self.directory = Path(event.directory) if event.directory else None  # a watcher has none
         self._began = self._last = self._clock()
 

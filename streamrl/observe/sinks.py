@@ -11,6 +11,7 @@ from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
 
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
+_TOPICS = {"RunProgress": "progress", "RunWarning": "warning"}
 
 
 class _LineFile:
@@ -74,11 +75,11 @@ class PublishSink:
         )
 
     def record_event(self, record: EventRecord) -> None:
-        """Publish on topic ``run`` (``RunStarted``, ``RunFinished``) or ``progress``, everything else on ``event``."""
+        """Publish on topic ``run`` (``RunStarted``, ``RunFinished``), ``progress``, ``warning``, else on ``event``."""
         if state := _RUN_STATES.get(record.kind):
             self._publisher.publish("run", {"state": state} | record.fields)
-        elif record.kind == "progress":
-            self._publisher.publish("progress", record.fields)
+        elif topic := _TOPICS.get(record.kind):
+            self._publisher.publish(topic, record.fields)
         else:
             self._publisher.publish("event", {"event": record.kind, "fields": record.fields})
 

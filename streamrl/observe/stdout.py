@@ -18,6 +18,7 @@ from streamrl.messages import (
     RunFinished,
     RunProgress,
     RunStarted,
+    RunWarning,
     StartProgress,
     StepFinished,
 )
@@ -147,6 +148,8 @@ class StdoutReporter:
             case EvaluationFinished():
                 self._history.evaluated(event)
                 self._screen.line(evaluation_line(event.step, event.metrics))
+            case RunWarning():
+                self._screen.line(f"warning at step {event.step}: {event.message}")
             case RunFinished():
                 self._finished(event)
 
@@ -165,7 +168,8 @@ class StdoutReporter:
 
     def _started(self, event: RunStarted) -> None:
         self._history.started(event)
-        self._screen.line(f"run {event.run_id}: {event.steps} steps, {event.parameters:,} parameters")
+        resumed = f", from step {event.policy_version}" if event.policy_version else ""
+        self._screen.line(f"run {event.run_id}: {event.steps} steps, {event.parameters:,} parameters{resumed}")
         if event.directory:
             self._screen.line(f"  files    {event.directory}")
         if event.metrics_endpoint:

@@ -14,6 +14,7 @@ from streamrl.messages import (
     RunFinished,
     RunProgress,
     RunStarted,
+    RunWarning,
     StepFinished,
 )
 
@@ -21,6 +22,7 @@ _EVENTS: dict[str, type[RunEvent]] = {
     "step": StepFinished,
     "evaluation": EvaluationFinished,
     "progress": RunProgress,
+    "warning": RunWarning,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import StreamRLError
-from streamrl.tokenizer import Tokenizer
+from streamrl.tokenizer import ChatError, Tokenizer
 from streamrl.types import Prompt, TokenArray, token_array
 
 _TOKEN_COLUMN = "prompt_token_ids"
@@ -63,12 +63,46 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
 def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
     given = columns.get(_TOKEN_COLUMN)
     text = columns.get("prompt")
-    if given is None and text is None:
-        raise BadRow('has no column "prompt" (text) and no "prompt_token_ids": add one')
+    messages = columns.get("messages")
+    if given is None and text is None and messages is None:
+        raise BadRow('has no column "prompt" (text), "messages" or "prompt_token_ids": add one')
+    if given is None and text is not None and messages is not None:
+        raise BadRow('has both "prompt" and "messages": keep the one that the model shall see')
+    if given is None and messages is not None:
+        return _chat_token_ids(messages, columns, tokenizer)
     if given is None:
         if not isinstance(text, str):
-            raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text')
+            raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text (a chat belongs in "messages")')
         return tokenizer.encode(text)
     if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
         raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {tokenizer.vocabulary_size - 1}')
     return token_array(given)
+
+
+def _chat_token_ids(messages: object, columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
+    """Ids of a chat, with the optional columns ``tools`` and ``chat_template_kwargs`` (variables of the template)."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRow('has wrong "messages": a list of objects with "role" and "content", at least one')
+    for place, message in enumerate(messages, start=1):
+        wrong = _wrong_message(message)
+        if wrong:
+            raise BadRow(f"has a wrong message {place}: {wrong}")
+    tools, arguments = columns.get("tools"), columns.get("chat_template_kwargs")
+    if not isinstance(tools, list | None) or not isinstance(arguments, dict | None):
+        raise BadRow('has wrong "tools" or "chat_template_kwargs": a list of JSON schemas, and an object of variables')
+    try:
+        return tokenizer.encode_chat(messages, tools, arguments)
+    except ChatError as error:
+        raise BadRow(f'has "messages" without a prompt: {error}') from error
+
+
+def _wrong_message(message: object) -> str:
+    """Why ``message`` is none; empty: it is one."""
+    if not isinstance(message, dict):
+        return f"it is a {type(message).__name__}, not an object"
+    if not isinstance(message.get("role"), str):
+        return 'its "role" must be text, such as "system", "user" or "assistant"'
+    content = message.get("content")
+    if isinstance(content, str | list) or (content is None and message.get("tool_calls")):
+        return ""
+    return 'its "content" must be text'

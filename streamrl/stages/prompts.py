@@ -48,16 +48,17 @@ class PromptSource(Protocol):
 
 
 def open_prompts(
-    spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None = None
+    spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None = None, start: int = 0
 ) -> PromptSource:
     """Open ``path.jsonl``, ``module:name`` or ``file.py:name``.
 
     ``shuffle`` (files): each epoch in an order that depends on ``(seed, epoch)`` only. ``max_tokens``: the longest
-    prompt that the context has room for. Raises ``RecipeError`` when a file is missing or empty; user code is
+    prompt that the context has room for. ``start`` (files): so many prompts were drawn by an earlier life of the run;
+    an iterator begins anew. Raises ``RecipeError`` when a file is missing or empty; user code is
     imported at the first draw, on its own thread.
     """
     if is_file(spec):
-        return FilePrompts(Path(spec), tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens)
+        return FilePrompts(Path(spec), tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens, start=start)
     return IteratorPrompts(spec, tokenizer, max_tokens=max_tokens)
 
 
@@ -73,7 +74,9 @@ def is_file(spec: str) -> bool:
 class FilePrompts:
     """Rows of a JSONL file, epoch after epoch."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None) -> None:
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None, start: int = 0
+    ) -> None:
         self._path = path
         self._tokenizer = tokenizer
         self._seed = seed
@@ -89,7 +92,7 @@ class FilePrompts:
             self._file.close()
             raise RecipeError([f"prompts {path} is empty: add rows"])
         self._offsets.append(self._file.tell())
-        self._drawn = 0
+        self._drawn = start
         self._order = (0, self._shuffled(0))
         self._lock = anyio.Lock()
 

@@ -26,6 +26,7 @@ from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.errors import ProcessDied, RecipeError
+from streamrl.learning.durable_files import files_below, flush_and_digest, write_digests
 from streamrl.messages import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.preflight import preflight
 
@@ -194,6 +195,9 @@ def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("streamrl.preflight.installed_version", lambda package: None)
     found = problems(project)
     assert [problem.partition(" is not installed")[0] for problem in found] == ["vllm", "torch", "transformers"]
+    found = problems(project, "lora.rank=8", "training.optimizer=adamw_8bit")[-2:]
+    assert found[0] == "peft is not installed, and lora.rank = 8 needs it: run `pip install peft`"
+    assert found[1].startswith('bitsandbytes is not installed, and training.optimizer = "adamw_8bit" needs it')
     external = ("transport.kind=tcp", "transport.engines=external", "transport.training=external")
     preflight(load_recipe(project / "recipe.toml", external))
 
@@ -203,6 +207,14 @@ def test_run_directory_that_is_a_file_and_every_problem_at_once(project: Path) -
         project, "run.directory=" + str(project / "train.jsonl"), "model.path=absent", "prompts.train=no.jsonl"
     )
     assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
+
+
+def test_a_checkpoint_to_start_from_must_be_one(project: Path) -> None:
+    (problem,) = problems(project, f"checkpoint.resume_from={project}")
+    assert problem.startswith(f"checkpoint.resume_from: '{project}' is not a checkpoint of this version of streamrl")
+    assert "checkpoints/latest" in problem
+    write_digests(project, [flush_and_digest(project, files_below(project))])
+    preflight(load_recipe(project / "recipe.toml", [f"checkpoint.resume_from={project}"]))
 
 
 # ---- dry run, check, explain ---------------------------------------------------------------------
@@ -216,6 +228,7 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'path = "' + str(project / "model") + '"' in text
     assert "batch       4 prompts x 2 samples = 8 trajectories, one optimizer step" in text
     assert "bound       staleness 0: every token is trained by the version that sampled it" in text
+    assert 'objective   grpo: surrogate = "token_clip"' in text
     assert "engine-0     started by hand (external)" in text
     assert "engine-0.orders        tcp://127.0.0.1:45703" in text
     command = next(line for line in text.splitlines() if line.startswith("  streamrl serve"))
@@ -226,6 +239,18 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "resolved.toml").write_text(resolved)
     overrides = [text for text in arguments if "=" in text]
     assert load_recipe(project / "resolved.toml") == load_recipe(recipe, overrides)
+
+
+def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "held.jsonl").write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2"}\n')
+    sets = ["evaluation.prompts=held.jsonl", "evaluation.samples=3", "objective.algorithm=reinforce_plus_plus"]
+    arguments = [part for text in sets for part in ("--set", text)]
+    assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "evaluation  held.jsonl: at the start, at the end; all prompts: 2 x 3 = 6 completions\n" in text
+    assert 'streaming   off, although training.streaming = true: objective.advantages = "batch" compares' in text
 
 
 def test_dry_run_with_a_problem_still_shows_the_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,6 +272,8 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'in_flight: one of "keep", "recompute", "resume"; default "keep"' in capsys.readouterr().out
     assert main(["explain", "top_p"]) == 0
     assert capsys.readouterr().out.startswith("[sampling]")
+    assert main(["explain", "objective.algorithm"]) == 0
+    assert '  gspo: surrogate = "sequence_clip", advantages = "group_std"' in capsys.readouterr().out
     assert main(["explain"]) == 0
     assert main(["explain", "rollout.in_flihgt"]) == 2
     assert 'did you mean "in_flight"?' in capsys.readouterr().err
@@ -306,6 +333,16 @@ def started(project: Path) -> RunStarted:
 
 
 STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})
+
+
+def test_a_run_that_cannot_stream_says_so(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (project / "recipe.toml").open("a") as recipe:
+        recipe.write("[training]\nupdates_per_batch = 2\n")
+    run_script(project, monkeypatch, [started(project), STEP, RunFinished(reason="finished", step=1)])
+    before_the_first_step = capsys.readouterr().out.partition("step 1/1")[0]
+    assert "streaming off, although training.streaming = true: training.updates_per_batch = 2" in before_the_first_step
 
 
 def test_a_run_that_is_done(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,6 +420,7 @@ def play_to_watcher(publisher: TelemetryPublisher) -> threading.Thread:
         time.sleep(0.5)
         publisher.publish("unheard", {"of": 1})
         publisher.publish("event", {"event": "engine_lost", "fields": {}})
+        publisher.publish("warning", {"step": 1, "message": "look there"})
         publisher.publish("run", {"state": "finished", "reason": "finished", "step": 1})
 
     thread = threading.Thread(target=finish)
@@ -397,7 +435,8 @@ def test_watch_shows_a_run(publisher: TelemetryPublisher, capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-9: 2 steps, 7 parameters"
     assert lines[1].startswith("step 1/2  reward 0.250  no-signal -")
-    assert "finished: 1 of 2 steps" in lines[3]
+    assert lines[2] == "warning at step 1: look there"
+    assert "finished: 1 of 2 steps" in lines[4]
 
 
 def test_watch_as_json(publisher: TelemetryPublisher, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,8 +444,8 @@ def test_watch_as_json(publisher: TelemetryPublisher, capsys: pytest.CaptureFixt
     assert main(["watch", publisher.endpoint, "--json"]) == 0
     thread.join()
     messages = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [message["topic"] for message in messages] == ["run", "step", "unheard", "event", "run"]
-    assert [message["replay"] for message in messages] == [True, True, False, False, False]
+    assert [message["topic"] for message in messages] == ["run", "step", "unheard", "event", "warning", "run"]
+    assert [message["replay"] for message in messages] == [True, True, False, False, False, False]
 
 
 def test_watch_says_that_the_endpoint_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config.algorithms import objective_settings
 from streamrl.config.arithmetic import (
     arithmetic_lines,
     batch_arithmetic,
@@ -17,11 +18,17 @@ from streamrl.config.arithmetic import (
     staleness_sentence,
 )
 from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.config.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, Surrogate
+from streamrl.config.objective_text import algorithm_lines, off_policy_sentence, streaming_notice, streaming_sentence
 from streamrl.config.recipe import (
+    Checkpoint,
     Engines,
+    Evaluation,
     InFlight,
     Launch,
+    Lora,
     Model,
+    OptimizerKind,
     Prompts,
     Recipe,
     Reward,
@@ -87,25 +94,149 @@ def test_the_lines() -> None:
     assert arithmetic_lines(RECIPE, FACTS, 1024) == [
         "batch       32 prompts x 8 samples = 256 trajectories, one optimizer step",
         (
-            "training    8 to 32 micro-batches of at most 4,096 tokens a step (completions at a quarter of "
+            'objective   grpo: surrogate = "token_clip", clip_low = 0.2, clip_high = 0.2, advantages = "group_std", '
+            'loss_normalization = "token_mean"'
+        ),
+        "off-policy  nothing to correct: every token is trained by the version that sampled it",
+        "streaming   on: groups are trained while others generate, with the gradient of the whole batch",
+        (
+            "training    16 to 64 micro-batches of at most 2,048 tokens a step (completions at a quarter of "
             "max_tokens = 512, and at all of it)"
         ),
         "run         100 steps x 256 = 25,600 trajectories trained",
         "slots       256 trajectories in flight at most, 262,144 tokens; 1 x 256 = 256 run at once",
         "bound       staleness 0: every token is trained by the version that sampled it",
-        "memory      about 2.34 GiB on a CPU host (1.60 GiB an engine, 0.54 GiB a rank); 300,000 parameters",
+        "checkpoints at the end",
+        "memory      about 2.29 GiB on a CPU host (1.60 GiB an engine, 0.49 GiB a rank); 300,000 parameters",
     ]
+
+
+def change(**sections: msgspec.Struct) -> Recipe:
+    return msgspec.structs.replace(RECIPE, **sections)
+
+
+def test_the_lines_say_what_is_asked_for() -> None:
+    recipe = change(
+        rollout=Rollout(prompts_per_batch=8),
+        objective=Objective(algorithm=Algorithm.PPO, kl_coefficient=0.1, entropy_coefficient=0.01, overlong_buffer=64),
+        training=Training(updates_per_batch=4),
+        evaluation=Evaluation(prompts="/a/held.jsonl", samples=4, every=10, limit=64),
+        checkpoint=Checkpoint(every=20, keep=3, keep_best=1, keep_every=100, resume_from="/runs/r/checkpoints/step-4"),
+    )
+    lines = arithmetic_lines(recipe, held_out=100)
+    for expected in (
+        "batch       8 prompts x 8 samples = 64 trajectories, 4 optimizer steps, each on its share of the groups",
+        "            critic: discount = 1.0, gae_lambda = 0.95, value_coefficient = 0.5, value_clip = 0.2",
+        '            reference: kl_coefficient = 0.1, kl_estimator = "k1", kl_in = "reward"',
+        "            entropy_coefficient = 0.01",
+        "            overlong_buffer = 64, overlong_penalty = 1.0",
+        (
+            "streaming   off, although training.streaming = true: training.updates_per_batch = 4 steps on one batch "
+            "need all of it first"
+        ),
+        (
+            "evaluation  held.jsonl: at the start, at the end, every 10 steps on the first 64 prompts; all prompts: "
+            "100 x 4 = 400 completions"
+        ),
+        (
+            "checkpoints every 20 steps and at the end; kept: the last 3, the best 1, every 100-th step; "
+            "starts from /runs/r/checkpoints/step-4"
+        ),
+    ):
+        assert expected in lines
+    dapo = arithmetic_lines(change(objective=Objective(algorithm=Algorithm.DAPO, train_truncated=False)))
+    assert "            train_truncated = false" in dapo
+    assert "            dynamic_sampling = true: groups of equal rewards are dropped and refilled" in dapo
+    assert "clip_high = 0.28" in dapo[1]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_every_algorithm_is_shown_with_what_it_resolves_to(algorithm: Algorithm) -> None:
+    settings = objective_settings(Objective(algorithm=algorithm))
+    (line,) = [
+        line for line in arithmetic_lines(change(objective=Objective(algorithm=algorithm))) if "surrogate" in line
+    ]
+    assert line.startswith(f"objective   {algorithm}: ")
+    assert f'advantages = "{settings.advantages}", loss_normalization = "{settings.loss_normalization}"' in line
+    assert ("clip_high" in line) == (settings.surrogate is not Surrogate.POLICY_GRADIENT)
+    assert any(text.startswith(f"{algorithm}: ") for text in algorithm_lines())
+
+
+@pytest.mark.parametrize(
+    ("off_policy", "expected"),
+    [
+        (
+            OffPolicy(),
+            (
+                "a stale token is clipped against the trainer's policy before the step, and weighted by w of the "
+                "token, at most 2"
+            ),
+        ),
+        (
+            OffPolicy(truncate=RatioLevel.SEQUENCE, cap=3, mask=RatioLevel.GEOMETRIC, correct_mismatch=True),
+            (
+                "every token is clipped against the trainer's policy before the step, and weighted by w of its whole "
+                "sequence, at most 3 and left out where w of its sequence (geometric mean) is outside [0.5, 2]"
+            ),
+        ),
+        (
+            OffPolicy(proximal=Proximal.INTERPOLATED, truncate=RatioLevel.NONE),
+            (
+                "a stale token is clipped against a policy between the trainer's and the one that sampled it, by its "
+                "staleness, and not corrected (truncate and mask are none)"
+            ),
+        ),
+        (
+            OffPolicy(proximal=Proximal.BEHAVIOR, staleness_discount=0.9),
+            (
+                "a stale token is clipped against the version that sampled it (plain PPO), and not weighted; its "
+                "weight shrinks by 0.9 for each step of staleness"
+            ),
+        ),
+    ],
+)
+def test_off_policy_sentences(off_policy: OffPolicy, expected: str) -> None:
+    continuous = Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=4)
+    assert off_policy_sentence(change(rollout=continuous, off_policy=off_policy)) == expected
+
+
+def test_off_policy_sentences_of_synchronous_rounds() -> None:
+    assert off_policy_sentence(RECIPE) == "nothing to correct: every token is trained by the version that sampled it"
+    assert off_policy_sentence(change(off_policy=OffPolicy(correct_mismatch=True))) == (
+        "every token, for what engine and trainer differ by, is weighted by w of the token, at most 2"
+    )
+
+
+def test_streaming_sentences() -> None:
+    assert streaming_sentence(change(training=Training(streaming=False))).startswith("off: training.streaming = false")
+    whole_batch = change(objective=Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS))
+    assert streaming_sentence(whole_batch) == (
+        'off, although training.streaming = true: objective.advantages = "batch" compares with the whole batch'
+    )
+    assert streaming_notice(whole_batch) == streaming_sentence(whole_batch)
+    off = msgspec.structs.replace(whole_batch, training=Training(streaming=False))
+    assert streaming_notice(off) == "" == streaming_notice(RECIPE)
 
 
 def test_memory_grows_with_what_costs_memory() -> None:
     base = estimate_memory(RECIPE, FACTS, 512).total
-    for change in (
+    for sections in (
         {"engines": Engines(count=2)},
         {"training": Training(ranks=2)},
         {"training": Training(micro_batch_tokens=65_536)},
+        {"objective": Objective(kl_coefficient=0.1)},
     ):
-        assert estimate_memory(msgspec.structs.replace(RECIPE, **change), FACTS, 512).total > base
+        assert estimate_memory(change(**sections), FACTS, 512).total > base
     larger = msgspec.structs.replace(FACTS, parameters=100_000_000)
+    whole = estimate_memory(RECIPE, larger, 512).total
+    eight_bit = estimate_memory(change(training=Training(optimizer=OptimizerKind.ADAMW_8BIT)), larger, 512).total
+    assert whole - eight_bit == 6 * 100_000_000, "two moments in 8 bits instead of float32"
+    # Frozen weights instead of masters, gradients and moments; 16-rank adapters of two projections in four layers.
+    adapters = estimate_memory(change(lora=Lora(rank=16)), larger, 512).total
+    assert whole - adapters == 16 * 100_000_000 - 20 * (2 * 16 * 96 * 2 * 4)
+    assert estimate_memory(change(objective=Objective(kl_coefficient=0.1)), larger, 512).total - whole == 400_000_000
+    checkpointed = Training(activation_checkpointing=True)
+    assert estimate_memory(change(training=checkpointed), FACTS, 512).total < base
     assert estimate_memory(RECIPE, larger, 512).total - base == pytest.approx(26 * 99_700_000, rel=1e-6)
 
 

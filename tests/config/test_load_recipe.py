@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config.load import check_recipe, dump_recipe, load_recipe
+from streamrl.config.objective import Algorithm, Objective
 from streamrl.config.recipe import (
     Engines,
     Evaluation,
@@ -105,7 +106,8 @@ GOLDEN = [
     'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps',
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '
-        "sampling, reward_limits, training, engines, weights, evaluation, checkpoint, transport, metrics"
+        "sampling, reward_limits, objective, off_policy, training, lora, engines, weights, evaluation, checkpoint, "
+        "transport, metrics"
     ),
     (
         'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature"? '
@@ -172,14 +174,35 @@ RULES = [
     ('[rollout]\nrounds = "continuous"\n', 'rollout.max_staleness: 0 does not fit rounds = "continuous"'),
     ('[rollout]\nin_flight = "resume"\n', 'rollout.in_flight: "resume" has no effect'),
     ('[rollout]\nwhen_stale = "drop"\n', 'rollout.when_stale: "drop" has no effect'),
-    ("[rollout]\ngroup_size = 1\n", 'rollout.group_size: 1 with advantage_normalization = "std"'),
+    ("[rollout]\ngroup_size = 1\n", 'rollout.group_size: 1 with objective.advantages = "group_std" makes every'),
     (
-        '[rollout]\ngroup_size = 1\n[training]\nadvantage_normalization = "none"\n',
-        "rollout.group_size: 1 makes every advantage 0",
+        '[rollout]\ngroup_size = 1\ndynamic_sampling = true\n[objective]\nalgorithm = "ppo"\n',
+        "rollout.dynamic_sampling: true drops groups of equal rewards",
     ),
     ("weight = 0\n", "rewards: every weight is 0"),
     ('[[rewards]]\nfunction = "other.py:score"\n', 'rewards.1.function: "score" is the name of an earlier reward'),
     ("[evaluation]\nevery = 5\n", "evaluation.prompts: is empty, but evaluation.every = 5"),
+    ("[evaluation]\nsamples = 4\n", "evaluation.prompts: is empty, but evaluation.samples = 4"),
+    (
+        '[evaluation]\nprompts = "h.jsonl"\nlimit = 64\n',
+        "evaluation.limit: 64 has no effect while evaluation.every = 0",
+    ),
+    ("[checkpoint]\nkeep_every = 4\n", "checkpoint.keep_every: 4 has no effect while checkpoint.every = 0"),
+    ("[checkpoint]\nevery = 3\nkeep_every = 4\n", "checkpoint.keep_every: 4 is no multiple of checkpoint.every = 3"),
+    (
+        '[checkpoint]\nevery = 3\nkeep_best = 1\n[evaluation]\nprompts = "h.jsonl"\n',
+        "checkpoint.keep_best: 1 needs held-out scores",
+    ),
+    (
+        '[checkpoint]\nevery = 30\nkeep_best = 1\n[evaluation]\nprompts = "h.jsonl"\nevery = 40\n',
+        "checkpoint.keep_best: 1 has nothing to compare: no step is both a multiple of checkpoint.every = 30",
+    ),
+    ("[training]\nupdates_per_batch = 33\n", "training.updates_per_batch: 33 steps do not fit a batch of"),
+    ("[lora]\nalpha = 32.0\n", "lora.alpha: 32.0 has no effect while lora.rank = 0"),
+    (
+        '[training]\ndevice = "cpu"\noptimizer = "adamw_offloaded"\n',
+        'training.optimizer: "adamw_offloaded" has no effect on device = "cpu"',
+    ),
     ('[training]\ndevice = "cuda:0"\nranks = 2\n', 'training.device: "cuda:0" puts all 2 ranks on one device'),
     ('[engines]\ndtype = "int8"\n', 'engines.dtype: "int8" is not allowed: must be one of "auto", "float32"'),
     ('[engines]\ncount = 2\ncores = ["0"]\n', "engines.cores: has 1 entries for 2 engines"),
@@ -191,12 +214,101 @@ RULES = [
 ]
 
 
+OBJECTIVE_RULES = [
+    ('[objective]\nalgorithm = "rloo"\nclip_low = 0.1\n', "objective.clip_low: 0.1 has no effect: surrogate ="),
+    ("[objective]\ndual_clip = 0.9\n", "objective.dual_clip: 0.9 clips on-policy tokens"),
+    ('[objective]\nalgorithm = "cispo"\ndual_clip = 3.0\n', "objective.dual_clip: 3.0 has no effect: surrogate ="),
+    ('[objective]\nkl_estimator = "k2"\n', 'objective.kl_estimator: "k2" has no effect while kl_coefficient = 0'),
+    (
+        '[objective]\nalgorithm = "ppo"\nkl_coefficient = 0.1\nkl_in = "loss"\n',
+        "objective.kl_estimator: k1 in the loss has a gradient of mean 0",
+    ),
+    ("[objective]\ngae_lambda = 0.9\n", 'objective.gae_lambda: 0.9 has no effect with advantages = "group_std"'),
+    ("[objective]\ncohort_batches = 2\n", "objective.cohort_batches: 2 has no effect with advantages ="),
+    (
+        '[objective]\nalgorithm = "ppo"\nvalue_coefficient = 0\n',
+        "objective.value_coefficient: 0 never trains the value",
+    ),
+    ("[objective]\noverlong_buffer = 512\n", "objective.overlong_buffer: 512 leaves no length unpunished"),
+    (
+        "[objective]\noverlong_buffer = 64\noverlong_penalty = 0\n",
+        "objective.overlong_penalty: 0 makes overlong_buffer",
+    ),
+    (
+        "[objective]\noverlong_penalty = 2.0\n",
+        "objective.overlong_penalty: 2.0 has no effect while overlong_buffer = 0",
+    ),
+]
+
+CONTINUOUS = '[rollout]\nrounds = "continuous"\nmax_staleness = 2\n[off_policy]\n'
+OFF_POLICY_RULES = [
+    ('truncate = "none"\ncap = 3.0\n', 'off_policy.cap: 3.0 has no effect with truncate = "none"'),
+    ("cap = 0.9\n", "off_policy.cap: 0.9 would shrink the weight of on-policy tokens"),
+    ("mask_high = 3.0\n", 'off_policy.mask_high: 3.0 has no effect with mask = "none"'),
+    ('mask = "token"\nmask_low = 1.1\n', "off_policy.mask_low: 1.1 masks on-policy tokens"),
+    ('mask = "token"\nmask_high = 0.9\n', "off_policy.mask_high: 0.9 masks on-policy tokens"),
+    ('mask = "token"\nmask_low = 1.0\nmask_high = 1.0\n', "off_policy.mask_low: 1.0 is not below mask_high = 1.0"),
+    ('proximal = "behavior"\nmask = "token"\n', 'off_policy.mask: "token" has no effect: proximal = "behavior"'),
+]
+RULES += OBJECTIVE_RULES
+RULES += [(CONTINUOUS + addition, expected) for addition, expected in OFF_POLICY_RULES]
+RULES += [
+    ('[off_policy]\nmask = "geometric"\n', 'off_policy.mask: "geometric" has no effect: synchronous rounds'),
+    ("[off_policy]\nstaleness_discount = 0.9\n", "off_policy.staleness_discount: 0.9 has no effect: synchronous"),
+    ('[off_policy]\nproximal = "behavior"\n', 'off_policy.proximal: "behavior" has no effect: synchronous rounds'),
+]
+
+
 @pytest.mark.parametrize(("addition", "expected"), RULES)
 def test_rules_between_fields(tmp_path: Path, addition: str, expected: str) -> None:
     problems = problems_of(write(tmp_path, GOOD + addition))
     assert len(problems) == 1
     assert expected in problems[0]
     assert problems[0].startswith("demo.toml:"), "a rule points at the line too"
+
+
+@pytest.mark.parametrize(
+    "addition",
+    [
+        *(f'[objective]\nalgorithm = "{algorithm}"\nkl_coefficient = 0.01\n' for algorithm in Algorithm),
+        '[rollout]\ngroup_size = 1\n[objective]\nalgorithm = "ppo"\n',
+        "[objective]\noverlong_buffer = 64\ntrain_truncated = false\n",
+        '[off_policy]\ntruncate = "none"\n',
+        CONTINUOUS + 'proximal = "behavior"\nmask = "token"\ncorrect_mismatch = true\n',
+        '[off_policy]\nmask = "token"\ncorrect_mismatch = true\n',
+        CONTINUOUS + 'proximal = "behavior"\ntruncate = "none"\nstaleness_discount = 0.9\n',
+        CONTINUOUS + 'mask = "sequence"\nmask_low = 0\n',
+        "[training]\nupdates_per_batch = 4\n",
+        '[checkpoint]\nevery = 2\nkeep_every = 4\nkeep_best = 1\n[evaluation]\nprompts = "h.jsonl"\nevery = 2\n',
+    ],
+)
+def test_what_is_asked_for_together_and_allowed(tmp_path: Path, addition: str) -> None:
+    load_recipe(write(tmp_path, GOOD + addition))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('objective = "grpo"', "training.objective: unknown key: it is objective.algorithm now."),
+        ("clip_high = 0.28", 'training.clip_high: unknown key; did you mean "objective.clip_high"?'),
+        ('loss_normalization = "constant"', 'unknown key; did you mean "objective.loss_normalization"?'),
+        ('advantage_normalization = "none"', 'it is objective.advantages ("group_std" for "std", "group_mean" for'),
+        ("importance_cap = 3.0", "training.importance_cap: unknown key: it is off_policy.cap now."),
+    ],
+)
+def test_a_key_that_moved_says_where_it_is_now(tmp_path: Path, line: str, expected: str) -> None:
+    (problem,) = problems_of(write(tmp_path, GOOD + f"[training]\n{line}\n"))
+    assert expected in problem
+
+
+def test_a_checkpoint_is_named_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link ``latest`` must be followed when the recipe is read: the run that begins then moves it."""
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "latest").symlink_to("first")
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(write(tmp_path / "recipes", GOOD), ["checkpoint.resume_from=runs/latest"])
+    assert recipe.checkpoint.resume_from == str(tmp_path / "runs" / "first")
 
 
 def test_recipes_made_in_python_meet_the_same_rules() -> None:
@@ -288,6 +400,7 @@ positive_float = st.floats(1e-300, 1e300)
             in_flight=st.sampled_from(InFlight),
         ),
         sampling=st.builds(Sampling, temperature=positive_float, top_p=st.floats(1e-9, 1)),
+        objective=st.builds(Objective, algorithm=st.sampled_from(Algorithm), entropy_coefficient=st.floats(-1, 1)),
         training=st.builds(Training, learning_rate=st.floats(0, 1)),
         engines=st.integers(1, 4).map(lambda n: Engines(count=n, cores=tuple(f"{i}-{i + 1}" for i in range(n)))),
         evaluation=st.builds(Evaluation, temperature=st.none() | positive_float),

@@ -34,7 +34,7 @@ def control_settings(**changes: object) -> ControlSettings:
 class World:
     """Engines, rewards and trainer as sets of things that may happen next; and an independent ledger."""
 
-    def __init__(self, chosen: ControlSettings, prompts: int | None = None) -> None:
+    def __init__(self, chosen: ControlSettings, prompts: int | None = None, start: int = 0) -> None:
         self.settings = chosen
         self.core = ControlState(chosen)
         self.prompts_left = prompts
@@ -47,17 +47,21 @@ class World:
         self.batches: dict[int, list[tuple[TrajectoryId, ...]]] = {}
         self.to_step: do.StepOptimizer | None = None
         self.to_publish: int | None = None
-        self.to_evaluate: int | None = None
-        self.checkpoints = 0
+        self.to_evaluate: tuple[int, int] | None = None
+        self.due: set[tuple[int, int]] = set()
+        self.evaluated: list[tuple[int, int]] = []
+        self.drained = False
+        self.to_save: int | None = None
+        self.saved: list[int] = []
         self.draw: int | None = None
-        self.trainer_version = 0
-        self.live_version = 0
+        self.start = self.trainer_version = self.live_version = start
         self.finished: str | None = None
         self.stopped: str | None = None
         self.staleness: list[int] = []
         self.trained: Counter[TrajectoryId] = Counter()
 
     def tell(self, event: on.ControlEvent) -> None:
+        self.drained = self.drained or isinstance(event, on.StopRequested)
         for action in self.core.handle(event):
             self.obey(action)
 
@@ -67,7 +71,7 @@ class World:
                 assert self.draw is None
                 self.draw = action.count
             case do.LaunchGroup():
-                assert self.to_evaluate is None, "launched under an evaluation"
+                assert action.group_id >= self.start * self.settings.batch_groups
                 for trajectory in action.ids:
                     assert trajectory not in self.issued, "identity used twice"
                     self.issued.add(trajectory)
@@ -82,16 +86,24 @@ class World:
                 self.batches.setdefault(action.batch_id, []).append(action.ids)
             case do.StepOptimizer():
                 assert self.to_step is None
+                assert self.to_save is None, "the trainer leaves the version that is being saved"
+                assert (action.batch_id, action.policy_version) == (self.trainer_version, self.trainer_version + 1)
                 self.to_step = action
             case do.PublishWeights():
                 assert self.to_publish is None, "two pushes at once"
                 assert self.to_evaluate is None, "weights change under an evaluation"
                 self.to_publish = action.policy_version
             case do.Evaluate():
-                assert self.to_publish is None and self.to_evaluate is None
-                self.to_evaluate = action.policy_version
+                assert self.to_publish is None, "weights change under an evaluation"
+                assert self.to_evaluate is None, "two evaluations at once"
+                assert action.policy_version == self.live_version and not self.drained
+                self.to_evaluate = (action.policy_version, action.limit)
+            case do.CancelEvaluation():
+                assert self.drained and self.to_evaluate is not None and action.policy_version == self.to_evaluate[0]
+                self.due.discard(self.to_evaluate)  # dropped, in so many words
             case do.WriteCheckpoint():
-                self.checkpoints += 1
+                assert self.to_save is None and action.policy_version == self.trainer_version
+                self.to_save = action.policy_version
             case do.StopRun():
                 self.stopped = action.message
             case do.FinishRun():
@@ -100,7 +112,9 @@ class World:
     # ---- what the world may do
 
     def begin(self) -> None:
-        self.tell(on.RunBegan())
+        if self.settings.evaluate_at_start and self.start < self.settings.steps:
+            self.falls_due(0)
+        self.tell(on.RunBegan(policy_version=self.start))
 
     def answer_draw(self) -> None:
         assert self.draw is not None
@@ -149,15 +163,26 @@ class World:
     def go_live(self) -> None:
         assert self.to_publish is not None
         self.live_version, self.to_publish = self.to_publish, None
+        every, at_end = self.settings.evaluate_every, self.settings.evaluate_at_end
+        if every and self.live_version % every == 0 and not (at_end and self.live_version == self.settings.steps):
+            self.falls_due(self.settings.evaluate_limit)
         self.tell(on.WeightsLive(policy_version=self.live_version))
 
+    def falls_due(self, limit: int) -> None:
+        if not self.drained:
+            self.due.add((self.live_version, limit))
+
     def evaluate(self) -> None:
-        version, self.to_evaluate = self.to_evaluate, None
-        assert version == self.live_version
-        self.tell(on.EvaluationDone(policy_version=version))
+        assert self.to_evaluate is not None
+        done, self.to_evaluate = self.to_evaluate, None
+        assert done[0] == self.live_version, "the figure belongs to another version"
+        self.evaluated.append(done)
+        self.tell(on.EvaluationDone(policy_version=done[0]))
 
     def save(self) -> None:
-        self.checkpoints -= 1
+        assert self.to_save == self.trainer_version, "the checkpoint holds another version"
+        self.saved.append(self.trainer_version)
+        self.to_save = None
         self.tell(on.CheckpointDone(policy_version=self.trainer_version))
 
     def run_to_end(self, limit: int = 4000) -> None:
@@ -171,7 +196,7 @@ class World:
                 self.go_live()
             elif self.to_evaluate is not None:
                 self.evaluate()
-            elif self.checkpoints:
+            elif self.to_save is not None:
                 self.save()
             elif self.to_step is not None:
                 self.step()
@@ -196,6 +221,21 @@ class World:
         assert accounting.in_flight <= unreleased
         assert self.live_version <= self.trainer_version
 
+    def check_end(self) -> None:
+        self.check()
+        if self.finished is None:
+            return
+        assert self.core.accounting().in_flight == 0
+        assert self.live_version == self.trainer_version
+        if self.settings.evaluate_at_end and self.start < self.settings.steps:
+            self.falls_due(0)
+        missed = self.due - set(self.evaluated)
+        assert not missed, f"neither done nor dropped: {missed}"
+        assert len(set(self.evaluated)) == len(self.evaluated), "evaluated twice"
+        assert len(set(self.saved)) == len(self.saved), "saved twice"
+        if self.settings.checkpoint_at_end and self.start < self.settings.steps:
+            assert self.saved[-1] == self.trainer_version
+
 
 class ControlMachine(RuleBasedStateMachine):
     """Random worlds: any interleaving of scores, failures, steps, pushes, evaluations and stops."""
@@ -209,7 +249,9 @@ class ControlMachine(RuleBasedStateMachine):
         size=st.integers(1, 3),
         steps=st.integers(1, 5),
         every=st.integers(0, 2),
+        at_end=st.booleans(),
         prompts=st.none() | st.integers(0, 25),
+        start=st.sampled_from([0, 0, 1, 4]),
     )
     def start(
         self,
@@ -221,7 +263,9 @@ class ControlMachine(RuleBasedStateMachine):
         size: int,
         steps: int,
         every: int,
+        at_end: bool,
         prompts: int | None,
+        start: int,
     ) -> None:
         self.world = World(
             control_settings(
@@ -233,12 +277,14 @@ class ControlMachine(RuleBasedStateMachine):
                 group_size=size,
                 steps=steps,
                 evaluate_every=every,
+                evaluate_limit=3 * int(at_end),
                 evaluate_at_start=bool(every),
-                evaluate_at_end=bool(every),
+                evaluate_at_end=at_end,
                 checkpoint_every=every,
-                checkpoint_at_end=bool(every),
+                checkpoint_at_end=at_end,
             ),
             prompts,
+            start,
         )
         self.world.begin()
 
@@ -273,7 +319,7 @@ class ControlMachine(RuleBasedStateMachine):
     def evaluate(self) -> None:
         self.world.evaluate()
 
-    @precondition(lambda self: self.world.checkpoints)
+    @precondition(lambda self: self.world.to_save is not None)
     @rule()
     def save(self) -> None:
         self.world.save()
@@ -291,10 +337,7 @@ class ControlMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.run_to_end()
-            self.world.check()
-            if self.world.finished is not None:
-                assert self.world.core.accounting().in_flight == 0
-                assert self.world.live_version == self.world.trainer_version
+            self.world.check_end()
 
 
 ControlMachine.TestCase.settings = settings(
@@ -413,6 +456,20 @@ def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
     assert world.core.accounting().dropped == {"reward_failed": 1}
 
 
+def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in_time() -> None:
+    world = World(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, group_size=3, steps=6))
+    world.begin()
+    world.answer_draw()
+    assert len({t.group_id for t in world.running}) == 4
+    for group_id in (0, 1, 2):
+        world.fail(next(t for t in sorted(world.running) if t.group_id == group_id))
+    assert world.draw is None, "three failures of three groups are not room for a fifth one"
+    world.run_to_end()
+    world.check_end()
+    assert world.core.accounting().dropped["reward_failed"] == 3
+    assert world.core.slots.in_use == 0
+
+
 def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
     world = World(control_settings(group_size=2, batch_groups=1, steps=1))
     world.begin()
@@ -447,6 +504,77 @@ def test_a_stop_lets_the_closed_batch_go_live_and_drops_the_rest() -> None:
     world.save()
     assert world.finished == "interrupted"
     assert world.core.accounting().dropped == {"drained": 4}
+
+
+@pytest.mark.parametrize("rounds", list(RoundKind))
+def test_the_next_batch_is_sampled_and_trained_under_an_evaluation_and_only_the_push_waits(rounds: RoundKind) -> None:
+    staleness = 0 if rounds is RoundKind.SYNCHRONOUS else 1
+    world = World(
+        control_settings(rounds=rounds, max_staleness=staleness, evaluate_every=1, evaluate_at_start=True, steps=2)
+    )
+    world.begin()
+    for version in (0, 1):
+        assert world.to_evaluate == (version, 0)
+        while world.draw is not None:
+            world.answer_draw()
+        while world.to_step is None:
+            world.score(min(world.running), 1.0, 1)
+        world.step()
+        assert world.to_evaluate == (version, 0) and world.to_publish is None
+        world.evaluate()
+        assert world.to_publish == version + 1
+        world.go_live()
+    world.run_to_end()
+    world.check_end()
+    assert world.evaluated == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_drain_drops_the_evaluation_that_runs_and_orders_no_other() -> None:
+    world = World(control_settings(evaluate_at_start=True, evaluate_at_end=True))
+    world.begin()
+    world.tell(on.StopRequested(reason="drained"))
+    world.tell(on.StopRequested(reason="again"))
+    assert world.due == set()
+    assert world.finished is None, "trajectories of the evaluation may still run"
+    world.evaluate()
+    assert world.finished == "drained"
+    world.check_end()
+
+
+def test_a_run_goes_on_from_the_version_of_its_checkpoint() -> None:
+    world = World(control_settings(steps=6, evaluate_at_start=True), start=4)
+    world.begin()
+    assert world.to_evaluate == (4, 0)
+    world.run_to_end()
+    world.check_end()
+    assert (world.finished, world.trainer_version, world.core.accounting().trained) == ("finished", 6, 8)
+    assert {t.group_id for t in world.trained} == {8, 9, 10, 11}
+
+
+def test_a_checkpoint_of_the_last_step_leaves_nothing_to_train() -> None:
+    world = World(
+        control_settings(steps=3, evaluate_at_start=True, evaluate_at_end=True, checkpoint_at_end=True), start=3
+    )
+    world.begin()
+    assert world.finished is not None
+    assert "step 3 already" in world.finished and "run.steps" in world.finished
+    assert not world.issued and world.to_evaluate is None and world.to_save is None
+
+
+def test_a_batch_that_is_complete_waits_for_the_checkpoint_of_the_version_before_it() -> None:
+    world = World(
+        control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, checkpoint_every=1, batch_groups=1, group_size=1)
+    )
+    world.begin()
+    world.answer_draw()
+    first, second = sorted(world.running)
+    world.score(first, 1.0, 1)
+    world.step()
+    world.score(second, 1.0, 1)
+    world.go_live()
+    assert (world.to_save, world.to_step) == (1, None)
+    world.save()
+    assert world.to_step is not None
 
 
 def test_a_late_result_of_a_cancelled_trajectory_changes_nothing() -> None:

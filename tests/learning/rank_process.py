@@ -1,46 +1,120 @@
-"""One trainer rank as a process: ``rank_process.py OPTIONS.json GROUPS STEPS OUT.npz`` trains and saves its masters.
+"""One process of several trainer ranks: ``rank_process.py PHASES.json RANK RANKS DIRECTORY``.
 
-GROUPS: comma-separated indices of the groups that this rank gets in even and odd steps, e.g. ``0,1,2/-`` (``-``: none).
+Importing torch is what costs here: all processes first save weights of odd shapes together to ``DIRECTORY/odd``, then
+each is a rank of one trainer after the other (``PHASES.json``).
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 from sample_groups import close_of, make_groups
+from torch.distributed.fsdp import fully_shard
 
+from streamrl.errors import StreamRLError
+from streamrl.learning import checkpoint, process_group
+from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.messages import SaveCheckpoint
 
 SIZES = [4, 3, 1, 5, 2]
+ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]
 
 
-def main(options_path: str, mine: str, steps: str, out: str) -> None:
-    options = msgspec.json.decode(Path(options_path).read_bytes(), type=TrainerOptions)
-    shares = [[] if share == "-" else [int(i) for i in share.split(",")] for share in mine.split("/")]
-    trainer = TorchTrainer(options)
-    ready = trainer.start()
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one trainer. ``shares``: indices of the groups that it gets in even and in odd steps.
+
+    ``checkpoints``: directories by the version at which they are written. ``end``: what this rank does after the
+    groups of one more batch: ``die``, ``hang``, or ``survive``, which writes its error and when it came to ``out``.
+    """
+
+    options: TrainerOptions
+    shares: list[list[int]]
+    steps: int
+    out: str
+    checkpoints: dict[int, str] = {}
+    end: str = ""
+
+
+def run(phase: Phase) -> None:
+    while phase.options.resume_from and not Path(phase.options.resume_from).exists():
+        time.sleep(0.05)  # another trainer has still to write it: it appears whole
+    trainer = TorchTrainer(phase.options)
+    first = trainer.start().policy_version
     arrays: dict[str, np.ndarray] = {}
-    for step in range(ready.policy_version, ready.policy_version + int(steps)):
-        groups = make_groups(step, SIZES, seed=step, version=step)
-        for index in shares[step % len(shares)]:
+    for version in range(first, first + phase.steps + 1):
+        if version in phase.checkpoints:
+            trainer.save_checkpoint(SaveCheckpoint(directory=phase.checkpoints[version], policy_version=version))
+        if version == first + phase.steps and not phase.end:
+            break
+        groups = make_groups(version, SIZES, seed=version, version=version)
+        for index in phase.shares[version % len(phase.shares)]:
             trainer.train_group(groups[index])
-        report = trainer.close_batch(close_of(groups, step + 1))
-        trainer.acknowledge(step + 1)
-    metrics = {**report.metrics, "version": report.policy_version, "hash_high": float(report.state_hash >> 32)}
-    arrays |= {f"metric/{name}": np.float64(value) for name, value in metrics.items()}
+        if version == first + phase.steps:
+            return end(phase, trainer, version)
+        report = trainer.close_batch(close_of(groups, version + 1))
+        trainer.acknowledge(version + 1)
+        arrays |= {f"{version + 1}/{name}": np.float64(value) for name, value in report.metrics.items()}
     arrays |= {f"offset/{shard.name}": np.int64(shard.offset) for shard in trainer.shard_specs}
     arrays |= {f"master/{name}": value for name, value in trainer.master_values().items()}
-    trainer.save_checkpoint(
-        SaveCheckpoint(directory=out.replace(f".{options.rank}.npz", ".ckpt"), policy_version=step + 1)
-    )
+    np.savez(phase.out, **arrays)
     trainer.close()
-    np.savez(out, **arrays)
+    return None
+
+
+def end(phase: Phase, trainer: TorchTrainer, version: int) -> None:
+    if phase.end == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if phase.end == "hang":
+        time.sleep(1000)
+    started, error = time.monotonic(), "none"
+    try:
+        trainer.close_batch(close_of(make_groups(version, SIZES, seed=version, version=version), version + 1))
+    except (StreamRLError, RuntimeError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    noticed = time.monotonic()
+    trainer.close()
+    found = {"noticed": noticed - started, "closed": time.monotonic() - noticed, "threads": torch.get_num_threads()}
+    Path(phase.out).write_bytes(msgspec.json.encode({"error": error, **found}))
+
+
+def odd_weights(seed: int, ranks: int = 1) -> FullWeights:
+    """Random tensors that four ranks cannot share evenly, some of them in fewer rows than ranks."""
+    torch.manual_seed(seed)
+    model = torch.nn.ParameterDict({str(i): torch.nn.Parameter(torch.randn(shape)) for i, shape in enumerate(ODD)})
+    root = torch.nn.Sequential(model)
+    if ranks > 1:
+        fully_shard(root, mesh=process_group.mesh(torch.device("cpu")))
+    return FullWeights(dict(root.named_parameters()))
+
+
+def save_odd(rank: int, ranks: int, directory: Path) -> None:
+    rendezvous = f"file://{directory}/odd.rendezvous"
+    options = TrainerOptions(
+        model_path="", run_id="", weights_endpoint="", rank=rank, ranks=ranks, rendezvous=rendezvous, device="cpu"
+    )
+    process_group.join(options, torch.device("cpu"))
+    weights = odd_weights(1, ranks)
+    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    optimizer.load_moments(
+        {"exp_avg": 2 * weights.masters_L.detach(), "exp_avg_sq": weights.masters_L.detach() ** 2}, 9
+    )
+    state = checkpoint.TrainerState(policy_version=9)
+    model, extra = directory / "model", {"replicated": torch.arange(3.0)}
+    checkpoint.save(directory / "odd", weights, optimizer, state=state, model_path=model, extra=extra)
+    process_group.leave()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    save_odd(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    for each in msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Phase]):
+        run(each)

@@ -1,101 +1,310 @@
-"""Two ranks as real processes against one: equal weights, whoever got which groups."""
+"""1, 2 and 4 ranks as real processes: equal weights and metrics, whoever got which groups, also after a resume."""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from streamrl.learning.options import TrainerOptions
+from rank_process import SIZES, Phase, odd_weights  # noqa: E402
+from sample_groups import close_of, make_groups  # noqa: E402
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402
 
-pytestmark = pytest.mark.torch
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
+from streamrl.config.load import dump_recipe  # noqa: E402
+from streamrl.config.recipe import (  # noqa: E402
+    Launch,
+    Model,
+    Prompts,
+    Recipe,
+    Reward,
+    Training,
+    Transport,
+    TransportKind,
+)
+from streamrl.config.topology import Topology, plan_topology  # noqa: E402
+from streamrl.control.trainer_ranks import TrainerRanks  # noqa: E402
+from streamrl.learning import checkpoint, process_group  # noqa: E402
+from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 SCRIPT = Path(__file__).parent / "rank_process.py"
-STEPS = 4
+STEPS, HALF = 20, 10
+HANG_S = 2.0
+# By number of ranks: the groups of each rank in even and in odd steps. Uneven on purpose; some ranks get none.
+SHARES = {
+    1: [[[0, 1, 2, 3, 4]]],
+    2: [[[0], [0, 1, 2, 3, 4]], [[1, 2, 3, 4], []]],
+    4: [[[0], []], [[1, 2], [4]], [[3, 4], [0, 1, 2]], [[], [3]]],
+}
+
+Outputs = list[dict[str, np.ndarray]]
 
 
-def run_ranks(
-    tiny_model: str, directory: Path, shares: list[str], steps: int = STEPS, resume_from: str = ""
-) -> list[dict[str, np.ndarray]]:
-    """Run one process a rank; the saved arrays of each."""
-    directory.mkdir()
-    processes = []
-    for rank, share in enumerate(shares):
-        options = TrainerOptions(
-            model_path=tiny_model,
-            run_id="ranks",
-            weights_endpoint=f"ipc://{directory}/w{rank}",
-            rank=rank,
-            ranks=len(shares),
-            rendezvous=f"file://{directory}/rendezvous",
-            device="cpu",
-            threads=1,
-            learning_rate=1e-3,
-            micro_batch_tokens=64,
-            collective_timeout_s=60.0,
-            resume_from=resume_from,
-        )
-        path = directory / f"options.{rank}.json"
-        path.write_bytes(msgspec.json.encode(options))
-        command = [sys.executable, str(SCRIPT), str(path), share, str(steps), str(directory / f"out.{rank}.npz")]
-        with (directory / f"log.{rank}").open("wb") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    logs = [(directory / f"log.{rank}").read_text() for rank in range(len(shares))]
-    assert codes == [0] * len(shares), "\n".join(logs)
-    return [dict(np.load(directory / f"out.{rank}.npz")) for rank in range(len(shares))]
+class Trainers:
+    """Phases of processes, and what they wrote."""
+
+    def __init__(self, model: str, directory: Path) -> None:
+        self.model, self.directory = model, directory
+        self.phases: dict[int, list[Phase]] = {}
+
+    def add(
+        self, name: str, processes: list[int], *, steps: int = STEPS, ends: tuple[str, ...] = (), **more: object
+    ) -> None:
+        """A trainer ``name`` with one rank in each of these processes."""
+        checkpoints = more.pop("checkpoints", {})
+        for rank, process in enumerate(processes):
+            options = {
+                "model_path": self.model,
+                "run_id": "ranks",
+                "weights_endpoint": f"ipc://{self.directory}/{name}{rank}",
+                "rank": rank,
+                "ranks": len(processes),
+                "rendezvous": f"file://{self.directory}/{name}.rendezvous" if len(processes) > 1 else "",
+                "device": "cpu",
+                "threads": 1,
+                "learning_rate": 1e-3,
+                "micro_batch_tokens": 64,
+                "collective_timeout_s": 60.0,
+            }
+            phase = Phase(
+                options=TrainerOptions(**options | more),  # type: ignore[arg-type]
+                shares=SHARES[len(processes)][rank],
+                steps=steps,
+                out=str(self.out(name, rank)),
+                checkpoints=checkpoints,  # type: ignore[arg-type]
+                end=ends[rank] if ends else "",
+            )
+            self.phases.setdefault(process, []).append(phase)
+
+    def out(self, name: str, rank: int) -> Path:
+        return self.directory / f"{name}.{rank}.npz"
+
+    def run(self) -> None:
+        """Start the processes and wait for them; those that hang are killed at the end."""
+        running = {}
+        (self.directory / "model").mkdir()
+        (self.directory / "model" / "config.json").write_text("{}")
+        for process, phases in sorted(self.phases.items()):
+            path = self.directory / f"phases.{process}.json"
+            path.write_bytes(msgspec.json.encode(phases))
+            with (self.directory / f"log.{process}").open("wb") as log:
+                command = [
+                    sys.executable,
+                    str(SCRIPT),
+                    str(path),
+                    str(process),
+                    str(len(self.phases)),
+                    str(self.directory),
+                ]
+                threads = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it
+                running[process] = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads
+                )
+        ends = {process: phases[-1].end for process, phases in self.phases.items()}
+        try:
+            codes = {p: each.wait(timeout=150) for p, each in running.items() if ends[p] != "hang"}
+        finally:
+            for each in running.values():
+                each.kill()
+                each.wait()
+        logs = [(self.directory / f"log.{process}").read_text() for process in running]
+        expected = {process: -signal.SIGKILL if ends[process] == "die" else 0 for process in codes}
+        assert codes == expected, "\n".join(logs)
+
+    def outputs(self, name: str) -> Outputs:
+        return [dict(np.load(path)) for path in sorted(self.directory.glob(f"{name}.?.npz"))]
 
 
-def joined_masters(outputs: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+@pytest.fixture(scope="module")
+def launch(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+    """Every trainer of this module, in four processes."""
+    directory = tmp_path_factory.mktemp("r")
+    two, four = str(directory / "two.ckpt"), str(directory / "four.ckpt")
+    launch = Trainers(tiny_model, directory)
+    launch.add("one", [0])
+    launch.add("two", [2, 3], checkpoints={HALF: two})
+    launch.add("one-resumed", [1], steps=STEPS - HALF, resume_from=two)
+    launch.add("four", [0, 1, 2, 3])
+    launch.add("four-resumed", [0, 1, 2, 3], steps=STEPS - HALF, resume_from=two, checkpoints={HALF: four})
+    launch.add("death", [0, 1], steps=1, ends=("survive", "die"), threads=2)
+    launch.add("hang", [2, 3], steps=1, ends=("survive", "hang"), collective_timeout_s=HANG_S)
+    launch.run()
+    return launch
+
+
+def joined_masters(outputs: Outputs) -> dict[str, np.ndarray]:
     """Full flat masters from the shards of all ranks, placed by their published offsets."""
-    names = [key.removeprefix("master/") for key in outputs[0] if key.startswith("master/")]
     joined = {}
-    for name in names:
-        parts = sorted(
-            (int(output[f"offset/{name}"]), rank)
-            for rank, output in enumerate(outputs)
-            if output[f"master/{name}"].size
-        )
-        assert [start for start, _ in parts] == list(
-            np.cumsum([0] + [outputs[rank][f"master/{name}"].size for _, rank in parts])[:-1]
-        )
-        joined[name] = np.concatenate([outputs[rank][f"master/{name}"] for _, rank in parts])
+    for name in [key.removeprefix("master/") for key in outputs[0] if key.startswith("master/")]:
+        parts = sorted((int(o[f"offset/{name}"]), rank) for rank, o in enumerate(outputs) if o[f"master/{name}"].size)
+        shards = [outputs[rank][f"master/{name}"] for _, rank in parts]
+        assert [start for start, _ in parts] == list(np.cumsum([0] + [shard.size for shard in shards])[:-1])
+        joined[name] = np.concatenate(shards)
     return joined
 
 
-def distance(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
-    """Relative distance of two sets of weights."""
-    assert left.keys() == right.keys()
-    difference = sum(float(np.square(left[n].astype(np.float64) - right[n]).sum()) for n in left)
-    return float(np.sqrt(difference / sum(float(np.square(left[n].astype(np.float64)).sum()) for n in left)))
+def distance(left: Outputs, right: Outputs) -> float:
+    """Norm of the difference of two sets of weights, relative to the norm of the second."""
+    lefts, rights = joined_masters(left), joined_masters(right)
+    assert lefts.keys() == rights.keys()
+    flat, other = (np.concatenate([m[name] for name in sorted(m)]).astype(np.float64) for m in (lefts, rights))
+    return float(np.linalg.norm(flat - other) / np.linalg.norm(other))
 
 
-@pytest.mark.timeout(300)
-def test_two_ranks_equal_one(tiny_model: str, tmp_path: Path) -> None:
-    [one] = run_ranks(tiny_model, tmp_path / "one", ["0,1,2,3,4"])
-    expected = joined_masters([one])
-    # uneven: rank 0 gets one group in even steps and all in odd ones, when rank 1 gets none
-    two = run_ranks(tiny_model, tmp_path / "two", ["0/0,1,2,3,4", "1,2,3,4/-"])
-    assert distance(joined_masters(two), expected) < 1e-5
-    assert all(output["metric/version"] == STEPS for output in [one, *two])
-    for name, value in one.items():
-        if name.startswith(("metric/optim", "metric/policy")):
-            assert float(two[0][name]) == pytest.approx(float(value), rel=2e-4, abs=1e-6), name
-            assert float(two[0][name]) == float(two[1][name]), name
+def metrics_of(output: dict[str, np.ndarray], version: int) -> dict[str, float]:
+    """Metrics of the step to ``version`` that are about the batch, not about the time it took."""
+    prefixes = (f"{version}/optim/", f"{version}/policy/")
+    return {name: float(value) for name, value in output.items() if name.startswith(prefixes)}
 
-    # A checkpoint of two ranks goes on with one, to where three more steps of one lead.
-    [resumed] = run_ranks(tiny_model, tmp_path / "resumed", ["0,1,2,3,4"], 3, str(tmp_path / "two" / "out.ckpt"))
-    [through] = run_ranks(tiny_model, tmp_path / "through", ["0,1,2,3,4"], STEPS + 3)
-    assert resumed["metric/version"] == STEPS + 3
-    assert distance(joined_masters([resumed]), joined_masters([through])) < 1e-5
+
+def assert_same_curve(outputs: Outputs, expected: Outputs, first: int) -> None:
+    for version in range(first + 1, STEPS + 1):
+        wanted = metrics_of(expected[0], version)
+        assert len(wanted) > 10
+        for output in outputs:
+            assert metrics_of(output, version) == metrics_of(outputs[0], version)  # reduced: equal on every rank
+        assert metrics_of(outputs[0], version) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["two", "four"])
+def test_ranks_equal_one_over_20_steps(launch: Trainers, name: str) -> None:
+    one = launch.outputs("one")
+    assert distance(launch.outputs(name), one) < 1e-5
+    assert_same_curve(launch.outputs(name), one, 0)
+
+
+@pytest.mark.parametrize("name", ["one-resumed", "four-resumed"])
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(launch: Trainers, name: str) -> None:
+    through = launch.outputs("two")
+    assert distance(launch.outputs(name), through) < 1e-5
+    assert_same_curve(launch.outputs(name), through, HALF)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_another_number_of_ranks_holds_the_same_bits(launch: Trainers) -> None:
+    """Masters and moments that four ranks saved as soon as they had loaded what two ranks wrote."""
+    loaded = []
+    for name in ("two", "four"):
+        directory = launch.directory / f"{name}.ckpt"
+        checkpoint.verify(directory)
+        reader = HuggingFaceStorageReader(str(directory / "trainer"))
+        tensors = {key: torch.empty(entry.size) for key, entry in reader.read_metadata().state_dict_metadata.items()}
+        load_tensors(tensors, storage_reader=reader, no_dist=True)
+        loaded.append(tensors)
+        assert len(list((directory / "trainer").iterdir())) == {"two": 2, "four": 4}[name]
+    two, four = loaded
+    assert {key.partition(".")[0] for key in two} == {"master", "exp_avg", "exp_avg_sq"}
+    assert two.keys() == four.keys() and all(torch.equal(two[key], four[key]) for key in two)
+
+
+def test_what_four_ranks_cut_unevenly_is_loaded_whole_by_one(launch: Trainers) -> None:
+    options = TrainerOptions(model_path="", run_id="", weights_endpoint="")
+    process_group.join(options, torch.device("cpu"))
+    weights, wanted = odd_weights(2), odd_weights(1).masters_L.detach()
+    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    extra = {"replicated": torch.zeros(3)}
+    assert checkpoint.load(launch.directory / "odd", weights, optimizer, extra=extra).policy_version == 9
+    process_group.leave()
+    assert torch.equal(weights.masters_L, wanted)
+    assert torch.equal(optimizer.moments()["exp_avg"], 2 * wanted)
+    assert torch.equal(optimizer.moments()["exp_avg_sq"], wanted**2)
+    assert optimizer.steps == 9 and extra["replicated"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("name", "most_s"), [("death", 5.0), ("hang", HANG_S + 3.0)])
+def test_the_other_rank_ends_with_a_reason(launch: Trainers, name: str, most_s: float) -> None:
+    """Its peer was killed, or hung, after the groups of a batch and before its close."""
+    found = msgspec.json.decode(launch.out(name, 0).read_bytes())
+    assert found["error"].startswith("StreamBroken: trainer rank 0 of 2 was closing a batch when rank 1 ended"), found
+    assert found["noticed"] < most_s and found["closed"] < 5.0, found
+    if name == "death":
+        assert found["threads"] == 2  # what the options say, not OMP_NUM_THREADS
+
+
+# ---- torchrun ------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def controller_of(topology: Topology, ranks: int) -> AsyncIterator[TrainerRanks]:
+    """The controller's ends of the streams of all ranks."""
+    async with AsyncExitStack() as streams:
+        ends = []
+        for name in (f"trainer-{rank}" for rank in range(ranks)):
+            orders = zmq_sender(TrainingOrder, topology.endpoint(name, "batches"), bind=True, window=64, name=name)
+            events = zmq_receiver(TrainingEvent, topology.endpoint(name, "reports"), bind=True, name=name)
+            ends.append((await streams.enter_async_context(orders), await streams.enter_async_context(events)))
+        yield TrainerRanks(ends)
+
+
+async def train_two_batches(topology: Topology, ranks: int) -> list[list[StepReport]]:
+    """Be the controller: two batches, then the end of the run."""
+    steps = []
+    async with controller_of(topology, ranks) as trainer, anyio.create_task_group() as tasks:
+        greetings = await trainer.ready()
+        assert [greeting.rank for greeting in greetings] == list(range(ranks))
+        tasks.start_soon(trainer.run)
+        for version in range(2):
+            groups = make_groups(version, SIZES, seed=version, version=version)
+            for group in groups:
+                await trainer.train_group(group)
+            gather = await trainer.close_batch(close_of(groups, version + 1))
+            steps.append(await gather())
+            await trainer.acknowledge(version + 1)
+        await trainer.aclose()
+    return steps
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` ports in a row, below those that the kernel hands out."""
+    for first in random.sample(range(20000, 30000, count), 100):
+        with ExitStack() as sockets:
+            try:
+                for port in range(first, first + count):
+                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise AssertionError(f"no {count} free ports in a row")
+
+
+def test_torchrun_starts_the_ranks_of_a_recipe(tiny_model: str, tmp_path: Path) -> None:
+    recipe = Recipe(
+        model=Model(path=tiny_model),
+        prompts=Prompts(train="unused.jsonl"),
+        rewards=(Reward(function="unused:unused"),),
+        training=Training(ranks=2, device="cpu", threads=1, learning_rate=1e-3, micro_batch_tokens=64),
+        transport=Transport(kind=TransportKind.TCP, port=free_ports(16), training=Launch.EXTERNAL),
+    )
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "streamrl", "serve", "trainer", str(tmp_path / "recipe.toml")]
+    with (tmp_path / "log").open("wb") as log:
+        torchrun = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
+    try:
+        steps = anyio.run(train_two_batches, plan_topology(recipe, tmp_path), 2)
+        code = torchrun.wait(timeout=60)
+    finally:
+        torchrun.terminate()
+        torchrun.wait()
+    assert code == 0, (tmp_path / "log").read_text()
+    for reports in steps:
+        first, second = ({k: v for k, v in r.metrics.items() if k.startswith(("policy/", "optim/"))} for r in reports)
+        assert first == second and first["optim/grad_norm"] > 0

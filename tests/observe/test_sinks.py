@@ -71,10 +71,11 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
             assert first.fields["steps"] == 3
             reporter.step(1, 1, {"optim/grad_norm": float("inf")})
             reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
-            reporter.event("progress", step=2, phase="rollout", finished=1, wanted=2)
+            reporter.event("RunProgress", step=2, phase="rollout", finished=1, wanted=2)
+            reporter.event("RunWarning", step=2, message="look there")
             reporter.event("engine_lost", engine="engine-0")
             topics = {}
-            for _ in range(4):
+            for _ in range(5):
                 message = subscriber.receive(5)
                 assert message is not None
                 topics[message.topic] = message.fields
@@ -88,5 +89,6 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
         },
         "evaluation": {"step": 1, "policy_version": 1, "metrics": {"eval/held_out/avg@1": 0.25}},
         "progress": {"step": 2, "phase": "rollout", "finished": 1, "wanted": 2},
+        "warning": {"step": 2, "message": "look there"},
         "event": {"event": "engine_lost", "fields": {"engine": "engine-0"}},
     }

@@ -17,6 +17,7 @@ from streamrl.messages import (
     RunFinished,
     RunProgress,
     RunStarted,
+    RunWarning,
     StartProgress,
     StepFinished,
 )
@@ -90,6 +91,8 @@ def test_short_counts(value: float, text: str) -> None:
 def test_the_evaluation_line() -> None:
     metrics = {"eval/held_out/avg@1": 0.5312, "eval/held_out/prompts": 2048.0, "eval/held_out/truncated_ratio": 0.1}
     assert evaluation_line(20, metrics) == "eval at step 20: held_out 0.531 (2048 prompts)"
+    several = {"eval/held_out/avg@4": 0.5, "eval/held_out/pass@1": 0.5, "eval/held_out/pass@4": 0.8125}
+    assert evaluation_line(20, several) == "eval at step 20: held_out 0.500 pass@4 0.812"
 
 
 class Clock:
@@ -172,6 +175,20 @@ def test_a_watcher_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         report(StepFinished(step=1, policy_version=1, metrics=METRICS))
         report(RunFinished(reason="drained", step=1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_with_an_alarm() -> None:
+    stream = io.StringIO()
+    with StdoutReporter(stream, clock=Clock()) as report:
+        report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=9, parameters=1, policy_version=8))
+        report(RunWarning(step=8, message="policy/x is 1, above 0.5: look there"))
+        report(RunFinished(reason="drained", step=8))
+    assert stream.getvalue().splitlines() == [
+        "run r: 9 steps, 1 parameters, from step 8",
+        "warning at step 8: policy/x is 1, above 0.5: look there",
+        "",
+        "drained: 8 of 9 steps in 0.0 s",
+    ]
 
 
 def test_a_run_that_made_no_step_ends_without_a_curve(tmp_path: Path) -> None:

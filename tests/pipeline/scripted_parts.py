@@ -6,6 +6,7 @@ Engines are the product's ``SimulatedEngine``; control, stages, publisher and st
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -13,7 +14,10 @@ import anyio
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.config.recipe import InFlight
+from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.controller import Controller
+from streamrl.control.evaluation import HeldOut
+from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
@@ -26,6 +30,7 @@ from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
+    EvaluationFinished,
     GroupScored,
     PublishAnchor,
     RewardOrder,
@@ -33,6 +38,7 @@ from streamrl.messages import (
     RewardWorkerReady,
     RunEvent,
     SaveCheckpoint,
+    StepFinished,
     StepReport,
     TrainerReady,
     TrainGroup,
@@ -43,7 +49,15 @@ from streamrl.messages import (
 from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Prompt, RewardFailure, RewardFailureKind, ScoredTrajectory, TrainingSample, token_array
+from streamrl.types import (
+    Prompt,
+    RewardFailure,
+    RewardFailureKind,
+    ScoredTrajectory,
+    TrainingSample,
+    Trajectory,
+    token_array,
+)
 
 
 class CountedPrompts:
@@ -59,22 +73,31 @@ class CountedPrompts:
 
 
 class CountingRank:
-    """One trainer rank: answers orders as the real one does, and keeps what it was given."""
+    """One trainer rank: answers orders as the real one does, and keeps what it was given.
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    ``happened`` is told ``("group", batch id)`` and ``("close", version)``.
+    """
+
+    def __init__(self, rank: int, ranks: int, version: int, happened: Callable[[str, int], None]) -> None:
+        self.rank, self.ranks, self.version, self.happened = rank, ranks, version, happened
         self.samples: list[TrainingSample] = []
         self.batches: list[list[TrainingSample]] = []
-        self.acknowledged = 0
+        self.acknowledged = -1
+        self.mismatch = 0.0
         self.saved: list[str] = []
 
     async def run(self, orders: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]) -> None:
-        await reports.send(TrainerReady(rank=self.rank, ranks=self.ranks, policy_version=0, parameters=1, state_hash=0))
+        await reports.send(
+            TrainerReady(rank=self.rank, ranks=self.ranks, policy_version=self.version, parameters=1, state_hash=0)
+        )
         async for order in orders:
             match order:
                 case TrainGroup():
+                    self.happened("group", order.group.batch_id)
                     self.samples += order.group.samples
                 case CloseBatch():
+                    self.happened("close", order.policy_version)
+                    self.version = order.policy_version
                     self.batches.append(self.samples)
                     self.samples = []
                     base = self.acknowledged
@@ -86,17 +109,19 @@ class CountingRank:
                             base_version=base,
                             state_hash=order.policy_version,
                             source=self._source(),
-                            metrics={"optim/loss": 0.5},
+                            metrics={"optim/loss": 0.5, "policy/mismatch_abs_mean": self.mismatch},
                         )
                     )
                 case PublishAnchor():
                     version = order.policy_version
+                    assert version == self.version
                     await reports.send(
                         AnchorPublished(
                             rank=self.rank, policy_version=version, state_hash=version, source=self._source()
                         )
                     )
                 case SaveCheckpoint():
+                    assert order.policy_version == self.version
                     self.saved.append(order.directory)
                     await reports.send(
                         CheckpointSaved(
@@ -125,6 +150,7 @@ class ParityScorer:
         self.failing = failing
         self.seen = 0
         self.returned: dict[str, float] = {}
+        self.held_out: list[Trajectory] = []
 
     async def run(self, orders: ReceiveStream[RewardOrder], results: SendStream[RewardResult]) -> None:
         await results.send(RewardWorkerReady(worker=0))
@@ -132,6 +158,8 @@ class ParityScorer:
             outcomes: list[ScoredTrajectory | RewardFailure] = []
             for trajectory in order.trajectories:
                 self.seen += 1
+                if trajectory.evaluation:
+                    self.held_out.append(trajectory)
                 if self.failing and self.seen % self.failing == 0:
                     kind = RewardFailureKind.RAISED
                     outcomes.append(
@@ -158,26 +186,34 @@ class SimulatedRun:
         failing: int = 0,
         prompts: int = 10**9,
         held_out: int = 0,
+        samples: int = 1,
+        evaluation_in_flight: int = 256,
+        start: int = 0,
         in_flight: InFlight = InFlight.KEEP,
         lengths: LengthMixture | None = None,
     ) -> None:
-        clock = InstantClock()
+        self.clock = clock = InstantClock()
         mixture = lengths or LengthMixture(median=8, long_median=40)
         self.engines = [
             SimulatedEngine(SimulationOptions(name=f"engine-{i}", lengths=mixture), clock=clock.now, sleep=clock.sleep)
             for i in range(engines)
         ]
         self.settings = settings
-        self.ranks = [CountingRank(i, ranks) for i in range(ranks)]
+        self.history: list[tuple[str, int]] = []
+        self._stop_at: tuple[str, int] | None = None
+        self.ranks = [CountingRank(i, ranks, start, self._happened) for i in range(ranks)]
         self.scorer = ParityScorer(failing)
         self.events: list[RunEvent] = []
         self.log_path = directory / "events.jsonl"
         self._prompts = CountedPrompts(prompts)
-        self._held_out = held_out
+        self.scores: dict[int, float] = {}
+        self._held_out, self._samples, self._evaluation_in_flight = held_out, samples, evaluation_in_flight
+        self._start = start
         self._in_flight = in_flight
 
-    async def run(self, *, stop_after: int | None = None) -> str:
-        """Until the run ends; ``stop_after`` steps a drain is asked for. Returns the reason."""
+    async def run(self, *, stop_at: tuple[str, int] | None = None) -> str:
+        """Until the run ends; when ``stop_at`` is in ``history`` a drain is asked for. Returns the reason."""
+        self._stop_at = stop_at
         pool = EnginePool(self.engines)
         await pool.start()
         rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
@@ -195,21 +231,29 @@ class SimulatedRun:
 
             async def emit(event: RunEvent) -> None:
                 self.events.append(event)
-                if stop_after is not None and getattr(event, "step", 0) >= stop_after:
-                    self.controller.stop("drained")
+                if isinstance(event, StepFinished | EvaluationFinished):
+                    kind = "live" if isinstance(event, StepFinished) else "evaluated"
+                    self._happened(kind, event.policy_version)
 
             self.controller = Controller(
                 self.settings,
                 prompts=self._prompts,
-                held_out=await CountedPrompts().draw(self._held_out),
-                held_out_temperature=None,
+                held_out=HeldOut(
+                    prompts=await CountedPrompts().draw(self._held_out),
+                    samples=self._samples,
+                    in_flight=self._evaluation_in_flight,
+                ),
                 trainer=trainer,
                 publisher=WeightPublisher(self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5),
                 log=log,
-                report=RunReport(emit, rollout.statistics, 64),
+                report=RunReport(emit, rollout.statistics, 64, clock=self.clock.now),
                 seed=0,
                 save=self._save(trainer),
                 audit=WeightAudit(dict(enumerate(self.engines)), self.log_path.with_name("audits.jsonl"), 0).after_push,
+                scored=self._scored,
+                store=EvaluationSamples(self.log_path.with_name("evaluations")).write,
+                alarms=Alarms(alarm_rules(0.05)),
+                start_version=self._start,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
             outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
@@ -228,6 +272,14 @@ class SimulatedRun:
     def trained(self) -> Counter[str]:
         """How often each trajectory was given to a rank in a batch that was closed."""
         return Counter(str(s.id) for rank in self.ranks for batch in rank.batches for s in batch)
+
+    def _happened(self, kind: str, number: int) -> None:
+        self.history.append((kind, number))
+        if self.history[-1] == self._stop_at:
+            self.controller.stop("drained")
+
+    async def _scored(self, policy_version: int, figures: dict[str, float]) -> None:
+        self.scores[policy_version] = figures[f"eval/held_out/avg@{self._samples}"]
 
     @staticmethod
     def _save(trainer: TrainerRanks) -> object:

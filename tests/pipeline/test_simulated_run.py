@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from scripted_parts import SimulatedRun
 
 from streamrl.config.recipe import InFlight, RoundKind, StalePolicy
 from streamrl.control.event_log import read_log, replay
+from streamrl.control.events import AlarmRaised
 from streamrl.control.state import ControlSettings
 from streamrl.errors import RewardFailureLimit, StreamRLError
-from streamrl.messages import EvaluationFinished, StepFinished
+from streamrl.messages import EvaluationFinished, RunWarning, StepFinished
 
 pytestmark = pytest.mark.asyncio
 
@@ -96,7 +98,7 @@ async def test_continuous_rounds_change_weights_while_requests_are_in_flight(tmp
 
 async def test_a_drain_ends_the_run_after_the_closed_batch(tmp_path: Path) -> None:
     run = SimulatedRun(run_settings(**CONTINUOUS, steps=50, checkpoint_at_end=True), tmp_path)
-    assert await run.run(stop_after=2) == "drained"
+    assert await run.run(stop_at=("live", 2)) == "drained"
     accounting = run.controller.state.accounting()
     assert accounting.balanced and accounting.in_flight == 0 and accounting.dropped["drained"] > 0
     assert run.controller.state.live_version == run.controller.state.trainer_version < 50
@@ -111,6 +113,70 @@ async def test_evaluation_sees_one_version_and_every_prompt(tmp_path: Path) -> N
     await run.run()
     evaluations = [e for e in run.events if isinstance(e, EvaluationFinished)]
     assert [(e.step, e.metrics["eval/held_out/prompts"]) for e in evaluations] == [(0, 10), (2, 3), (4, 3), (6, 10)]
+
+
+@pytest.mark.parametrize("rounds", [{}, CONTINUOUS])
+async def test_the_next_batch_is_trained_while_an_evaluation_runs(rounds: dict[str, object], tmp_path: Path) -> None:
+    chosen = run_settings(**rounds, evaluate_every=2, evaluate_at_start=True)
+    run = SimulatedRun(chosen, tmp_path, held_out=120, samples=2, evaluation_in_flight=24)
+    assert await run.run() == "finished"
+    for version in (0, 2, 4):
+        began = run.history.index(("live", version)) if version else 0
+        meanwhile = run.history[began : run.history.index(("evaluated", version))]
+        # With continuous rounds the next batch may be complete already, and groups of the one after it arrive.
+        assert sum(kind == "group" for kind, _ in meanwhile) >= chosen.batch_groups, "nothing was sampled beside it"
+        assert ("close", version + 1) in meanwhile, "the next batch was not trained"
+        assert ("live", version + 1) not in meanwhile, "the weights changed under the evaluation"
+    assert len(run.scorer.held_out) == 4 * 240
+    for trajectory in run.scorer.held_out:
+        assert trajectory.oldest_version == trajectory.newest_version == trajectory.id.attempt
+    steps = {e.step: e.metrics["time/wait_eval_s"] for e in run.events if isinstance(e, StepFinished)}
+    assert min(steps[1], steps[3], steps[5]) > 1 > 0.1 > max(steps[2], steps[4], steps[6])
+
+
+async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path: Path) -> None:
+    chosen = run_settings(steps=2, evaluate_every=1, evaluate_limit=2, evaluate_at_end=True)
+    run = SimulatedRun(chosen, tmp_path, held_out=5, samples=3)
+    await run.run()
+    assert sorted(p.name for p in (tmp_path / "evaluations").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
+    lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step-000002.jsonl").read_text().splitlines()]
+    assert [(line["prompt"], line["sample"]) for line in lines] == [(p, s) for p in range(5) for s in range(3)]
+    assert all(line["policy_version"] == 2 and line["reward"] == len(line["token_ids"]) % 2 for line in lines)
+    assert len({tuple(line["token_ids"]) for line in lines}) == 15, "samples share a seed"
+    assert run.scores.keys() == {1, 2}
+    assert run.scores[2] == pytest.approx(sum(line["reward"] for line in lines) / 15)
+
+
+async def test_a_drain_cancels_the_evaluation_that_runs(tmp_path: Path) -> None:
+    chosen = run_settings(evaluate_every=2, evaluate_at_end=True, checkpoint_at_end=True)
+    run = SimulatedRun(chosen, tmp_path, held_out=4000, evaluation_in_flight=24)
+    assert await run.run(stop_at=("close", 3)) == "drained"
+    assert not any(isinstance(e, EvaluationFinished) for e in run.events)
+    assert 0 < len(run.scorer.held_out) < 100
+    assert run.scores == {} and not (tmp_path / "evaluations").exists()
+    assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
+
+
+async def test_a_resumed_run_begins_at_the_version_of_the_ranks(tmp_path: Path) -> None:
+    chosen = run_settings(evaluate_at_start=True, checkpoint_every=5, **CONTINUOUS)
+    run = SimulatedRun(chosen, tmp_path, held_out=2, ranks=2, start=4)
+    assert await run.run() == "finished"
+    assert [e.step for e in run.events if isinstance(e, StepFinished)] == [5, 6]
+    assert [e.step for e in run.events if isinstance(e, EvaluationFinished)] == [4]
+    assert run.ranks[1].saved == ["step-5"]
+    assert [(await engine.start()).policy_version for engine in run.engines] == [6]
+    assert replay(run.log_path).accounting() == run.controller.state.accounting()
+
+
+async def test_an_alarm_is_told_and_logged(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(), tmp_path)
+    run.ranks[0].mismatch = 0.125
+    await run.run()
+    [warning] = [e for e in run.events if isinstance(e, RunWarning)]
+    assert warning.step == 1
+    assert "policy/mismatch_abs_mean is 0.125, above 0.05" in warning.message
+    logged = [entry.event for entry in read_log(run.log_path)[1] if isinstance(entry.event, AlarmRaised)]
+    assert logged == [AlarmRaised(step=1, message=warning.message)]
 
 
 async def test_a_reward_that_always_fails_ends_the_run_with_its_message(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Alarms: rules over the metrics of steps that tell a person that training went wrong. Pure; they stop nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+REPEAT_STEPS = 20
+"""An alarm is told at most once in so many steps, whether it lasts or comes and goes."""
+NO_SIGNAL_SHARE = 0.95
+NO_SIGNAL_STEPS = 10
+
+
+class AlarmRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Raised when ``metric`` was above ``bound`` (or not a number) in ``steps`` steps in a row. ``advice`` follows the
+    value and the bound in the message."""
+
+    metric: str
+    bound: float
+    steps: int = 1
+    advice: str
+
+
+def alarm_rules(mismatch_bound: float) -> tuple[AlarmRule, ...]:
+    """The rules of a run. ``mismatch_bound``: ``off_policy.alarm`` of the recipe; 0 leaves that rule out."""
+    no_signal = AlarmRule(
+        metric="reward/zero_std_ratio",
+        bound=NO_SIGNAL_SHARE,
+        steps=NO_SIGNAL_STEPS,
+        advice="almost every prompt is always or never solved, so there is nothing to learn from: choose prompts of "
+        "other difficulty, a larger rollout.group_size, or end the run",
+    )
+    mismatch = AlarmRule(
+        metric="policy/mismatch_abs_mean",
+        bound=mismatch_bound,
+        advice="engine and trainer disagree about the logprobs of tokens that this very version sampled. Look at "
+        "engines.dtype and training.compute_dtype (set both to float32 to compare), at sampling.temperature and "
+        "sampling.top_p, and set weights.audit_interval = 1 to see "
+        "whether the engines hold the trainer's weights; off_policy.correct_mismatch = true corrects what stays, "
+        "off_policy.alarm moves this bound",
+    )
+    return (mismatch, no_signal) if mismatch_bound > 0 else (no_signal,)
+
+
+class Alarms:
+    """The state of the rules in one run. Feed it every step, in order."""
+
+    def __init__(self, rules: Sequence[AlarmRule]) -> None:
+        self._rules = tuple(rules)
+        self._above = dict.fromkeys(self._rules, 0)
+        self._told: dict[AlarmRule, int] = {}
+
+    def check(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """What is to be told after ``step``: alarms that were not told in the last ``REPEAT_STEPS`` steps."""
+        return [message for rule in self._rules if (message := self._check_rule(rule, step, metrics))]
+
+    def _check_rule(self, rule: AlarmRule, step: int, metrics: dict[str, float]) -> str:
+        value = metrics.get(rule.metric)
+        if value is None:  # not measured in this step: nothing is known
+            return ""
+        above = math.isnan(value) or value > rule.bound
+        self._above[rule] = self._above[rule] + 1 if above else 0
+        if not above or self._above[rule] < rule.steps or step - self._told.get(rule, -math.inf) < REPEAT_STEPS:
+            return ""
+        self._told[rule] = step
+        row = f" for {self._above[rule]} steps" if self._above[rule] > 1 else ""
+        return f"{rule.metric} is {value:.3g}, above {rule.bound:g}{row}: {rule.advice}"

@@ -1,0 +1,65 @@
+"""PPO's critic: one linear value of each position, on the hidden states of the policy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from streamrl.learning.options import TrainerOptions
+
+
+class ValueHead:
+    """``[N, D] -> [N]``, starting at 0. Every rank holds all of it; gradients are summed over the ranks at the close.
+
+    It is trained and saved with the policy and never published.
+    """
+
+    def __init__(self, options: TrainerOptions, hidden: int, device: torch.device) -> None:
+        self._linear = nn.Linear(hidden, 1, device=device)
+        nn.init.zeros_(self._linear.weight)
+        nn.init.zeros_(self._linear.bias)
+        self._optimizer = torch.optim.AdamW(
+            self._linear.parameters(), betas=(options.beta1, options.beta2), weight_decay=0.0
+        )
+        # Moments exist from the start, so that a checkpoint always has the same tensors.
+        for parameter in self._linear.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            self._optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+
+    def __call__(self, hidden_ND: Tensor) -> Tensor:
+        """Values before each predicted token, float32 [N]."""
+        values_N: Tensor = self._linear(hidden_ND.float())[:, 0]
+        return values_N
+
+    def reduce(self) -> float:
+        """Sum gradients over the ranks; returns their squared norm."""
+        square = 0.0
+        for parameter in self._linear.parameters():
+            assert parameter.grad is not None
+            if dist.get_world_size() > 1:
+                dist.all_reduce(parameter.grad)
+            square += float(parameter.grad.double().square().sum())
+        return square
+
+    def step(self, scale: float, learning_rate: float) -> None:
+        """Move by the gradient times ``scale``, and clear it."""
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        for parameter in self._linear.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(scale)
+        self._optimizer.step()
+        self.clear_gradient()
+
+    def clear_gradient(self) -> None:
+        """Before the next batch."""
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint keeps, as views: loading writes into them."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._linear.named_parameters():
+            found[f"critic.{name}"] = parameter.data
+            found |= {f"critic.{name}.{key}": value for key, value in self._optimizer.state[parameter].items()}
+        return found

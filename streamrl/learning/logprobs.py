@@ -1,0 +1,97 @@
+"""Logprobs of sampled tokens under the distribution that the engine sampled from, and its entropy.
+
+Shapes: ``N`` trained tokens, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def nucleus_mask(logits_NV: Tensor, top_p: float, targets_N: Tensor) -> Tensor:
+    """True where vLLM's top-p sampler removes a token. Bool [N, V].
+
+    Repeats ``apply_top_k_top_p_pytorch`` of vLLM 0.32 operation for operation in float32 (ascending sort, softmax,
+    cumulative sum, ``<= 1 - p``, the last one always kept), so that equal logits give an equal nucleus. Of tied tokens
+    at the edge either may be cut; both weigh the same, so the renormalised rest does not depend on which. Logits that
+    differ in the last bits can move a token at the very edge. The sampled token was inside by construction, so it is
+    kept in any case: its logprob stays finite.
+    """
+    sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=False)
+    cumulative_NV = torch.cumsum(sorted_NV.softmax(dim=-1), dim=-1)
+    threshold = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits_NV.device)
+    removed_NV = cumulative_NV <= threshold
+    removed_NV[:, -1] = False
+    mask_NV = torch.zeros_like(removed_NV).scatter_(-1, order_NV, removed_NV)
+    return mask_NV.scatter_(-1, targets_N[:, None], False)
+
+
+class _SampledLogprobs(torch.autograd.Function):
+    """Log-softmax at one target of each row and the entropy of the row, with one [N, V] buffer.
+
+    ``log_softmax`` followed by ``exp`` keeps two such buffers and takes the exponential twice more (for the entropy and
+    in its backward). Here exp(logits - max) is taken once; backward scales it in place into the gradient, so a second
+    backward through the same result raises. A sum over the row is pairwise, so the result is also nearer to float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        largest_N = logits_NV.amax(-1)
+        exponentials_NV = (logits_NV - largest_N[:, None]).exp_()
+        sum_N = exponentials_NV.sum(-1)
+        log_sum_N = sum_N.log()
+        with torch.autocast(logits_NV.device.type, enabled=False):  # it would take the products in bfloat16
+            mean_logit_N = torch.linalg.vecdot(exponentials_NV, logits_NV) / sum_N
+        entropy_N = log_sum_N + (largest_N - mean_logit_N)
+        if entropy_gradient:
+            ctx.save_for_backward(exponentials_NV, sum_N, targets_N, logits_NV, mean_logit_N)
+        else:
+            ctx.save_for_backward(exponentials_NV, sum_N, targets_N)
+            ctx.mark_non_differentiable(entropy_N)
+        return logits_NV.gather(-1, targets_N[:, None])[:, 0] - largest_N - log_sum_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logprob_gradient_N, entropy_gradient_N = gradients
+        exponentials_NV, sum_N, targets_N, *rest = ctx.saved_tensors
+        with_entropy_NV = None
+        if rest:
+            # d entropy / d logit = -p (log p + entropy). p first: a removed token is 0 times a huge number.
+            logits_NV, mean_logit_N = rest
+            with_entropy_NV = (logits_NV - mean_logit_N[:, None]).mul_(exponentials_NV)
+            with_entropy_NV.mul_((entropy_gradient_N / sum_N)[:, None])
+        gradient_NV = exponentials_NV.mul_((-logprob_gradient_N / sum_N)[:, None])
+        gradient_NV.scatter_add_(-1, targets_N[:, None], logprob_gradient_N[:, None])
+        if with_entropy_NV is not None:
+            gradient_NV.sub_(with_entropy_NV)
+        return gradient_NV, None, None
+
+
+def token_logprobs(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of the targets under the processed distribution, and its entropy in nats. Float32 [N] and [N].
+
+    Processed as the engine does it: divide by the temperature, cut the nucleus, renormalise. Only with
+    ``entropy_gradient`` can the entropy be differentiated (it keeps the logits for it). Logits must be finite.
+    """
+    # float64 stays what it is, for the references of the tests
+    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if temperature != 1.0:
+        scaled_NV = scaled_NV / temperature
+    if top_p < 1.0:
+        removed_NV = nucleus_mask(scaled_NV.detach(), top_p, targets_N)
+        # Not -inf: 0 * -inf in the entropy is NaN.
+        scaled_NV = scaled_NV.masked_fill(removed_NV, torch.finfo(scaled_NV.dtype).min)
+    result: tuple[Tensor, Tensor] = _SampledLogprobs.apply(  # type: ignore[no-untyped-call]
+        scaled_NV, targets_N, entropy_gradient
+    )
+    return result

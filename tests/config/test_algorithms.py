@@ -1,0 +1,91 @@
+"""What an algorithm's name resolves to, and when that can stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.config.algorithms import METHODS, ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.config.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective, Surrogate
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
+
+
+def resolved(**fields: Any) -> ObjectiveSettings:
+    return objective_settings(Objective(**fields))
+
+
+def test_every_field_of_the_recipe_overrides_the_method() -> None:
+    """Another value than any method has, for every field: none may be lost on the way."""
+    fields: dict[str, Any] = {
+        "surrogate": Surrogate.TOKEN_WEIGHT,
+        "advantages": AdvantageKind.COHORT,
+        "loss_normalization": "sequence_sum",
+        "clip_low": 0.11,
+        "clip_high": 0.12,
+        "dual_clip": 3.0,
+        "kl_coefficient": 0.13,
+        "kl_estimator": KlEstimator.K2,
+        "kl_in": KlPlace.REWARD,
+        "entropy_coefficient": 0.14,
+        "overlong_buffer": 15,
+        "overlong_penalty": 0.16,
+        "train_truncated": False,
+        "cohort_batches": 17,
+        "discount": 0.18,
+        "gae_lambda": 0.19,
+        "value_coefficient": 0.21,
+        "value_clip": 0.22,
+    }
+    assert set(fields) == set(ObjectiveSettings.__struct_fields__)
+    for algorithm in Algorithm:
+        assert msgspec.structs.asdict(resolved(algorithm=algorithm, **fields)) == fields
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_the_document_lists_each_method_as_it_is(algorithm: Algorithm) -> None:
+    rows = [
+        line.split("|")[1:-1] for line in DOCUMENT.read_text().splitlines() if line.startswith(f"| `{algorithm}` |")
+    ]
+    ((_, surrogate, advantages, normalization, clip, paper),) = rows
+    method = METHODS[algorithm]
+    written = [cell.strip().strip("`") for cell in (surrogate, advantages, normalization)]
+    assert written == [method.surrogate, method.advantages, method.loss_normalization]
+    if method.surrogate is Surrogate.POLICY_GRADIENT:
+        assert clip.strip() == "none"
+    else:
+        low, high = clip.split("/")
+        # A weight of at least 0 has no lower bound.
+        assert (1.0 if low.strip() == "none" else float(low)) == method.clip_low
+        assert float(high) == method.clip_high
+    assert ("dynamic_sampling" in paper) == method.dynamic_sampling
+
+
+def test_what_needs_other_models_or_trains_without_signal() -> None:
+    assert resolved(algorithm=Algorithm.PPO).has_critic
+    assert not resolved().has_critic
+    assert not resolved(algorithm=Algorithm.RLOO).has_reference
+    assert resolved(kl_coefficient=0.01).has_reference
+    # A group of equal rewards has a gradient where siblings are not compared, and through KL and entropy.
+    assert not resolved().trains_without_signal
+    for fields in (
+        {"algorithm": Algorithm.REINFORCE_PLUS_PLUS},
+        {"algorithm": Algorithm.PPO},
+        {"kl_coefficient": 0.01},
+        {"entropy_coefficient": -0.01},
+    ):
+        assert resolved(**fields).trains_without_signal
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: Algorithm) -> None:
+    whole = {Algorithm.REINFORCE_PLUS_PLUS: "batch", Algorithm.REINFORCE_PLUS_PLUS_BASELINE: "group_then_batch"}
+    reason = why_not_streaming(resolved(algorithm=algorithm), 1)
+    if algorithm in whole:
+        assert reason.startswith(f'objective.advantages = "{whole[algorithm]}" ')
+    else:
+        assert reason == ""
+    assert why_not_streaming(resolved(algorithm=algorithm), 2).startswith("training.updates_per_batch = 2 ")

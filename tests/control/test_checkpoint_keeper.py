@@ -1,0 +1,127 @@
+"""Which checkpoints a run keeps: the rule against its definition, and the keeper on a real directory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config.recipe import Checkpoint
+from streamrl.control.checkpoints import CheckpointKeeper, to_forget
+
+VERSIONS = st.lists(st.integers(0, 40), unique=True, max_size=12)
+SCORES = st.dictionaries(st.integers(0, 40), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=12)
+GIB = 1 << 30
+
+
+@given(VERSIONS, SCORES, st.integers(1, 4), st.integers(0, 3), st.integers(0, 5))
+def test_a_version_is_forgotten_when_enough_are_newer_and_better(
+    written: list[int], scores: dict[int, float], keep: int, keep_best: int, keep_every: int
+) -> None:
+    forgotten = to_forget(written, scores, keep=keep, keep_best=keep_best, keep_every=keep_every)
+    assert forgotten <= set(written)
+    for position, version in enumerate(written):
+        newer = len(written) - position - 1
+        better = sum((scores[o], o) > (scores[version], version) for o in written if o in scores and version in scores)
+        lasts = newer < keep
+        is_best = version in scores and better < keep_best
+        is_permanent = keep_every > 0 and version % keep_every == 0
+        assert (version in forgotten) != (lasts or is_best or is_permanent)
+
+
+class Ranks:
+    """Writes directories as ranks would; remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+
+    async def save_checkpoint(self, directory: str, policy_version: int, min_free_bytes: int) -> None:
+        self.asked.append((Path(directory).name, policy_version, min_free_bytes))
+        write_anew(Path(directory))
+
+
+def write_anew(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def keeper_of(directory: Path, ranks: Ranks | None = None, **rules: float) -> CheckpointKeeper:
+    async def forget(path: Path) -> None:
+        assert (directory / "latest").resolve() != path
+        shutil.rmtree(path)
+
+    return CheckpointKeeper(ranks or Ranks(), directory, Checkpoint(**rules), forget)  # type: ignore[arg-type]
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+def test_last_best_and_permanent_checkpoints_stay(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ranks = Ranks()
+        keeper = keeper_of(tmp_path / "c", ranks, keep=1, keep_best=1, keep_every=10, min_free_gib=0.5)
+        scores = {2: 0.1, 4: 0.9, 6: 0.5, 8: math.nan, 10: 0.3, 12: 0.2}
+        for version in range(2, 14, 2):
+            if version == 6:  # its evaluation ended before it was saved
+                await keeper.scored(6, {"eval/held_out/avg@4": 0.5, "eval/held_out/pass@4": 1.0})
+            await keeper.save(version)
+            assert (tmp_path / "c" / "latest").readlink() == Path(f"step-{version:06d}")
+            if version != 6:
+                await keeper.scored(version, {"eval/held_out/pass@1": 2.0, "eval/held_out/avg@1": scores[version]})
+        assert steps_in(tmp_path / "c") == [4, 10, 12]
+        await keeper.save(12)
+        assert [version for _, version, _ in ranks.asked] == [2, 4, 6, 8, 10, 12]  # each once
+        assert ranks.asked[0] == ("step-000002", 2, GIB // 2)
+
+        # A later life of the run in the same directory knows the best of the earlier one.
+        later = keeper_of(tmp_path / "c", keep=1, keep_best=1)
+        await later.save(14)
+        await later.scored(14, {"eval/held_out/avg@1": 0.8})
+        assert steps_in(tmp_path / "c") == [4, 14]
+        await later.save(16)
+        await later.scored(16, {"eval/held_out/avg@1": 0.95})
+        assert steps_in(tmp_path / "c") == [16]
+
+    anyio.run(scenario)
+
+
+def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_left(tmp_path: Path) -> None:
+    """Resumed from version 4 where 8 was the last: what is written now is newest, whatever its number."""
+    for name in ("step-000004", "step-000006", "step-000008", ".step-000010.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000006" / "old").touch()
+    (tmp_path / "latest").symlink_to("step-000004")
+    ranks = Ranks()
+
+    async def scenario() -> None:
+        keeper = keeper_of(tmp_path, ranks, keep=2)
+        await keeper.save(6)
+        assert not (tmp_path / "step-000006" / "old").exists()  # the abandoned version was written again
+        assert steps_in(tmp_path) == [4, 6]
+        await keeper.save(7)
+        assert steps_in(tmp_path) == [6, 7]
+
+    anyio.run(scenario)
+    assert not (tmp_path / ".step-000010.partial").exists()
+    assert (tmp_path / "latest").resolve().name == "step-000007"
+
+
+def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
+    class FullDisk(Ranks):
+        async def save_checkpoint(self, directory: str, policy_version: int, min_free_bytes: int) -> None:
+            raise OSError("disk full")
+
+    async def scenario() -> None:
+        await keeper_of(tmp_path, keep=1).save(1)
+        with pytest.raises(OSError, match="disk full"):
+            await keeper_of(tmp_path, FullDisk(), keep=1).save(2)
+
+    anyio.run(scenario)
+    assert steps_in(tmp_path) == [1]
+    assert (tmp_path / "latest").readlink() == Path("step-000001")

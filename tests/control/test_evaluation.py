@@ -1,0 +1,272 @@
+"""Evaluation: figures against hand-computed ones, what is asked of the engines, and the file of samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+
+import anyio
+import pytest
+
+from streamrl.control.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
+from streamrl.control.evaluation import Evaluation, HeldOut
+from streamrl.control.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
+from streamrl.control.evaluation_samples import EvaluationSamples
+from streamrl.errors import StreamRLError
+from streamrl.stage_messages import (
+    CancelTrajectories,
+    LaunchTrajectory,
+    RewardOutcome,
+    RolloutOrder,
+    Scored,
+    TrajectoryLost,
+)
+from streamrl.types import (
+    FinishReason,
+    Prompt,
+    RewardFailure,
+    RewardFailureKind,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    float_array,
+    token_array,
+)
+
+
+def trajectory(prompt: int, sample: int, tokens: int = 2) -> Trajectory:
+    segment = Segment(
+        token_ids=token_array(range(tokens)), trained=True, behavior_logprobs=float_array([-1.0] * tokens)
+    )
+    return Trajectory(
+        id=TrajectoryId(prompt_id=f"p{prompt}", group_id=-1 - prompt, sample=sample, attempt=7),
+        prompt=Prompt(prompt_id=f"p{prompt}", token_ids=token_array([9, 8])),
+        segments=(segment,),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def rewarded(prompt: int, *rewards: float) -> list[RewardOutcome]:
+    return [
+        Scored(
+            outcome=ScoredTrajectory(trajectory=trajectory(prompt, sample), reward=reward, reward_parts={"r": reward})
+        )
+        for sample, reward in enumerate(rewards)
+    ]
+
+
+def failed(prompt: int, sample: int) -> Scored:
+    return Scored(
+        outcome=RewardFailure(
+            trajectory=trajectory(prompt, sample), function="f", kind=RewardFailureKind.RAISED, message="planted"
+        )
+    )
+
+
+def lost(prompt: int, sample: int) -> TrajectoryLost:
+    return TrajectoryLost(id=trajectory(prompt, sample).id, group_size=1, cancelled=False, reason="too long")
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_solution() -> None:
+    for samples in range(1, 7):
+        for solved in range(samples + 1):
+            for k in range(1, samples + 1):
+                subsets = list(combinations(range(samples), k))
+                holding = sum(any(i < solved for i in subset) for subset in subsets)
+                assert pass_at_k(samples, solved, k) == pytest.approx(holding / len(subsets), abs=1e-12)
+    assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
+    assert pass_at_k(10, 3, 5) == pytest.approx(1 - 21 / 252)  # C(7, 5) / C(10, 5)
+
+
+@pytest.mark.parametrize(("samples", "solved", "k"), [(2, 0, 3), (2, 3, 1), (2, -1, 1), (2, 1, 0)])
+def test_pass_at_k_refuses_what_is_not_defined(samples: int, solved: int, k: int) -> None:
+    with pytest.raises(ValueError, match="is not defined"):
+        pass_at_k(samples, solved, k)
+
+
+def test_pass_sizes() -> None:
+    assert [pass_sizes(samples) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_figures_of_four_samples_each() -> None:
+    outcomes = [
+        *rewarded(0, 1.0, 0.0, 0.0, 1.5),  # 2 of 4 solved
+        *rewarded(1, 0.5, 0.5, 0.5, 0.5),  # a reward below 1 is no success
+        *rewarded(2, 1.0, 0.0),  # 1 of 2: in pass@1 and pass@2, not in pass@4
+        failed(2, 2),
+        lost(2, 3),
+        *[lost(3, sample) for sample in range(4)],  # nothing is known of this prompt
+    ]
+    metrics = evaluation_metrics(outcomes, 4)
+    assert metrics["eval/held_out/prompts"] == 3
+    assert metrics["eval/held_out/failed"] == 6
+    assert metrics["eval/held_out/avg@4"] == pytest.approx((0.625 + 0.5 + 0.5) / 3)
+    assert metrics["eval/held_out/pass@1"] == pytest.approx((0.5 + 0 + 0.5) / 3)
+    assert metrics["eval/held_out/pass@2"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
+    assert metrics["eval/held_out/pass@4"] == pytest.approx((1 + 0) / 2)
+    assert metrics["eval/held_out/length_mean"] == 2
+    lenient = evaluation_metrics(outcomes, 4, success_reward=0.5)
+    assert lenient["eval/held_out/pass@1"] == pytest.approx((0.5 + 1 + 0.5) / 3)
+
+
+def test_one_sample_is_the_mean_over_prompts() -> None:
+    metrics = evaluation_metrics([*rewarded(0, 0.25), *rewarded(1, 1.0), failed(2, 0)], 1)
+    assert metrics["eval/held_out/avg@1"] == pytest.approx(0.625)
+    assert metrics["eval/held_out/pass@1"] == pytest.approx(0.5)
+
+
+def test_an_evaluation_without_one_reward_has_no_figure() -> None:
+    assert evaluation_metrics([failed(0, 0)], 1) == {"eval/held_out/prompts": 0, "eval/held_out/failed": 1}
+
+
+# ---- what is asked of the engines ----------------------------------------------------------------
+
+
+def held_out(prompts: int, samples: int, in_flight: int) -> HeldOut:
+    rows = [Prompt(prompt_id=f"p{n}", token_ids=token_array([1])) for n in range(prompts)]
+    return HeldOut(prompts=rows, samples=samples, in_flight=in_flight, temperature=0.5)
+
+
+class Orders:
+    """Where an evaluation sends its orders."""
+
+    def __init__(self) -> None:
+        self.launched: list[LaunchTrajectory] = []
+        self.cancelled: set[TrajectoryId] = set()
+
+    async def send(self, order: RolloutOrder) -> None:
+        if isinstance(order, CancelTrajectories):
+            self.cancelled.update(order.ids)
+        else:
+            self.launched.append(order)
+
+
+def end(evaluation: Evaluation, order: LaunchTrajectory) -> None:
+    evaluation.take(TrajectoryLost(id=order.id, group_size=1, cancelled=False, reason="x", evaluation=True))
+
+
+@pytest.mark.asyncio
+async def test_at_most_so_many_requests_are_open_and_every_sample_is_its_own() -> None:
+    evaluation, orders = Evaluation(held_out(4, 3, in_flight=5), 7, limit=3, seed=1), Orders()
+    figures: dict[str, float] = {}
+
+    async def run() -> None:
+        figures.update(await evaluation.run(orders))  # type: ignore[arg-type]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        for ended in range(9):
+            await anyio.wait_all_tasks_blocked()
+            assert len(orders.launched) == min(ended + 5, 9)
+            assert not figures
+            end(evaluation, orders.launched[ended])
+    assert evaluation.wanted == 9
+    assert len({order.seed for order in orders.launched}) == len({str(order.id) for order in orders.launched}) == 9
+    assert [(o.id.prompt_id, o.id.sample) for o in orders.launched] == [
+        (f"p{p}", s) for p in range(3) for s in range(3)
+    ]
+    assert all(o.evaluation and o.group_size == 1 and o.temperature == 0.5 for o in orders.launched)
+    assert figures["eval/held_out/failed"] == 9
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_evaluation_ends_when_what_was_launched_has_ended() -> None:
+    evaluation, orders = Evaluation(held_out(9, 1, in_flight=3), 7, limit=0, seed=1), Orders()
+    ended = anyio.Event()
+
+    async def run() -> None:
+        await evaluation.run(orders)  # type: ignore[arg-type]
+        ended.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await anyio.wait_all_tasks_blocked()
+        await evaluation.cancel(orders)  # type: ignore[arg-type]
+        assert orders.cancelled == {order.id for order in orders.launched}
+        for order in list(orders.launched):
+            await anyio.wait_all_tasks_blocked()
+            assert not ended.is_set()
+            end(evaluation, order)
+    assert len(orders.launched) == 3
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_of_nothing_ends() -> None:
+    figures = await Evaluation(HeldOut(), 0, limit=0, seed=1).run(Orders())  # type: ignore[arg-type]
+    assert figures["eval/held_out/prompts"] == 0
+
+
+# ---- the file of samples -------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_every_sample_is_a_line_with_its_text(tmp_path: Path) -> None:
+    samples = EvaluationSamples(tmp_path / "evaluations", decode=lambda ids: "-".join(map(str, ids)))
+    await samples.write(7, [lost(1, 0), failed(0, 1), *rewarded(0, 0.5)])
+    [path] = (tmp_path / "evaluations").iterdir()
+    assert path.name == "step-000007.jsonl"
+    whose = {"prompt": 0, "prompt_id": "p0", "policy_version": 7}
+    texts = {
+        "finish_reason": "stop",
+        "prompt_token_ids": [9, 8],
+        "token_ids": [0, 1],
+        "prompt_text": "9-8",
+        "text": "0-1",
+    }
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        whose | {"sample": 0, "reward": 0.5, "reward_parts": {"r": 0.5}} | texts,
+        whose | {"sample": 1, "reward": None, "failure": "f raised: planted"} | texts,
+        {"prompt": 1, "prompt_id": "p1", "policy_version": 7, "sample": 0, "reward": None, "failure": "too long"},
+    ]
+
+
+@pytest.mark.asyncio
+async def test_samples_that_cannot_be_written_name_the_path_and_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").write_text("a file in the way")
+    with pytest.raises(StreamRLError, match=r"step 3 could not be written to .*store_samples = false"):
+        await EvaluationSamples(tmp_path / "evaluations").write(3, rewarded(0, 1.0))
+
+
+# ---- alarms --------------------------------------------------------------------------------------
+
+
+def told(rule: AlarmRule, values: list[float | None]) -> list[int]:
+    """The steps (from 1) at which the alarm was told."""
+    alarms = Alarms([rule])
+    metrics = [{} if value is None else {rule.metric: value} for value in values]
+    return [step for step, figures in enumerate(metrics, start=1) if alarms.check(step, figures)]
+
+
+RULE = AlarmRule(metric="m", bound=0.5, advice="look there")
+
+
+def test_an_alarm_is_told_when_it_begins_and_again_while_it_lasts() -> None:
+    assert told(RULE, [0.4, 0.5, 0.6, 0.7] + [0.6] * 2 * REPEAT_STEPS) == [3, 3 + REPEAT_STEPS, 3 + 2 * REPEAT_STEPS]
+    assert told(RULE, [0.6, 0.4] * REPEAT_STEPS) == [1, 1 + REPEAT_STEPS], "a value around the bound tells each time"
+    assert told(RULE, [0.6] + [0.1] * REPEAT_STEPS + [0.6]) == [1, 2 + REPEAT_STEPS]
+
+
+def test_a_rule_may_want_several_steps_in_a_row_and_an_absent_metric_says_nothing() -> None:
+    patient = AlarmRule(metric="m", bound=0.5, steps=3, advice="look there")
+    assert told(patient, [0.6, 0.6, 0.4, 0.6, None, 0.6, 0.6]) == [7]
+
+
+def test_what_is_not_a_number_is_above_every_bound() -> None:
+    assert told(RULE, [math.nan]) == [1]
+
+
+def test_the_message_has_the_value_the_bound_and_the_advice() -> None:
+    alarms = Alarms(alarm_rules(0.05))
+    [message] = alarms.check(1, {"policy/mismatch_abs_mean": 0.0712, "reward/zero_std_ratio": 1.0})
+    assert message.startswith("policy/mismatch_abs_mean is 0.0712, above 0.05: engine and trainer disagree")
+    for remedy in ("engines.dtype", "training.compute_dtype", "sampling.top_p", "weights.audit_interval"):
+        assert remedy in message
+    later = [message for step in range(2, 11) for message in alarms.check(step, {"reward/zero_std_ratio": 1.0})]
+    assert len(later) == 1 and "above 0.95 for 10 steps: almost every prompt" in later[0]
+    assert Alarms(alarm_rules(0)).check(1, {"policy/mismatch_abs_mean": 9.0}) == []

@@ -1,0 +1,85 @@
+"""One rank that trains adapters: ``adapter_process.py MODEL RANK RANKS RENDEZVOUS OUT.npz``.
+
+Every rank adds the gradients of its share of ``SAMPLES`` inputs, as the trainer does: without sync while a batch is
+open, then one synced backward that adds nothing. The result does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from streamrl.config.recipe import Lora
+from streamrl.learning import process_group
+from streamrl.learning.lora import save_adapter
+from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
+from streamrl.learning.published_weights import global_norm, make_weights
+
+SAMPLES, STEPS = 3, 2
+
+
+class Losses(PackedPolicy):
+    """Next-token loss of plain token rows, through the module that FSDP2 has as its root."""
+
+    def forward(self, tokens_BT: Any) -> Any:
+        logits_BTV = self.hugging_face(input_ids=tokens_BT, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> None:
+    options = TrainerOptions(
+        model_path=model_path,
+        run_id="",
+        weights_endpoint="",
+        rank=rank,
+        ranks=ranks,
+        rendezvous=rendezvous,
+        lora=Lora(rank=3, targets=("q_proj", "down_proj")),
+        weight_decay=0.1,
+    )
+    process_group.use_threads(1)
+    device = torch.device("cpu")
+    process_group.join(options, device)
+    policy = Losses(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval())
+    if ranks > 1:
+        shard(policy, process_group.mesh(device))
+    weights = make_weights(options, policy)
+    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    arrays: dict[str, np.ndarray] = {}
+    for step in range(STEPS):
+        weights.clear_gradient()
+        set_sharded(policy, False)
+        set_gradient_sync(policy, False)
+        tokens = torch.randint(0, 32, (SAMPLES, 12), generator=torch.Generator().manual_seed(step))
+        for index in range(SAMPLES):
+            if index % ranks == rank:
+                policy(tokens[index : index + 1]).backward()
+        if ranks > 1:
+            set_gradient_sync(policy, True)
+            (policy(tokens[:1]) * 0.0).backward()
+            set_sharded(policy, True)
+        gradient_L = weights.collect_gradient().mul_(ranks)
+        arrays[f"norm.{step}"] = np.float64(global_norm(gradient_L))
+        optimizer.step(gradient_L, 1e-2)
+        weights.refresh_forward()
+    masters = weights.as_tensors(weights.masters_L)
+    arrays |= {f"master.{n}": (t.full_tensor() if ranks > 1 else t).numpy() for n, t in masters.items()}
+    arrays |= {f"published.{n}": t.float().numpy() for n, t in weights.full_published().items()}
+    arrays |= {f"bits.{n}": bits for n, bits in weights.bits().items()}
+    save_adapter(Path(out).with_suffix(".adapter"), weights)
+    np.savez(out, **arrays)
+    dist.barrier()
+    del weights, optimizer, policy
+    process_group.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -1,0 +1,144 @@
+"""Advantages against numbers computed by hand and plain float64 loops."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from streamrl.config.algorithms import WITHIN_GROUPS  # noqa: E402
+from streamrl.config.objective import AdvantageKind  # noqa: E402
+from streamrl.learning.advantages import (  # noqa: E402
+    FloatVector,
+    Moments,
+    generalized_advantages,
+    group_advantages,
+    moments_of,
+    soft_overlong_penalty,
+    token_returns,
+    whiten,
+)
+
+pytestmark = pytest.mark.torch
+
+
+def vector(*values: float) -> FloatVector:
+    return np.array(values, dtype=np.float32)
+
+
+def advantages(rewards: list[float], kind: AdvantageKind) -> list[float]:
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), kind)
+    assert found.dtype == torch.float32
+    return list(found.tolist())
+
+
+def test_group_advantages_by_hand() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    # mean 0.25, unbiased variance (0.75^2 + 3 * 0.25^2) / 3 = 0.25, standard deviation 0.5
+    by_std = [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]
+    assert advantages(rewards, AdvantageKind.GROUP_STD) == pytest.approx(by_std, rel=1e-6)
+    assert advantages(rewards, AdvantageKind.GROUP_MEAN) == [0.75, -0.25, -0.25, -0.25]
+    assert advantages(rewards, AdvantageKind.GROUP_THEN_BATCH) == [0.75, -0.25, -0.25, -0.25]
+    # the others' mean: 0 for the first, 1/3 for the rest
+    assert advantages(rewards, AdvantageKind.LEAVE_ONE_OUT) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
+    for kind in (AdvantageKind.BATCH, AdvantageKind.COHORT, AdvantageKind.GAE):
+        assert advantages(rewards, kind) == rewards
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_group_advantages_of_any_size(size: int) -> None:
+    rng = random.Random(size)
+    rewards = [rng.random() for _ in range(size)]
+    mean = statistics.fmean(rewards)
+    others = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
+    assert advantages(rewards, AdvantageKind.LEAVE_ONE_OUT) == pytest.approx(others, rel=1e-6)
+    assert advantages(rewards, AdvantageKind.GROUP_MEAN) == pytest.approx([r - mean for r in rewards], rel=1e-6)
+    deviation = statistics.stdev(rewards) + 1e-4
+    expected = [(r - mean) / deviation for r in rewards]
+    assert advantages(rewards, AdvantageKind.GROUP_STD) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(WITHIN_GROUPS))
+@pytest.mark.parametrize("rewards", [[0.7], [0.1, 0.1, 0.1], [1 / 3] * 7])
+def test_no_signal_is_exactly_zero(rewards: list[float], kind: AdvantageKind) -> None:
+    assert advantages(rewards, kind) == [0.0] * len(rewards)
+
+
+def test_moments_of_ranks_add_up() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(3.0, 2.0, 1000).astype(np.float32)
+    parts = [moments_of(part) for part in np.split(values, [0, 10, 700])]
+    moments = Moments(*(sum(column) for column in zip(*parts, strict=True)))
+    exact = values.tolist()
+    expected = (values - statistics.fmean(exact)) / statistics.pstdev(exact)
+    np.testing.assert_allclose(whiten(values, moments), expected, rtol=1e-5, atol=1e-6)
+    # a part is whitened with the moments of the whole
+    np.testing.assert_allclose(whiten(values[10:20], moments), expected[10:20], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1000])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, -0.57])
+def test_whitening_without_deviation_is_exactly_zero(size: int, value: float) -> None:
+    values = np.full(size, value, np.float32)
+    parts = [moments_of(values[: size // 3]), moments_of(values[size // 3 :])]
+    white = whiten(values, Moments(*(sum(column) for column in zip(*parts, strict=True))))
+    assert white.dtype == np.float32
+    assert white.tolist() == [0.0] * size
+
+
+def test_small_deviation_is_a_signal() -> None:
+    values = vector(100.0, 100.001)
+    assert whiten(values, moments_of(values)).tolist() == pytest.approx([-1, 1], rel=1e-3)
+
+
+def test_token_returns_by_hand() -> None:
+    # the reward, minus what this token and those after it cost
+    found = token_returns(1.0, vector(0.1, 0.2, 0.4))
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx([0.3, 0.4, 0.6], rel=1e-6)
+    assert token_returns(1.0, vector()).tolist() == []
+
+
+def test_generalized_advantages_by_hand() -> None:
+    # errors: 0 + 0.5 * 2 - 1 = 0, 0 + 0.5 * 4 - 2 = 0, 3 - 4 = -1; each passes on 0.5 * 0.8 = 0.4 of the next
+    found, returns = generalized_advantages(vector(0, 0, 3), vector(1, 2, 4), discount=0.5, gae_lambda=0.8)
+    assert found.tolist() == pytest.approx([-0.16, -0.4, -1.0], rel=1e-6)
+    assert returns.tolist() == pytest.approx([0.84, 1.6, 3.0], rel=1e-6)
+    assert found.dtype == returns.dtype == np.float32
+    assert [part.tolist() for part in generalized_advantages(vector(), vector(), discount=1, gae_lambda=1)] == [[], []]
+
+
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_generalized_advantages_are_the_sum_of_their_definition(discount: float, gae_lambda: float) -> None:
+    rng = np.random.default_rng(1)
+    rewards, values = rng.normal(size=(2, 9)).astype(np.float32)
+    expected = []
+    for start in range(9):
+        total = 0.0
+        for later in range(start, 9):
+            following = float(values[later + 1]) if later < 8 else 0.0
+            error = float(rewards[later]) + discount * following - float(values[later])
+            total += (discount * gae_lambda) ** (later - start) * error
+        expected.append(total)
+    found, returns = generalized_advantages(rewards, values, discount=discount, gae_lambda=gae_lambda)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(returns, np.array(expected) + values, rtol=1e-5, atol=1e-6)
+    if discount == gae_lambda == 1:
+        # Monte Carlo: the return is the sum of what follows, whatever the critic says
+        np.testing.assert_allclose(returns, rewards[::-1].cumsum()[::-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    # DAPO, section 4.1: 20480 tokens at most, of which 4096 are the buffer
+    [(1, 0.0), (16384, 0.0), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
+)
+def test_soft_overlong_penalty_of_the_paper(tokens: int, expected: float) -> None:
+    assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=1.0) == expected
+    assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=0.5) == expected / 2
+    assert math.copysign(1, soft_overlong_penalty(tokens, max_tokens=20480, buffer=0, penalty=1.0)) == 1

@@ -1,0 +1,282 @@
+"""Every family that users train: packed rows against transformers' own forward, and weights under the file's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from sample_groups import make_groups  # noqa: E402
+
+from streamrl.errors import StreamRLError  # noqa: E402
+from streamrl.learning import probe  # noqa: E402
+from streamrl.learning.architecture import decoder_layers  # noqa: E402
+from streamrl.learning.checkpoint import save_hugging_face  # noqa: E402
+from streamrl.learning.loading import load_policy  # noqa: E402
+from streamrl.learning.logprobs import token_logprobs  # noqa: E402
+from streamrl.learning.packing import PreparedSample, pack  # noqa: E402
+from streamrl.learning.published_weights import FullWeights, LocalShard, local_shards, published_shards  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+TOLERANCE = 2e-5
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "partial_rotary_factor": 1.0,
+}  # fmt: skip
+SMALL_HEADS = {"head_dim": 8}
+GEMMA: dict[str, Any] = {
+    "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+GPT2_SHAPE = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2,
+              "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+
+SUPPORTED: dict[str, Callable[[], Any]] = {
+    "llama with scaled rope": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "qwen2 tied": lambda: transformers.Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, **SMALL_HEADS),
+    "mistral, long window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=64),
+    "mistral, short window": lambda: transformers.MistralConfig(**SHAPE, sliding_window=4),
+    "gemma 2 without attention caps": lambda: transformers.Gemma2Config(
+        **SHAPE, **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=2.0
+    ),
+    "gemma 3": lambda: transformers.Gemma3TextConfig(**SHAPE, **GEMMA),
+    "phi 3": lambda: transformers.Phi3Config(**SHAPE),
+    "gpt 2": lambda: transformers.GPT2Config(**GPT2_SHAPE),
+    "gpt neox": lambda: transformers.GPTNeoXConfig(**{k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}),
+    "qwen2 moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=16),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **SMALL_HEADS, **EXPERTS),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4),
+    "granite": lambda: transformers.GraniteConfig(**SHAPE, logits_scaling=3.0, residual_multiplier=0.7),
+    "cohere": lambda: transformers.CohereConfig(**SHAPE, logit_scale=0.25, use_qk_norm=True),
+    "cohere 2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25, sliding_window=4),
+    "olmo 2": lambda: transformers.Olmo2Config(**SHAPE),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "capped attention": (
+        lambda: transformers.Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=50.0),
+        r"its attention caps scores at 50\.0",
+    ),
+    "attention sinks": (
+        lambda: transformers.GptOssConfig(**SHAPE, **SMALL_HEADS, num_local_experts=4, rope_parameters=LLAMA3_ROPE),
+        r"'gpt_oss' gives other logprobs on packed rows than on single sequences \(largest difference \d",
+    ),
+    "convolutions over the row": (
+        lambda: transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+        r"'lfm2' gives other logprobs on packed rows",
+    ),
+    "alibi": (
+        lambda: transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4),
+        r"'bloom' does not use transformers' attention interface",
+    ),
+    "an expert bias that is no parameter": (
+        lambda: transformers.DeepseekV3Config(
+            **{**SHAPE, "num_key_value_heads": 4}, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+            qk_nope_head_dim=4, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+            moe_intermediate_size=16, first_k_dense_replace=1,
+        ),
+        r"stored tensors that are no parameters \(model\.layers\.1\.mlp\.gate\.e_score_correction_bias\)",
+    ),
+}  # fmt: skip
+
+
+def save_model(config: Any, directory: Path) -> str:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms of 1 and biases of 0 would hide that they are left out
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            assert parameter.isfinite().all(), name
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def one_row() -> list[PreparedSample]:
+    """Five sequences in two groups, 2 to 46 tokens, that share their prompts: longer than every short window."""
+    groups = make_groups(0, [3, 2], seed=1)
+    return [PreparedSample(sample) for group in groups for sample in group.samples]
+
+
+def packed_logprobs(policy: Any, row: list[PreparedSample]) -> Any:
+    batch = pack(row, 0, CPU)
+    return token_logprobs(policy.head(policy(batch)), batch.targets_N)[0]
+
+
+def own_logprobs(model: Any, row: list[PreparedSample]) -> Any:
+    """transformers' own eager forward of each sequence alone."""
+    parts = []
+    for item in row:
+        tokens = torch.tensor(list(item.sample.token_ids))
+        logprobs = model(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        trained = torch.tensor(list(item.sample.loss_mask[1:])) != 0
+        parts.append(logprobs.gather(1, tokens[1:, None])[:, 0][trained])
+    return torch.cat(parts)
+
+
+def own_model(path: str | Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, **{"dtype": torch.float32, "attn_implementation": "eager"} | options
+    ).eval()
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: str, tmp_path: Path) -> None:
+    path = save_model(SUPPORTED[family](), tmp_path / "model")
+    policy, model, row = load_policy(path, CPU), own_model(path), one_row()
+    assert len(decoder_layers(policy.hugging_face)) == 2
+    got, expected = packed_logprobs(policy, row), own_logprobs(model, row)
+    assert (got - expected).abs().max() < TOLERANCE
+    mix = torch.linspace(-1, 1, len(expected))
+    (got @ mix).backward()
+    (expected @ mix).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(gradients) == {n for n, p in policy.trained_parameters().items() if p.grad is not None}
+    error = sum(float((policy.trained_parameters()[n].grad - g).square().sum()) for n, g in gradients.items())
+    assert error**0.5 < 1e-4 * sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
+
+    weights = FullWeights(policy.trained_parameters(), policy.pieces)
+    published = weights.full_published()
+    stored = load_file(f"{path}/model.safetensors")
+    assert {name: tuple(t.shape) for name, t in published.items()} == {n: tuple(t.shape) for n, t in stored.items()}
+    assert all(torch.equal(published[name], stored[name].bfloat16()) for name in stored)
+    bits = weights.bits()
+    assert all((bits[name] == published[name].view(torch.int16).numpy().view("u2").ravel()).all() for name in stored)
+    save_hugging_face(tmp_path / "hf", published, Path(path))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    with torch.no_grad():
+        difference = own_logprobs(own_model(tmp_path / "hf"), row) - packed_logprobs(policy, row)
+    assert difference.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_packing_cannot_repeat_is_refused_at_load(family: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[family]
+    path = save_model(config(), tmp_path)
+    with pytest.raises(StreamRLError, match=reason) as refusal:
+        load_policy(path, CPU)
+    assert f"model {path!r} cannot be trained" in str(refusal.value)
+
+
+def test_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of the probe are shorter than every window: only the model's mask says that there is one."""
+    path = save_model(transformers.MistralConfig(**SHAPE, sliding_window=64), tmp_path)
+    load_policy(path, CPU)
+    forward = transformers.models.mistral.modeling_mistral.MistralAttention.forward
+
+    def forgets(self: Any, *inputs: Any, **options: Any) -> Any:
+        # What a model whose attention takes its window from the mask alone looks like.
+        self.config.sliding_window = None
+        try:
+            return forward(self, *inputs, **options)
+        finally:
+            self.config.sliding_window = 64
+
+    monkeypatch.setattr(transformers.models.mistral.modeling_mistral.MistralAttention, "forward", forgets)
+    with pytest.raises(
+        StreamRLError, match="'mistral' masks attention to 64 tokens, but tells its attention function all"
+    ):
+        load_policy(path, CPU)
+
+
+def test_chunked_masks_are_no_windows() -> None:
+    def chunked(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (key // 64 == query // 64)
+
+    assert probe._reach(chunked) == probe._IRREGULAR
+    assert probe._reach(lambda batch, head, query, key: (key <= query) & (key > query - 64)) == 64
+    assert probe._reach(lambda batch, head, query, key: key <= query) == probe._EVERYTHING
+
+
+def test_sequences_that_would_change_the_angles_of_others_are_refused(tmp_path: Path) -> None:
+    config = transformers.Phi3Config(**SHAPE, original_max_position_embeddings=20, rope_parameters=LONG_ROPE)
+    path = save_model(config, tmp_path)
+    policy, row = load_policy(path, CPU), one_row()
+    short = [item for item in row if len(item.sample.token_ids) <= 20]
+    assert 0 < len(short) < len(row)
+    with torch.no_grad():
+        assert (packed_logprobs(policy, short) - own_logprobs(own_model(path), short)).abs().max() < TOLERANCE
+        with pytest.raises(StreamRLError, match="with the rope type of this model at most 20 can be trained"):
+            packed_logprobs(policy, row)
+
+
+def test_pieces_of_a_sharded_parameter_are_ranges_of_it(tmp_path: Path) -> None:
+    """Experts of one parameter, cut over ranks where it falls: every element is served once, at its place."""
+    policy = load_policy(save_model(SUPPORTED["mixtral"](), tmp_path), CPU)
+    whole = local_shards(policy.trained_parameters())
+    fused = next(shard for shard in whole if "gate_up_proj" in shard.name)
+    pieces = [piece for piece in policy.pieces if piece.parameter == fused.name]
+    assert len(pieces) == 8
+    size, served = fused.stop - fused.start, {piece.name: 0 for piece in pieces}
+    for first, last in ((0, 1000), (1000, 5000), (5000, size)):
+        part = LocalShard(fused.name, fused.shape, (), first, 100, 100 + last - first)
+        for piece, shard in zip(pieces, published_shards([part], pieces), strict=True):
+            if shard.stop > shard.start:
+                assert shard.start - 100 + first == piece.start + shard.offset
+                assert shard.offset == served[piece.name]
+                served[piece.name] += shard.stop - shard.start
+    assert served == {piece.name: 48 * 32 for piece in pieces}
+
+
+def test_what_is_no_whole_plain_model_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    path = save_model(SUPPORTED["qwen2"](), directory)
+    config = json.loads((directory / "config.json").read_text())
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+
+    def refused(words: str) -> None:
+        with pytest.raises(StreamRLError, match=words):
+            load_policy(path, CPU)
+
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    refused(r"is quantised \(awq\): training needs plain weights")
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({n: t for n, t in tensors.items() if "layers.1.mlp" not in n}, weights, metadata={"format": "pt"})
+    refused(r"has no weights for 3 parameters \(model\.layers\.1\.mlp\.down_proj\.weight")
+    weights.write_bytes(b"\0" * 20)
+    refused("cannot load the model of")
+    weights.unlink()
+    refused("cannot load the model of")
+    (directory / "config.json").unlink()
+    refused(r"config\.json cannot be read")
+
+
+def test_sharded_files_and_dropout(tmp_path: Path) -> None:
+    """Weights in several files, in bfloat16; dropout of the checkpoint is off."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**GPT2_SHAPE, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    policy, row = load_policy(str(tmp_path), CPU), one_row()
+    assert {p.dtype for p in policy.trained_parameters().values()} == {torch.float32}
+    assert not any(module.training for module in policy.hugging_face.modules())
+    with torch.no_grad():
+        assert (packed_logprobs(policy, row) - own_logprobs(own_model(tmp_path), row)).abs().max() < TOLERANCE
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            names.update(tensors.keys())
+    assert names == {piece.name for piece in policy.pieces}

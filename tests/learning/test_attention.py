@@ -1,0 +1,167 @@
+"""Shared prompts, checkpointed and compiled layers give the gradients of single sequences through the plain model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from reference_policy import reference_logprobs, reference_model, relative_error  # noqa: E402
+
+from streamrl.learning import attention  # noqa: E402
+from streamrl.learning.attention import PackedSequence, packed_layout  # noqa: E402
+from streamrl.learning.compilation import checkpoint_activations, compile_policy  # noqa: E402
+from streamrl.learning.loading import load_policy  # noqa: E402
+from streamrl.learning.logprobs import token_logprobs  # noqa: E402
+from streamrl.learning.packing import PreparedSample, pack  # noqa: E402
+from streamrl.learning.policy import PackedPolicy  # noqa: E402
+from streamrl.types import TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CPU = torch.device("cpu")
+SHAPES = ((6, (3, 30, 1, 11)), (45, (2, 20, 5, 1)), (45, (18,)), (40, (50, 3)), (2, (1, 1)))
+"""(prompt, completions): short and long prompts, one alone, one with nothing after it but the targets."""
+
+
+def groups_of(shapes: tuple[tuple[int, tuple[int, ...]], ...], seed: int = 0) -> list[PreparedSample]:
+    """Random samples of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    prepared = []
+    for group, (prompt, completions) in enumerate(shapes):
+        start = torch.randint(3, 32, (prompt,), generator=generator).tolist()
+        for index, length in enumerate(completions):
+            own = torch.randint(3, 32, (length,), generator=generator).tolist()
+            sample = TrainingSample(
+                id=TrajectoryId(prompt_id=f"p{group}", group_id=group, sample=index),
+                token_ids=token_array([*start, *own]),
+                loss_mask=b"\0" * prompt + b"\1" * length,
+                behavior_logprobs=float_array([0.0] * (prompt + length)),
+                reward=0.0,
+                oldest_version=0,
+                newest_version=0,
+            )
+            prepared.append(PreparedSample(sample))
+    return prepared
+
+
+def mixture(count: int) -> Any:
+    """A fixed direction in which the logprobs are differentiated."""
+    return torch.linspace(-1.0, 1.0, count)
+
+
+def packed_gradients(policy: PackedPolicy, row: list[PreparedSample]) -> tuple[Any, dict[str, Any]]:
+    """Logprobs of a row, and the gradient of their mixture."""
+    policy.zero_grad()
+    batch = pack(row, 0, CPU)
+    logprobs = token_logprobs(policy.head(policy(batch)), batch.targets_N)[0]
+    (logprobs @ mixture(len(logprobs))).backward()
+    gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    return logprobs.detach(), gradients
+
+
+@pytest.mark.parametrize("long_prefix", [0, 32, 1000], ids=["attended once", "as shipped", "repeated"])
+def test_shared_prompts_give_logprobs_and_gradients_of_single_sequences(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, long_prefix: int
+) -> None:
+    monkeypatch.setattr(attention, "LONG_PREFIX", long_prefix)
+    row = groups_of(SHAPES)
+    assert {bucket.queries == bucket.keys for bucket in pack(row, 0, CPU).layout.buckets} == (
+        {True} if long_prefix == 1000 else {True, False}
+    )
+    logprobs, gradients = packed_gradients(load_policy(tiny_model, CPU), row)
+    model = reference_model(tiny_model, rounded=False)
+    expected = torch.cat([reference_logprobs(model, item.sample) for item in row])
+    (expected @ mixture(len(expected))).backward()
+    torch.testing.assert_close(logprobs, expected.detach(), atol=2e-5, rtol=0)
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    assert relative_error(gradients, wanted) < 3e-6
+
+
+def test_buckets_hold_nearly_equal_lengths_and_one_prefix_length() -> None:
+    lengths = [5, 90, 12, 13, 70, 100]
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    plain = packed_layout([PackedSequence(s, n) for s, n in zip(starts, lengths, strict=True)], CPU)
+    assert plain.buckets == ((3, 13, 13), (1, 70, 70), (2, 100, 100))
+    assert plain.keys is plain.queries
+    shared = packed_layout([PackedSequence(0, 64), PackedSequence(64, 4, 0), PackedSequence(68, 6, 0)], CPU)
+    assert shared.buckets == ((1, 64, 64), (2, 6, 70))
+
+
+def test_flash_boundaries_describe_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of CUDA, replaced by its definition: causal from the bottom right of each pair of boundaries."""
+
+    def by_definition(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, **options: Any) -> Any:
+        assert options["window_size"] == (-1, 0)
+        parts = []
+        for index in range(len(starts_q) - 1):
+            rows, seen = (slice(int(s[index]), int(s[index + 1])) for s in (starts_q, starts_k))
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k[seen]) * options["scale"]
+            hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, v[seen]))
+        return torch.cat(parts)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_definition)
+    sequences = [PackedSequence(0, 40), PackedSequence(40, 3, 0), PackedSequence(43, 9, 0), PackedSequence(52, 7)]
+    layout = packed_layout(sequences, CPU)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 59, 8)
+    expected, _ = attention.packed_attention(torch.nn.Identity(), query, key, value, None, packed=layout, scaling=0.4)
+    keys = [torch.arange(40), torch.cat([torch.arange(40), torch.arange(40, 43)])]
+    keys += [torch.cat([torch.arange(40), torch.arange(43, 52)]), torch.arange(52, 59)]
+    flash = attention._flash_boundaries(sequences, [places.numpy() for places in keys], CPU)
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    got = attention._flash_attention(*rows, flash, layout.longest, 0.4, layout.longest)
+    torch.testing.assert_close(got, expected[0])
+
+
+def test_checkpointed_layers_keep_less_and_give_the_same_bits(tiny_model: str) -> None:
+    row = groups_of(SHAPES)
+
+    def measured(policy: PackedPolicy) -> tuple[int, dict[str, Any]]:
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Any) -> Any:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = policy(pack(row, 0, CPU))
+        outputs.square().sum().backward()
+        # Parameters are kept in any case.
+        bytes_kept = sum(kept.values()) - sum(p.numel() * 4 for p in policy.parameters())
+        return bytes_kept, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+    plain_bytes, plain = measured(load_policy(tiny_model, CPU))
+    policy = load_policy(tiny_model, CPU)
+    checkpoint_activations(policy)
+    fewer_bytes, same = measured(policy)
+    assert fewer_bytes < plain_bytes / 3
+    assert all(torch.equal(same[name], gradient) for name, gradient in plain.items())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_compiled_layers_give_the_gradients_and_are_compiled_once(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows of different shapes, checkpointed as well: one compilation. Traced as for inductor, which is slow."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+    rows = [groups_of(SHAPES), groups_of(SHAPES[1:3], seed=1), groups_of(SHAPES[:2], seed=2)]
+    plain = load_policy(tiny_model, CPU)
+    expected = [packed_gradients(plain, row)[1] for row in rows]
+    policy = load_policy(tiny_model, CPU)
+    compile_policy(policy)
+    checkpoint_activations(policy)
+    assert relative_error(packed_gradients(policy, rows[0])[1], expected[0]) < 1e-5
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for row, wanted in zip(rows[1:], expected[1:], strict=True):
+        assert relative_error(packed_gradients(policy, row)[1], wanted) < 1e-5
+    assert counters["stats"]["unique_graphs"] == compiled

@@ -1,0 +1,234 @@
+"""Checkpoints of one rank: exact, whole or absent, and refused with a reason. Several ranks: ``test_ranks.py``."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import Tensor, nn  # noqa: E402
+
+from streamrl.errors import StreamRLError  # noqa: E402
+from streamrl.learning import checkpoint, durable_files, process_group  # noqa: E402
+from streamrl.learning.checkpoint import TrainerState  # noqa: E402
+from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.learning.published_weights import FullWeights  # noqa: E402
+
+pytestmark = pytest.mark.torch
+OPTIONS = TrainerOptions(model_path="", run_id="checkpoint", weights_endpoint="", learning_rate=1e-2)
+STATE = TrainerState(policy_version=7, cohort=((8.0, 3.0, 2.5), (4.0, 1.0, 1.0)), skipped_steps=2)
+HUGE = 1 << 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    process_group.join(OPTIONS, torch.device("cpu"))
+    yield
+    process_group.leave()
+
+
+@pytest.fixture
+def model_path(tmp_path: Path) -> Path:
+    """What of a model directory is copied: everything but the weights."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"torch_dtype": "float32", "hidden_size": 3}))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"not copied")
+    return directory
+
+
+def part(seed: int, steps: int = 0) -> tuple[FullWeights, MasterOptimizer, dict[str, Tensor]]:
+    """Weights of odd shapes, an optimizer that took ``steps``, and tensors beside them."""
+    torch.manual_seed(seed)
+    shapes = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 3)}
+    weights = FullWeights({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
+    optimizer = MasterOptimizer(OPTIONS, weights.masters_L, weights.decayed)
+    for _ in range(steps):
+        optimizer.step(torch.randn_like(weights.masters_L), 1e-2)
+    extra = {"critic.weight": torch.randn(1, 3), "critic.weight.step": torch.tensor(float(steps))}
+    return weights, optimizer, extra
+
+
+def saved(directory: Path, model_path: Path) -> tuple[FullWeights, MasterOptimizer, dict[str, Tensor]]:
+    written = part(1, steps=3)
+    weights, optimizer, extra = written
+    checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, extra=extra)
+    return written
+
+
+def test_a_loaded_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, model_path: Path) -> None:
+    weights, optimizer, extra = saved(tmp_path / "step-7", model_path)
+    drawn = torch.randn(4)
+
+    other_weights, other_optimizer, other_extra = part(2)
+    state = checkpoint.load(tmp_path / "step-7", other_weights, other_optimizer, extra=other_extra)
+    assert state == STATE
+    assert torch.equal(torch.randn(4), drawn)  # the generator too
+    assert other_optimizer.steps == 3
+    assert all(torch.equal(other_extra[name], extra[name]) for name in extra)
+    for name, moment in optimizer.moments().items():
+        assert torch.equal(other_optimizer.moments()[name], moment)
+    gradient_L = torch.randn_like(weights.masters_L)
+    optimizer.step(gradient_L.clone(), 1e-2)
+    other_optimizer.step(gradient_L.clone(), 1e-2)
+    assert torch.equal(other_weights.masters_L, weights.masters_L)
+
+    files = durable_files.files_below(tmp_path / "step-7")
+    assert [name for name in files if name.startswith("hf/")] == [
+        "hf/config.json",
+        "hf/model.safetensors",
+        "hf/tokenizer.json",
+    ]
+    assert json.loads((tmp_path / "step-7" / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    checkpoint.load(tmp_path / "step-7", *part(2)[:2])  # what it holds besides is not in the way
+
+
+def test_every_damaged_file_is_named(tmp_path: Path, model_path: Path) -> None:
+    directory = tmp_path / "step-7"
+    saved(directory, model_path)
+    checkpoint.verify(directory)
+    for name in durable_files.files_below(directory):
+        whole = (directory / name).read_bytes()
+        (directory / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(StreamRLError, match=rf"is damaged: {re.escape(name)} differs; resume from another"):
+            checkpoint.verify(directory)
+        with pytest.raises(StreamRLError, match=re.escape(name)):
+            checkpoint.load(directory, *part(2)[:2])
+        (directory / name).write_bytes(whole)
+    (directory / "hf" / "tokenizer.json").unlink()
+    with pytest.raises(StreamRLError, match=r"hf/tokenizer.json cannot be read \(No such file"):
+        checkpoint.load(directory, *part(2)[:2])
+
+
+def test_it_appears_only_when_everything_in_it_is_on_the_disk(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    at_rename: list[set[int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        if target == tmp_path / "step-7":
+            at_rename.append(set(flushed))
+            flushed.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    saved(tmp_path / "step-7", model_path)
+    needed = [tmp_path / "step-7", *(tmp_path / "step-7").rglob("*")]
+    assert [path for path in needed if path.stat().st_ino not in at_rename[0]] == []
+    assert flushed == {tmp_path.stat().st_ino}  # and the rename itself, before save returns
+
+
+@pytest.mark.parametrize("failing", ["save_hugging_face", "_write_tensors"])
+def test_a_failed_write_leaves_what_was_there(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    directory = tmp_path / "checkpoints" / "step-7"
+    weights, optimizer, _ = saved(directory, model_path)
+    if failing == "save_hugging_face":
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(checkpoint, failing, full)
+        reason = "No space left"
+    else:
+        monkeypatch.setattr(checkpoint, "HuggingFaceStorageWriter", lambda path, **_: _writer_that_fails(path))
+        reason = "cannot write checkpoint files .* rank 0: .*No space left"
+    optimizer.step(torch.ones_like(weights.masters_L), 1e-2)
+    with pytest.raises(StreamRLError, match=reason):
+        checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path)
+    assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
+    checkpoint.verify(directory)
+
+
+def _writer_that_fails(path: str) -> object:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    class Full(HuggingFaceStorageWriter):
+        def write_data(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return Full(path, save_distributed=True)
+
+
+def test_a_disk_that_would_become_too_full_is_refused_with_numbers(tmp_path: Path, model_path: Path) -> None:
+    weights, optimizer, _ = part(1)
+    where = tmp_path / "checkpoints"
+    with pytest.raises(StreamRLError) as refused:
+        checkpoint.save(where / "a", weights, optimizer, state=STATE, model_path=model_path, min_free_bytes=HUGE)
+    assert re.search(
+        r"takes 0\.00 GiB and [\d.]+ GiB are free there: less than 1073741824\.00 GiB \(checkpoint\.min_free_gib\)",
+        str(refused.value),
+    )
+    assert list(where.iterdir()) == []
+    # 28 elements: master and two moments in float32, published in bfloat16
+    free = checkpoint.shutil.disk_usage(tmp_path).free
+    usage = type(checkpoint.shutil.disk_usage(tmp_path))
+    for spare, fits in ((0, True), (-1, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.shutil, "disk_usage", lambda _, n=spare: usage(free, 0, 1000 + 28 * 14 + n))
+            try:
+                checkpoint.save(
+                    where / "b", weights, optimizer, state=STATE, model_path=model_path, min_free_bytes=1000
+                )
+                assert fits
+            except StreamRLError:
+                assert not fits
+
+
+def test_a_crash_between_the_renames_of_a_replacement_loses_nothing(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path / "step-7", model_path)
+    (tmp_path / "latest").symlink_to("step-7")
+    rename = Path.rename
+
+    def crash(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", crash)
+        saved(tmp_path / "step-7", model_path)
+    assert not (tmp_path / "step-7").exists()
+    assert checkpoint.load(tmp_path / "latest", *part(2)[:2]) == STATE
+    saved(tmp_path / "step-7", model_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "model", "step-7"]
+
+
+def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path, model_path: Path) -> None:
+    weights, optimizer, extra = part(1)
+    directory = tmp_path / "step-1"
+    checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path)
+    with pytest.raises(StreamRLError, match=r"has no tensors critic.weight, critic.weight.step, .*objective.algorithm"):
+        checkpoint.load(directory, weights, optimizer, extra=extra)
+    other = FullWeights({"a.weight": nn.Parameter(torch.zeros(4, 5))})
+    with pytest.raises(StreamRLError, match="does not fit this model"):
+        checkpoint.load(directory, other, MasterOptimizer(OPTIONS, other.masters_L, other.decayed))
+    with pytest.raises(StreamRLError, match=r"'digests' cannot be read .*; give a step directory"):
+        checkpoint.load(tmp_path / "model", weights, optimizer)
+    scalars = directory / checkpoint.SCALARS
+    scalars.write_bytes(msgspec.msgpack.encode({"format": 99}))
+    digests = [durable_files.flush_and_digest(directory, durable_files.files_below(directory))]
+    durable_files.write_digests(directory, digests)
+    with pytest.raises(StreamRLError, match="has format 99; this version reads 2"):
+        checkpoint.load(directory, weights, optimizer)

@@ -1,0 +1,98 @@
+"""Logprobs and entropy of the processed distribution, and their gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from streamrl.learning.logprobs import nucleus_mask, token_logprobs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def test_token_logprobs_by_hand() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]))
+    assert float(logprobs) == pytest.approx(math.log(0.3), rel=1e-5)
+    assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5, 0.3, 0.15, 0.05)), rel=1e-5)
+    # temperature 0.5 squares the probabilities
+    logprobs, _ = token_logprobs(logits, torch.tensor([1]), temperature=0.5)
+    assert float(logprobs) == pytest.approx(math.log(0.09 / (0.25 + 0.09 + 0.0225 + 0.0025)), rel=1e-5)
+    # top-p 0.7: ascending sums 0.05, 0.2 are <= 0.3 and go; 0.5 and 0.3 stay
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1]), top_p=0.7)
+    assert float(logprobs) == pytest.approx(math.log(0.3 / 0.8), rel=1e-5)
+    assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.5 / 0.8, 0.3 / 0.8)), rel=1e-5)
+
+
+def test_sampled_token_stays_in_the_nucleus() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    assert nucleus_mask(logits, 0.7, torch.tensor([0])).tolist() == [[False, False, True, True]]
+    assert nucleus_mask(logits, 0.7, torch.tensor([3])).tolist() == [[False, False, True, False]]
+    # 1 - p rounds to 1: the most likely token stays all the same
+    assert nucleus_mask(logits, 1e-9, torch.tensor([2])).tolist() == [[False, True, False, True]]
+
+
+@pytest.mark.vllm
+def test_nucleus_is_that_of_vllm() -> None:
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    torch.manual_seed(0)
+    logits = (torch.randn(500, 32) * 2).round(decimals=1)  # rounded: ties
+    theirs = sampler.apply_top_k_top_p_pytorch(logits.clone(), None, torch.full((500,), 0.9)).log_softmax(-1)
+    targets = theirs.exp().multinomial(1)[:, 0]
+    ours, _ = token_logprobs(logits, targets, top_p=0.9)
+    # one token more or less in the nucleus would move a logprob by 1e-3 at least
+    torch.testing.assert_close(ours, theirs.gather(1, targets[:, None])[:, 0], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.6)])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_gradient_equals_that_of_log_softmax(temperature: float, top_p: float, entropy_gradient: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 17, dtype=torch.float64) * 3
+    targets = torch.randint(17, (40,))
+    weights = torch.randn(2, 40, dtype=torch.float64)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+
+    logprobs, entropy = token_logprobs(
+        ours, targets, temperature=temperature, top_p=top_p, entropy_gradient=entropy_gradient
+    )
+    assert entropy.requires_grad is entropy_gradient
+    loss = (weights[0] * logprobs).sum()
+    if entropy_gradient:
+        loss = loss + (weights[1] * entropy).sum()
+    loss.backward()
+
+    keep = ~nucleus_mask(logits / temperature, top_p, targets) if top_p < 1 else torch.ones_like(logits).bool()
+    expected = logits.new_zeros(())
+    for row, target in enumerate(targets.tolist()):
+        kept = (theirs[row] / temperature)[keep[row]].log_softmax(-1)
+        row_entropy = -(kept.exp() * kept).sum()
+        torch.testing.assert_close(entropy[row].detach(), row_entropy.detach())
+        logprob = kept[int(keep[row, :target].sum())]
+        torch.testing.assert_close(logprobs[row].detach(), logprob.detach())
+        expected = expected + weights[0, row] * logprob + entropy_gradient * weights[1, row] * row_entropy
+    expected.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_large_logits_and_no_rows_are_finite() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e30, -1e30, 0.0]]).requires_grad_()
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 0, 0]), entropy_gradient=True)
+    assert logprobs.tolist() == pytest.approx([-2e4, -math.log(3), 0.0])
+    assert entropy.tolist() == pytest.approx([0.0, math.log(3), 0.0], abs=1e-3)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert bool(torch.isfinite(logits.grad).all())
+    nothing, _ = token_logprobs(torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64), top_p=0.5)
+    nothing.sum().backward()
+
+
+def test_autocast_leaves_the_entropy_in_float32() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(20, 64), torch.arange(20)
+    _, expected = token_logprobs(logits, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found = token_logprobs(logits, targets)
+    assert torch.equal(found, expected)

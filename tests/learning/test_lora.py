@@ -1,0 +1,215 @@
+"""Adapters: exact gradients through the merged bits, nothing else moves, and peft reads what is saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import adapter_process
+import torch
+from transformers import AutoModelForCausalLM
+
+from streamrl.config.recipe import Lora, OptimizerKind
+from streamrl.errors import StreamRLError
+from streamrl.learning.lora import AdapterWeights, save_adapter
+from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.policy import PackedPolicy
+from streamrl.learning.published_weights import make_weights
+
+pytestmark = pytest.mark.torch
+ALPHA, RANK = 10.0, 4
+
+
+def adapters_of(tiny_model: str, **lora: Any) -> tuple[Any, AdapterWeights, TrainerOptions]:
+    options = TrainerOptions(
+        model_path=tiny_model, run_id="", weights_endpoint="", lora=Lora(rank=RANK, alpha=ALPHA, **lora)
+    )
+    policy = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval())
+    weights = make_weights(options, policy)
+    assert isinstance(weights, AdapterWeights)
+    return policy.hugging_face, weights, options
+
+
+def some_tokens(seed: int) -> Any:
+    return torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Any, tokens_BT: Any, parameters: dict[str, Any] | None = None) -> Any:
+    arguments = {"input_ids": tokens_BT, "use_cache": False}
+    output = torch.func.functional_call(model, parameters or {}, kwargs=arguments, tie_weights=True)
+    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+def move_adapters(weights: AdapterWeights) -> None:
+    """B starts at 0, where A has no gradient: move both."""
+    weights.masters_L.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    weights.refresh_forward()
+
+
+def base_of(tiny_model: str) -> dict[str, Any]:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    return {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+
+
+def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str) -> None:
+    model, weights, _ = adapters_of(tiny_model, targets=("all-linear",))
+    move_adapters(weights)
+    for seed in (0, 1):  # two rows: gradients add up
+        loss_of(model, some_tokens(seed)).backward()
+    mine = weights.as_tensors(weights.collect_gradient())
+
+    adapters = {n: t.double().requires_grad_() for n, t in weights.as_tensors(weights.masters_L).items()}
+    merged = {}
+    for name, base in base_of(tiny_model).items():
+        merged[name] = base.double()
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in adapters:
+            product = adapters[f"{module}.lora_B.weight"] @ adapters[f"{module}.lora_A.weight"]
+            exact = base.double() + ALPHA / RANK * product
+            published = dict(model.named_parameters())[name].detach().double()
+            merged[name] = exact + (published - exact).detach()  # straight through the rounding
+    sum(loss_of(model.double(), some_tokens(seed), merged) for seed in (0, 1)).backward()
+    assert len(mine) == 28
+    for name, tensor in adapters.items():
+        assert tensor.grad is not None
+        assert (mine[name] - tensor.grad).norm() < 1e-5 * tensor.grad.norm(), name
+
+
+def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str) -> None:
+    model, weights, options = adapters_of(tiny_model)
+    base = base_of(tiny_model)
+    before = weights.bits()
+    for name, tensor in base.items():  # B is 0 at the start: the first version is the base
+        assert (before[name] == tensor.view(torch.int16).numpy().view(np.uint16).ravel()).all(), name
+    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    losses = []
+    for _ in range(8):
+        loss = loss_of(model, some_tokens(0))
+        losses.append(loss.item())
+        loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())  # no dense gradient stays
+        optimizer.step(weights.collect_gradient(), 2e-2)
+        weights.refresh_forward()
+        weights.clear_gradient()
+    assert losses[-1] < losses[0] - 0.2
+
+    after, full = weights.bits(), weights.full_published()
+    adapters = weights.as_tensors(weights.masters_L)
+    assert [spec.name for spec in weights.shard_specs] == list(after) == list(base)
+    assert weights.total_elements == sum(tensor.numel() for tensor in base.values())
+    adapted = {name for name in base if name.endswith(("q_proj.weight", "v_proj.weight"))}
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == adapted
+    for name, tensor in base.items():
+        value = dict(model.named_parameters())[name].detach()
+        assert (after[name] == value.bfloat16().view(torch.int16).numpy().view(np.uint16).ravel()).all(), name
+        assert torch.equal(value.bfloat16().float(), value), name  # the forward runs on published bits
+        assert torch.equal(full[name].float(), value), name
+        assert (after[name] != before[name]).any() == (name in adapted), name
+        if name in adapted:
+            module = name.removesuffix(".weight")
+            product = adapters[f"{module}.lora_B.weight"].double() @ adapters[f"{module}.lora_A.weight"].double()
+            exact = tensor.double() + ALPHA / RANK * product
+            assert ((value - exact).abs() <= exact.abs() * 2**-8 * 1.001).all(), name
+
+
+def test_peft_loads_the_saved_adapter(tiny_model: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model, weights, _ = adapters_of(tiny_model, targets=("q_proj", "up_proj"))
+    move_adapters(weights)
+    save_adapter(tmp_path / "adapter", weights)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).bfloat16().float()
+    with torch.no_grad():
+        untrained = base(some_tokens(0)).logits
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(some_tokens(0)).logits
+        mine = model(some_tokens(0)).logits
+    distance, moved = (loaded - mine).norm(), (untrained - mine).norm()
+    # The merged weights are rounded to 8 bits of mantissa; the adapter on its own is not.
+    assert distance < 0.01 * mine.norm()
+    assert distance < 0.02 * moved
+
+
+def test_the_seed_decides_the_start(tiny_model: str) -> None:
+    def start(seed: int) -> Any:
+        options = TrainerOptions(model_path="", run_id="", weights_endpoint="", seed=seed, lora=Lora(rank=RANK))
+        policy = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+        return make_weights(options, policy).masters_L.detach()
+
+    torch.manual_seed(5)
+    first = start(1)
+    torch.manual_seed(6)
+    assert torch.equal(first, start(1))
+    assert not torch.equal(first, start(2))
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("nothing_like_it",), "nothing_like_it.*name modules"),
+        (("lm_head",), "shares its weight"),
+        (("embed_tokens",), "only linear"),
+    ],
+)
+def test_wrong_targets_are_refused(tiny_model: str, targets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(StreamRLError, match=message):
+        adapters_of(tiny_model, targets=targets)
+
+
+def test_adapters_are_not_offloaded(tiny_model: str) -> None:
+    options = TrainerOptions(
+        model_path=tiny_model,
+        run_id="",
+        weights_endpoint="",
+        lora=Lora(rank=RANK),
+        optimizer=OptimizerKind.ADAMW_OFFLOADED,
+    )
+    policy = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+    with pytest.raises(StreamRLError, match=r'adamw_offloaded.*lora\.rank 4.*"adamw"'):
+        make_weights(options, policy)
+
+
+def run_ranks(tiny_model: str, directory: Path, ranks: int) -> list[dict[str, np.ndarray]]:
+    outputs = [directory / f"{rank}.npz" for rank in range(ranks)]
+    meeting = f"file://{directory}/rendezvous"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, adapter_process.__file__, tiny_model, str(rank), str(ranks), meeting, str(outputs[rank])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    logs = [process.communicate(timeout=50)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(logs)
+    return [dict(np.load(output)) for output in outputs]
+
+
+def test_two_ranks_train_what_one_does(tiny_model: str, tmp_path: Path) -> None:
+    adapter_process.main(tiny_model, 0, 1, "", str(tmp_path / "alone.npz"))
+    alone = dict(np.load(tmp_path / "alone.npz"))
+    first, second = run_ranks(tiny_model, tmp_path, 2)
+    for name, expected in alone.items():
+        if name.startswith("bits."):
+            continue
+        scale = np.abs(expected).max()
+        tolerance = 2**-8 if name.startswith("published.") else 1e-4  # a rounding may fall to the other side
+        for output in (first, second):
+            assert output[name].shape == expected.shape
+            assert np.abs(output[name] - expected).max() <= tolerance * scale, name
+    for name in (name for name in alone if name.startswith("bits.")):
+        joined = np.concatenate([first[name], second[name]])
+        published = first["published." + name.removeprefix("bits.")]
+        assert (joined.astype(np.uint32) << 16).view(np.float32).tolist() == published.ravel().tolist()
+    assert (tmp_path / "0.adapter" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "1.adapter").exists()

@@ -1,0 +1,345 @@
+"""Every objective against the loops of ``loss_reference`` and against numbers computed by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+from loss_reference import Expected, Token, expected_losses  # noqa: E402
+
+from streamrl.config.algorithms import ObjectiveSettings, objective_settings  # noqa: E402
+from streamrl.config.objective import (  # noqa: E402
+    AdvantageKind,
+    Algorithm,
+    KlEstimator,
+    KlPlace,
+    LossNormalization,
+    Objective,
+    OffPolicy,
+    Proximal,
+    RatioLevel,
+    Surrogate,
+)
+from streamrl.learning.advantages import (  # noqa: E402
+    generalized_advantages,
+    group_advantages,
+    moments_of,
+    whiten,
+)
+from streamrl.learning.objectives import (  # noqa: E402
+    TokenInputs,
+    TokenLoss,
+    loss_denominator,
+    needs_whole_sequences,
+    reference_kl,
+    token_loss,
+    token_weight,
+    value_loss,
+)
+
+pytestmark = pytest.mark.torch
+
+LENGTHS = [1, 4, 0, 6, 3, 2, 5]
+"""Of the sequences of a row; one has no trained token."""
+STALENESS = [0, 1, 0, 2, 0, 4, 1]
+
+
+def row_of_tokens(seed: int, *, several_updates: bool = False, fresh: bool = False, spread: float = 0.4) -> list[Token]:
+    """Tokens of sequences of several lengths and ages; where several updates are made the policy has moved on."""
+    rng = random.Random(seed)
+    tokens = []
+    for sequence, (length, staleness) in enumerate(zip(LENGTHS, STALENESS, strict=True)):
+        for _ in range(length):
+            logprob = -3 * rng.random() - 0.1
+            own = logprob + rng.gauss(0, spread) if several_updates else None
+            tokens.append(
+                Token(
+                    logprob=logprob,
+                    behavior=(logprob if own is None else own) + rng.gauss(0, spread),
+                    advantage=rng.gauss(0, 1),
+                    staleness=0 if fresh else staleness,
+                    sequence=sequence,
+                    entropy=rng.random(),
+                    own=own,
+                    reference=logprob + rng.gauss(0, spread),
+                )
+            )
+    return tokens
+
+
+def inputs_of(tokens: list[Token], weights: list[float] | None = None, dtype: Any = torch.float64) -> TokenInputs:
+    def column(name: str) -> Any:
+        values = [getattr(token, name) for token in tokens]
+        return None if None in values else torch.tensor(values, dtype=dtype)
+
+    return TokenInputs(
+        behavior_N=column("behavior"),
+        advantages_N=column("advantage"),
+        weights_N=torch.tensor(weights or [1.0] * len(tokens), dtype=dtype),
+        staleness_N=torch.tensor([token.staleness for token in tokens], dtype=torch.int64),
+        sequence_N=torch.tensor([token.sequence for token in tokens], dtype=torch.int64),
+        sequences=max([len(LENGTHS), *(token.sequence + 1 for token in tokens)]),
+        proximal_N=column("own"),
+        reference_N=column("reference"),
+    )
+
+
+def run(
+    settings: ObjectiveSettings,
+    off_policy: OffPolicy,
+    tokens: list[Token],
+    weights: list[float] | None = None,
+    dtype: Any = torch.float64,
+) -> tuple[TokenLoss, Any]:
+    """``token_loss`` and the gradient of its weighted sum."""
+    inputs = inputs_of(tokens, weights, dtype)
+    logprobs = torch.tensor([token.logprob for token in tokens], dtype=dtype, requires_grad=True)
+    entropy = torch.tensor([token.entropy for token in tokens], dtype=dtype)
+    found = token_loss(settings, off_policy, logprobs, entropy, inputs)
+    (found.loss_N * inputs.weights_N).sum().backward()
+    return found, logprobs.grad
+
+
+def assert_as_expected(found: TokenLoss, gradient: Any, expected: Expected) -> None:
+    assert found.loss_N.tolist() == pytest.approx(expected.losses, rel=1e-9, abs=1e-12)
+    assert gradient.tolist() == pytest.approx(expected.gradients, rel=1e-9, abs=1e-12)
+    assert found.correction_N.tolist() == pytest.approx(expected.corrections, rel=1e-9)
+    assert found.clipped_N.tolist() == expected.clipped
+    assert found.masked_N.tolist() == expected.masked
+    assert not any(part.requires_grad for part in found[1:])
+
+
+@pytest.mark.parametrize("several_updates", [False, True])
+@pytest.mark.parametrize("proximal", list(Proximal))
+@pytest.mark.parametrize("surrogate", list(Surrogate))
+def test_loss_and_gradient_equal_the_reference(surrogate: Surrogate, proximal: Proximal, several_updates: bool) -> None:
+    clips = {"clip_low": 0.15, "clip_high": 0.25}
+    if surrogate is Surrogate.SEQUENCE_CLIP:
+        clips = {"clip_low": 0.03, "clip_high": 0.04}
+    settings = ObjectiveSettings(
+        surrogate=surrogate, dual_clip=1.3, kl_coefficient=0.1, entropy_coefficient=0.01, **clips
+    )
+    tokens = row_of_tokens(3, several_updates=several_updates)
+    weights = [0.1 + random.Random(i).random() for i in range(len(tokens))]
+    clipped = masked = 0
+    for truncate, mask, mismatch in itertools.product(RatioLevel, RatioLevel, [False, True]):
+        off_policy = OffPolicy(
+            proximal=proximal,
+            truncate=truncate,
+            cap=1.2,
+            mask=mask,
+            mask_low=0.7,
+            mask_high=1.4,
+            staleness_discount=0.9,
+            correct_mismatch=mismatch,
+        )
+        found, gradient = run(settings, off_policy, tokens, weights)
+        assert_as_expected(found, gradient, expected_losses(settings, off_policy, tokens, weights))
+        clipped, masked = clipped + int(found.clipped_N.sum()), masked + int(found.masked_N.sum())
+    moves = several_updates or proximal is not Proximal.DECOUPLED  # r = 1 otherwise
+    assert bool(clipped) is (moves and surrogate is not Surrogate.POLICY_GRADIENT)
+    assert masked
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+@pytest.mark.parametrize("place", list(KlPlace))
+def test_kl_is_in_the_loss_only_where_it_is_asked_for(estimator: KlEstimator, place: KlPlace) -> None:
+    settings = ObjectiveSettings(kl_coefficient=0.3, kl_estimator=estimator, kl_in=place)
+    tokens = row_of_tokens(4)
+    found, gradient = run(settings, OffPolicy(), tokens)
+    assert_as_expected(found, gradient, expected_losses(settings, OffPolicy(), tokens, [1.0] * len(tokens)))
+    without, _ = run(settings, OffPolicy(), [token._replace(reference=None) for token in tokens])
+    assert torch.equal(found.loss_N, without.loss_N) is (place is KlPlace.REWARD)
+    assert float(found.reference_kl_N.abs().min()) > 0
+    assert without.reference_kl_N.tolist() == [0.0] * len(tokens)
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+def test_which_kl_gradient_an_estimator_has(estimator: KlEstimator) -> None:
+    """Expectations over a whole vocabulary: as reference_kl's docstring says."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    expected_value = (policy.exp() * (policy - reference)).sum()
+    estimates = reference_kl(policy, reference, estimator)
+    [found] = torch.autograd.grad((policy.exp().detach() * estimates).sum(), logits, retain_graph=True)
+    [reverse] = torch.autograd.grad(expected_value, logits, retain_graph=True)
+    [forward] = torch.autograd.grad((reference.exp() * (reference - policy)).sum(), logits)
+    value = (policy.exp() * estimates).sum().item()
+    assert (value == pytest.approx(expected_value.item())) is (estimator is not KlEstimator.K2)
+    gradient = {KlEstimator.K1: torch.zeros_like(found), KlEstimator.K2: reverse, KlEstimator.K3: forward}[estimator]
+    torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize("surrogate", list(Surrogate))
+def test_on_policy_takes_the_plain_path_whatever_off_policy_says(surrogate: Surrogate) -> None:
+    settings = ObjectiveSettings(surrogate=surrogate, clip_low=1e-9, clip_high=1e-9)
+    tokens = [token._replace(reference=None) for token in row_of_tokens(5, fresh=True, spread=3.0)]
+    plain = [-token.advantage for token in tokens]
+    if surrogate is Surrogate.SEQUENCE_CLIP:  # each token has its share of the whole sequence
+        groups = [[t.advantage for t in tokens if t.sequence == token.sequence] for token in tokens]
+        plain = [-sum(group) / len(group) for group in groups]
+    for proximal, level in itertools.product(Proximal, RatioLevel):
+        off_policy = OffPolicy(
+            proximal=proximal, truncate=level, cap=0.5, mask=level, mask_low=2, mask_high=3, staleness_discount=0.1
+        )
+        found, gradient = run(settings, off_policy, tokens, dtype=torch.float32)
+        assert found.correction_N.tolist() == [1.0] * len(tokens)
+        assert not (found.masked_N | found.clipped_N).any()
+        advantages = torch.tensor([token.advantage for token in tokens])
+        factor = torch.tensor([t.logprob for t in tokens]) if surrogate is Surrogate.TOKEN_WEIGHT else 1.0
+        assert torch.equal(found.loss_N, -advantages * factor)
+        assert gradient.tolist() == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("surrogate", list(Surrogate))
+def test_extreme_differences_are_finite(surrogate: Surrogate) -> None:
+    tokens = [
+        Token(-1.0, -1.0 + behavior, advantage, staleness, sequence, own=-1.0 + own, reference=-1.0 + reference)
+        for sequence, (behavior, own, reference) in enumerate(itertools.product([-1000.0, 1000.0], repeat=3))
+        for advantage in (-1.0, 0.0, 1.0)
+        for staleness in (0, 2)
+    ]
+    for proximal, level, estimator, own in itertools.product(Proximal, RatioLevel, KlEstimator, [True, False]):
+        settings = ObjectiveSettings(surrogate=surrogate, kl_coefficient=0.1, kl_estimator=estimator)
+        moved = tokens if own else [token._replace(own=None) for token in tokens]
+        for mask in {level, RatioLevel.NONE}:
+            off_policy = OffPolicy(proximal=proximal, truncate=level, mask=mask, mask_low=0, correct_mismatch=True)
+            found, gradient = run(settings, off_policy, moved, dtype=torch.float32)
+            assert torch.isfinite(torch.stack([found.loss_N, found.correction_N, found.reference_kl_N, gradient])).all()
+
+
+def test_k3_keeps_its_direction_beyond_its_tangent() -> None:
+    logprobs = torch.tensor([-9.999, -10.001, -500.0], requires_grad=True)
+    value = reference_kl(logprobs, torch.zeros(3), KlEstimator.K3)
+    value.sum().backward()
+    slope = math.exp(10) - 1
+    assert value.tolist() == pytest.approx(
+        [math.exp(9.999) - 10.999, math.exp(10) - 11 + 0.001 * slope, slope * 490 + math.exp(10) - 11], rel=1e-5
+    )
+    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(9.999), -slope, -slope], rel=1e-4)
+
+
+def test_no_tokens() -> None:
+    for surrogate, level, proximal in itertools.product(Surrogate, RatioLevel, Proximal):
+        settings = ObjectiveSettings(surrogate=surrogate, kl_coefficient=0.1, entropy_coefficient=0.1, dual_clip=3.0)
+        found, gradient = run(settings, OffPolicy(truncate=level, mask=level, proximal=proximal), [])
+        assert [part.numel() for part in found] == [0] * 5
+        assert gradient.numel() == 0
+    nothing = torch.zeros(0)
+    index = torch.zeros(0, dtype=torch.int64)
+    empty = TokenInputs(nothing, nothing, nothing, index, index, 0, returns_N=nothing, old_values_N=nothing)
+    assert value_loss(ObjectiveSettings(), nothing, empty).numel() == 0
+    assert token_loss(ObjectiveSettings(surrogate=Surrogate.SEQUENCE_CLIP), OffPolicy(), nothing, nothing, empty)
+
+
+@pytest.mark.parametrize("surrogate", list(Surrogate))
+def test_needs_whole_sequences_says_what_may_be_cut(surrogate: Surrogate) -> None:
+    settings = ObjectiveSettings(surrogate=surrogate, clip_low=0.9, clip_high=10)
+    tokens = row_of_tokens(6)
+    for truncate, mask in itertools.product(RatioLevel, RatioLevel):
+        off_policy = OffPolicy(
+            proximal=Proximal.INTERPOLATED, truncate=truncate, cap=100, mask=mask, mask_low=0.9, mask_high=1.1
+        )
+        whole, _ = run(settings, off_policy, tokens)
+        parts = [run(settings, off_policy, [token])[0] for token in tokens]
+        same = torch.allclose(whole.loss_N, torch.cat([part.loss_N for part in parts]))
+        assert same is not needs_whole_sequences(settings, off_policy)
+
+
+def test_value_loss_by_hand() -> None:
+    values = torch.tensor([1.0, 2.0, 0.0, 0.1], dtype=torch.float64, requires_grad=True)
+    tokens = inputs_of([Token(0, 0, 0, 0, 0)] * 4)._replace(
+        returns_N=torch.tensor([3.0, 1.0, 1.0, 0.0], dtype=torch.float64),
+        old_values_N=torch.tensor([0.0, 0.0, 0.0, 0.2], dtype=torch.float64),
+    )
+    # Clipped to 0.2 of the old: 0.2, 0.2, 0, 0.1. The larger error counts: it is the clipped one (no gradient) for the
+    # first, the plain one for the second; the last two are not clipped.
+    losses = value_loss(ObjectiveSettings(value_clip=0.2), values, tokens)
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([2.8**2 / 2, 0.5, 0.5, 0.005])
+    assert values.grad.tolist() == pytest.approx([0.0, 1.0, -1.0, 0.1])
+    for plain in (
+        value_loss(ObjectiveSettings(value_clip=0.0), values, tokens),
+        value_loss(ObjectiveSettings(), values, tokens._replace(old_values_N=None)),
+    ):
+        assert plain.tolist() == pytest.approx([2.0, 0.5, 0.5, 0.005])
+    with pytest.raises(ValueError, match="returns_N is None"):
+        value_loss(ObjectiveSettings(), values, tokens._replace(returns_N=None))
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    # two samples of 1 and 3 trained tokens with losses 2 and 1, 1, 1; max_tokens 10
+    [
+        (LossNormalization.TOKEN_MEAN, (2 + 3) / 4),
+        (LossNormalization.SEQUENCE_MEAN, (2 / 1 + 3 / 3) / 2),
+        (LossNormalization.SEQUENCE_SUM, (2 + 3) / 2),
+        (LossNormalization.CONSTANT, (2 + 3) / 20),
+    ],
+)
+def test_normalisations_by_hand(normalization: LossNormalization, expected: float) -> None:
+    total = 2 * token_weight(normalization, 1) + 3 * token_weight(normalization, 3)
+    assert total / loss_denominator(normalization, samples=2, trained_tokens=4, max_tokens=10) == expected
+    assert loss_denominator(normalization, samples=0, trained_tokens=0, max_tokens=10) >= 1
+
+
+A = 0.5 / (math.sqrt(0.5) + 1e-4)
+"""GRPO's advantage of reward 1 against 0: half their distance over the unbiased deviation."""
+T = 1 / math.sqrt(3)
+"""One token of advantage 1 - m, three of -m: whitened to sqrt(3) and -1 / sqrt(3)."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "gradients"),
+    [
+        # min(1.5, 1.2) A; for -A: max(0.5, 0.8), 1, 1.2. Then / 4 tokens.
+        (Algorithm.GRPO, (-1.2 + 3.0) * A / 4, [0, 0, A / 4, 1.2 * A / 4]),
+        (Algorithm.DAPO, (-1.28 + 3.0) * A / 4, [0, 0, A / 4, 1.2 * A / 4]),
+        # advantages 0.5 and -0.5, over 2 samples of at most 10 tokens
+        (Algorithm.DR_GRPO, (-1.2 + 3.0) * 0.5 / 20, [0, 0, 0.5 / 20, 0.6 / 20]),
+        # advantages 1 and -1, no clip, over 2 samples
+        (Algorithm.RLOO, (-1.5 + 2.7) / 2, [-1.5 / 2, 0.5 / 2, 1 / 2, 1.2 / 2]),
+        (Algorithm.REINFORCE_PLUS_PLUS, (-1.2 * 3 + 3.0) * T / 4, [0, 0, T / 4, 1.2 * T / 4]),
+        (Algorithm.REINFORCE_PLUS_PLUS_BASELINE, (-1.2 * 3 + 3.0) * T / 4, [0, 0, T / 4, 1.2 * T / 4]),
+        # ratios 1.5 and 0.6 ** (1 / 3): both outside [1 - 3e-4, 1 + 4e-4]; mean over each sample, then over 2
+        (Algorithm.GSPO, (-1.0004 + 0.9997) * A / 2, [0, 0, 0, 0]),
+        # weights as the ratios, times -A log pi with log pi = -1
+        (Algorithm.CISPO, (1.5 - 2.7) * A / 4, [-1.5 * A / 4, 0.5 * A / 4, A / 4, 1.2 * A / 4]),
+        # GAE of rewards (1), (0, 0, 0) and values (0.5), (0.2, 0.4, 0.1) at lambda 0.95: 0.5; -0.17525, -0.395, -0.1
+        (Algorithm.PPO, (-1.2 * 0.5 + 0.8 * 0.17525 + 0.395 + 0.12) / 4, [0, 0, 0.395 / 4, 1.2 * 0.1 / 4]),
+    ],
+)
+def test_algorithms_by_hand(algorithm: Algorithm, loss: float, gradients: list[float]) -> None:
+    """A sample of 1 token with reward 1 and r = 1.5; its sibling of 3 with reward 0 and r = 0.5, 1, 1.2."""
+    settings = objective_settings(Objective(algorithm=algorithm))
+    lengths, kind = [1, 3], settings.advantages
+    group = group_advantages(torch.tensor([1.0, 0.0]), kind).numpy()
+    advantages = np.repeat(group, lengths)
+    if kind in (AdvantageKind.BATCH, AdvantageKind.GROUP_THEN_BATCH):
+        advantages = whiten(advantages, moments_of(advantages))
+    elif kind is AdvantageKind.GAE:
+        samples = [([1.0], [0.5]), ([0.0, 0.0, 0.0], [0.2, 0.4, 0.1])]
+        gae = {"discount": settings.discount, "gae_lambda": settings.gae_lambda}
+        estimates = [generalized_advantages(np.float32(r), np.float32(v), **gae)[0] for r, v in samples]
+        advantages = np.concatenate(estimates)
+    tokens = [
+        Token(-1.0, -1.0 - math.log(ratio), float(advantage), staleness=1, sequence=sequence)
+        for ratio, advantage, sequence in zip([1.5, 0.5, 1.0, 1.2], advantages, [0, 1, 1, 1], strict=True)
+    ]
+    normalization = settings.loss_normalization
+    weights = [token_weight(normalization, length) for length in lengths for _ in range(length)]
+    denominator = loss_denominator(normalization, samples=2, trained_tokens=4, max_tokens=10)
+    behavior = OffPolicy(proximal=Proximal.BEHAVIOR)
+    found, gradient = run(settings, behavior, tokens, weights)
+    total = (found.loss_N * torch.tensor(weights)).sum().item() / denominator
+    assert total == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert (gradient / denominator).tolist() == pytest.approx(gradients, rel=1e-5, abs=1e-9)

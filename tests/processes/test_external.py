@@ -1,0 +1,61 @@
+"""What torchrun's environment makes of ``streamrl serve trainer``. A real one: ``tests/learning/test_ranks.py``."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from streamrl.cli import main
+from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
+from streamrl.config.topology import RENDEZVOUS, Role
+from streamrl.errors import RecipeError
+from streamrl.processes import external
+from streamrl.processes.child import ChildContext
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RECIPE = Recipe(
+    model=Model(path="model"),
+    prompts=Prompts(train="train.jsonl"),
+    rewards=(Reward(function="m:f"),),
+    training=Training(ranks=2),
+    transport=Transport(kind=TransportKind.TCP),
+)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ChildContext]:
+    """What would be run, under torchrun as rank 1 of 2."""
+    contexts: list[ChildContext] = []
+    monkeypatch.setattr(external, "run_role", contexts.append)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    return contexts
+
+
+def test_torchrun_gives_rank_and_rendezvous(served: list[ChildContext], monkeypatch: pytest.MonkeyPatch) -> None:
+    external.serve_external(Role.TRAINER, RECIPE)
+    external.serve_external(Role.TRAINER, RECIPE, 1)  # said twice, equally
+    external.serve_external(Role.ENGINE, RECIPE)  # an engine is nobody's rank
+    monkeypatch.delenv("MASTER_ADDR")  # a RANK that some scheduler left behind does not make it torchrun
+    external.serve_external(Role.TRAINER, RECIPE)
+    assert [context.plan.name for context in served] == ["trainer-1", "trainer-1", "engine-0", "trainer-0"]
+    meeting = [context.topology.endpoints[RENDEZVOUS] for context in served]
+    assert meeting[:2] == ["env://"] * 2
+    assert all(place.startswith("tcp://127.0.0.1:") for place in meeting[2:])
+
+
+def test_torchrun_that_contradicts_the_recipe_is_refused(served: list[ChildContext]) -> None:
+    with pytest.raises(RecipeError, match=re.escape("--index 0, but torchrun made this process rank 1")):
+        external.serve_external(Role.TRAINER, RECIPE, 0)
+    with pytest.raises(RecipeError, match=re.escape("training.ranks: 4, but torchrun starts 2")):
+        external.torchrun_rank(TORCHRUN, 4)
+    assert served == []
+
+
+def test_the_command_line_hands_on_whether_an_index_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr("streamrl.cli_serve.serve", lambda role, recipe, index: asked.append(index) or 0)
+    monkeypatch.setattr("streamrl.config.load.load_recipe", lambda path, overrides: RECIPE)
+    assert main(["serve", "trainer", "recipe.toml"]) == main(["serve", "trainer", "recipe.toml", "--index", "0"]) == 0
+    assert asked == [None, 0]
