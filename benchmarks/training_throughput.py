@@ -5,7 +5,7 @@
         --peer-scripts FOLDER --trl-python trl/bin/python --rounds 5
     python benchmarks/training_throughput.py --model random30m --batch-model examples/sort/model ...
 
-One batch of 32 x 8 completions is sampled from ``--batch-model`` with the plain sampler of FOLDER (``common.py``,
+One batch of ``--prompts`` x 8 completions is sampled from ``--batch-model`` with the plain sampler of FOLDER (``common.py``,
 ``tasks.py``); rewards are drawn so that every group has a signal. Every competitor is a process of its own with the
 same threads; steps are taken in turn, so that all see the same machine. A step: gradient of the batch, clipping, AdamW
 (and for streamrl the publishing). TRL's own code path runs with its generation replaced by the batch; the time of the
@@ -26,14 +26,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PROMPTS, GROUP, MAX_TOKENS, EOS = 32, 8, 448, 2
+GROUP, MAX_TOKENS, EOS = 8, 448, 2
 LEARNING_RATE, CLIP = 1e-6, 0.2
 
 Batch = list[dict[str, Any]]
 
 
-def sample_batch(model: Path, peer_scripts: Path) -> Batch:
-    """Prompts, completions, logprobs and rewards of ``PROMPTS`` groups."""
+def sample_batch(model: Path, peer_scripts: Path, groups: int) -> Batch:
+    """Prompts, completions, logprobs and rewards of ``groups`` groups."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def sample_batch(model: Path, peer_scripts: Path) -> Batch:
     from tasks import TASKS  # type: ignore[import-not-found]
 
     rng, task = random.Random(7), TASKS["sort"]()
-    texts = [task.prompt(rng) for _ in range(PROMPTS)]
+    texts = [task.prompt(rng) for _ in range(groups)]
     prompts = [[BOS, *enc(text)] for text in texts for _ in range(GROUP)]
     sampler = Sampler(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
     tokens, logprobs, lengths, _, _ = sampler.generate(prompts, MAX_TOKENS, 1.0, torch.Generator().manual_seed(0))
@@ -123,13 +123,13 @@ def streamrl_steps(options: argparse.Namespace, batch: Batch) -> None:
         trainer.start()
         turns, version = Turns(), 0
         while turns.wait():
-            for group in range(PROMPTS):
+            for group in range(len(batch) // GROUP):
                 members = tuple(sample(group * GROUP + index, version) for index in range(GROUP))
                 trainer.train_group(TrainingGroup(group_id=group, batch_id=version, samples=members))
             close = CloseBatch(
                 batch_id=version,
                 policy_version=version + 1,
-                groups=PROMPTS,
+                groups=len(batch) // GROUP,
                 samples=len(batch),
                 trained_tokens=trained_tokens(batch),
             )
@@ -149,7 +149,7 @@ def padded_steps(options: argparse.Namespace, batch: Batch) -> None:
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    rewards = torch.tensor([sample["reward"] for sample in batch]).view(PROMPTS, GROUP)
+    rewards = torch.tensor([sample["reward"] for sample in batch]).view(-1, GROUP)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten().tolist()
     order = sorted(range(len(batch)), key=lambda index: len(batch[index]["completion"]))
     total, turns = trained_tokens(batch), Turns()
@@ -292,7 +292,7 @@ def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "batch.json"
         if options.batch is None:
-            path.write_text(json.dumps(sample_batch(options.batch_model, options.peer_scripts)))
+            path.write_text(json.dumps(sample_batch(options.batch_model, options.peer_scripts, options.prompts)))
         else:
             shutil.copy(options.batch, path)
         batch: Batch = json.loads(path.read_text())
@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument("--batch", type=Path, help="a batch that was written before, instead of sampling one")
     parser.add_argument("--peer-scripts", type=Path)
     parser.add_argument("--trl-python", type=Path)
+    parser.add_argument("--prompts", type=int, default=32, help="groups of the batch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budgets", default="1024,2048", help="streamrl's micro_batch_tokens")
