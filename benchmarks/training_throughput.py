@@ -5,11 +5,12 @@
         --peer-scripts FOLDER --trl-python trl/bin/python --rounds 5
     python benchmarks/training_throughput.py --model random30m --batch-model examples/sort/model ...
 
-One batch of ``--prompts`` x 8 completions is sampled from ``--batch-model`` with the plain sampler of FOLDER (``common.py``,
-``tasks.py``); rewards are drawn so that every group has a signal. Every competitor is a process of its own with the
-same threads; steps are taken in turn, so that all see the same machine. A step: gradient of the batch, clipping, AdamW
-(and for streamrl the publishing). TRL's own code path runs with its generation replaced by the batch; the time of the
-replacement is subtracted. CPU seconds are what to read on a shared machine; memory is the peak resident size.
+One batch of ``--prompts`` x 8 completions is sampled from ``--batch-model`` with the plain sampler of FOLDER
+(``common.py``, ``tasks.py``); rewards are drawn so that every group has a signal. Every competitor is a process of
+its own with the same threads; steps are taken in turn, so that all see the same machine. A step: gradient of the
+batch, clipping, AdamW (and for streamrl the publishing). TRL's own code path runs with its generation replaced by the
+batch; the time of the replacement is subtracted. CPU seconds are what to read on a shared machine; memory is the peak
+resident size.
 """
 
 from __future__ import annotations
