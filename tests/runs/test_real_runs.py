@@ -163,25 +163,15 @@ def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_sigterm_drains_saves_and_leaves_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, run__steps=500)
-    run.wait_for_step(2)
-    os.killpg(run.process.pid, signal.SIGTERM)  # as a terminal sends it: to every process of the group
-    output = run.end(within=60)
-    assert run.process.returncode == 0, output
-    accounting = replay(run.files / "events.jsonl").accounting()
-    assert accounting.in_flight == 0 and accounting.balanced
-    assert list((run.files / "checkpoints").iterdir())
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_an_interrupted_run_goes_on_from_its_checkpoint_with_more_ranks(tmp_path: Path) -> None:
+def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     method = {"objective__algorithm": "ppo", "objective__kl_coefficient": 0.01}
     first = Run(tmp_path / "first", run__steps=500, **method)
     first.wait_for_step(2)
-    os.killpg(first.process.pid, signal.SIGINT)
+    os.killpg(first.process.pid, signal.SIGINT)  # as a terminal sends it: to every process of the group
     output = first.end(within=60)
     assert first.process.returncode == 0, output
+    accounting = replay(first.files / "events.jsonl").accounting()
+    assert accounting.in_flight == 0 and accounting.balanced
     done = len(first.metrics())
     held_out = {
         "evaluation__prompts": str(EXAMPLE.with_name("held_out.jsonl")),
@@ -192,14 +182,16 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_with_more_ranks(tmp_path
         "evaluation__at_end": False,
     }
     saved = str(first.files / "checkpoints" / "latest")
-    changes = {"checkpoint__resume_from": saved, "training__ranks": 2, "run__steps": done + 2}
+    changes = {"checkpoint__resume_from": saved, "training__ranks": 2, "run__steps": 500}
     second = Run(tmp_path / "second", **method, **held_out, **changes)
-    output = second.end()
+    second.wait_for_step(2)
+    os.killpg(second.process.pid, signal.SIGTERM)
+    output = second.end(within=60)
     assert second.process.returncode == 0, output
     steps = second.metrics()
-    assert [s["step"] for s in steps] == [done + 1, done + 2], output
+    assert [s["step"] for s in steps[:2]] == [done + 1, done + 2], output
     assert steps[0]["optim/value_loss"] > 0
-    assert steps[0]["policy/reference_kl"] > 0, "the reference is version 0, not what was resumed"
+    assert steps[0]["policy/reference_kl"] != 0, "the reference is version 0, not what was resumed"
     assert abs(steps[0]["policy/is_weight_mean"] - 1) < 1e-3, "the engines hold the weights of the checkpoint"
     samples = second.files / "evaluations" / f"step-{done + 1:06d}.jsonl"
     assert len(samples.read_text().splitlines()) == 8

@@ -326,8 +326,7 @@ def save_bits(directory: Path, bits: Bits, shapes: dict[str, tuple[int, ...]]) -
     ("architecture", "tied", "runtime", "linear"),
     [
         ("Qwen2", False, "bfloat16", "plain"),
-        ("Llama", False, "float32", "packed"),
-        ("Qwen3", True, "bfloat16", "packed"),
+        ("Qwen3", False, "bfloat16", "packed"),
     ],
 )
 async def test_other_models_and_types(
