@@ -179,7 +179,7 @@ METRICS: tuple[Metric, ...] = (
         "perf/forward_backward_tok_s",
         "tokens/s",
         RATE,
-        "Packed tokens, prompts included, per second of forward and backward.",
+        "Tokens laid into rows (a prompt that siblings share once) per second of forward and backward.",
     ),
     Metric("perf/samples_s", "samples/s", RATE, "Trained samples per second of wall time."),
     Metric("perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were dropped so far, of those generated."),
