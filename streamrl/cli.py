@@ -1,4 +1,4 @@
-"""``streamrl``: train, check, watch, serve, explain.
+"""``streamrl``: train, check, watch, serve, simulate, calibrate, what-if, explain.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.
 
@@ -91,14 +91,81 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
+    _add_simulation(commands)
+    _add_what_if(commands)
+
     explain = commands.add_parser("explain", help="what a recipe key means, its default and what it may be")
     explain.add_argument("key", nargs="?", default="", metavar="SECTION[.KEY]")
     explain.set_defaults(run=_explain)
     return parser
 
 
+def _add_simulation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="what a recipe would do on a cluster: the real control core in virtual time",
+        description="Run the control core of a recipe against models of engines, rewards and training.",
+    )
+    _add_recipe(simulate)
+    simulate.add_argument(
+        "--cluster", default="", metavar="FILE", help="a cluster model (TOML), or one of the built-in"
+    )
+    simulate.add_argument("--trace", type=Path, metavar="RUN", help="a recorded run: its cluster, and its lengths")
+    simulate.add_argument(
+        "--compare",
+        default="",
+        metavar="POLICY,...",
+        help="rounds to compare, each with settings of its own: continuous:rollout.max_staleness=2,synchronous",
+    )
+    simulate.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps that count (default 40)")
+    simulate.add_argument("--warm-up", type=int, default=10, metavar="N", help="steps before them (default 10)")
+    simulate.add_argument("--seed", type=int, default=0, help="of lengths and rewards")
+    simulate.add_argument("--out", type=Path, metavar="DIR", help="where the pictures go (default: a new directory)")
+    simulate.add_argument("--json", action="store_true", help="the reports as a JSON array")
+    simulate.set_defaults(run=_simulate)
+
+    calibrate = commands.add_parser("calibrate", help="fit a cluster model to a recorded run")
+    calibrate.add_argument("recorded", type=Path, metavar="RUN", help="the directory of a run, or a trace file")
+    calibrate.add_argument("--out", type=Path, metavar="FILE", help="write the cluster model here (default: print it)")
+    calibrate.set_defaults(run=_calibrate)
+
+
+def _add_what_if(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what_if = commands.add_parser(
+        "what-if",
+        help="which rounds would bring most, under a budget of staleness and length bias",
+        description="Search policies of rounds and their constants in virtual time, and print the recommended recipe.",
+    )
+    what_if.add_argument(
+        "subject", metavar="RUN|RECIPE", type=Path, help="the directory of a recorded run, or a recipe"
+    )
+    _add_overrides(what_if)
+    what_if.add_argument("--cluster", default="", metavar="FILE", help="a cluster model (TOML), or one of the built-in")
+    what_if.add_argument(
+        "--max-staleness", type=int, metavar="S", help="oldest trained token, in steps (default: that of the recipe)"
+    )
+    what_if.add_argument(
+        "--min-length-share",
+        type=float,
+        default=0.9,
+        metavar="X",
+        help="mean trained length over the unbiased one, at least (default 0.9)",
+    )
+    what_if.add_argument(
+        "--steps", type=int, default=60, metavar="N", help="steps that count, a candidate (default 60)"
+    )
+    what_if.add_argument("--warm-up", type=int, default=10, metavar="N", help="steps before them (default 10)")
+    what_if.add_argument("--seed", type=int, default=0, help="of lengths and rewards")
+    what_if.add_argument("--json", action="store_true", help="all candidates as JSON")
+    what_if.set_defaults(run=_what_if)
+
+
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="a recipe (TOML), or the directory of a run")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -151,6 +218,49 @@ def _serve(options: argparse.Namespace) -> int:
     from streamrl.config.load import load_recipe
 
     return serve(options.role, load_recipe(recipe_file(options.recipe), options.overrides), options.index)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from streamrl.cli_simulate import Request, simulate_recipe
+
+    return simulate_recipe(
+        Request(
+            recipe=recipe_file(options.recipe),
+            overrides=tuple(options.overrides),
+            cluster=options.cluster,
+            trace=options.trace,
+            compare=options.compare,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            seed=options.seed,
+            out=options.out,
+            as_json=options.json,
+        )
+    )
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from streamrl.cli_simulate import calibrate_run
+
+    return calibrate_run(options.recorded, options.out)
+
+
+def _what_if(options: argparse.Namespace) -> int:
+    from streamrl.cli_what_if import Question, what_if
+
+    return what_if(
+        Question(
+            subject=options.subject,
+            overrides=tuple(options.overrides),
+            cluster=options.cluster,
+            max_staleness=options.max_staleness,
+            min_length_share=options.min_length_share,
+            steps=options.steps,
+            warm_up=options.warm_up,
+            seed=options.seed,
+            as_json=options.json,
+        )
+    )
 
 
 def _explain(options: argparse.Namespace) -> int:

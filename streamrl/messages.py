@@ -131,13 +131,14 @@ EngineOrder = Generate | Abort | Pause | Resume | StageWeights | CommitWeights |
 
 
 class EngineReady(Message, frozen=True):
-    """First message of an engine: what it is and what it holds."""
+    """First message of an engine: what it is and holds. ``kv_tokens``: room of its KV cache (0: unknown)."""
 
     engine: str
     policy_version: int
     max_context: int
     max_running: int
     tokenizer_digest: str = ""
+    kv_tokens: int = 0
 
 
 class Generated(Message, frozen=True):
@@ -156,8 +157,7 @@ class GenerationFailed(Message, frozen=True):
 
 
 class OrderDone(Message, frozen=True):
-    """An order (pause, resume, stage, commit) was carried out. ``state_hash`` after a commit is computed
-    from the live weights."""
+    """An order was carried out. ``state_hash``: after a commit, computed from the live weights."""
 
     order_id: int
     seconds: float
@@ -174,13 +174,19 @@ class OrderFailed(Message, frozen=True):
 
 
 class EngineLoad(Message, frozen=True):
-    """Sent every second, and on change of state."""
+    """Sent a few times a second, and on change of state. ``token_s``: mean seconds of one decode step since the report
+    before (0: none), ``mean_running`` its requests. ``preemptions`` for want of KV, as all counters since the start."""
 
     running: int
     waiting: int
     kv_cache_usage: float
     generated_tokens: int
     preemptions: int = 0
+    token_s: float = 0.0
+    mean_running: float = 0.0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
 
 
 EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFailed | EngineLoad
@@ -225,12 +231,14 @@ class PublishAnchor(Message, frozen=True):
 class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
 
-    ``min_free_bytes``: refuse where less than this would be left on the disk.
+    ``min_free_bytes``: refuse where less than this would be left on the disk. ``beside``: small files of control's, by
+    name; they are as safe as the rest.
     """
 
     directory: str
     policy_version: int
     min_free_bytes: int = 0
+    beside: dict[str, bytes] = {}
 
 
 TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | SaveCheckpoint
@@ -366,6 +374,15 @@ class RunWarning(Message, frozen=True):
     message: str
 
 
+class RunDecided(Message, frozen=True):
+    """Control changed how it works: the kind of round, or the group size. ``figures``: what the decision rests on."""
+
+    step: int
+    subject: str
+    reason: str
+    figures: dict[str, float] = {}
+
+
 class RunFinished(Message, frozen=True):
     """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
 
@@ -373,4 +390,6 @@ class RunFinished(Message, frozen=True):
     step: int
 
 
-RunEvent = StartProgress | RunStarted | RunProgress | StepFinished | EvaluationFinished | RunWarning | RunFinished
+RunEvent = (
+    StartProgress | RunStarted | RunProgress | StepFinished | EvaluationFinished | RunWarning | RunDecided | RunFinished
+)

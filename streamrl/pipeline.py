@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -48,17 +49,20 @@ from streamrl.config.recipe import Recipe
 from streamrl.config.topology import Topology
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.checkpoints import CheckpointKeeper
+from streamrl.control.control_file import read_control_file
 from streamrl.control.controller import Controller
 from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
-from streamrl.control.state import ControlSettings
+from streamrl.control.settings import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
 from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.learning.durable_files import surviving
 from streamrl.messages import (
     EngineEvent,
     EngineOrder,
@@ -128,7 +132,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 )
             )
             version = greetings[0].policy_version
-            parts = _Parts(tokenizer, pool, engines, trainer, ready.max_running, emit)
+            parts = _Parts(tokenizer, pool, engines, trainer, ready.max_running, ready.max_context, emit)
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
             await pool.aclose()
@@ -142,6 +146,7 @@ class _Parts(msgspec.Struct, frozen=True):
     engines: list[RemoteEngine]
     trainer: TrainerRanks
     max_running: int
+    max_context: int
     emit: Emit
 
 
@@ -160,6 +165,8 @@ async def _run_stages(
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
     )
+    resumed = recipe.checkpoint.resume_from
+    kept = await anyio.to_thread.run_sync(read_control_file, surviving(Path(resumed))) if resumed else None
     settings = control_settings(recipe)
     log = EventLog(run_directory / "events.jsonl", run_directory.name, settings)
     prompts = open_prompts(
@@ -168,7 +175,7 @@ async def _run_stages(
         seed=recipe.run.seed,
         shuffle=recipe.prompts.shuffle,
         max_tokens=None,
-        start=start_version * recipe.rollout.prompts_per_batch,
+        start=kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch,
     )
     publisher = WeightPublisher(
         parts.engines,
@@ -180,6 +187,9 @@ async def _run_stages(
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     engines = {f"engine-{index}": engine for index, engine in enumerate(parts.engines)}
     audit = WeightAudit(engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
+    capacity = min(parts.max_running, recipe.rollout.batch_trajectories)
+    trace = TrajectoryTrace(run_directory / "trace.jsonl", _trace_header(recipe, run_directory.name, parts, capacity))
+    report = RunReport(parts.emit, rollout.statistics, capacity, engines=len(parts.engines), trace=trace)
     controller = Controller(
         settings,
         prompts=prompts,
@@ -187,14 +197,16 @@ async def _run_stages(
         trainer=parts.trainer,
         publisher=publisher,
         log=log,
-        report=RunReport(parts.emit, rollout.statistics, min(parts.max_running, recipe.max_in_flight)),
+        report=report,
         seed=recipe.run.seed,
         save=keeper.save,
         audit=audit.after_push,
         scored=keeper.scored,
         store=samples.write if recipe.evaluation.store_samples else None,
         alarms=Alarms(alarm_rules(recipe.off_policy.alarm)),
+        load=parts.pool.load,
         start_version=start_version,
+        kept=kept,
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
     window = 2 * recipe.max_in_flight + held_out.in_flight + 64
@@ -211,6 +223,7 @@ async def _run_stages(
             stages.cancel_scope.cancel()
     finally:
         log.close()
+        report.close()
         await prompts.aclose()
 
 
@@ -278,6 +291,13 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         max_staleness=recipe.rollout.max_staleness,
         when_stale=recipe.rollout.when_stale,
         dynamic_sampling=recipe.dynamic_sampling,
+        order=recipe.rollout.order,
+        presubmit=recipe.rollout.presubmit,
+        policy=recipe.rollout.policy,
+        tail_batching=recipe.tail_batching,
+        length_sorted=recipe.length_sorted,
+        group_sizing=recipe.group_sizing,
+        seed=recipe.run.seed,
         max_failed_share=recipe.reward_limits.max_failed_share,
         failure_window=recipe.reward_limits.window,
         evaluate_every=recipe.evaluation.every if has_held_out else 0,
@@ -286,6 +306,25 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         evaluate_at_end=has_held_out and recipe.evaluation.at_end,
         checkpoint_every=recipe.checkpoint.every,
         checkpoint_at_end=recipe.checkpoint.at_end,
+    )
+
+
+def _trace_header(recipe: Recipe, run_id: str, parts: _Parts, capacity: int) -> TraceHeader:
+    return TraceHeader(
+        schema=TRACE_SCHEMA,
+        run_id=run_id,
+        started_at=time.time(),
+        seed=recipe.run.seed,
+        max_tokens=recipe.sampling.max_tokens,
+        max_context=parts.max_context,
+        temperature=recipe.sampling.temperature,
+        prompts_per_batch=recipe.rollout.prompts_per_batch,
+        group_size=recipe.rollout.group_size,
+        rounds=str(recipe.rollout.rounds),
+        max_staleness=recipe.rollout.max_staleness,
+        engines=len(parts.engines),
+        capacity=capacity,
+        ranks=recipe.training.ranks,
     )
 
 

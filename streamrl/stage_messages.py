@@ -26,7 +26,20 @@ class CancelTrajectories(Message, frozen=True):
     ids: tuple[TrajectoryId, ...]
 
 
-RolloutOrder = LaunchTrajectory | CancelTrajectories
+class HoldTrajectories(Message, frozen=True):
+    """Stop these trajectories and keep their tokens until they are resumed or cancelled; each that was still running
+    answers with ``TrajectoryHeld``."""
+
+    ids: tuple[TrajectoryId, ...]
+
+
+class ContinueTrajectories(Message, frozen=True):
+    """Go on with held trajectories, from their tokens. Ids that are not held are ignored."""
+
+    ids: tuple[TrajectoryId, ...]
+
+
+RolloutOrder = LaunchTrajectory | CancelTrajectories | HoldTrajectories | ContinueTrajectories
 
 
 class FinishedTrajectory(Message, frozen=True):
@@ -47,7 +60,14 @@ class TrajectoryLost(Message, frozen=True):
     evaluation: bool = False
 
 
-RolloutOutcome = FinishedTrajectory | TrajectoryLost
+class TrajectoryHeld(Message, frozen=True):
+    """A trajectory that was stopped with ``tokens`` sampled so far. It comes back once more: finished or lost."""
+
+    id: TrajectoryId
+    tokens: int
+
+
+RolloutOutcome = FinishedTrajectory | TrajectoryLost | TrajectoryHeld
 
 
 class Scored(Message, frozen=True):
@@ -56,7 +76,9 @@ class Scored(Message, frozen=True):
     outcome: ScoredTrajectory | RewardFailure
 
 
-RewardOutcome = Scored | TrajectoryLost
+RewardOutcome = Scored | TrajectoryLost | TrajectoryHeld
+EndedOutcome = Scored | TrajectoryLost
+"""What a trajectory comes back as in the end. Held-out ones are never held."""
 
 
 class RolloutStatistics(Record, frozen=True):

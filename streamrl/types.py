@@ -40,12 +40,18 @@ class FinishReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why control did not train a trajectory."""
+    """Why control did not train a trajectory.
+
+    ``lost_race``: enough siblings, or enough prompts, were faster. ``cut``: it was running when its batch was full and
+    is sampled again from its start.
+    """
 
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
     REWARD_FAILED = "reward_failed"
     ENGINE_FAILED = "engine_failed"
+    LOST_RACE = "lost_race"
+    CUT = "cut"
     CANCELLED = "cancelled"
     DRAINED = "drained"
 

@@ -1,9 +1,10 @@
 """The rollout buffer: the life of every trajectory and group, and the accounting.
 
-Pure and synchronous. It holds identities, sizes and states, never tokens.
+Pure and synchronous. It holds identities, sizes and states, never tokens. Every call costs time in proportion to one
+group at most, whatever is in flight.
 
-A trajectory is ``IN_FLIGHT`` (sampled or being scored) -> ``SCORED`` -> ``BATCHED`` -> trained, or dropped with
-one reason from any of them. A group is open until each member ended, then ready, then batched.
+A trajectory is ``IN_FLIGHT`` (sampled, held with its tokens, or being scored) -> ``SCORED`` -> ``BATCHED`` -> trained,
+or dropped with one reason from any of them. A group is open until each member ended, then ready, then batched.
 
 At every instant ``issued == trained + sum(dropped.values()) + in_flight``.
 """
@@ -27,6 +28,17 @@ class TrajectoryState(StrEnum):
     BATCHED = "batched"
 
 
+class PromptTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that may be launched. ``attempt`` and ``noise`` (-1: a new one) say which draw of it this is;
+    ``tokens``: of the prompt, 0 when unknown."""
+
+    prompt_id: str
+    attempt: int = 0
+    noise: int = -1
+    tokens: int = 0
+    domain: str = ""
+
+
 class Member(msgspec.Struct, kw_only=True):
     """One trajectory that has not ended. ``oldest_version``: launch version until the engine told the real one."""
 
@@ -39,25 +51,39 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """The live members of one prompt. ``batch_id`` None until it is handed to training."""
+    """The live members of one prompt.
+
+    ``keep``: how many of its members a batch takes; ``open``: members that were not scored; ``held``: they stopped and
+    keep their tokens; ``batch_id`` None until it is handed to training; ``oldest_version``: oldest policy version that
+    one of its tokens may have.
+    """
 
     group_id: int
-    prompt_id: str
-    attempt: int
+    ticket: PromptTicket
     launch_version: int
+    oldest_version: int
     size: int
+    keep: int
+    round_kind: str
     members: dict[TrajectoryId, Member]
+    open: int
+    held: bool = False
     batch_id: int | None = None
+
+    @property
+    def prompt_id(self) -> str:
+        """Of its prompt."""
+        return self.ticket.prompt_id
+
+    @property
+    def attempt(self) -> int:
+        """How often its prompt was launched before."""
+        return self.ticket.attempt
 
     @property
     def ready(self) -> bool:
         """Every member ended, and it is not yet in a batch."""
-        return self.batch_id is None and all(m.state is TrajectoryState.SCORED for m in self.members.values())
-
-    @property
-    def oldest_version(self) -> int:
-        """Oldest policy version that one of its tokens may have."""
-        return min((m.oldest_version for m in self.members.values()), default=self.launch_version)
+        return self.open == 0 and self.batch_id is None and bool(self.members)
 
     @property
     def tokens(self) -> int:
@@ -65,10 +91,19 @@ class Group(msgspec.Struct, kw_only=True):
         return sum(m.tokens for m in self.members.values())
 
     @property
+    def longest(self) -> int:
+        """Sampled tokens of its longest finished member."""
+        return max((m.tokens for m in self.members.values()), default=0)
+
+    @property
     def zero_variance(self) -> bool:
         """All rewards are equal: no signal for a group baseline."""
         rewards = [m.reward for m in self.members.values()]
         return all(r == rewards[0] for r in rewards)
+
+    def open_ids(self) -> tuple[TrajectoryId, ...]:
+        """Members that were not scored."""
+        return tuple(i for i, m in self.members.items() if m.state is TrajectoryState.IN_FLIGHT)
 
 
 class Accounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,30 +121,53 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutBuffer:
-    """Groups that have not ended, and counters of those that have."""
+    """Groups that have not ended, and counters of those that have.
+
+    ``groups``: all of them; ``untrained``: those that are not in a batch, oldest launch first; ``ready``: those of them
+    that may be trained. Read them; change them only through the methods.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
+        self.untrained: dict[int, Group] = {}
+        self.ready: dict[int, Group] = {}
         self.issued = 0
         self.trained = 0
         self.dropped: Counter[DropReason] = Counter()
         self.wasted_tokens = 0
+        self._batched: dict[int, list[Group]] = {}
+        self._by_version: Counter[int] = Counter()
 
-    def admit(self, prompt_id: str, group_id: int, size: int, *, attempt: int, policy_version: int) -> Group:
-        """Launch a group of ``size`` trajectories under the live ``policy_version``."""
+    def admit(
+        self,
+        ticket: PromptTicket,
+        group_id: int,
+        size: int,
+        *,
+        keep: int,
+        policy_version: int,
+        round_kind: str,
+    ) -> Group:
+        """Launch a group of ``size`` trajectories that ``policy_version`` will sample."""
         if group_id in self.groups:
             raise ValueError(f"group {group_id} is in the buffer already")
-        ids = [TrajectoryId(prompt_id=prompt_id, group_id=group_id, sample=i, attempt=attempt) for i in range(size)]
-        members = {i: Member(id=i, state=TrajectoryState.IN_FLIGHT, oldest_version=policy_version) for i in ids}
+        ids = [
+            TrajectoryId(prompt_id=ticket.prompt_id, group_id=group_id, sample=i, attempt=ticket.attempt)
+            for i in range(size)
+        ]
         group = Group(
             group_id=group_id,
-            prompt_id=prompt_id,
-            attempt=attempt,
+            ticket=ticket,
             launch_version=policy_version,
+            oldest_version=policy_version,
             size=size,
-            members=members,
+            keep=keep,
+            round_kind=round_kind,
+            members={i: Member(id=i, state=TrajectoryState.IN_FLIGHT, oldest_version=policy_version) for i in ids},
+            open=size,
         )
-        self.groups[group_id] = group
+        self.groups[group_id] = self.untrained[group_id] = group
+        self._by_version[policy_version] += keep
         self.issued += size
         return group
 
@@ -125,60 +183,88 @@ class RolloutBuffer:
         member = self.member(trajectory_id)
         if member is None or member.state is not TrajectoryState.IN_FLIGHT:
             return None
+        group = self.groups[trajectory_id.group_id]
         member.state = TrajectoryState.SCORED
         member.reward, member.tokens, member.finish_reason = reward, tokens, reason
-        member.oldest_version = oldest
-        return self.groups[trajectory_id.group_id]
+        if oldest != member.oldest_version:
+            member.oldest_version = oldest
+            self._date(group)
+        group.open -= 1
+        self._note_ready(group)
+        return group
 
     def drop_member(self, trajectory_id: TrajectoryId, reason: DropReason, *, tokens: int = 0) -> Group | None:
         """End one trajectory of a group that is not batched; the group shrinks. None for one that ended before."""
         member = self.member(trajectory_id)
         if member is None or member.state is TrajectoryState.BATCHED:
+            self.wasted_tokens += tokens  # it was dropped while it ran: what it had sampled is known only now
             return None
         group = self.groups[trajectory_id.group_id]
         del group.members[trajectory_id]
+        group.open -= member.state is TrajectoryState.IN_FLIGHT
         self.dropped[reason] += 1
         self.wasted_tokens += tokens or member.tokens
-        if not group.members:
-            del self.groups[group.group_id]
+        if group.members:
+            if member.oldest_version == group.oldest_version:
+                self._date(group)
+            self._note_ready(group)
+        else:
+            self._remove(group)
         return group
 
     def drop_group(self, group_id: int, reason: DropReason) -> Group:
         """End every trajectory of a group with one reason."""
-        group = self.groups.pop(group_id)
+        group = self.groups[group_id]
+        self._remove(group)
         self.dropped[reason] += len(group.members)
         self.wasted_tokens += group.tokens
         return group
+
+    def hold(self, group: Group) -> None:
+        """Its open members stop and keep their tokens."""
+        group.held = True
+
+    def resume(self, group: Group) -> None:
+        """The inverse of ``hold``."""
+        group.held = False
 
     def batch(self, group_id: int, batch_id: int) -> Group:
         """Hand a ready group to training."""
         group = self.groups[group_id]
         if not group.ready:
             raise ValueError(f"group {group_id} is not ready: {[str(m.state) for m in group.members.values()]}")
+        self._forget_untrained(group)
         group.batch_id = batch_id
+        self._batched.setdefault(batch_id, []).append(group)
         for member in group.members.values():
             member.state = TrajectoryState.BATCHED
         return group
 
     def train(self, batch_id: int) -> list[Group]:
         """The optimizer stepped on ``batch_id``: its groups end as trained."""
-        ended = [g for g in self.groups.values() if g.batch_id == batch_id]
+        ended = self._batched.pop(batch_id, [])
         for group in ended:
             self.trained += len(group.members)
             del self.groups[group.group_id]
         return ended
 
-    def untrained(self) -> Iterator[Group]:
-        """Groups that are not in a batch, oldest launch first."""
-        return (g for g in self.groups.values() if g.batch_id is None)
+    def versions(self) -> list[tuple[int, int]]:
+        """(oldest version, trajectories that batches take) of the untrained groups, ascending."""
+        return sorted(self._by_version.items())
 
-    def ready(self) -> list[Group]:
-        """Groups that may be trained, oldest launch first."""
-        return [g for g in self.groups.values() if g.ready]
+    def older_than(self, version: int) -> list[Group]:
+        """Untrained groups whose oldest token may be of an older version, oldest launch first."""
+        if not any(v < version for v in self._by_version):
+            return []
+        return [g for g in self.untrained.values() if g.oldest_version < version]
 
     def in_flight(self, groups: Iterable[Group] | None = None) -> int:
         """Trajectories that have not ended, counted from the groups themselves."""
         return sum(len(g.members) for g in (self.groups.values() if groups is None else groups))
+
+    def held(self) -> Iterator[Group]:
+        """Untrained groups that were stopped, oldest launch first."""
+        return (g for g in self.untrained.values() if g.held)
 
     def accounting(self) -> Accounting:
         """Counts for the invariant; ``in_flight`` is counted independently of the other three."""
@@ -188,3 +274,34 @@ class RolloutBuffer:
             dropped={str(reason): count for reason, count in sorted(self.dropped.items())},
             in_flight=self.in_flight(),
         )
+
+    # ---- indexes ---------------------------------------------------------------------------------
+
+    def _date(self, group: Group) -> None:
+        """A member's oldest version changed, or the member with the oldest one left."""
+        oldest = min(m.oldest_version for m in group.members.values())
+        if oldest != group.oldest_version:
+            self._count_version(group, -1)
+            group.oldest_version = oldest
+            self._count_version(group, 1)
+
+    def _count_version(self, group: Group, sign: int) -> None:
+        self._by_version[group.oldest_version] += sign * group.keep
+        if not self._by_version[group.oldest_version]:
+            del self._by_version[group.oldest_version]
+
+    def _note_ready(self, group: Group) -> None:
+        if group.open == 0:
+            group.held = False
+            self.ready[group.group_id] = group
+
+    def _forget_untrained(self, group: Group) -> None:
+        if self.untrained.pop(group.group_id, None) is not None:
+            self._count_version(group, -1)
+        self.ready.pop(group.group_id, None)
+
+    def _remove(self, group: Group) -> None:
+        self._forget_untrained(group)
+        del self.groups[group.group_id]
+        if group.batch_id is not None:
+            self._batched[group.batch_id].remove(group)

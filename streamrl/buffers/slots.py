@@ -57,18 +57,23 @@ def last_version(oldest_version: int, max_staleness: int) -> int:
     return oldest_version + max_staleness
 
 
-def may_take(candidate: int, others: Iterable[int], *, now: int, seats: int, batch_groups: int) -> bool:
-    """Whether a group may take one of the ``seats`` left in the batch that version ``now`` trains.
+def may_take(
+    trajectories: int, deadline: int, due: Iterable[tuple[int, int]], *, now: int, seats: int, batch: int
+) -> bool:
+    """Whether a group may take ``trajectories`` of the ``seats`` left in the batch that version ``now`` trains.
 
-    ``candidate`` is the group's ``last_version``; ``others`` are those of all other untrained groups.
-    True when, the seat taken, every other group can still be trained in time: for each deadline ``d``
-    at most ``(seats - 1) + batch_groups * (d - now)`` groups may have to be trained by ``d``
-    (earliest-deadline-first feasibility with unit jobs).
+    ``deadline``: the group's ``last_version``; ``due``: trajectories of all untrained groups by deadline, ascending.
+    True when, the seats taken, every other group can still be trained in time: for each deadline ``d`` before this
+    group's own, at most ``seats - trajectories + batch * (d - now)`` trajectories may have to be trained by ``d``
+    (earliest-deadline-first feasibility; groups of one size).
     """
-    if seats <= 0 or candidate < now:
+    if seats <= 0 or deadline < now:
         return False
-    pending = sorted(d for d in others if d < candidate)
-    # The n-th of them, in order of deadline, must find a place by its own deadline.
-    return all(
-        due <= seats - 1 + batch_groups * max(deadline - now, 0) for due, deadline in enumerate(pending, start=1)
-    )
+    pending = 0
+    for last, count in due:
+        if last >= deadline:
+            break
+        pending += count
+        if pending > seats - trajectories + batch * max(last - now, 0):
+            return False
+    return True

@@ -10,7 +10,8 @@ import msgspec
 from streamrl.config.algorithms import objective_settings
 from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
-from streamrl.config.recipe import InFlight, OptimizerKind, Recipe, RoundKind, StalePolicy
+from streamrl.config.recipe import OptimizerKind, Recipe
+from streamrl.config.scheduling import InFlight, StalePolicy
 from streamrl.config.topology import Role, Topology
 
 MIB = 1 << 20
@@ -97,7 +98,7 @@ def _micro_batches(samples: int, tokens_each: int, recipe: Recipe) -> int:
 def staleness_sentence(recipe: Recipe) -> str:
     """The staleness bound of a run, in one sentence."""
     rollout = recipe.rollout
-    if rollout.rounds is RoundKind.SYNCHRONOUS:
+    if recipe.on_policy:
         return "staleness 0: every token is trained by the version that sampled it"
     what = {
         StalePolicy.WAIT: "publishing waits for it",

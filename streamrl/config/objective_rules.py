@@ -20,7 +20,7 @@ from streamrl.config.objective import (
     Surrogate,
 )
 from streamrl.config.problems import shown
-from streamrl.config.recipe import Recipe, RoundKind
+from streamrl.config.recipe import Recipe
 
 Broken = Iterator[tuple[str, str]]
 
@@ -187,11 +187,10 @@ def correction_bounds(recipe: Recipe) -> Broken:
 def corrections_have_work(recipe: Recipe) -> Broken:
     """Corrections that never see a token they could correct: see ``learning.corrections``."""
     off_policy = recipe.off_policy
-    synchronous = recipe.rollout.rounds is RoundKind.SYNCHRONOUS
-    fresh = "synchronous rounds train every token by the version that sampled it"
+    fresh = f"{recipe.rollout.rounds} rounds train every token by the version that sampled it"
     continuous = 'set rollout.rounds = "continuous"'
     weights: tuple[str, ...] = ("truncate", "cap", "mask")
-    if synchronous:
+    if recipe.on_policy:
         yield from _without_effect(off_policy, ("proximal", "staleness_discount"), fresh, continuous)
         if not off_policy.correct_mismatch:
             yield from _without_effect(off_policy, weights, fresh, f"set correct_mismatch = true, or {continuous}")

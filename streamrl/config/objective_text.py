@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamrl.config.algorithms import METHODS, ObjectiveSettings, objective_settings, why_not_streaming
 from streamrl.config.objective import AdvantageKind, OffPolicy, Proximal, RatioLevel, Surrogate
 from streamrl.config.problems import shown
-from streamrl.config.recipe import Recipe, RoundKind
+from streamrl.config.recipe import Recipe
 
 _OVER = {
     RatioLevel.TOKEN: "of the token",
@@ -76,7 +76,7 @@ def off_policy_sentence(recipe: Recipe) -> str:
     """How tokens that another policy sampled are corrected."""
     off_policy = recipe.off_policy
     corrects_fresh = off_policy.correct_mismatch
-    if recipe.rollout.rounds is RoundKind.SYNCHRONOUS:
+    if recipe.on_policy:
         if not corrects_fresh:
             return "nothing to correct: every token is trained by the version that sampled it"
         return f"every token, for what engine and trainer differ by, is {_weighting(off_policy)}"

@@ -22,6 +22,7 @@ from streamrl.config.objective import (
     Section,
     Share,
 )
+from streamrl.config.scheduling import GroupSizing, LengthSorted, Rollout, TailBatching, slots, trains_on_policy
 
 
 class Run(Section, frozen=True):
@@ -47,49 +48,6 @@ class Prompts(Section, frozen=True):
 
     train: str
     shuffle: bool = True
-
-
-class RoundKind(StrEnum):
-    """How rounds are formed."""
-
-    SYNCHRONOUS = "synchronous"
-    CONTINUOUS = "continuous"
-
-
-class InFlight(StrEnum):
-    """What a weight update does to requests in flight: keep their KV, recompute it, or cut and resume by tokens."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    RESUME = "resume"
-
-
-class StalePolicy(StrEnum):
-    """What happens to a trajectory that would become older than ``max_staleness``."""
-
-    WAIT = "wait"
-    DROP = "drop"
-    REGENERATE = "regenerate"
-
-
-class Rollout(Section, frozen=True):
-    """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories.
-
-    ``dynamic_sampling``: groups of equal rewards are dropped and refilled; None: what the algorithm's paper says.
-    """
-
-    prompts_per_batch: Positive = 32
-    group_size: Positive = 8
-    rounds: RoundKind = RoundKind.SYNCHRONOUS
-    max_staleness: Natural = 0
-    in_flight: InFlight = InFlight.KEEP
-    when_stale: StalePolicy = StalePolicy.WAIT
-    dynamic_sampling: bool | None = None
-
-    @property
-    def batch_trajectories(self) -> int:
-        """Trajectories in one batch."""
-        return self.prompts_per_batch * self.group_size
 
 
 class Sampling(Section, frozen=True):
@@ -261,6 +219,9 @@ class Recipe(Section, frozen=True):
     rewards: tuple[Reward, ...]
     run: Run = Run()
     rollout: Rollout = Rollout()
+    tail_batching: TailBatching = TailBatching()
+    length_sorted: LengthSorted = LengthSorted()
+    group_sizing: GroupSizing = GroupSizing()
     sampling: Sampling = Sampling()
     reward_limits: RewardLimits = RewardLimits()
     objective: Objective = Objective()
@@ -277,7 +238,12 @@ class Recipe(Section, frozen=True):
     @property
     def max_in_flight(self) -> int:
         """Slots: trajectories that may be in flight at once."""
-        return (self.rollout.max_staleness + 1) * self.rollout.batch_trajectories
+        return slots(self.rollout, self.tail_batching, self.length_sorted, self.group_sizing)
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every token is trained by the version that sampled it."""
+        return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
 
     @property
     def dynamic_sampling(self) -> bool:

@@ -11,18 +11,9 @@ from collections.abc import Callable, Iterator, Set
 
 import msgspec
 
-from streamrl.config import objective_rules
+from streamrl.config import objective_rules, scheduling_rules, sizing_rules
 from streamrl.config.problems import shown
-from streamrl.config.recipe import (
-    InFlight,
-    Launch,
-    Lora,
-    OptimizerKind,
-    Recipe,
-    RoundKind,
-    StalePolicy,
-    TransportKind,
-)
+from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, TransportKind
 
 DEVICES = ("auto", "cpu", "cuda")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,43 +39,6 @@ def _reads_any(rule: Rule, bad_paths: Set[str]) -> bool:
         for read in rule.reads
         for bad in bad_paths
     )
-
-
-def _staleness_of_rounds(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    rollout = recipe.rollout
-    if rollout.rounds is RoundKind.SYNCHRONOUS and rollout.max_staleness != 0:
-        yield (
-            "rollout.max_staleness",
-            (
-                f'{rollout.max_staleness} does not fit rounds = "synchronous", which trains at staleness 0: '
-                'set max_staleness = 0, or rounds = "continuous"'
-            ),
-        )
-    if rollout.rounds is RoundKind.CONTINUOUS and rollout.max_staleness == 0:
-        yield (
-            "rollout.max_staleness",
-            (
-                '0 does not fit rounds = "continuous", which overlaps training with the next rollout: '
-                'set max_staleness = 1 or more, or rounds = "synchronous"'
-            ),
-        )
-
-
-def _synchronous_leaves_nothing_in_flight(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    rollout = recipe.rollout
-    if rollout.rounds is not RoundKind.SYNCHRONOUS:
-        return
-    remedy = 'remove it, or set rounds = "continuous"'
-    if rollout.in_flight is not InFlight.KEEP:
-        yield (
-            "rollout.in_flight",
-            f'"{rollout.in_flight}" has no effect: a synchronous round has nothing in flight at an update; {remedy}',
-        )
-    if rollout.when_stale is not StalePolicy.WAIT:
-        yield (
-            "rollout.when_stale",
-            f'"{rollout.when_stale}" has no effect: nothing becomes stale in synchronous rounds; {remedy}',
-        )
 
 
 def _rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -265,10 +219,22 @@ def _run_name(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "run.name", f'"{recipe.run.name}" cannot name a directory: use letters, digits, ".", "_" and "-"'
 
 
+_ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
+
 RULES = (
     Rule(("run.name",), _run_name),
-    Rule(("rollout.rounds", "rollout.max_staleness"), _staleness_of_rounds),
-    Rule(("rollout.rounds", "rollout.in_flight", "rollout.when_stale"), _synchronous_leaves_nothing_in_flight),
+    Rule((*_ROUNDS, "rollout.max_staleness"), scheduling_rules.staleness_of_rounds),
+    Rule((*_ROUNDS, "rollout.in_flight", "rollout.when_stale"), scheduling_rules.nothing_in_flight_at_an_update),
+    Rule((*_ROUNDS, "rollout.presubmit"), scheduling_rules.submitted_in_advance),
+    Rule(("rollout.rounds", "rollout.policy"), scheduling_rules.custom_policy),
+    Rule(_ROUNDS, scheduling_rules.sections_of_other_rounds),
+    Rule(_ROUNDS, scheduling_rules.races),
+    Rule((*_ROUNDS, "objective"), scheduling_rules.cohorts),
+    Rule(("group_sizing",), sizing_rules.sizing_has_an_effect),
+    Rule(("group_sizing", "rollout"), sizing_rules.sizes_fit_the_batch),
+    Rule(("group_sizing", "rollout"), sizing_rules.sizes_show_stragglers),
+    Rule(("group_sizing",), sizing_rules.shares_for_chance),
+    Rule(("group_sizing", "rollout", "length_sorted", "objective"), sizing_rules.sizes_mean_something),
     Rule(("rollout.group_size", "rollout.dynamic_sampling", "objective"), objective_rules.groups_have_a_baseline),
     Rule(("objective",), objective_rules.clips),
     Rule(("objective",), objective_rules.reference_kl),

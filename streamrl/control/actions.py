@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.types import Record, TrajectoryId
+from streamrl.types import DropReason, Record, TrajectoryId
 
 
 class Action(Record, frozen=True, tag=True):
@@ -16,16 +16,49 @@ class DrawPrompts(Action, frozen=True):
 
 
 class LaunchGroup(Action, frozen=True):
-    """Sample ``len(ids)`` trajectories of one prompt."""
+    """Sample ``len(ids)`` trajectories of one prompt.
+
+    ``policy_version``: the one that will sample them. ``noise``: the seeds are derived from it and the sample number,
+    so that a replayed loser draws the same noise again.
+    """
 
     group_id: int
     ids: tuple[TrajectoryId, ...]
+    policy_version: int
+    noise: int
 
 
 class CancelGroup(Action, frozen=True):
-    """Stop these trajectories, wherever they are; forget what came back from them."""
+    """Stop these trajectories, wherever they are; forget what came back from them. ``reason``: for the report."""
 
     ids: tuple[TrajectoryId, ...]
+    reason: DropReason = DropReason.CANCELLED
+
+
+class CutTrajectories(Action, frozen=True):
+    """Stop these trajectories and keep their tokens. Each answers with ``TrajectoryCut``, unless it ended before."""
+
+    ids: tuple[TrajectoryId, ...]
+
+
+class ResumeTrajectories(Action, frozen=True):
+    """Go on with trajectories that were cut, from their tokens, under the live version."""
+
+    ids: tuple[TrajectoryId, ...]
+
+
+class HoldEngines(Action, frozen=True):
+    """Pause all engines until ``policy_version`` is live: what is launched now is sampled by it."""
+
+    policy_version: int
+
+
+class Explain(Action, frozen=True):
+    """Why control decided as it did, for people: written to the event log and shown. ``figures``: what it rests on."""
+
+    subject: str
+    reason: str
+    figures: dict[str, float] = {}
 
 
 class TrainGroupNow(Action, frozen=True):
@@ -48,9 +81,10 @@ class StepOptimizer(Action, frozen=True):
 
 
 class ForgetTrajectories(Action, frozen=True):
-    """Control dropped these finished trajectories; their payload may go."""
+    """Control dropped these finished trajectories; their payload may go. ``reason``: for the report."""
 
     ids: tuple[TrajectoryId, ...]
+    reason: DropReason = DropReason.CANCELLED
 
 
 class PublishWeights(Action, frozen=True):
@@ -94,6 +128,10 @@ ControlAction = (
     DrawPrompts
     | LaunchGroup
     | CancelGroup
+    | CutTrajectories
+    | ResumeTrajectories
+    | HoldEngines
+    | Explain
     | TrainGroupNow
     | StepOptimizer
     | ForgetTrajectories

@@ -49,15 +49,16 @@ class CheckpointKeeper:
         self._scores = _read_scores(directory / SCORES)
         self._saved: set[int] = set()
 
-    async def save(self, policy_version: int) -> None:
-        """Write ``step-N``, once a version; then move ``latest`` to it and remove what need not be kept."""
+    async def save(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
+        """Write ``step-N``, once a version, with the files ``beside`` in it; then move ``latest`` to it and remove what
+        need not be kept."""
         if policy_version in self._saved:
             return
         for leftover in self._directory.glob(".step-*.partial"):  # of a run that was killed while it wrote
             await self._forget(leftover)
         path = self._path(policy_version)
         least = int(self._rules.min_free_gib * (1 << 30))
-        await self._trainer.save_checkpoint(str(path), policy_version, least)
+        await self._trainer.save_checkpoint(str(path), policy_version, least, beside)
         await anyio.to_thread.run_sync(point_latest, self._directory, path.name)
         self._saved.add(policy_version)
         # A version that an earlier life of this run wrote was replaced: it is the newest now.

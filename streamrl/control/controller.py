@@ -7,36 +7,43 @@ controller's task group and comes back as an event. The loop itself only sends.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
 from anyio.abc import TaskGroup
 
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.config.scheduling import RoundKind
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.alarms import Alarms
+from streamrl.control.control_file import control_file
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.event_log import EventLog
+from streamrl.control.kept_state import KeptControl
+from streamrl.control.prompt_shelf import PromptShelf, PromptSource
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
-from streamrl.control.state import ControlSettings, ControlState
+from streamrl.control.settings import ControlSettings
+from streamrl.control.snapshot import take_snapshot
+from streamrl.control.state import ControlState
 from streamrl.control.trainer_ranks import TrainerRanks, announcement
 from streamrl.errors import RewardFailureLimit, StreamRLError
-from streamrl.messages import CloseBatch, StepReport, WeightAnnouncement
+from streamrl.messages import CloseBatch, EngineLoad, StepReport, WeightAnnouncement
 from streamrl.seeds import derive_seed
 from streamrl.stage_messages import (
     CancelTrajectories,
+    ContinueTrajectories,
+    EndedOutcome,
+    HoldTrajectories,
     LaunchTrajectory,
     RewardOutcome,
     RolloutOrder,
+    TrajectoryHeld,
     TrajectoryLost,
 )
 from streamrl.types import (
     DropReason,
-    Prompt,
     RewardFailure,
     ScoredTrajectory,
     TrainingGroup,
@@ -44,11 +51,7 @@ from streamrl.types import (
     to_training_sample,
 )
 
-
-class PromptSource(Protocol):
-    """Where prompts come from; fewer than asked for means that it is exhausted."""
-
-    async def draw(self, count: int) -> list[Prompt]: ...
+MEASURING_INTERVAL_S = 0.25
 
 
 class Controller:
@@ -65,12 +68,14 @@ class Controller:
         log: EventLog,
         report: RunReport,
         seed: int,
-        save: Callable[[int], Awaitable[None]],
+        save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
         audit: Callable[[int], Awaitable[None]],
         scored: Callable[[int, dict[str, float]], Awaitable[None]],
-        store: Callable[[int, Sequence[RewardOutcome]], Awaitable[None]] | None,
+        store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None,
         alarms: Alarms,
+        load: Callable[[], EngineLoad],
         start_version: int = 0,
+        kept: KeptControl | None = None,
     ) -> None:
         self.state = ControlState(settings)
         self._prompts = prompts
@@ -85,14 +90,20 @@ class Controller:
         self._scored = scored
         self._store = store
         self._alarms = alarms
+        self._load = load
+        # Others decide nothing from it, and a log of a run of days is long enough.
+        self._tells_load = settings.rounds in (RoundKind.AUTO, RoundKind.CUSTOM)
         self._start_version = start_version
-        self._drawn: OrderedDict[str, Prompt] = OrderedDict()
-        # What may be asked for again is bounded by the slots; the rest of the shelf is forgotten.
-        self._shelf = 1024 + 32 * (settings.max_staleness + 1) * settings.batch_groups
+        self._kept = kept.snapshot if kept else None
+        # What may be asked for again is bounded by the slots, and by the queue that a few batches of losers make.
+        remembered = 1024 + 32 * max(self.state.slots.capacity, settings.batch_groups)
+        self._shelf = PromptShelf(remembered, settings.tail_batching.domain_column, settings.tail_batching.domains)
+        self._shelf.put(kept.prompts if kept else ())
         self._payloads: dict[TrajectoryId, ScoredTrajectory] = {}
         self._batch: list[ScoredTrajectory] = []
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
+        self._measuring = anyio.CancelScope()
         # Bounded by the slots and by one answer for each kind of order.
         self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)
 
@@ -109,7 +120,8 @@ class Controller:
             await self._trainer.acknowledge(version)
             await self._audit(version)
             self._report.began()
-            self._tell.send_nowait(on.RunBegan(policy_version=version))
+            children.start_soon(self._measure_engines)
+            self._tell.send_nowait(on.RunBegan(policy_version=version, kept=self._kept))
             while not reason:
                 event = await self._events.receive()
                 self._log.append(event, self._report.elapsed())
@@ -118,6 +130,7 @@ class Controller:
                 await self._report.progress(self.state, self._evaluation)
             await orders.aclose()
             await self._trainer.aclose()
+            self._measuring.cancel()
         return reason
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
@@ -128,10 +141,20 @@ class Controller:
             case do.LaunchGroup():
                 await self._launch(action, orders)
             case do.CancelGroup():
-                self._forget(action.ids)
+                self._forget(action.ids, action.reason)
                 await orders.send(CancelTrajectories(ids=action.ids))
             case do.ForgetTrajectories():
-                self._forget(action.ids)
+                self._forget(action.ids, action.reason)
+            case do.CutTrajectories():
+                await orders.send(HoldTrajectories(ids=action.ids))
+            case do.ResumeTrajectories():
+                await orders.send(ContinueTrajectories(ids=action.ids))
+            case do.HoldEngines():
+                # Before anything is submitted: what a running engine takes would be sampled by the old weights.
+                await self._publisher.hold()
+            case do.Explain():
+                self._log.decided(action, self._report.elapsed())
+                await self._report.decided(action, self.state.trainer_version + 1)
             case do.TrainGroupNow():
                 await self._train_group(action)
             case do.StepOptimizer():
@@ -145,7 +168,7 @@ class Controller:
                         engines_idle=action.engines_idle,
                     )
                 )
-                self._report.batch_closed()
+                self._report.batch_closed(self.state.round_kind)
                 batch, self._batch = self._batch, []
                 children.start_soon(self._step, action, gather, batch)
             case do.PublishWeights():
@@ -159,7 +182,8 @@ class Controller:
                 if self._evaluation is not None:
                     await self._evaluation.cancel(orders)
             case do.WriteCheckpoint():
-                children.start_soon(self._checkpoint, action.policy_version)
+                beside = control_file(take_snapshot(self.state), self._shelf)
+                children.start_soon(self._checkpoint, action.policy_version, beside)
             case do.StopRun():
                 raise RewardFailureLimit(action.message)
             case do.FinishRun():
@@ -169,26 +193,30 @@ class Controller:
     async def _receive_outcomes(self, scored: ReceiveStream[RewardOutcome]) -> None:
         async for item in scored:
             if self._is_held_out(item):
-                if self._evaluation is not None:
+                if self._evaluation is not None and not isinstance(item, TrajectoryHeld):
                     self._evaluation.take(item)
                 await self._report.progress(self.state, self._evaluation)
                 continue
+            self._report.came_back(item)
             event = self._event_of(item)
             if event is not None:
                 await self._tell.send(event)
 
     @staticmethod
     def _is_held_out(item: RewardOutcome) -> bool:
+        if isinstance(item, TrajectoryHeld):
+            return False
         return item.evaluation if isinstance(item, TrajectoryLost) else item.outcome.trajectory.evaluation
 
     def _event_of(self, item: RewardOutcome) -> on.ControlEvent | None:
+        if isinstance(item, TrajectoryHeld):
+            return on.TrajectoryCut(id=item.id, tokens=item.tokens)
         if isinstance(item, TrajectoryLost):
             reason = DropReason.CANCELLED if item.cancelled else DropReason.ENGINE_FAILED
             return on.TrajectoryFailed(id=item.id, reason=reason, message=item.reason, tokens=item.tokens)
         outcome = item.outcome
         trajectory = outcome.trajectory
         if isinstance(outcome, RewardFailure):
-            self._report.reward_failed(outcome)
             message = f"{outcome.function} {outcome.kind}: {outcome.message}"
             tokens = trajectory.generated_tokens
             return on.TrajectoryFailed(
@@ -208,26 +236,18 @@ class Controller:
 
     async def _draw(self, count: int) -> None:
         prompts = await self._prompts.draw(count)
-        for prompt in prompts:
-            self._drawn[prompt.prompt_id] = prompt
-            self._drawn.move_to_end(prompt.prompt_id)
-        while len(self._drawn) > self._shelf:
-            self._drawn.popitem(last=False)
-        names = tuple(p.prompt_id for p in prompts)
-        await self._tell.send(on.PromptsDrawn(prompt_ids=names, exhausted=len(prompts) < count))
+        await self._tell.send(self._shelf.drawn(prompts, exhausted=len(prompts) < count))
 
     async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder]) -> None:
-        version = self.state.live_version
+        prompt = self._shelf[action.ids[0].prompt_id]
+        self._report.launched(action, self.state.round_kind, len(prompt.token_ids))
         for trajectory in action.ids:
-            identity = (trajectory.prompt_id, trajectory.group_id, trajectory.sample, trajectory.attempt)
-            seed = derive_seed(self._seed, *identity, version)
-            await orders.send(
-                LaunchTrajectory(
-                    id=trajectory, prompt=self._drawn[trajectory.prompt_id], group_size=len(action.ids), seed=seed
-                )
-            )
+            # Of the noise and not of the group: a loser that is replayed draws what it drew before.
+            seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)
+            await orders.send(LaunchTrajectory(id=trajectory, prompt=prompt, group_size=len(action.ids), seed=seed))
 
-    def _forget(self, ids: Sequence[TrajectoryId]) -> None:
+    def _forget(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
+        self._report.dropped(ids, reason)
         for trajectory in ids:
             self._payloads.pop(trajectory, None)
 
@@ -265,7 +285,16 @@ class Controller:
         for message in self._alarms.check(policy_version, metrics):
             await self._report.warned(policy_version, message)
             await self._tell.send(on.AlarmRaised(step=policy_version, message=message))
+        await self._tell.send(self._report.round_timed(policy_version))
         await self._tell.send(on.WeightsLive(policy_version=policy_version))
+
+    async def _measure_engines(self) -> None:
+        with self._measuring:
+            while True:
+                await anyio.sleep(MEASURING_INTERVAL_S)
+                measured = self._report.engines_measured(self._load())
+                if self._tells_load:
+                    await self._tell.send(measured)
 
     async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
         figures = await evaluation.run(orders)
@@ -279,6 +308,6 @@ class Controller:
         if not evaluation.cancelled and self._store is not None:
             await self._store(version, evaluation.outcomes)
 
-    async def _checkpoint(self, policy_version: int) -> None:
-        await self._save(policy_version)
+    async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
+        await self._save(policy_version, beside)
         await self._tell.send(on.CheckpointDone(policy_version=policy_version))

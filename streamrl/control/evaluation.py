@@ -14,7 +14,7 @@ import msgspec
 from streamrl.comm.stream import SendStream
 from streamrl.control.evaluation_metrics import SUCCESS_REWARD, evaluation_metrics
 from streamrl.seeds import derive_seed
-from streamrl.stage_messages import CancelTrajectories, LaunchTrajectory, RewardOutcome, RolloutOrder, TrajectoryLost
+from streamrl.stage_messages import CancelTrajectories, EndedOutcome, LaunchTrajectory, RolloutOrder, TrajectoryLost
 from streamrl.types import Prompt, TrajectoryId
 
 
@@ -36,7 +36,7 @@ class Evaluation:
     def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
         self.policy_version = policy_version
         self.cancelled = False
-        self.outcomes: list[RewardOutcome] = []
+        self.outcomes: list[EndedOutcome] = []
         self._held_out = held_out
         self._prompts = held_out.prompts[:limit] if limit else held_out.prompts
         self._seed = seed
@@ -64,7 +64,7 @@ class Evaluation:
         figures = evaluation_metrics(self.outcomes, self._held_out.samples, self._held_out.success_reward)
         return figures | {"time/eval_s": anyio.current_time() - started}
 
-    def take(self, outcome: RewardOutcome) -> None:
+    def take(self, outcome: EndedOutcome) -> None:
         """One outcome of this evaluation."""
         self.outcomes.append(outcome)
         self._open.discard(identity(outcome))
@@ -92,6 +92,6 @@ class Evaluation:
                 )
 
 
-def identity(outcome: RewardOutcome) -> TrajectoryId:
+def identity(outcome: EndedOutcome) -> TrajectoryId:
     """Whose outcome it is."""
     return outcome.id if isinstance(outcome, TrajectoryLost) else outcome.outcome.trajectory.id

@@ -7,7 +7,7 @@ from math import comb
 from statistics import fmean
 
 from streamrl.control.step_metrics import completion_metrics
-from streamrl.stage_messages import RewardOutcome, Scored
+from streamrl.stage_messages import EndedOutcome, Scored
 from streamrl.types import ScoredTrajectory
 
 SUCCESS_REWARD = 1.0
@@ -28,7 +28,7 @@ def pass_sizes(samples: int) -> list[int]:
 
 
 def evaluation_metrics(
-    outcomes: Iterable[RewardOutcome], samples: int, success_reward: float = SUCCESS_REWARD
+    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = SUCCESS_REWARD
 ) -> dict[str, float]:
     """Figures of an evaluation with ``samples`` completions of each prompt.
 

@@ -12,7 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.errors import StreamRLError
-from streamrl.stage_messages import RewardOutcome, TrajectoryLost
+from streamrl.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.types import RewardFailure, TokenArray, Trajectory, TrajectoryId
 
 
@@ -23,7 +23,7 @@ class EvaluationSamples:
         self._directory = directory
         self._decode = decode
 
-    async def write(self, policy_version: int, outcomes: Sequence[RewardOutcome]) -> None:
+    async def write(self, policy_version: int, outcomes: Sequence[EndedOutcome]) -> None:
         """Write ``step-N.jsonl``, whole or not at all, in a thread. Raises ``StreamRLError`` when the disk refuses."""
         path = self._directory / f"step-{policy_version:06d}.jsonl"
         try:
@@ -35,7 +35,7 @@ class EvaluationSamples:
             ) from error
 
 
-def _write_lines(path: Path, outcomes: list[RewardOutcome], decode: Callable[[TokenArray], str] | None) -> None:
+def _write_lines(path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     with unfinished.open("wb") as file:
@@ -50,7 +50,7 @@ def _order(line: dict[str, Any]) -> tuple[int, int]:
     return line["prompt"], line["sample"]
 
 
-def sample_line(outcome: RewardOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
+def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
     """One line: ``prompt`` is the number of the held-out prompt; ``reward`` is null where ``failure`` says why."""
     if isinstance(outcome, TrajectoryLost):
         return _whose(outcome.id) | {"reward": None, "failure": outcome.reason}

@@ -1,7 +1,8 @@
 """The versioned event log: what control was told, in order. From it the control state can be rebuilt.
 
 One JSON object a line. The first is ``{"schema", "run_id", "settings"}``, every other ``{"n", "time_s", "event"}``:
-``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no clock).
+``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no clock). Between
+them, for people, ``{"decision", "time_s"}``: why control did what it did after the event before.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import IO
 
 import msgspec
 
+from streamrl.control.actions import Explain
 from streamrl.control.events import EVENT_SCHEMA, ControlEvent
-from streamrl.control.state import ControlSettings, ControlState
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
 from streamrl.errors import StreamRLError
 
 
@@ -33,6 +36,16 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     event: ControlEvent
 
 
+class LogDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision and its reason. Not needed to replay."""
+
+    decision: Explain
+    time_s: float
+
+
+_DECISION = b'{"decision"'
+
+
 class EventLog:
     """Appends events to ``path``. Lines are complete in the file before control acts on them."""
 
@@ -46,11 +59,15 @@ class EventLog:
         self._write(LogEntry(n=self._count, time_s=round(time_s, 4), event=event))
         self._count += 1
 
+    def decided(self, decision: Explain, time_s: float) -> None:
+        """Write why control decided as it did."""
+        self._write(LogDecision(decision=decision, time_s=round(time_s, 4)))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, line: LogHeader | LogEntry) -> None:
+    def _write(self, line: LogHeader | LogEntry | LogDecision) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
 
@@ -72,13 +89,17 @@ def read_log(path: Path) -> tuple[LogHeader, Iterator[LogEntry]]:
 
 
 def _entries(path: Path, lines: list[bytes]) -> Iterator[LogEntry]:
-    for number, line in enumerate(lines):
+    number = -1
+    for place, line in enumerate(lines):
+        if line.startswith(_DECISION):
+            continue
+        number += 1
         try:
             entry = msgspec.json.decode(line, type=LogEntry)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise StreamRLError(f"{path}, line {number + 2}: not an event: {error}") from error
+            raise StreamRLError(f"{path}, line {place + 2}: not an event: {error}") from error
         if entry.n != number:
-            raise StreamRLError(f"{path}, line {number + 2}: event {entry.n} where {number} is due")
+            raise StreamRLError(f"{path}, line {place + 2}: event {entry.n} where {number} is due")
         yield entry
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from streamrl.control.kept_state import ControlSnapshot
 from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 
-EVENT_SCHEMA = 2
+EVENT_SCHEMA = 3
 
 
 class Event(Record, frozen=True, tag=True):
@@ -12,16 +13,23 @@ class Event(Record, frozen=True, tag=True):
 
 
 class RunBegan(Event, frozen=True):
-    """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint."""
+    """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint, with
+    what that has ``kept`` of control (None: nothing)."""
 
     policy_version: int = 0
+    kept: ControlSnapshot | None = None
 
 
 class PromptsDrawn(Event, frozen=True):
-    """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted."""
+    """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted.
+
+    ``prompt_tokens``: length of each prompt. ``domains``: value of ``tail_batching.domain_column`` of each, or empty.
+    """
 
     prompt_ids: tuple[str, ...]
     exhausted: bool = False
+    prompt_tokens: tuple[int, ...] = ()
+    domains: tuple[str, ...] = ()
 
 
 class TrajectoryScored(Event, frozen=True):
@@ -42,6 +50,37 @@ class TrajectoryFailed(Event, frozen=True):
     reason: DropReason
     message: str = ""
     tokens: int = 0
+
+
+class TrajectoryCut(Event, frozen=True):
+    """A trajectory stopped before its end and keeps its ``tokens`` (all attempts together) until it is resumed."""
+
+    id: TrajectoryId
+    tokens: int
+
+
+class EnginesMeasured(Event, frozen=True):
+    """What the engines did since the last such event; told at most a few times a second, and only if a policy asks.
+
+    ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
+    ``kv_usage``: largest share of an engine's KV blocks in use.
+    """
+
+    running: float
+    waiting: int
+    token_s: float
+    kv_usage: float
+    preemptions: int
+
+
+class RoundTimed(Event, frozen=True):
+    """Wall time of the step that made ``policy_version``, in seconds: until its batch was full; from there until it was
+    trained; the push."""
+
+    policy_version: int
+    rollout_s: float
+    training_s: float
+    push_s: float
 
 
 class BatchTrained(Event, frozen=True):
@@ -87,6 +126,9 @@ ControlEvent = (
     | PromptsDrawn
     | TrajectoryScored
     | TrajectoryFailed
+    | TrajectoryCut
+    | EnginesMeasured
+    | RoundTimed
     | BatchTrained
     | WeightsLive
     | EvaluationDone

@@ -1,4 +1,7 @@
-"""What a run tells its observers: progress inside a step, one record a step, evaluations. Measures; decides nothing."""
+"""What a run tells its observers: progress inside a step, one record a step, evaluations, the trace.
+
+Measures; decides nothing. The two events that tell control what the engines and a step took come from here.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,55 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
+from streamrl.control.actions import Explain, LaunchGroup
 from streamrl.control.evaluation import Evaluation
+from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.publisher import PushReport
+from streamrl.control.sampled_work import SampledWork
 from streamrl.control.state import ControlState
-from streamrl.control.step_metrics import completion_metrics, reward_metrics, staleness_metrics
-from streamrl.messages import EvaluationFinished, RunEvent, RunProgress, RunWarning, StepFinished
-from streamrl.stage_messages import RolloutStatistics
-from streamrl.types import RewardFailure, ScoredTrajectory
+from streamrl.control.step_metrics import (
+    completion_metrics,
+    discard_metrics,
+    length_metrics,
+    reward_metrics,
+    staleness_metrics,
+    waste_metrics,
+)
+from streamrl.control.trajectory_trace import EnginesLine, StepLine, TrajectoryTrace
+from streamrl.messages import (
+    EngineLoad,
+    EvaluationFinished,
+    RunDecided,
+    RunEvent,
+    RunProgress,
+    RunWarning,
+    StepFinished,
+)
+from streamrl.stage_messages import RewardOutcome, RolloutStatistics, Scored
+from streamrl.types import DropReason, RewardFailure, ScoredTrajectory, TrajectoryId
 
 PROGRESS_INTERVAL_S = 0.25
+NO_LOAD = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+
+
+class _Trained(msgspec.Struct):
+    """A batch that was trained and whose version is not live yet."""
+
+    metrics: dict[str, float]
+    round_kind: str
+    samples: int
+    groups: int
+    tokens: int
+    rollout_s: float
+    training_s: float
+    rollout_bubble: float
 
 
 class RunReport:
-    """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once."""
+    """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once, the
+    same for both bubble ratios; ``engines``: how many there are. ``trace`` None: nothing is recorded."""
 
     def __init__(
         self,
@@ -26,17 +65,26 @@ class RunReport:
         rollout: Callable[[], RolloutStatistics],
         capacity: int,
         *,
+        engines: int = 1,
+        trace: TrajectoryTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._emit = emit
         self._rollout = rollout
         self._capacity = capacity
+        self._engines = engines
+        self._trace = trace
         self._clock = clock
         self._started = self._step_started = self._closed_at = self._progressed_at = clock()
         self._trained_at = self._publishing_at = self._started
-        self._last_rollout = rollout()
-        self._trained: dict[int, dict[str, float]] = {}
+        self._last_rollout = self._closed_rollout = rollout()
+        self._trained: dict[int, _Trained] = {}
+        self._timed: dict[int, RoundTimed] = {}
         self._failures: Counter[str] = Counter()
+        self._rounds: Counter[str] = Counter()
+        self._round_kind = ""
+        self._work = SampledWork(trace)
+        self._last_load = NO_LOAD
 
     def elapsed(self) -> float:
         """Seconds since the run began."""
@@ -47,27 +95,96 @@ class RunReport:
         self._step_started = self._clock()
         self._last_rollout = self._rollout()
 
-    def reward_failed(self, failure: RewardFailure) -> None:
-        """Count a failure by function and kind."""
-        self._failures[f"reward/func/{failure.function}/{failure.kind}_total"] += 1
+    # ---- trajectories ----------------------------------------------------------------------------
 
-    def batch_closed(self) -> None:
-        """The trainer was told to step."""
+    def launched(self, action: LaunchGroup, round_kind: str, prompt_tokens: int) -> None:
+        """A group was ordered, as part of a round of ``round_kind``."""
+        self._work.launched(
+            action.ids,
+            self.elapsed(),
+            round_kind=round_kind,
+            prompt_tokens=prompt_tokens,
+            policy_version=action.policy_version,
+        )
+
+    def came_back(self, item: RewardOutcome) -> None:
+        """An outcome of one trajectory arrived: before it is looked at, also for one that was dropped meanwhile."""
+        if isinstance(item, Scored) and isinstance(item.outcome, RewardFailure):
+            failure = item.outcome
+            self._failures[f"reward/func/{failure.function}/{failure.kind}_total"] += 1
+        self._work.came_back(item, self.elapsed())
+
+    def dropped(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
+        """Control will not train them, whether they ended or still run."""
+        self._work.dropped(ids, reason, self.elapsed())
+
+    # ---- engines ---------------------------------------------------------------------------------
+
+    def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
+        """What the engines did since this was asked before, for control and the trace. ``load``: of all together.
+
+        Ask a few times a second. ``EngineLoad`` is at most 0.2 s old.
+        """
+        before, self._last_load = self._last_load, load
+        if load.generated_tokens < before.generated_tokens:
+            before = load  # an engine left, and its counters with it: from here on again
+        steps = load.decode_steps - before.decode_steps
+        decoded = load.decode_tokens - before.decode_tokens
+        measured = EnginesMeasured(
+            running=decoded / steps * self._engines if steps > 0 else float(load.running),
+            waiting=load.waiting,
+            token_s=(load.decode_s - before.decode_s) / steps if steps > 0 else 0.0,
+            kv_usage=load.kv_cache_usage,
+            preemptions=load.preemptions - before.preemptions,
+        )
+        if self._trace is not None and load != before:
+            line = EnginesLine(
+                time_s=round(self.elapsed(), 4),
+                running=load.running,
+                waiting=load.waiting,
+                kv_usage=round(load.kv_cache_usage, 5),
+                token_s=round(measured.token_s, 7),
+                mean_running=round(measured.running, 3) if steps > 0 else 0.0,
+                generated_tokens=load.generated_tokens - before.generated_tokens,
+                preemptions=measured.preemptions,
+            )
+            self._trace.append(line)
+        return measured
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def batch_closed(self, round_kind: str) -> None:
+        """The trainer was told to step on the batch of a round of ``round_kind``."""
         self._closed_at = self._clock()
+        self._closed_rollout = self._rollout()
+        self._round_kind = round_kind
 
     def batch_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], trainer: dict[str, float]) -> None:
         """The trainer stepped on ``batch``; ``trainer`` are its own figures."""
         now = self._trained_at = self._clock()
-        self._trained[policy_version] = {
-            **reward_metrics(batch),
-            **completion_metrics(batch),
-            **staleness_metrics(batch, policy_version - 1),
-            **trainer,
-            "time/wait_batch_s": max(self._closed_at - self._step_started, 0.0),
-            "time/close_batch_s": now - self._closed_at,
-            "perf/trained_tokens": float(sum(s.trajectory.generated_tokens for s in batch)),
-            "perf/trained_samples": float(len(batch)),
-        }
+        self._work.trained(batch, self.elapsed())
+        rollout_s = max(self._closed_at - self._step_started, 0.0)
+        groups = len({s.trajectory.id.group_id for s in batch})
+        kind = self._round_kind
+        self._rounds[kind] += 1
+        self._trained[policy_version] = _Trained(
+            metrics={
+                **reward_metrics(batch),
+                **completion_metrics(batch),
+                **staleness_metrics(batch, policy_version - 1),
+                **trainer,
+                "time/wait_batch_s": rollout_s,
+                "time/close_batch_s": now - self._closed_at,
+                f"round/{kind}/group_size": len(batch) / groups,
+            },
+            round_kind=kind,
+            samples=len(batch),
+            groups=groups,
+            tokens=sum(s.trajectory.generated_tokens for s in batch),
+            rollout_s=rollout_s,
+            training_s=now - self._closed_at,
+            rollout_bubble=self._idle_share(self._last_rollout, self._closed_rollout, rollout_s),
+        )
 
     def publishing(self) -> None:
         """The version that was trained last is pushed now."""
@@ -78,37 +195,36 @@ class RunReport:
         now = self._clock()
         seconds = max(now - self._step_started, 1e-9)
         self._step_started = now
-        metrics = self._trained.pop(push.policy_version)
+        version = push.policy_version
+        trained = self._trained.pop(version)
         rollout, before = self._rollout(), self._last_rollout
         self._last_rollout = rollout
         sampled = rollout.generated_tokens - before.generated_tokens
-        busy = (rollout.busy_seconds - before.busy_seconds) / (self._capacity * seconds)
-        working = sum(metrics.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))
-        accounting = state.accounting()
+        metrics = trained.metrics
+        metrics |= self._time_metrics(trained, push, seconds)
         metrics |= {
-            "time/step_s": seconds,
-            "time/wait_eval_s": self._publishing_at - self._trained_at,
-            "time/weight_sync_s": push.total_s,
-            "time/weight_stage_s": push.staged_s,
-            "time/engine_paused_s": push.paused_s,
-            "weights/payload_bytes": float(push.payload_bytes),
-            "weights/changed_ratio": push.changed_share,
-            "weights/reanchored": float(push.reanchored),
-            "util/bubble_ratio": max(1 - busy, 0.0),
-            "util/trainer_idle_ratio": max(1 - working / seconds, 0.0),
+            "util/bubble_ratio": self._idle_share(before, rollout, seconds),
+            "util/rollout_bubble_ratio": trained.rollout_bubble,
+            "util/capacity": float(self._capacity),
             "perf/gen_tok_s": sampled / seconds,
-            "perf/train_tok_s": metrics.pop("perf/trained_tokens") / seconds,
-            "perf/samples_s": metrics.pop("perf/trained_samples") / seconds,
-            "perf/wasted_tok_ratio": state.buffer.wasted_tokens / max(rollout.generated_tokens, 1),
-            "async/inflight": float(accounting.in_flight),
-            "async/queue_depth": float(len(state.buffer.ready())),
-            "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
+            "perf/train_tok_s": trained.tokens / seconds,
+            "perf/samples_s": trained.samples / seconds,
+            "perf/groups_s": trained.groups / seconds,
         }
-        metrics |= {f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()}
-        metrics |= {name: float(count) for name, count in self._failures.items()}
-        version = push.policy_version
+        metrics |= self._work_metrics(trained) | self._control_metrics(state)
+        self._timed[version] = RoundTimed(
+            policy_version=version,
+            rollout_s=trained.rollout_s,
+            training_s=trained.training_s,
+            push_s=now - self._publishing_at,
+        )
+        self._trace_step(trained, push, seconds, sampled)
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
         return metrics
+
+    def round_timed(self, policy_version: int) -> RoundTimed:
+        """What the step that made ``policy_version`` took; once, after ``step_finished``."""
+        return self._timed.pop(policy_version)
 
     async def evaluation_finished(self, policy_version: int, figures: dict[str, float]) -> None:
         """One evaluation. It ran beside the next step, whose time and tokens it is part of."""
@@ -119,13 +235,19 @@ class RunReport:
         """An alarm was raised by the metrics of ``step``."""
         await self._emit(RunWarning(step=step, message=message))
 
+    async def decided(self, decision: Explain, step: int) -> None:
+        """Control changed how it works, from ``step`` on."""
+        await self._emit(
+            RunDecided(step=step, subject=decision.subject, reason=decision.reason, figures=decision.figures)
+        )
+
     async def progress(self, state: ControlState, evaluation: Evaluation | None) -> None:
         """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
         now = self._clock()
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
-        phase, finished, wanted = "rollout", state.batch.groups, state.settings.batch_groups
+        phase, finished, wanted = "rollout", state.batch.samples, state.batch.target
         if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer.groups):
             phase, finished, wanted = "evaluation", len(evaluation.outcomes), evaluation.wanted
         elif state.publishing is not None:
@@ -134,3 +256,76 @@ class RunReport:
             phase = "training"
         step = min(state.trainer_version + 1, state.settings.steps)
         await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=wanted))
+
+    def close(self) -> None:
+        """The run ends: write what is left of the trace. Idempotent."""
+        self._work.close(self.elapsed())
+        if self._trace is not None:
+            self._trace.close()
+
+    # ---- parts of a step's record ----------------------------------------------------------------
+
+    def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
+        """1 - sum(running dt) / (capacity sum(dt))."""
+        if seconds <= 0:
+            return 0.0
+        busy = (after.busy_seconds - before.busy_seconds) / (self._capacity * seconds)
+        return min(max(1 - busy, 0.0), 1.0)
+
+    def _time_metrics(self, trained: _Trained, push: PushReport, seconds: float) -> dict[str, float]:
+        figures = trained.metrics
+        working = sum(figures.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))
+        return {
+            "time/step_s": seconds,
+            "time/wait_eval_s": self._publishing_at - self._trained_at,
+            "time/weight_sync_s": push.total_s,
+            "time/weight_stage_s": push.staged_s,
+            "time/engine_paused_s": push.paused_s,
+            "weights/payload_bytes": float(push.payload_bytes),
+            "weights/changed_ratio": push.changed_share,
+            "weights/reanchored": float(push.reanchored),
+            "util/trainer_idle_ratio": max(1 - working / seconds, 0.0),
+        }
+
+    def _work_metrics(self, trained: _Trained) -> dict[str, float]:
+        """What was sampled, kept and discarded since the last step."""
+        window = self._work.take_window()
+        ended = sum(length.tokens for length in window.sampled)
+        several = len(self._rounds) > 1
+        metrics = length_metrics(window, self._work.lengths, by_kind=several)
+        metrics |= discard_metrics(window, by_kind=several)
+        metrics |= waste_metrics(self._work.wasted_tokens, self._work.ended_tokens)
+        metrics |= {f"round/{kind}/total": float(count) for kind, count in self._rounds.items()}
+        metrics["perf/generated_per_trained_tok"] = ended / max(trained.tokens, 1)
+        return metrics
+
+    def _control_metrics(self, state: ControlState) -> dict[str, float]:
+        accounting = state.accounting()
+        return {
+            "async/inflight": float(accounting.in_flight),
+            "async/queue_depth": float(len(state.buffer.ready)),
+            "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
+            **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
+            **{name: float(count) for name, count in self._failures.items()},
+        }
+
+    def _trace_step(self, trained: _Trained, push: PushReport, seconds: float, sampled: int) -> None:
+        if self._trace is None:
+            return
+        figures = trained.metrics
+        line = StepLine(
+            time_s=round(self.elapsed(), 4),
+            policy_version=push.policy_version,
+            round_kind=trained.round_kind,
+            group_size=round(trained.samples / trained.groups, 3),
+            samples=trained.samples,
+            trained_tokens=trained.tokens,
+            generated_tokens=sampled,
+            step_s=round(seconds, 5),
+            rollout_s=round(trained.rollout_s, 5),
+            training_s=round(trained.training_s, 5),
+            push_s=round(self._timed[push.policy_version].push_s, 5),
+            paused_s=round(push.paused_s, 5),
+            forward_backward_s=round(figures.get("time/forward_backward_s", 0.0), 5),
+        )
+        self._trace.append(line)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, pstdev
 
 from streamrl.buffers.slots import staleness
+from streamrl.control.sampled_work import FirstLengths, SampledLength, SampledWindow
 from streamrl.types import FinishReason, ScoredTrajectory
 
 
@@ -69,6 +70,92 @@ def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dic
         "async/staleness_oldest_max": max(oldest),
         "async/versions_per_sample_mean": fmean(versions),
     }
+
+
+def length_metrics(window: SampledWindow, lengths: FirstLengths, *, by_kind: bool) -> dict[str, float]:
+    """``length/*``: what was sampled against what was trained, since the last step (and, for the bias, since the run
+    began). Racing and cutting keep the short ones: this is where it shows. ``by_kind``: also for each kind of round.
+    """
+    metrics: dict[str, float] = {}
+    if window.sampled:
+        mean, p95, truncated = _length_figures(window.sampled)
+        metrics |= {
+            "length/sampled_mean": mean,
+            "length/sampled_p95": p95,
+            "length/sampled_truncated_ratio": truncated,
+        }
+    kinds = {length.round_kind for length in (*window.sampled, *window.trained)} if by_kind else set()
+    for kind in sorted(kinds):
+        metrics |= _lengths_of_kind(kind, window)
+    unbiased = unbiased_mean(lengths.whole, lengths.stopped)
+    if unbiased and lengths.trained_samples:
+        metrics["length/unbiased_mean"] = unbiased
+        metrics["length/bias"] = lengths.trained_tokens / lengths.trained_samples / unbiased
+    return metrics
+
+
+def discard_metrics(window: SampledWindow, *, by_kind: bool) -> dict[str, float]:
+    """``reward/discarded_*``: what the rewards were of that control threw away; ``by_kind``: beside those it kept, for
+    each kind of round."""
+    discarded = [reward for rewards in window.discarded_rewards.values() for reward in rewards]
+    metrics = {"reward/discarded_samples": float(len(discarded))}
+    if discarded:
+        metrics["reward/discarded_mean"] = fmean(discarded)
+    if by_kind:
+        metrics |= {f"round/{kind}/kept_reward_mean": fmean(kept) for kind, kept in window.kept_rewards.items()}
+        metrics |= {f"round/{kind}/discarded_reward_mean": fmean(r) for kind, r in window.discarded_rewards.items()}
+    return metrics
+
+
+def _lengths_of_kind(kind: str, window: SampledWindow) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    if sampled := [length for length in window.sampled if length.round_kind == kind]:
+        mean, p95, truncated = _length_figures(sampled)
+        metrics |= {
+            f"length/{kind}/sampled_mean": mean,
+            f"length/{kind}/sampled_p95": p95,
+            f"length/{kind}/sampled_truncated_ratio": truncated,
+        }
+    if trained := [length for length in window.trained if length.round_kind == kind]:
+        mean, p95, truncated = _length_figures(trained)
+        metrics |= {
+            f"length/{kind}/trained_mean": mean,
+            f"length/{kind}/trained_p95": p95,
+            f"length/{kind}/trained_truncated_ratio": truncated,
+        }
+    return metrics
+
+
+def _length_figures(lengths: Sequence[SampledLength]) -> tuple[float, float, float]:
+    """Mean, 95th percentile, share at the token limit."""
+    tokens = [length.tokens for length in lengths]
+    return fmean(tokens), percentile(tokens, 0.95), sum(length.truncated for length in lengths) / len(lengths)
+
+
+def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int]) -> float:
+    """Mean length that nobody had stopped: the area under the product-limit estimate of the survivors (Kaplan and
+    Meier, JASA 53, 1958). ``whole``, ``stopped``: numbers of trajectories by length in tokens.
+
+    What was stopped counts as longer than it is. Beyond the longest length seen it assumes nothing, so it is too small
+    where the longest ones were all stopped. 0.0 where nothing ended by itself.
+    """
+    at_risk = sum(whole.values()) + sum(stopped.values())
+    if not any(whole.values()):
+        return 0.0
+    surviving, before, area = 1.0, 0, 0.0
+    for length in sorted(whole.keys() | stopped.keys()):
+        area += surviving * (length - before)
+        ended = whole.get(length, 0)
+        surviving *= 1 - ended / at_risk
+        at_risk -= ended + stopped.get(length, 0)
+        before = length
+    return area
+
+
+def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, float]:
+    """``perf/wasted_*``: tokens that were sampled and not trained since the run began, by drop reason."""
+    metrics = {f"perf/wasted_tok_{reason}_total": float(tokens) for reason, tokens in sorted(wasted.items())}
+    return metrics | {"perf/wasted_tok_ratio": sum(wasted.values()) / max(ended_tokens, 1)}
 
 
 def _groups(batch: Sequence[ScoredTrajectory]) -> Iterable[list[ScoredTrajectory]]:

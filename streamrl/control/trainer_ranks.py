@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import Future, get_running_loop
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import anyio
@@ -95,9 +95,16 @@ class TrainerRanks:
         for batches, _ in self._ranks:
             await batches.send(WeightsAcknowledged(policy_version=policy_version))
 
-    async def save_checkpoint(self, directory: str, policy_version: int, min_free_bytes: int = 0) -> CheckpointSaved:
-        """Write a checkpoint with all ranks; returns rank 0's answer."""
-        order = SaveCheckpoint(directory=directory, policy_version=policy_version, min_free_bytes=min_free_bytes)
+    async def save_checkpoint(
+        self, directory: str, policy_version: int, min_free_bytes: int = 0, beside: Mapping[str, bytes] | None = None
+    ) -> CheckpointSaved:
+        """Write a checkpoint with all ranks, with the files ``beside`` in it; returns rank 0's answer."""
+        order = SaveCheckpoint(
+            directory=directory,
+            policy_version=policy_version,
+            min_free_bytes=min_free_bytes,
+            beside=dict(beside or {}),
+        )
         gather = await self._ask(order, CheckpointSaved)
         return (await gather())[0]
 

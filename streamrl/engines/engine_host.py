@@ -28,7 +28,7 @@ from streamrl.messages import (
     StageWeights,
 )
 
-LOAD_SECONDS = 1.0
+LOAD_SECONDS = 0.2
 FAREWELL_SECONDS = 1.0
 
 

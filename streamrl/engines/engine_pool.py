@@ -1,22 +1,48 @@
-"""Several engines as one: requests are routed, everything else goes to all of them at once."""
+"""Several engines as one: requests are routed, everything else goes to all of them at once.
+
+An engine can be drained (it gets no request, what it serves goes on elsewhere) and, once drained, detached and
+replaced. A drained engine still gets every weight push, so that it may be readmitted at any time; one that was detached
+must hold the live version before it is readmitted (``WeightPublisher.admit``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
+import anyio
 import msgspec
 
 from streamrl.engines.concurrent_calls import all_of
 from streamrl.engines.engine import Engine
+from streamrl.engines.resumption import whole_of
 from streamrl.errors import EngineError, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion
+from streamrl.types import Completion, FinishReason
+
+K = TypeVar("K")
 
 SIBLING_SLACK = 8
 """How many more open requests than the idlest engine one may have and still get the siblings of its prompt."""
 
 REMEMBERED_PROMPTS = 4096
+
+COUNTERS = ("generated_tokens", "preemptions", "decode_steps", "decode_s", "decode_tokens")
+"""What of ``EngineLoad`` counts since the start."""
+
+ABORT_AGAIN_SECONDS = 0.5
+"""While an engine is drained: an abort that overtook its request inside of the engine is told again after so long."""
+
+
+class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that an engine has not answered yet. ``prompt``, ``sampled``: tokens of the prompt, and of the parts of
+    its completion before this one; ``since``: ``anyio.current_time()`` at which this part was asked for."""
+
+    request_id: str
+    prompt: int
+    sampled: int
+    since: float
 
 
 class EnginePool:
@@ -26,58 +52,155 @@ class EnginePool:
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise EngineError("the pool has no engine; set engines.count to 1 or more")
-        self._engines = tuple(engines)
+        self._engines = list(engines)
         self._names = [f"engine-{index}" for index in range(len(engines))]
         self._open_requests = [0] * len(engines)
         self._open_tokens = [0] * len(engines)
         self._serving: dict[str, int] = {}
+        self._requests: dict[str, ServedRequest] = {}
         self._siblings: dict[bytes, int] = {}
+        self._moves: dict[str, int] = {}
+        self._drained: set[int] = set()
+        self._detached: set[int] = set()
+        self._emptied = [anyio.Event() for _ in engines]
+        self._readiness: EngineReady | None = None
+        self._past = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all engines, also of those that are drained or detached."""
+        return tuple(self._names)
 
     async def start(self) -> EngineReady:
         """Start all. Raises ``EngineError`` when they do not hold the same model and version."""
-        readiness = await all_of([engine.start for engine in self._engines])
+        readiness = await all_of([engine.start for engine in self._attached])
         self._names = [ready.engine for ready in readiness]
-        first = readiness[0]
+        first = self._readiness = readiness[0]
         for ready in readiness[1:]:
-            for field in ("policy_version", "max_context", "tokenizer_digest"):
-                if getattr(ready, field) != getattr(first, field):
-                    raise EngineError(
-                        f"{ready.engine} has {field} {getattr(ready, field)!r}, {first.engine} has"
-                        f" {getattr(first, field)!r}; start both with the same recipe and model"
-                    )
+            _refuse_difference(first, ready, ("policy_version", "max_context", "tokenizer_digest"))
         return msgspec.structs.replace(
             first,
             engine="+".join(self._names),
             max_running=sum(ready.max_running for ready in readiness),
+            kv_tokens=sum(ready.kv_tokens for ready in readiness),
         )
 
     async def generate(self, request: Generate) -> Completion:
-        """Sample one completion on the engine that ``route`` chooses."""
+        """Sample one completion on the engine that ``route`` chooses. It comes back cut (finish reason abort) when that
+        engine is drained or the request migrates: ask for the rest of it, as the next part of the same completion."""
         index = self.route(request)
         tokens = len(request.token_ids) + request.max_tokens - request.prefix_length
         self._open_requests[index] += 1
         self._open_tokens[index] += tokens
         self._serving[request.request_id] = index
+        self._requests[request.request_id] = ServedRequest(
+            request_id=request.request_id,
+            prompt=len(request.token_ids) - request.prefix_length,
+            sampled=request.prefix_length,
+            since=anyio.current_time(),
+        )
         try:
-            return await self._engines[index].generate(request)
+            completion = await self._engines[index].generate(request)
         finally:
-            del self._serving[request.request_id]
+            del self._serving[request.request_id], self._requests[request.request_id]
             self._open_requests[index] -= 1
             self._open_tokens[index] -= tokens
+            if not self._open_requests[index]:
+                self._emptied[index].set()
+        if completion.finish_reason is not FinishReason.ABORT:
+            self._moves.pop(whole_of(request.request_id), None)
+        return completion
+
+    def served(self) -> dict[str, tuple[ServedRequest, ...]]:
+        """What each attached engine serves, by name: who plans which engines to free looks at it."""
+        found: dict[str, list[ServedRequest]] = {name: [] for name in self._attached_names}
+        for request_id, index in self._serving.items():
+            found[self._names[index]].append(self._requests[request_id])
+        return {name: tuple(requests) for name, requests in found.items()}
+
+    def loads(self) -> dict[str, EngineLoad]:
+        """What each attached engine is doing now, by name."""
+        return {name: engine.load() for name, engine in zip(self._attached_names, self._attached, strict=True)}
 
     def route(self, request: Generate) -> int:
         """Index of the engine that gets ``request``."""
-        if len(self._engines) == 1:
-            return 0
+        serving = [index for index in range(len(self._engines)) if index not in self._drained]
+        if len(serving) == 1:
+            return serving[0]
+        target = self._moves.pop(whole_of(request.request_id), None)
+        if target in serving:
+            return target
         prompt = request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes()
-        idlest = min(range(len(self._engines)), key=lambda i: (self._open_tokens[i], self._open_requests[i], i))
+        idlest = min(serving, key=lambda i: (self._open_tokens[i], self._open_requests[i], i))
         sibling = self._siblings.pop(prompt, idlest)
         near = self._open_requests[sibling] <= self._open_requests[idlest] + SIBLING_SLACK
-        chosen = sibling if near else idlest
+        chosen = sibling if near and sibling in serving else idlest
         self._siblings[prompt] = chosen
-        if len(self._siblings) > REMEMBERED_PROMPTS:
-            del self._siblings[next(iter(self._siblings))]
+        _forget_oldest(self._siblings)
         return chosen
+
+    async def drain(self, name: str) -> None:
+        """Send ``name`` no more requests and cut those that it serves; returns when it serves none.
+
+        Raises ``EngineError`` for the last engine that serves, and for an unknown name.
+        """
+        index = self._index(name)
+        if len(self._drained | {index}) == len(self._engines):
+            raise EngineError(f"{name} is the last engine that serves requests; readmit another one before draining it")
+        self._drained.add(index)
+        while self._open_requests[index] and index in self._drained:
+            self._emptied[index] = anyio.Event()
+            await self._engines[index].abort([i for i, serving in self._serving.items() if serving == index])
+            with anyio.move_on_after(ABORT_AGAIN_SECONDS):
+                if self._open_requests[index]:
+                    await self._emptied[index].wait()
+
+    def readmit(self, name: str) -> None:
+        """Send ``name`` requests again. Raises ``EngineError`` while it is detached."""
+        index = self._index(name)
+        if index in self._detached:
+            raise EngineError(f"{name} is detached; attach an engine that holds the live version first")
+        self._drained.discard(index)
+
+    async def migrate(self, request_ids: Sequence[str], to: str) -> None:
+        """Cut requests that other engines serve and send the rest of each, its next part, to ``to``.
+
+        Ids that are not open are ignored. Raises ``EngineError`` when ``to`` is drained.
+        """
+        target = self._index(to)
+        if target in self._drained:
+            raise EngineError(f"{to} is drained; readmit it before requests migrate to it")
+        moving = [i for i in request_ids if self._serving.get(i, target) != target]
+        for request_id in moving:
+            self._moves[whole_of(request_id)] = target
+            _forget_oldest(self._moves)
+        await self.abort(moving)
+
+    def detach(self, name: str) -> Engine:
+        """Leave a drained engine out of everything, so that it may be stopped, and return it.
+
+        Raises ``EngineError`` unless it is drained and serves nothing.
+        """
+        index = self._index(name)
+        if index not in self._drained or self._open_requests[index]:
+            raise EngineError(f"{name} serves {self._open_requests[index]} requests; drain it before it is detached")
+        self._detached.add(index)
+        self._past = _with_counters(self._past, [self._past, self._engines[index].load()])
+        return self._engines[index]
+
+    async def attach(self, name: str, engine: Engine) -> None:
+        """Start ``engine`` in the place of ``name``, which is detached. It stays drained until ``readmit``.
+
+        Raises ``EngineError`` when its model is not that of the others.
+        """
+        index = self._index(name)
+        if index not in self._detached:
+            raise EngineError(f"{name} is not detached; its place is taken")
+        ready = await engine.start()
+        if self._readiness is not None:
+            _refuse_difference(self._readiness, ready, ("max_context", "tokenizer_digest"))
+        self._engines[index] = engine
+        self._detached.discard(index)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engines that serve them; unknown ids are ignored."""
@@ -89,48 +212,68 @@ class EnginePool:
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause all; returns when the last one stopped."""
-        await all_of([partial(engine.pause, mode, clear_cache=clear_cache) for engine in self._engines])
+        await all_of([partial(engine.pause, mode, clear_cache=clear_cache) for engine in self._attached])
 
     async def resume(self) -> None:
         """Resume all."""
-        await all_of([engine.resume for engine in self._engines])
+        await all_of([engine.resume for engine in self._attached])
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Stage on all. Seconds are of the slowest, bytes of all together."""
-        return self._joined(await all_of([partial(engine.stage, announcement) for engine in self._engines]))
+        return self._joined(await all_of([partial(engine.stage, announcement) for engine in self._attached]))
 
     async def commit(self, policy_version: int) -> OrderDone:
         """Commit on all. Raises ``WeightError`` when their live weights have different state hashes."""
-        done = await all_of([partial(engine.commit, policy_version) for engine in self._engines])
+        done = await all_of([partial(engine.commit, policy_version) for engine in self._attached])
         hashes = [answer.state_hash for answer in done]
         if len(set(hashes)) > 1:
-            held = ", ".join(f"{name}: {value:#018x}" for name, value in zip(self._names, hashes, strict=True))
+            held = ", ".join(f"{name}: {value:#018x}" for name, value in zip(self._attached_names, hashes, strict=True))
             raise WeightError(f"engines hold different weights as version {policy_version} ({held}); publish an anchor")
         return self._joined(done)
 
     async def checksums(self) -> dict[str, str]:
         """Checksums that all engines agree on. Raises ``WeightError`` naming the first parameter that differs."""
-        parts = await all_of([engine.checksums for engine in self._engines])
-        for name, part in zip(self._names[1:], parts[1:], strict=True):
+        parts = await all_of([engine.checksums for engine in self._attached])
+        names = self._attached_names
+        for name, part in zip(names[1:], parts[1:], strict=True):
             differing = _first_difference(parts[0], part)
             if differing is not None:
-                raise WeightError(f"{name} and {self._names[0]} hold different {differing}; publish an anchor")
+                raise WeightError(f"{name} and {names[0]} hold different {differing}; publish an anchor")
         return parts[0]
 
     def load(self) -> EngineLoad:
-        """Sums over the engines; cache usage is the mean."""
-        loads = [engine.load() for engine in self._engines]
-        return EngineLoad(
-            running=sum(load.running for load in loads),
-            waiting=sum(load.waiting for load in loads),
-            kv_cache_usage=sum(load.kv_cache_usage for load in loads) / len(loads),
-            generated_tokens=sum(load.generated_tokens for load in loads),
-            preemptions=sum(load.preemptions for load in loads),
+        """Sums over the engines, in the counters also of those that were detached. Cache usage is that of the fullest,
+        the time of a decode step the mean of those that decode."""
+        loads = [engine.load() for engine in self._attached]
+        step_times = [load.token_s for load in loads if load.token_s]
+        return _with_counters(
+            EngineLoad(
+                running=sum(load.running for load in loads),
+                waiting=sum(load.waiting for load in loads),
+                kv_cache_usage=max(load.kv_cache_usage for load in loads),
+                generated_tokens=0,
+                token_s=sum(step_times) / len(step_times) if step_times else 0.0,
+                mean_running=sum(load.mean_running for load in loads),
+            ),
+            [self._past, *loads],
         )
 
     async def aclose(self) -> None:
         """Close all."""
-        await all_of([engine.aclose for engine in self._engines])
+        await all_of([engine.aclose for engine in self._attached])
+
+    @property
+    def _attached(self) -> list[Engine]:
+        return [engine for index, engine in enumerate(self._engines) if index not in self._detached]
+
+    @property
+    def _attached_names(self) -> list[str]:
+        return [name for index, name in enumerate(self._names) if index not in self._detached]
+
+    def _index(self, name: str) -> int:
+        if name not in self._names:
+            raise EngineError(f"no engine is called {name!r}; the pool has {', '.join(self._names)}")
+        return self._names.index(name)
 
     @staticmethod
     def _joined(done: Sequence[OrderDone]) -> OrderDone:
@@ -139,6 +282,26 @@ class EnginePool:
             seconds=max(answer.seconds for answer in done),
             payload_bytes=sum(answer.payload_bytes for answer in done),
         )
+
+
+def _with_counters(load: EngineLoad, parts: Sequence[EngineLoad]) -> EngineLoad:
+    sums = {name: sum(getattr(part, name) for part in parts) for name in COUNTERS}
+    return msgspec.structs.replace(load, **sums)
+
+
+def _refuse_difference(first: EngineReady, other: EngineReady, fields: Sequence[str]) -> None:
+    for field in fields:
+        if getattr(other, field) != getattr(first, field):
+            raise EngineError(
+                f"{other.engine} has {field} {getattr(other, field)!r}, {first.engine} has"
+                f" {getattr(first, field)!r}; start both with the same recipe and model"
+            )
+
+
+def _forget_oldest(remembered: dict[K, int]) -> None:
+    """Bounds what is remembered for completions that never come back."""
+    if len(remembered) > REMEMBERED_PROMPTS:
+        del remembered[next(iter(remembered))]
 
 
 def _first_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str | None:

@@ -121,7 +121,7 @@ class RemoteEngine:
         return (await self._order(lambda i: ComputeChecksums(order_id=i), EngineError)).checksums
 
     def load(self) -> EngineLoad:
-        """What the host reported last, at most a second ago."""
+        """What the host reported last, a fraction of a second ago."""
         return self._load
 
     async def aclose(self) -> None:

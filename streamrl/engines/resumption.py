@@ -23,6 +23,16 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
     )
 
 
+def part_id(whole: str, part: int) -> str:
+    """Request id of one part of a completion; part 0 is the first attempt at it."""
+    return f"{whole}/{part}"
+
+
+def whole_of(request_id: str) -> str:
+    """What all parts of one completion have in common in their ids: the inverse of ``part_id``."""
+    return request_id.rpartition("/")[0] or request_id
+
+
 def remaining_tokens(request: Generate) -> int:
     """How many tokens may still be sampled for ``request``; 0 when its prefix used them up."""
     return max(0, request.max_tokens - request.prefix_length)

@@ -74,16 +74,18 @@ def save(
     model_path: Path,
     extra: Mapping[str, Tensor] | None = None,
     min_free_bytes: int = 0,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a checkpoint. Collective; every rank must see the same file system. Replaces a checkpoint of that name.
 
-    ``extra``: tensors that are equal on every rank, by name. Raises ``StreamRLError`` on every rank when one of them
-    cannot write, or when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays.
+    ``extra``: tensors that are equal on every rank, by name. ``beside``: files of the first rank's, by name. Raises
+    ``StreamRLError`` on every rank when one of them cannot write, or when less than ``min_free_bytes`` would be left on
+    the disk; nothing half-written stays.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     first = dist.get_rank() == 0
     moments, extra = optimizer.moments(), extra or {}
-    tensors = _tensors(weights, moments, extra)
+    tensors = _tensors(weights, weights.masters.whole(), moments, extra)
     published = weights.full_published()
     scalars = _Scalars(
         format=FORMAT,
@@ -104,6 +106,8 @@ def save(
     def export() -> None:
         save_hugging_face(partial / "hf", published, model_path)
         (partial / SCALARS).write_bytes(msgspec.msgpack.encode(scalars))
+        for name, content in (beside or {}).items():
+            (partial / name).write_bytes(content)
 
     try:
         _on_first_rank(prepare)
@@ -138,13 +142,15 @@ def load(
     _refuse_missing(directory, "optimizer state", buffers, scalars.moments, "keep training.optimizer as it was")
     remedy = "keep objective.algorithm as it was, or start from the checkpoint's hf directory as model.path"
     _refuse_missing(directory, "tensors", extra or {}, scalars.extra, remedy)
+    masters_L = weights.masters.whole()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
             reader = HuggingFaceStorageReader(str(directory / "trainer"))
-            _load(_tensors(weights, buffers, extra or {}), storage_reader=reader)
+            _load(_tensors(weights, masters_L, buffers, extra or {}), storage_reader=reader)
         except (CheckpointException, RuntimeError, ValueError) as error:
             raise StreamRLError(f"checkpoint {str(directory)!r} does not fit this model: {error}") from error
+    weights.masters.load(masters_L)
     optimizer.load_moments(buffers, scalars.optimizer_steps)
     if len(scalars.random) == dist.get_world_size():
         _restore_random_state(scalars.random[dist.get_rank()], weights.gradient_L.device)
@@ -185,10 +191,10 @@ def _save_adapter(directory: Path, weights: PublishedWeights) -> None:
 
 
 def _tensors(
-    weights: PublishedWeights, moments: Mapping[str, Tensor], extra: Mapping[str, Tensor]
+    weights: PublishedWeights, masters_L: Tensor, moments: Mapping[str, Tensor], extra: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Views of everything that is saved: loading writes into them."""
-    flats = {"master": weights.masters_L, **moments}
+    flats = {"master": masters_L, **moments}
     tensors = {f"{kind}.{name}": t for kind, flat in flats.items() for name, t in weights.as_tensors(flat).items()}
     return tensors | {f"extra.{name}": tensor.detach() for name, tensor in extra.items()}
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from streamrl.errors import StreamRLError
+from streamrl.learning.masters import Masters, WholeMasters
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.policy import PackedPolicy
 from streamrl.learning.published_weights import PUBLISHED_DTYPE, PublishedWeights, bit_array, local_part, local_shards
@@ -67,12 +68,12 @@ class AdapterWeights(PublishedWeights):
         for module, (lora_a, lora_b, scale) in layers.items():
             self._adapt(module, lora_a, lora_b, scale)
         self.master_shards = local_shards(self._tensors)
-        self.masters_L = nn.Parameter(torch.cat([local_part(t).flatten() for t in self._tensors.values()]))
-        self.gradient_L = torch.zeros_like(self.masters_L.data)
-        self._tensors = self.as_tensors(self.masters_L)
+        self.masters: Masters = WholeMasters(torch.cat([local_part(t).flatten() for t in self._tensors.values()]))
+        self.gradient_L = torch.zeros_like(self.masters.whole())
+        self._tensors = self.as_tensors(self.masters.whole())
         self._gradients = {n: local_part(t) for n, t in self.as_tensors(self.gradient_L).items()}
         self._whole_a: dict[str, Tensor] = {}
-        self._frozen_bits: dict[str, np.ndarray] = {}
+        self._frozen_bits: dict[nn.Parameter, np.ndarray] = {}
         self.refresh_forward()
 
     def _adapt(self, module: str, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
@@ -138,21 +139,12 @@ class AdapterWeights(PublishedWeights):
         for adapted in self._adapted:
             adapted.parameter.grad = None
 
-    @torch.no_grad()
-    def bits(self) -> dict[str, np.ndarray]:
-        bits: dict[str, np.ndarray] = {}
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                bits[name] = bit_array(local_part(parameter))
-            else:
-                if name not in self._frozen_bits:
-                    self._frozen_bits[name] = bit_array(local_part(parameter))
-                bits[name] = self._frozen_bits[name]
-        starts = {shard.name: shard.start for shard in self._parameter_shards}
-        return {
-            shard.name: bits[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
-            for piece, shard in zip(self._pieces, self.shards, strict=True)
-        }
+    def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
+        if parameter.requires_grad:
+            return bit_array(local_part(parameter))
+        if parameter not in self._frozen_bits:
+            self._frozen_bits[parameter] = bit_array(local_part(parameter))
+        return self._frozen_bits[parameter]
 
     def full_adapter(self) -> dict[str, Tensor]:
         """All of A and B of each target, float32 on the CPU, by peft's names. Collective; every rank gets them."""

@@ -5,6 +5,7 @@ before the moments' step, over matrices only, so that the step itself stays one 
 
 Bytes an element beside the masters: ``adamw`` 8; ``adamw_8bit`` 2.03; ``adamw_offloaded`` none on the device, and in
 host memory 18 (masters 4, moments 8, the gradient that comes over 4, the bits that go back 2).
+A step goes chunk by chunk over the masters, which may be stored in another form (``masters.SplitMasters``).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from streamrl.config.recipe import OptimizerKind
 from streamrl.errors import StreamRLError
+from streamrl.learning.masters import Masters
 from streamrl.learning.options import TrainerOptions
 
 # Imported by us and by peft, it warns that kernels for 4-bit inference, which nobody asked for, are missing.
@@ -25,37 +28,35 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 QUANTIZED_BLOCK = 256
 """Elements that share one scale in bitsandbytes' 8-bit optimizers."""
-CHUNK = 1 << 22
-"""Elements of one call to bitsandbytes, a multiple of its block: its CUDA kernel counts in int32, and on a CPU it needs
-22 bytes an element while it runs."""
+ADAM_EPSILON = 1e-8
 
 
 class _MomentState(Protocol):
     """AdamW without decay, in one of several precisions."""
 
-    @property
-    def steps(self) -> int: ...
-    def step(self, gradient_L: Tensor, learning_rate: float) -> None: ...
+    steps: int
+
+    def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None: ...
     def moments(self) -> dict[str, Tensor]: ...
     def load(self, moments: dict[str, Tensor], steps: int) -> None: ...
 
 
 class MasterOptimizer:
-    """AdamW on ``masters_L`` (float32 [L]), as ``options.optimizer`` says.
+    """AdamW on ``masters``, as ``options.optimizer`` says.
 
     ``decayed``: the places to which weight decay applies (``PublishedWeights.decayed``).
     Masters may lie in host memory: the gradient is fetched, and the step taken there.
     Raises ``StreamRLError`` when the library of ``adamw_8bit`` is missing.
     """
 
-    def __init__(self, options: TrainerOptions, masters_L: nn.Parameter, decayed: Sequence[slice]) -> None:
+    def __init__(self, options: TrainerOptions, masters: Masters, decayed: Sequence[slice]) -> None:
         quantized = options.optimizer is OptimizerKind.ADAMW_8BIT
+        self._masters = masters
         self._moments: _MomentState = (
-            _QuantizedMoments(options, masters_L) if quantized else _FullMoments(options, masters_L)
+            _QuantizedMoments(options, masters) if quantized else _FullMoments(options, masters)
         )
         self._weight_decay = options.weight_decay
-        self._decayed = [masters_L.data[place] for place in decayed] if options.weight_decay else []
-        self._device = masters_L.device
+        self._decayed = list(decayed) if options.weight_decay else []
         self._fetched_L: Tensor | None = None
 
     @property
@@ -66,13 +67,18 @@ class MasterOptimizer:
     @torch.no_grad()
     def step(self, gradient_L: Tensor, learning_rate: float) -> None:
         """Move the masters by one step along ``gradient_L`` (float32 [L], on the masters' device or another)."""
-        if gradient_L.device != self._device:
+        if gradient_L.device != self._masters.device:
             if self._fetched_L is None:
                 self._fetched_L = torch.empty(gradient_L.shape, dtype=gradient_L.dtype, pin_memory=True)
             gradient_L = self._fetched_L.copy_(gradient_L)
-        if self._decayed:
-            torch._foreach_mul_(self._decayed, 1.0 - learning_rate * self._weight_decay)
-        self._moments.step(gradient_L, learning_rate)
+        for place in self._masters.steps():
+            values = self._masters.read(place)
+            for decayed in self._decayed:
+                inside = slice(max(decayed.start - place.start, 0), max(decayed.stop - place.start, 0))
+                values[inside].mul_(1.0 - learning_rate * self._weight_decay)
+            self._moments.step(place, values, gradient_L[place], learning_rate)
+            self._masters.write(place, values)
+        self._moments.steps += 1
 
     def moments(self) -> dict[str, Tensor]:
         """``exp_avg`` and ``exp_avg_sq``, float32 [L]; zeros before the first step. They may be copies."""
@@ -87,35 +93,36 @@ class MasterOptimizer:
 class _FullMoments:
     """torch's fused AdamW: moments in float32."""
 
-    def __init__(self, options: TrainerOptions, masters_L: nn.Parameter) -> None:
-        self._masters_L = masters_L
-        self._adamw = torch.optim.AdamW(
-            [masters_L],
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            weight_decay=0.0,
+    def __init__(self, options: TrainerOptions, masters: Masters) -> None:
+        self.steps = 0
+        self._betas = options.beta1, options.beta2
+        names = ("exp_avg", "exp_avg_sq")
+        self._state = {name: torch.zeros(masters.size, dtype=torch.float32, device=masters.device) for name in names}
+
+    def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None:
+        adamw(
+            [values],
+            [gradient],
+            [self._state["exp_avg"][place]],
+            [self._state["exp_avg_sq"][place]],
+            [],
+            [torch.tensor(float(self.steps), device=values.device)],
             fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=learning_rate,
+            weight_decay=0.0,
+            eps=ADAM_EPSILON,
+            maximize=False,
         )
 
-    @property
-    def steps(self) -> int:
-        state = self._adamw.state[self._masters_L]
-        return int(state["step"]) if state else 0
-
-    def step(self, gradient_L: Tensor, learning_rate: float) -> None:
-        self._masters_L.grad = gradient_L
-        self._adamw.param_groups[0]["lr"] = learning_rate
-        self._adamw.step()
-
     def moments(self) -> dict[str, Tensor]:
-        state = self._adamw.state[self._masters_L]
-        names = ("exp_avg", "exp_avg_sq")
-        return {name: state[name] if state else torch.zeros_like(self._masters_L.data) for name in names}
+        return dict(self._state)
 
     def load(self, moments: dict[str, Tensor], steps: int) -> None:
-        device = self._masters_L.device
-        step = torch.tensor(float(steps), dtype=torch.float32, device=device)
-        self._adamw.state[self._masters_L] = {"step": step, **{n: m.to(device) for n, m in moments.items()}}
+        self.steps = steps
+        self._state = {name: moment.to(self._state[name].device) for name, moment in moments.items()}
 
 
 class _QuantizedMoments:
@@ -125,7 +132,7 @@ class _QuantizedMoments:
 
     NAMES = {"exp_avg": ("state1", "absmax1", "dynamic"), "exp_avg_sq": ("state2", "absmax2", "udynamic")}
 
-    def __init__(self, options: TrainerOptions, masters_L: nn.Parameter) -> None:
+    def __init__(self, options: TrainerOptions, masters: Masters) -> None:
         try:
             from bitsandbytes.optim import AdamW8bit
         except ImportError as error:
@@ -133,7 +140,9 @@ class _QuantizedMoments:
                 f'training.optimizer is "adamw_8bit", which needs bitsandbytes, and it cannot be imported ({error}): '
                 'install streamrl[torch] or set it to "adamw"'
             ) from error
-        self._chunks = [nn.Parameter(part) for part in torch.split(masters_L.data, CHUNK)]
+        self.steps = 0
+        self._places = list(masters.steps())
+        self._chunks = [nn.Parameter(torch.empty(0, device=masters.device)) for _ in self._places]
         self._adamw = AdamW8bit(
             self._chunks,
             lr=options.learning_rate,
@@ -141,39 +150,40 @@ class _QuantizedMoments:
             weight_decay=0.0,
             min_8bit_size=0,
         )
-        for index, chunk in enumerate(self._chunks):
+        for index, (chunk, place) in enumerate(zip(self._chunks, self._places, strict=True)):
+            chunk.data = chunk.data.new_empty(place.stop - place.start)
             self._adamw.init_state(self._adamw.param_groups[0], chunk, 0, index)
+            chunk.data = chunk.data.new_empty(0)
 
-    @property
-    def steps(self) -> int:
-        return int(self._adamw.state[self._chunks[0]]["step"])
-
-    def step(self, gradient_L: Tensor, learning_rate: float) -> None:
-        for chunk, gradient in zip(self._chunks, torch.split(gradient_L, CHUNK), strict=True):
-            chunk.grad = gradient
+    def step(self, place: slice, values: Tensor, gradient: Tensor, learning_rate: float) -> None:
+        # The other chunks have no gradient: the library leaves them out.
+        chunk = self._chunks[self._places.index(place)]
+        chunk.data, chunk.grad = values, gradient
         self._adamw.param_groups[0]["lr"] = learning_rate
         self._adamw.step()
+        chunk.grad, chunk.data = None, values.new_empty(0)
 
     def moments(self) -> dict[str, Tensor]:
         moments: dict[str, Tensor] = {}
         for name, (codes, scales, levels) in self.NAMES.items():
             parts = []
-            for chunk in self._chunks:
+            for chunk, place in zip(self._chunks, self._places, strict=True):
                 state = self._adamw.state[chunk]
                 blocks = self._adamw.name2qmap[levels][_blocks(state[codes]).long()]
-                parts.append((blocks * state[scales][:, None]).flatten()[: chunk.numel()])
+                parts.append((blocks * state[scales][:, None]).flatten()[: place.stop - place.start])
             moments[name] = torch.cat(parts)
         return moments
 
     def load(self, moments: dict[str, Tensor], steps: int) -> None:
+        self.steps = steps
         for name, (codes, scales, levels) in self.NAMES.items():
-            for chunk, values in zip(self._chunks, torch.split(moments[name], CHUNK), strict=True):
+            for chunk, place in zip(self._chunks, self._places, strict=True):
                 state = self._adamw.state[chunk]
-                blocks = _blocks(values.to(chunk.device))
+                blocks = _blocks(moments[name][place].to(chunk.device))
                 found_scales, found_codes = quantize_again(blocks, self._adamw.name2qmap[levels])
                 state["step"] = steps
                 state[scales].copy_(found_scales)
-                state[codes].copy_(found_codes.flatten()[: chunk.numel()])
+                state[codes].copy_(found_codes.flatten()[: place.stop - place.start])
 
 
 def _blocks(values: Tensor) -> Tensor:

@@ -1,17 +1,19 @@
 """Masters and what is published: the forward runs on the bits that the engines hold.
 
 The optimizer steps float32 masters; every parameter of the model is the float32 value of its published bfloat16 bits,
-bit for bit what engines sample with. Masters and gradients of a rank are each one flat vector ``_L`` (L local elements,
-tensor after tensor), so a step, a norm or a cast is one call. AdamW is elementwise, so that is exact for any sharding.
+bit for bit what engines sample with. Gradients and masters of a rank are each one flat vector ``_L`` (L local elements,
+tensor after tensor). AdamW is elementwise, so that is exact for any sharding.
 
-Bytes an element, without optimizer and activations: masters 4, gradient 4, forward 4. The model of the caller is taken
-over tensor by tensor, so loading never holds more than that.
+Bytes an element, without optimizer and activations: forward 4, the rest of the masters 2 (``masters.SplitMasters``),
+gradient 4. Published bits are the upper halves of the forward's float32 values: no copy on a CPU. The model of the
+caller is taken over tensor by tensor, so loading never holds more than that.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,10 +27,14 @@ from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.config.recipe import OptimizerKind
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import CheckpointPiece
+from streamrl.learning.masters import Masters, SplitMasters, WholeMasters
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.policy import PackedPolicy
 
 PUBLISHED_DTYPE = torch.bfloat16
+UPPER_HALF = 1 if sys.byteorder == "little" else 0
+NORM_ELEMENTS = 1 << 20
+"""Elements that a norm takes at once: in float64, all of them would take twice the memory of the gradient."""
 
 
 class LocalShard(NamedTuple):
@@ -92,7 +98,7 @@ class PublishedWeights(ABC):
     """
 
     master_shards: list[LocalShard]
-    masters_L: nn.Parameter
+    masters: Masters
     gradient_L: Tensor
 
     def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
@@ -131,7 +137,7 @@ class PublishedWeights(ABC):
 
     @abstractmethod
     def refresh_forward(self) -> None:
-        """Every parameter becomes the float32 value of its published bits. Collective."""
+        """After masters changed: every parameter becomes the float32 value of its published bits. Collective."""
 
     @abstractmethod
     def collect_gradient(self) -> Tensor:
@@ -141,9 +147,18 @@ class PublishedWeights(ABC):
     def clear_gradient(self) -> None:
         """Before the next batch."""
 
-    @abstractmethod
+    @torch.no_grad()
     def bits(self) -> dict[str, np.ndarray]:
-        """Published bits of this rank as flat uint16 arrays, by name. Nobody writes to them later."""
+        """Published bits of this rank as flat uint16 arrays, by name. Views where they can be: valid until a step."""
+        bits = {name: self._parameter_bits(parameter) for name, parameter in self._parameters.items()}
+        starts = {shard.name: shard.start for shard in self._parameter_shards}
+        return {
+            shard.name: bits[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
+            for piece, shard in zip(self._pieces, self.shards, strict=True)
+        }
+
+    def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
+        return bit_array(local_part(parameter))
 
     @abstractmethod
     def _master_tensors(self) -> Mapping[str, Tensor]:
@@ -181,8 +196,8 @@ class PublishedWeights(ABC):
 class FullWeights(PublishedWeights):
     """Every parameter is trained: published bits are ``bfloat16(master)``.
 
-    ``masters_on_host``: masters lie in host memory, for an optimizer that steps there; the gradient stays on the
-    device and bfloat16 bits come back, through pinned memory on CUDA.
+    ``masters_on_host``: masters lie whole in host memory, for an optimizer that steps there; the gradient stays on the
+    device and bfloat16 bits come back, through pinned memory on CUDA. On a CPU that is the same memory, and no other.
     """
 
     def __init__(
@@ -196,26 +211,37 @@ class FullWeights(PublishedWeights):
         self.master_shards = self._parameter_shards
         device = local_part(next(iter(parameters.values()))).device
         size = self.master_shards[-1].stop
-        host = torch.device("cpu") if masters_on_host else device
-        masters_L = torch.empty(size, dtype=torch.float32, device=host)
-        with torch.no_grad():
-            for shard, parameter in self._pairs():
-                masters_L[shard.place] = local_part(parameter).flatten()
-                if not self._sharded:
-                    parameter.data = parameter.data.new_empty(0)  # frees it before the next vector is allocated
-        self.masters_L = nn.Parameter(masters_L)
+        forward_L = None if self._sharded else self._take_over(torch.empty(size, dtype=torch.float32, device=device))
         self._crossing_L: Tensor | None = None
-        if host != device:
-            self._crossing_L = torch.empty(size, dtype=PUBLISHED_DTYPE, device=host, pin_memory=True)
-        self._forward_L: Tensor | None = None
+        if masters_on_host and device.type != "cpu":
+            whole_L = torch.empty(size, dtype=torch.float32)
+            for shard, parameter in self._pairs():
+                whole_L[shard.place] = local_part(parameter.detach()).flatten()
+            self.masters: Masters = WholeMasters(whole_L)
+            self._crossing_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
+        elif forward_L is not None:
+            self.masters = SplitMasters([lambda: forward_L], [size], device)
+        else:
+            parts = [self._flat_part(parameter) for parameter in parameters.values()]
+            self.masters = SplitMasters(parts, [shard.stop - shard.start for shard in self.master_shards], device)
         self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
         if not self._sharded:
-            self._forward_L = torch.empty(size, dtype=torch.float32, device=device)
             for shard, parameter in self._pairs():
-                parameter.data = self._forward_L[shard.place].view(shard.shape)
                 # A gradient that exists is added to in place: backward fills the flat vector itself.
                 parameter.grad = self.gradient_L[shard.place].view(shard.shape)
         self.refresh_forward()
+
+    @torch.no_grad()
+    def _take_over(self, forward_L: Tensor) -> Tensor:
+        """Parameters become views of one vector, which gets their values; what they held is freed one by one."""
+        for shard, parameter in self._pairs():
+            forward_L[shard.place] = parameter.flatten()
+            parameter.data = forward_L[shard.place].view(shard.shape)
+        return forward_L
+
+    @staticmethod
+    def _flat_part(parameter: nn.Parameter) -> Callable[[], Tensor]:
+        return lambda: local_part(parameter.detach()).view(-1)
 
     def _pairs(self) -> list[tuple[LocalShard, nn.Parameter]]:
         return list(zip(self.master_shards, self._parameters.values(), strict=True))
@@ -226,12 +252,8 @@ class FullWeights(PublishedWeights):
     @torch.no_grad()
     def refresh_forward(self) -> None:
         if self._crossing_L is None:
-            rounded_L = self.masters_L.to(PUBLISHED_DTYPE)
-        else:
-            rounded_L = self._crossing_L.copy_(self.masters_L).to(self.gradient_L.device)
-        if self._forward_L is not None:
-            self._forward_L.copy_(rounded_L)
-            return
+            return  # split masters are written with the forward
+        rounded_L = self._crossing_L.copy_(self.masters.whole()).to(self.gradient_L.device)
         for shard, parameter in self._pairs():
             local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
 
@@ -251,15 +273,13 @@ class FullWeights(PublishedWeights):
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    @torch.no_grad()
-    def bits(self) -> dict[str, np.ndarray]:
-        bits_L = bit_array(self.masters_L)
-        return {shard.name: bits_L[shard.place] for shard in self.shards}
 
-
-def bit_array(values: Tensor) -> np.ndarray:
-    """The bits that are published for float32 values: a new flat uint16 array."""
-    return values.detach().to(PUBLISHED_DTYPE).flatten().view(torch.int16).cpu().numpy().view(np.uint16)
+def bit_array(published: Tensor) -> np.ndarray:
+    """The bits of float32 values that bfloat16 has, as flat uint16: their upper halves, a view of values on a CPU."""
+    flat = published.detach().reshape(-1)
+    if flat.device.type == "cpu":
+        return flat.numpy().view(np.uint32).view(np.uint16)[UPPER_HALF::2]
+    return flat.to(PUBLISHED_DTYPE).view(torch.int16).cpu().numpy().view(np.uint16)
 
 
 def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:
@@ -284,7 +304,8 @@ def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeig
 
 def global_norm(gradient_L: Tensor) -> float:
     """Euclidean norm over the shards of all ranks."""
-    square = torch.linalg.vector_norm(gradient_L, dtype=torch.float64).square()
+    parts = torch.split(gradient_L, NORM_ELEMENTS)
+    square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     return float(square.sqrt())

@@ -27,11 +27,12 @@ from streamrl.comm.weights.state_hash import MODULUS, hash_range
 from streamrl.config.algorithms import WHOLE_BATCH
 from streamrl.config.objective import AdvantageKind
 from streamrl.errors import StreamRLError
-from streamrl.learning import checkpoint, process_group
+from streamrl.learning import process_group
 from streamrl.learning.advantages import Moments
 from streamrl.learning.compilation import checkpoint_activations, compile_policy
 from streamrl.learning.critic import ValueHead
 from streamrl.learning.gradients import BatchSums, accumulate
+from streamrl.learning.host_memory import return_freed_memory
 from streamrl.learning.loading import load_policy, load_reference
 from streamrl.learning.objectives import loss_denominator
 from streamrl.learning.optimizer import MasterOptimizer
@@ -93,10 +94,11 @@ class TorchTrainer:
     def start(self) -> TrainerReady:
         """Meet the other ranks, load the model, start to serve weights. Publishes nothing. Raises ``StreamRLError``."""
         options = self._options
+        return_freed_memory()
         process_group.use_threads(options.threads)
         process_group.join(options, self._device)
         self._load_models()
-        self._optimizer = MasterOptimizer(options, self._weights.masters_L, self._weights.decayed)
+        self._optimizer = MasterOptimizer(options, self._weights.masters, self._weights.decayed)
         if options.resume_from:
             self._resume(Path(options.resume_from))
         self._open_batch()
@@ -130,6 +132,8 @@ class TorchTrainer:
             self._critic = ValueHead(options, hidden, self._device)
 
     def _resume(self, directory: Path) -> None:
+        from streamrl.learning import checkpoint  # 3 MiB of imports that few runs need before their first save
+
         extra = self._critic.tensors() if self._critic else None
         state = checkpoint.load(directory, self._weights, self._optimizer, extra=extra)
         self._policy_version, self._skipped_steps = state.policy_version, state.skipped_steps
@@ -357,6 +361,8 @@ class TorchTrainer:
     @process_group.needs_peers("saving a checkpoint")
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved:
         """Write ``order.directory``: trainer state and a Hugging Face directory ``hf``. Collective; between batches."""
+        from streamrl.learning import checkpoint
+
         started = time.perf_counter()
         checkpoint.save(
             Path(order.directory),
@@ -370,6 +376,7 @@ class TorchTrainer:
             model_path=Path(self._options.model_path),
             extra=self._critic.tensors() if self._critic else None,
             min_free_bytes=order.min_free_bytes,
+            beside=order.beside,
         )
         return CheckpointSaved(
             rank=self._options.rank,
@@ -385,9 +392,9 @@ class TorchTrainer:
 
     def master_values(self) -> dict[str, np.ndarray]:
         """This rank's float32 masters as flat vectors, by tensor, for audits and tests."""
-        masters_L = self._weights.masters_L.detach().cpu().numpy()
+        masters_L = self._weights.masters.whole().cpu().numpy()
         return {shard.name: masters_L[shard.place] for shard in self._weights.master_shards}
 
     def published_bits(self) -> dict[str, np.ndarray]:
-        """This rank's published bits, by tensor, for audits and tests."""
-        return self._weights.bits()
+        """A copy of this rank's published bits, by tensor, for audits and tests."""
+        return {name: bits.copy() for name, bits in self._weights.bits().items()}

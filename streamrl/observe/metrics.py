@@ -66,6 +66,19 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("reward/latency_p50_s", "s", P50, "Time from a trajectory to its reward, over trained samples."),
     Metric("reward/latency_p95_s", "s", P95, "Time from a trajectory to its reward, over trained samples."),
+    Metric(
+        "reward/discarded_mean",
+        "reward",
+        MEAN,
+        "Total reward over trajectories that were rewarded and then dropped since the last step; reward/mean is that "
+        "of those kept.",
+    ),
+    Metric(
+        "reward/discarded_samples",
+        "trajectories",
+        SUM,
+        "Trajectories that were rewarded and then dropped since the last step.",
+    ),
     Metric("completion/length_mean", "tokens", MEAN, "Generated tokens of a trained sample.", "len"),
     Metric("completion/length_p50", "tokens", P50, "Generated tokens of a trained sample."),
     Metric("completion/length_p95", "tokens", P95, "Generated tokens of a trained sample."),
@@ -78,6 +91,40 @@ METRICS: tuple[Metric, ...] = (
         "cut",
     ),
     Metric("completion/eos_ratio", "share", SHARE, "Trained samples that ended by themselves (finish reason stop)."),
+    Metric(
+        "length/sampled_mean",
+        "tokens",
+        MEAN,
+        "Tokens of every trajectory whose sampling ended since the last step, kept or not; of one that was stopped "
+        "those so far. completion/ has the trained ones.",
+    ),
+    Metric("length/sampled_p95", "tokens", P95, "As length/sampled_mean."),
+    Metric("length/sampled_truncated_ratio", "share", SHARE, "Of those, cut by the token limit."),
+    Metric(
+        "length/unbiased_mean",
+        "tokens",
+        MEAN,
+        "Mean length of first attempts since the start of the run, had none been stopped (Kaplan-Meier); too small "
+        "where the longest were always stopped.",
+    ),
+    Metric(
+        "length/bias",
+        "ratio",
+        MEAN,
+        "Mean trained length since the start of the run over length/unbiased_mean; below 1: races, cuts or filters "
+        "kept the short ones.",
+    ),
+    Metric(
+        "length/<kind>/sampled_mean",
+        "tokens",
+        MEAN,
+        "Of trajectories that this kind of round launched; only where a run has several kinds.",
+    ),
+    Metric("length/<kind>/sampled_p95", "tokens", P95, "As length/<kind>/sampled_mean."),
+    Metric("length/<kind>/sampled_truncated_ratio", "share", SHARE, "As length/<kind>/sampled_mean."),
+    Metric("length/<kind>/trained_mean", "tokens", MEAN, "Of trajectories that this kind of round launched, trained."),
+    Metric("length/<kind>/trained_p95", "tokens", P95, "As length/<kind>/trained_mean."),
+    Metric("length/<kind>/trained_truncated_ratio", "share", SHARE, "As length/<kind>/trained_mean."),
     Metric(
         "policy/kl_rollout",
         "nats",
@@ -132,6 +179,27 @@ METRICS: tuple[Metric, ...] = (
     Metric("async/dropped_ratio", "share", SHARE, "Trajectories dropped so far, of those issued so far."),
     Metric("async/inflight", "trajectories", LAST, "Trajectories that hold a slot."),
     Metric("async/queue_depth", "groups", LAST, "Scored groups that wait to be trained."),
+    Metric(
+        "round/<kind>/group_size",
+        "trajectories",
+        MEAN,
+        "Samples of a trained group; there for the one kind of round that the step trained.",
+        "round",
+    ),
+    Metric("round/<kind>/total", "rounds", TOTAL, "Rounds of this kind that were trained."),
+    Metric(
+        "round/<kind>/kept_reward_mean",
+        "reward",
+        MEAN,
+        "Total reward of samples that this kind of round launched and the step trained; only where a run has several "
+        "kinds.",
+    ),
+    Metric(
+        "round/<kind>/discarded_reward_mean",
+        "reward",
+        MEAN,
+        "Total reward of those that were rewarded and then dropped since the last step.",
+    ),
     Metric("time/step_s", "s", SUM, "Wall time from one live version to the next."),
     Metric(
         "time/wait_batch_s",
@@ -164,9 +232,16 @@ METRICS: tuple[Metric, ...] = (
         "util/bubble_ratio",
         "share",
         SHARE,
-        "Idle share of engine capacity over the step: 1 - sum(running dt) / (capacity sum(dt)).",
+        "Idle share of engine capacity over the whole step: 1 - sum(running dt) / (util/capacity sum(dt)).",
         "idle e",
     ),
+    Metric(
+        "util/rollout_bubble_ratio",
+        "share",
+        SHARE,
+        "The same over the rollout alone: from a live version until the next batch is full, at the same capacity.",
+    ),
+    Metric("util/capacity", "requests", LAST, "What the bubble ratios count as full: requests that run at once."),
     Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput.", "train tok/s"),
     Metric(
         "perf/gen_tok_s",
@@ -182,7 +257,35 @@ METRICS: tuple[Metric, ...] = (
         "Tokens laid into rows (a prompt that siblings share once) per second of forward and backward.",
     ),
     Metric("perf/samples_s", "samples/s", RATE, "Trained samples per second of wall time."),
-    Metric("perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were dropped so far, of those generated."),
+    Metric("perf/groups_s", "groups/s", RATE, "Trained groups per second of wall time."),
+    Metric(
+        "perf/generated_per_trained_tok",
+        "ratio",
+        MEAN,
+        "Tokens of trajectories whose sampling ended since the last step, over trained tokens of the step.",
+    ),
+    Metric(
+        "perf/wasted_tok_<reason>_total",
+        "tokens",
+        TOTAL,
+        "Generated tokens that were not trained, by drop reason, with those of trajectories stopped half-way.",
+    ),
+    Metric(
+        "perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were not trained, of all whose end is known."
+    ),
+    Metric("sizing/size", "trajectories", LAST, "Group size chosen for the next round."),
+    Metric(
+        "sizing/straggler_rate",
+        "share",
+        SHARE,
+        "Complete groups, before any filter, whose longest completion was group_sizing.straggler_ratio times their "
+        "median one or more, or truncated; groups of fewer than 4 are left out.",
+    ),
+    Metric("sizing/queue", "steps", LAST, "Virtual queue of straggler-aware sizing: straggler rate owed."),
+    Metric("sizing/budget", "share", LAST, "Long-term straggler rate that is kept; calibration may have replaced it."),
+    Metric(
+        "sizing/risk_<size>", "share", LAST, "Posterior mean of the share of groups that would straggle at that size."
+    ),
     Metric("weights/payload_bytes", "bytes", SUM, "Encoded bytes of the version, over ranks."),
     Metric("weights/changed_ratio", "share", SHARE, "Elements whose published bits changed."),
     Metric("weights/reanchored", "engines", SUM, "Engines that refused the delta and took an anchor."),

@@ -33,6 +33,7 @@ _PLACES = """## Where they go
 | stdout | one line a step: the bold metrics |
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
 | `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`control/event_log.py`) |
+| `trace.jsonl` | trajectories, steps and engine loads as measured, for the simulator (`control/trajectory_trace.py`) |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`control/evaluation_samples.py`) |
 | metrics socket | see below |
 | `curve.svg` | reward and evaluation over steps, written when the run ends |
@@ -46,7 +47,7 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 
 | frame | content |
 |---|---|
-| 0 | topic: `run`, `step`, `evaluation`, `progress`, `warning` or `event`; an empty subscription takes all |
+| 0 | topic: `run`, `step`, `evaluation`, `progress`, `warning`, `decision`, `event`; an empty subscription takes all |
 | 1 | schema version in decimal: `1`. Refuse a version that you do not know |
 | 2 | JSON object: `run_id`, `sequence` (from 1 in each topic), `time`, `replay`, and the fields of the topic |
 
@@ -56,6 +57,7 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 | `step`, `evaluation` | `step`, `policy_version`, `metrics` (name to value) |
 | `progress` | `step`, `phase`, `finished`, `wanted` |
 | `warning` | `step`, `message`: a metric left its bounds |
+| `decision` | `step`, `subject`, `reason`, `figures`: control changed how it works from `step` on |
 | `event` | `event` (its kind), `fields` |
 
 - **Late joiners.** When a subscription arrives, the last message of every topic is sent again, with `replay` true.

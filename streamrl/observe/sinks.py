@@ -11,7 +11,7 @@ from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
 
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
-_TOPICS = {"RunProgress": "progress", "RunWarning": "warning"}
+_TOPICS = {"RunProgress": "progress", "RunWarning": "warning", "RunDecided": "decision"}
 
 
 class _LineFile:
@@ -75,7 +75,7 @@ class PublishSink:
         )
 
     def record_event(self, record: EventRecord) -> None:
-        """Publish on topic ``run`` (``RunStarted``, ``RunFinished``), ``progress``, ``warning``, else on ``event``."""
+        """Publish on topic ``run`` (started, finished), ``progress``, ``warning``, ``decision``, else ``event``."""
         if state := _RUN_STATES.get(record.kind):
             self._publisher.publish("run", {"state": state} | record.fields)
         elif topic := _TOPICS.get(record.kind):

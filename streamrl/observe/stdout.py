@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from streamrl.messages import (
     EvaluationFinished,
+    RunDecided,
     RunEvent,
     RunFinished,
     RunProgress,
@@ -23,7 +24,7 @@ from streamrl.messages import (
     StepFinished,
 )
 from streamrl.observe.run_history import RunHistory
-from streamrl.observe.step_line import duration, evaluation_line, step_line, table_header, table_row
+from streamrl.observe.step_line import duration, evaluation_line, round_of, step_line, table_header, table_row
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -123,6 +124,8 @@ class StdoutReporter:
         self._screen: Screen = TerminalScreen(stream) if wants_table else PlainScreen(stream, clock)
         self._history = RunHistory(clock)
         self._rows = 0
+        self._round: tuple[str, float] | None = None
+        self._round_varies = False
         self._ready: set[str] = set()
 
     def __enter__(self) -> StdoutReporter:
@@ -150,6 +153,8 @@ class StdoutReporter:
                 self._screen.line(evaluation_line(event.step, event.metrics))
             case RunWarning():
                 self._screen.line(f"warning at step {event.step}: {event.message}")
+            case RunDecided():
+                self._screen.line(f"{event.subject} from step {event.step} on: {event.reason}")
             case RunFinished():
                 self._finished(event)
 
@@ -177,11 +182,26 @@ class StdoutReporter:
 
     def _stepped(self, event: StepFinished) -> None:
         step_s, remaining_s = self._history.stepped(event)
+        if self._notice_round(event):
+            self._rows = 0  # another column: the head comes again
         write = table_row if self._screen.is_table else step_line
+        varies = self._round_varies
         if self._screen.is_table and self._rows % HEADER_EVERY == 0:
-            self._screen.line(table_header(self._history.steps))
+            self._screen.line(table_header(self._history.steps, show_round=varies))
         self._rows += 1
-        self._screen.line(write(event.step, self._history.steps, event.metrics, step_s, remaining_s))
+        steps = self._history.steps
+        self._screen.line(write(event.step, steps, event.metrics, step_s, remaining_s, show_round=varies))
+
+    def _notice_round(self, event: StepFinished) -> bool:
+        """Whether kind of round or group size differ from the first step's for the first time: shown from here on."""
+        seen = round_of(event.metrics)
+        first = self._round = self._round or seen
+        if self._round_varies or seen is None or first is None:
+            return False
+        if seen[0] == first[0] and round(seen[1]) == round(first[1]):
+            return False
+        self._round_varies = True
+        return True
 
     def _finished(self, event: RunFinished) -> None:
         self._screen.close()

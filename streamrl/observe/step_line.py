@@ -62,12 +62,41 @@ def field(metrics: Mapping[str, float], names: tuple[str, ...], write: Callable[
     return "/".join(ABSENT if value is None or not math.isfinite(value) else write(value) for value in values)
 
 
-def step_line(step: int, steps: int, metrics: Mapping[str, float], step_s: float, remaining_s: float) -> str:
-    """The line of one step, with progress and remaining time."""
+def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    """Kind and group size of the round that a step trained (``round/<kind>/group_size``); None where nobody said."""
+    for name, value in metrics.items():
+        section, _, rest = name.partition("/")
+        kind, _, what = rest.rpartition("/")
+        if section == "round" and what == "group_size":
+            return kind, value
+    return None
+
+
+def step_line(
+    step: int,
+    steps: int,
+    metrics: Mapping[str, float],
+    step_s: float,
+    remaining_s: float,
+    *,
+    show_round: bool = False,
+) -> str:
+    """The line of one step, with progress and remaining time. ``show_round``: also the kind of round, group size."""
     head = f"step {step:>{len(str(steps))}}/{steps}"
     fields = [f"{label} {field(metrics, names, write)}" for label, names, write in LINE]
+    rounds = [f"round {_round_field(metrics, 0)}"] if show_round else []
     left = f"{duration(remaining_s)} left" if step < steps else "done"
-    return "  ".join([head, *fields, duration(step_s), left])
+    return "  ".join([head, *rounds, *fields, duration(step_s), left])
+
+
+def _round_field(metrics: Mapping[str, float], width: int) -> str:
+    """``short 8``: kind of round and group size; the kind is cut where ``width`` (0: any) is too small for it."""
+    seen = round_of(metrics)
+    if seen is None:
+        return ABSENT
+    kind, size = seen
+    written = f"{size:.0f}"
+    return f"{kind[: width - len(written) - 2] if width else kind} {written}"
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
@@ -87,20 +116,38 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 _COLUMNS = (8, 10, 6, 5, 9, 8, 8, 6, 16, 20)
+# With the kind of round the table is as wide as without: the last column's label is shorter.
+_ROUND_COLUMN = 9
+_LAST_LABEL, _LAST_COLUMN = "idle e/t", 11
 
 
-def table_header(steps: int) -> str:
+def table_header(steps: int, *, show_round: bool = False) -> str:
     """The head of the columns that ``table_row`` fills, for a terminal."""
     width = 2 * len(str(steps)) + 1
-    labels = "".join(f"{label:>{size}}" for (label, _, _), size in zip(LINE, _COLUMNS, strict=True))
-    return f"{'step':>{width}}{labels}{'time':>8}{'left':>8}"
+    named = [label for label, _, _ in LINE]
+    sizes = _COLUMNS
+    first = ""
+    if show_round:
+        named[-1], sizes, first = _LAST_LABEL, (*_COLUMNS[:-1], _LAST_COLUMN), f"{'round':>{_ROUND_COLUMN}}"
+    labels = "".join(f"{label:>{size}}" for label, size in zip(named, sizes, strict=True))
+    return f"{'step':>{width}}{first}{labels}{'time':>8}{'left':>8}"
 
 
-def table_row(step: int, steps: int, metrics: Mapping[str, float], step_s: float, remaining_s: float) -> str:
+def table_row(
+    step: int,
+    steps: int,
+    metrics: Mapping[str, float],
+    step_s: float,
+    remaining_s: float,
+    *,
+    show_round: bool = False,
+) -> str:
     """The line of one step as a row under ``table_header``."""
     width = 2 * len(str(steps)) + 1
+    sizes = (*_COLUMNS[:-1], _LAST_COLUMN) if show_round else _COLUMNS
+    first = f"{_round_field(metrics, _ROUND_COLUMN):>{_ROUND_COLUMN}}" if show_round else ""
     cells = "".join(
-        f"{field(metrics, names, write):>{size}}" for (_, names, write), size in zip(LINE, _COLUMNS, strict=True)
+        f"{field(metrics, names, write):>{size}}" for (_, names, write), size in zip(LINE, sizes, strict=True)
     )
     left = duration(remaining_s) if step < steps else "done"
-    return f"{f'{step}/{steps}':>{width}}{cells}{duration(step_s):>8}{left:>8}"
+    return f"{f'{step}/{steps}':>{width}}{first}{cells}{duration(step_s):>8}{left:>8}"

@@ -10,6 +10,7 @@ import msgspec
 from streamrl.comm.telemetry import Telemetry
 from streamrl.messages import (
     EvaluationFinished,
+    RunDecided,
     RunEvent,
     RunFinished,
     RunProgress,
@@ -23,6 +24,7 @@ _EVENTS: dict[str, type[RunEvent]] = {
     "evaluation": EvaluationFinished,
     "progress": RunProgress,
     "warning": RunWarning,
+    "decision": RunDecided,
 }
 
 

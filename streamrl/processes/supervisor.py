@@ -7,7 +7,6 @@ thread and under any event loop, and costs a few system calls twenty times a sec
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import time
@@ -22,11 +21,19 @@ import msgspec
 import psutil
 
 from streamrl.config.topology import ProcessPlan, Role, Topology
-from streamrl.errors import ProcessDied
+from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import ChildProcess, open_guardian, start_child
 from streamrl.processes.exit_reason import Death, first_cause, last_lines
 from streamrl.processes.guardian import Done, Session
-from streamrl.processes.sweep import RunTraces, is_resource_tracker, members, record_segments, sweep
+from streamrl.processes.sweep import (
+    RunTraces,
+    end_session,
+    is_resource_tracker,
+    members,
+    record_segments,
+    session_of,
+    sweep,
+)
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
 log = logging.getLogger(__name__)
@@ -65,6 +72,7 @@ class Supervisor:
         self._others_end_s = others_end_s
         self._children: dict[str, ChildProcess] = {}
         self.resource_trackers: dict[psutil.Process, str] = {}
+        self._resting: set[str] = set()
         self._draining = False
         self._ending = False
         self._one_end = anyio.Lock()
@@ -122,6 +130,40 @@ class Supervisor:
         if controller is not None and controller.running:
             controller.process.send_signal(signal.SIGTERM)
 
+    async def stop_engine(self, name: str, grace_s: float = 10.0) -> None:
+        """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
+
+        The controller has drained it, left it out of pushes, and ended its orders. Raises ``StreamRLError`` unless
+        ``name`` is a local engine.
+        """
+        child = self._engine(name)
+        self._resting.add(name)  # before anything ends: the watch must not take it for a death
+        with anyio.CancelScope(shield=True):
+            if child.running:
+                child.process.terminate()
+            with anyio.move_on_after(grace_s):
+                while child.running:  # noqa: ASYNC110 - ends of processes are polled
+                    await anyio.sleep(_POLL_S)
+            survivors = await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid)
+            if survivors:
+                log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, name)
+            child.close()
+        self.resource_trackers = {tracker: owner for tracker, owner in self.resource_trackers.items() if owner != name}
+
+    def start_engine(self, name: str) -> None:
+        """Start an engine host again after ``stop_engine``, under the same name and endpoints.
+
+        It holds the weights of the model directory: the controller brings it to the live version. Raises
+        ``StreamRLError`` unless it was stopped.
+        """
+        child = self._engine(name)
+        if name not in self._resting or child.running:
+            raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
+        if self._ending or child.plan is None:
+            return
+        self._start_child(child.plan)
+        self._resting.discard(name)
+
     async def kill(self, grace_s: float = 1.0) -> None:
         """End everything now: SIGTERM, ``grace_s`` later SIGKILL; leave nothing behind. Idempotent, never cancelled."""
         self._ending = True
@@ -160,6 +202,13 @@ class Supervisor:
             guardian.close()
         self._children = {}
 
+    def _engine(self, name: str) -> ChildProcess:
+        child = self._children.get(name)
+        if child is None or child.plan is None or child.plan.role is not Role.ENGINE:
+            engines = [p.name for p in self.topology.processes if p.role is Role.ENGINE and p.local]
+            raise StreamRLError(f"{name} is no engine of this host; it has {', '.join(engines) or 'none'}")
+        return child
+
     def _start_child(self, plan: ProcessPlan) -> None:
         child = start_child(plan, self._command, self.run_directory, self._traces)
         self._children[plan.name] = child
@@ -194,13 +243,13 @@ class Supervisor:
         dead = [child.death(self.run_directory) for child in self._children.values() if self._is_death(child)]
         gone = [(tracker, owner) for tracker, owner in self.resource_trackers.items() if not _lives(tracker)]
         for tracker, owner in gone:
-            if self._children[owner].running:
+            if self._children[owner].running and owner not in self._resting:
                 name = f"the multiprocessing resource tracker of {owner} (pid {tracker.pid})"
                 dead.append(Death(name=name, exit_code=None, detected_s=time.monotonic()))
         return dead
 
     def _is_death(self, child: ChildProcess) -> bool:
-        if child.running:
+        if child.running or child.name in self._resting:
             return False
         if child.plan is None:
             return True  # the guardian never ends by itself
@@ -239,7 +288,7 @@ class Supervisor:
         record_segments(self._traces, found)
         for process in found:
             if process not in self.resource_trackers and is_resource_tracker(process):
-                owner = owners.get(_session(process))
+                owner = owners.get(session_of(process))
                 if owner is not None:
                     self.resource_trackers[process] = owner
 
@@ -249,10 +298,3 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
-
-
-def _session(process: psutil.Process) -> int:
-    try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
-        return -1

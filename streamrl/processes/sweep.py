@@ -81,6 +81,30 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
     return [process.pid for process in left]
 
 
+def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline_s: float = 6.0) -> list[int]:
+    """Kill what is left of one session of the run, whose leader has ended or is told to. Blocking.
+
+    Resource trackers get ``tracker_s`` to unlink what the others left; ``traces`` remembers what was in use. Returns
+    the pids that survived: normally none.
+    """
+    deadline, trackers_end = time.monotonic() + deadline_s, time.monotonic() + tracker_s
+    while (left := [p for p in members(traces) if session_of(p) == sid]) and time.monotonic() < deadline:
+        record_segments(traces, left)
+        for process in left:
+            if time.monotonic() > trackers_end or not is_resource_tracker(process):
+                _kill(process)
+        time.sleep(_POLL_S)
+    return [process.pid for process in left]
+
+
+def session_of(process: psutil.Process) -> int:
+    """Its session id; -1 when it is gone."""
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return -1
+
+
 def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
     """Remember the shared memory that ``processes`` map: once killed with their tracker, nobody else knows of it."""
     for process in processes:

@@ -17,7 +17,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.errors import StreamBroken, StreamEnded
 from streamrl.messages import GroupScored, RewardOrder, RewardResult, RewardWorkerReady, ScoreGroup
-from streamrl.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryLost
+from streamrl.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryHeld, TrajectoryLost
 from streamrl.types import RewardFailure, RewardFailureKind, Trajectory
 
 WorkerStreams = tuple[SendStream[RewardOrder], ReceiveStream[RewardResult]]
@@ -66,7 +66,10 @@ class RewardStage:
             give.close()
 
     async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> ScoreGroup | None:
-        """The order that ``outcome`` completes, if any."""
+        """The order that ``outcome`` completes, if any. A held trajectory comes again: its group goes on waiting."""
+        if isinstance(outcome, TrajectoryHeld):
+            await scored.send(outcome)
+            return None
         if isinstance(outcome, TrajectoryLost):
             await scored.send(outcome)
             if not self._settings.per_group:

@@ -1,7 +1,8 @@
 """The rollout stage: orders in, one outcome out for every trajectory that was launched.
 
-A request that the engine cut (a pause that aborts) goes on from its tokens with a seed of its own; only a
-trajectory that control cancelled ends as ``TrajectoryLost``.
+A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
+trajectory that control held waits, outside of the engine, until it is continued; only one that was cancelled, or that
+the engine refused, ends as ``TrajectoryLost``.
 """
 
 from __future__ import annotations
@@ -11,20 +12,71 @@ from anyio.abc import TaskGroup
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.engines.engine import Engine
-from streamrl.engines.resumption import join_completions, resumed_request
+from streamrl.engines.resumption import join_completions, part_id, resumed_request
 from streamrl.errors import RequestRefused
 from streamrl.messages import Generate
 from streamrl.seeds import derive_seed
 from streamrl.stage_messages import (
-    CancelTrajectories,
+    ContinueTrajectories,
     FinishedTrajectory,
+    HoldTrajectories,
     LaunchTrajectory,
     RolloutOrder,
     RolloutOutcome,
     RolloutStatistics,
+    TrajectoryHeld,
     TrajectoryLost,
 )
 from streamrl.types import Completion, FinishReason, Segment, Trajectory, TrajectoryId
+
+
+class _Attempt:
+    """One launched trajectory: what it has, what it asks the engine for, and what control wants of it.
+
+    ``owed``: holds that it has not answered yet. ``waits``: it is held and has left the engine.
+    """
+
+    def __init__(self, order: LaunchTrajectory, request: Generate) -> None:
+        self.order = order
+        self.request = request
+        self.done: Completion | None = None
+        self.parts = 0
+        self.cancelled = ""
+        self.held = False
+        self.owed = 0
+        self.waits = False
+        self.may_go_on = anyio.Event()
+        self.seconds = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.done is None else len(self.done.token_ids)
+
+    def hold(self) -> None:
+        if not self.held:
+            self.held = True
+            self.owed += 1
+            self.may_go_on = anyio.Event()
+
+    def go_on(self) -> None:
+        self.held = False
+        self.may_go_on.set()
+
+    def cancel(self, reason: str) -> None:
+        self.cancelled = self.cancelled or reason
+        self.may_go_on.set()
+
+    def add(self, piece: Completion) -> None:
+        """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. What was moved
+        before it sampled anything keeps its seed, and so its noise."""
+        self.done = piece if self.done is None else join_completions(self.done, piece)
+        self.parts += 1
+        self.request = resumed_request(
+            self.request,
+            piece,
+            seed=derive_seed(self.order.seed, self.parts) if piece.token_ids else self.request.seed,
+            request_id=part_id(str(self.order.id), self.parts),
+        )
 
 
 class RolloutStage:
@@ -35,97 +87,131 @@ class RolloutStage:
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._top_p = top_p
-        self._requests: dict[TrajectoryId, str] = {}
-        self._cancelled: set[TrajectoryId] = set()
+        self._open: dict[TrajectoryId, _Attempt] = {}
+        self._waiting = 0
+        self._still = False
         self._launched = self._finished = self._generated_tokens = 0
         self._busy_seconds = 0.0
         self._counted_at = 0.0
 
     async def run(self, orders: ReceiveStream[RolloutOrder], outcomes: SendStream[RolloutOutcome]) -> None:
-        """Until ``orders`` ends and every launched trajectory had its outcome; then ends ``outcomes``."""
+        """Until ``orders`` ends and every launched trajectory had its outcome; then ends ``outcomes``.
+
+        What is held then is lost: nobody is left to continue it.
+        """
         self._counted_at = anyio.current_time()
         async with anyio.create_task_group() as trajectories:
             async for order in orders:
                 await self._obey(order, trajectories, outcomes)
+            for attempt in self._open.values():
+                if attempt.held:
+                    attempt.cancel("held when the orders ended")
         await outcomes.aclose()
 
     def statistics(self) -> RolloutStatistics:
-        """Counters since the start."""
+        """Counters since the start. Held trajectories do not run."""
         self._count()
         return RolloutStatistics(
             launched=self._launched,
             finished=self._finished,
-            running=len(self._requests),
+            running=len(self._open) - self._waiting,
             busy_seconds=self._busy_seconds,
             generated_tokens=self._generated_tokens,
         )
 
-    async def _obey(self, order: RolloutOrder, trajectories: TaskGroup, outcomes: SendStream[RolloutOutcome]) -> None:
-        if isinstance(order, CancelTrajectories):
-            running = [i for i in order.ids if i in self._requests]
-            self._cancelled.update(running)
-            if running:
-                await self._engine.abort([self._requests[i] for i in running])
-            return
+    def stand_still(self, still: bool) -> None:
+        """Told when all engines are held and when that has ended: what is submitted meanwhile keeps no engine busy."""
         self._count()
-        self._launched += 1
-        self._requests[order.id] = f"{order.id}/0"
-        trajectories.start_soon(self._sample, order, outcomes)
+        self._still = still
 
-    async def _sample(self, order: LaunchTrajectory, outcomes: SendStream[RolloutOutcome]) -> None:
-        started = anyio.current_time()
+    async def _obey(self, order: RolloutOrder, trajectories: TaskGroup, outcomes: SendStream[RolloutOutcome]) -> None:
+        if isinstance(order, LaunchTrajectory):
+            self._count()
+            self._launched += 1
+            attempt = self._open[order.id] = _Attempt(order, self._request(order))
+            trajectories.start_soon(self._sample, attempt, outcomes)
+            return
+        attempts = [self._open[i] for i in order.ids if i in self._open]
+        if isinstance(order, ContinueTrajectories):
+            for attempt in attempts:
+                attempt.go_on()
+            return
+        for attempt in attempts:
+            if isinstance(order, HoldTrajectories):
+                attempt.hold()
+            else:
+                attempt.cancel("cancelled")
+        running = [attempt.request.request_id for attempt in attempts if not attempt.waits]
+        if running:
+            await self._engine.abort(running)
+
+    async def _sample(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
+        order, refused = attempt.order, ""
         try:
-            completion, refused = await self._complete(order), ""
+            await self._complete(attempt, outcomes)
         except RequestRefused as error:
-            completion, refused = None, str(error)
+            refused = str(error)
         self._count()
-        del self._requests[order.id]
-        cancelled = order.id in self._cancelled
-        self._cancelled.discard(order.id)
+        del self._open[order.id]
         self._finished += 1
-        tokens = 0 if completion is None else len(completion.token_ids)
-        self._generated_tokens += tokens
-        if completion is None or cancelled:
+        if attempt.done is None or attempt.cancelled or refused:
             await outcomes.send(
                 TrajectoryLost(
                     id=order.id,
                     group_size=order.group_size,
-                    cancelled=cancelled,
-                    reason=refused or "cancelled",
-                    tokens=tokens,
+                    cancelled=bool(attempt.cancelled),
+                    reason=refused or attempt.cancelled,
+                    tokens=attempt.tokens,
                     evaluation=order.evaluation,
                 )
             )
             return
-        trajectory = _single_segment(order, completion, anyio.current_time() - started)
+        trajectory = _single_segment(order, attempt.done, attempt.seconds)
         await outcomes.send(FinishedTrajectory(trajectory=trajectory, group_size=order.group_size))
 
-    async def _complete(self, order: LaunchTrajectory) -> Completion:
-        """Sample until the completion ends by itself, going on after every cut that control did not ask for."""
-        request = Generate(
-            request_id=self._requests[order.id],
+    async def _complete(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
+        """Sample until the completion ends by itself or was cancelled, going on after every other cut."""
+        while not attempt.cancelled:
+            if not attempt.held:  # control may have held it before it ever started
+                started = anyio.current_time()
+                piece = await self._engine.generate(attempt.request)
+                attempt.seconds += anyio.current_time() - started
+                self._generated_tokens += len(piece.token_ids)
+                attempt.add(piece)
+                if piece.finish_reason is not FinishReason.ABORT:
+                    return
+            if not attempt.cancelled:
+                await self._answer_holds(attempt, outcomes)
+
+    async def _answer_holds(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
+        """Say that it is held and wait until it is not any more. A hold that was taken back is answered too."""
+        while attempt.owed:
+            attempt.owed -= 1
+            await outcomes.send(TrajectoryHeld(id=attempt.order.id, tokens=attempt.tokens))
+        if not attempt.held or attempt.cancelled:
+            return
+        self._count()
+        attempt.waits = True
+        self._waiting += 1
+        await attempt.may_go_on.wait()
+        self._count()
+        attempt.waits = False
+        self._waiting -= 1
+
+    def _request(self, order: LaunchTrajectory) -> Generate:
+        return Generate(
+            request_id=part_id(str(order.id), 0),
             token_ids=order.prompt.token_ids,
             max_tokens=self._max_tokens,
             seed=order.seed,
             temperature=self._temperature if order.temperature is None else order.temperature,
             top_p=self._top_p,
         )
-        done: Completion | None = None
-        part = 0
-        while True:
-            piece = await self._engine.generate(request)
-            done = piece if done is None else join_completions(done, piece)
-            if piece.finish_reason is not FinishReason.ABORT or order.id in self._cancelled:
-                return done
-            part += 1
-            self._requests[order.id] = f"{order.id}/{part}"
-            request = resumed_request(
-                request, piece, seed=derive_seed(order.seed, part), request_id=self._requests[order.id]
-            )
 
     def _count(self) -> None:
         now = anyio.current_time()
-        self._busy_seconds += len(self._requests) * (now - self._counted_at)
+        if not self._still:
+            self._busy_seconds += (len(self._open) - self._waiting) * (now - self._counted_at)
         self._counted_at = now
 
 

@@ -24,7 +24,6 @@ from streamrl.config.recipe import (
     Checkpoint,
     Engines,
     Evaluation,
-    InFlight,
     Launch,
     Lora,
     Model,
@@ -32,14 +31,12 @@ from streamrl.config.recipe import (
     Prompts,
     Recipe,
     Reward,
-    Rollout,
-    RoundKind,
     Sampling,
-    StalePolicy,
     Training,
     Transport,
     TransportKind,
 )
+from streamrl.config.scheduling import InFlight, Rollout, RoundKind, StalePolicy
 from streamrl.config.topology import plan_topology
 
 RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))

@@ -40,7 +40,9 @@ class Ranks:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
 
-    async def save_checkpoint(self, directory: str, policy_version: int, min_free_bytes: int) -> None:
+    async def save_checkpoint(
+        self, directory: str, policy_version: int, min_free_bytes: int, beside: dict[str, bytes]
+    ) -> None:
         self.asked.append((Path(directory).name, policy_version, min_free_bytes))
         write_anew(Path(directory))
 
@@ -70,21 +72,21 @@ def test_last_best_and_permanent_checkpoints_stay(tmp_path: Path) -> None:
         for version in range(2, 14, 2):
             if version == 6:  # its evaluation ended before it was saved
                 await keeper.scored(6, {"eval/held_out/avg@4": 0.5, "eval/held_out/pass@4": 1.0})
-            await keeper.save(version)
+            await keeper.save(version, {})
             assert (tmp_path / "c" / "latest").readlink() == Path(f"step-{version:06d}")
             if version != 6:
                 await keeper.scored(version, {"eval/held_out/pass@1": 2.0, "eval/held_out/avg@1": scores[version]})
         assert steps_in(tmp_path / "c") == [4, 10, 12]
-        await keeper.save(12)
+        await keeper.save(12, {})
         assert [version for _, version, _ in ranks.asked] == [2, 4, 6, 8, 10, 12]  # each once
         assert ranks.asked[0] == ("step-000002", 2, GIB // 2)
 
         # A later life of the run in the same directory knows the best of the earlier one.
         later = keeper_of(tmp_path / "c", keep=1, keep_best=1)
-        await later.save(14)
+        await later.save(14, {})
         await later.scored(14, {"eval/held_out/avg@1": 0.8})
         assert steps_in(tmp_path / "c") == [4, 14]
-        await later.save(16)
+        await later.save(16, {})
         await later.scored(16, {"eval/held_out/avg@1": 0.95})
         assert steps_in(tmp_path / "c") == [16]
 
@@ -101,10 +103,10 @@ def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_le
 
     async def scenario() -> None:
         keeper = keeper_of(tmp_path, ranks, keep=2)
-        await keeper.save(6)
+        await keeper.save(6, {})
         assert not (tmp_path / "step-000006" / "old").exists()  # the abandoned version was written again
         assert steps_in(tmp_path) == [4, 6]
-        await keeper.save(7)
+        await keeper.save(7, {})
         assert steps_in(tmp_path) == [6, 7]
 
     anyio.run(scenario)
@@ -114,13 +116,15 @@ def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_le
 
 def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     class FullDisk(Ranks):
-        async def save_checkpoint(self, directory: str, policy_version: int, min_free_bytes: int) -> None:
+        async def save_checkpoint(
+            self, directory: str, policy_version: int, min_free_bytes: int, beside: dict[str, bytes]
+        ) -> None:
             raise OSError("disk full")
 
     async def scenario() -> None:
-        await keeper_of(tmp_path, keep=1).save(1)
+        await keeper_of(tmp_path, keep=1).save(1, {})
         with pytest.raises(OSError, match="disk full"):
-            await keeper_of(tmp_path, FullDisk(), keep=1).save(2)
+            await keeper_of(tmp_path, FullDisk(), keep=1).save(2, {})
 
     anyio.run(scenario)
     assert steps_in(tmp_path) == [1]

@@ -2,250 +2,59 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
+from control_world import World, control_settings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.config.recipe import RoundKind, StalePolicy
-from streamrl.control import actions as do
+from streamrl.config.scheduling import LengthSorted, Losers, Order, RoundKind, StalePolicy, TailBatching
 from streamrl.control import events as on
-from streamrl.control.state import ControlSettings, ControlState
-from streamrl.types import DropReason, FinishReason, TrajectoryId
+from streamrl.types import FinishReason
 
-
-def control_settings(**changes: object) -> ControlSettings:
-    defaults: dict[str, object] = {
-        "steps": 3,
-        "batch_groups": 2,
-        "group_size": 2,
-        "rounds": RoundKind.SYNCHRONOUS,
-        "max_staleness": 0,
-        "when_stale": StalePolicy.WAIT,
-        "dynamic_sampling": False,
-        "max_failed_share": 1.0,
-        "failure_window": 8,
-    }
-    return ControlSettings(**{**defaults, **changes})  # type: ignore[arg-type]
-
-
-class World:
-    """Engines, rewards and trainer as sets of things that may happen next; and an independent ledger."""
-
-    def __init__(self, chosen: ControlSettings, prompts: int | None = None, start: int = 0) -> None:
-        self.settings = chosen
-        self.core = ControlState(chosen)
-        self.prompts_left = prompts
-        self.next_prompt = 0
-        self.running: dict[TrajectoryId, int] = {}
-        self.issued: set[TrajectoryId] = set()
-        self.ended: Counter[TrajectoryId] = Counter()
-        self.oldest: dict[TrajectoryId, int] = {}
-        self.scored: set[TrajectoryId] = set()
-        self.batches: dict[int, list[tuple[TrajectoryId, ...]]] = {}
-        self.to_step: do.StepOptimizer | None = None
-        self.to_publish: int | None = None
-        self.to_evaluate: tuple[int, int] | None = None
-        self.due: set[tuple[int, int]] = set()
-        self.evaluated: list[tuple[int, int]] = []
-        self.drained = False
-        self.to_save: int | None = None
-        self.saved: list[int] = []
-        self.draw: int | None = None
-        self.start = self.trainer_version = self.live_version = start
-        self.finished: str | None = None
-        self.stopped: str | None = None
-        self.staleness: list[int] = []
-        self.trained: Counter[TrajectoryId] = Counter()
-
-    def tell(self, event: on.ControlEvent) -> None:
-        self.drained = self.drained or isinstance(event, on.StopRequested)
-        for action in self.core.handle(event):
-            self.obey(action)
-
-    def obey(self, action: do.ControlAction) -> None:
-        match action:
-            case do.DrawPrompts():
-                assert self.draw is None
-                self.draw = action.count
-            case do.LaunchGroup():
-                assert action.group_id >= self.start * self.settings.batch_groups
-                for trajectory in action.ids:
-                    assert trajectory not in self.issued, "identity used twice"
-                    self.issued.add(trajectory)
-                    self.running[trajectory] = self.live_version
-            case do.CancelGroup() | do.ForgetTrajectories():
-                for trajectory in action.ids:
-                    self.running.pop(trajectory, None)
-                    self.scored.discard(trajectory)
-            case do.TrainGroupNow():
-                assert self.to_step is None, "group handed to a closed batch"
-                assert set(action.ids) <= self.scored, "untrained reward"
-                self.batches.setdefault(action.batch_id, []).append(action.ids)
-            case do.StepOptimizer():
-                assert self.to_step is None
-                assert self.to_save is None, "the trainer leaves the version that is being saved"
-                assert (action.batch_id, action.policy_version) == (self.trainer_version, self.trainer_version + 1)
-                self.to_step = action
-            case do.PublishWeights():
-                assert self.to_publish is None, "two pushes at once"
-                assert self.to_evaluate is None, "weights change under an evaluation"
-                self.to_publish = action.policy_version
-            case do.Evaluate():
-                assert self.to_publish is None, "weights change under an evaluation"
-                assert self.to_evaluate is None, "two evaluations at once"
-                assert action.policy_version == self.live_version and not self.drained
-                self.to_evaluate = (action.policy_version, action.limit)
-            case do.CancelEvaluation():
-                assert self.drained and self.to_evaluate is not None and action.policy_version == self.to_evaluate[0]
-                self.due.discard(self.to_evaluate)  # dropped, in so many words
-            case do.WriteCheckpoint():
-                assert self.to_save is None and action.policy_version == self.trainer_version
-                self.to_save = action.policy_version
-            case do.StopRun():
-                self.stopped = action.message
-            case do.FinishRun():
-                self.finished = action.reason
-
-    # ---- what the world may do
-
-    def begin(self) -> None:
-        if self.settings.evaluate_at_start and self.start < self.settings.steps:
-            self.falls_due(0)
-        self.tell(on.RunBegan(policy_version=self.start))
-
-    def answer_draw(self) -> None:
-        assert self.draw is not None
-        count = self.draw if self.prompts_left is None else min(self.draw, self.prompts_left)
-        exhausted = count < self.draw
-        if self.prompts_left is not None:
-            self.prompts_left -= count
-        names = tuple(f"p{self.next_prompt + i}" for i in range(count))
-        self.next_prompt += count
-        self.draw = None
-        self.tell(on.PromptsDrawn(prompt_ids=names, exhausted=exhausted))
-
-    def score(self, trajectory: TrajectoryId, reward: float, tokens: int, late: int = 0) -> None:
-        launched = self.running.pop(trajectory)
-        oldest = min(launched + late, self.live_version)  # queued in a pause: first token under newer weights
-        self.oldest[trajectory] = oldest
-        self.scored.add(trajectory)
-        self.tell(
-            on.TrajectoryScored(
-                id=trajectory,
-                reward=reward,
-                tokens=tokens,
-                finish_reason=FinishReason.STOP,
-                oldest_version=oldest,
-                newest_version=self.live_version,
-            )
-        )
-
-    def fail(self, trajectory: TrajectoryId) -> None:
-        self.running.pop(trajectory)
-        self.tell(on.TrajectoryFailed(id=trajectory, reason=DropReason.REWARD_FAILED, message="planted"))
-
-    def step(self) -> None:
-        order = self.to_step
-        assert order is not None
-        groups = self.batches.pop(order.batch_id)
-        assert len(groups) == order.groups and sum(map(len, groups)) == order.samples
-        for trajectory in [i for ids in groups for i in ids]:
-            self.staleness.append(self.trainer_version - self.oldest[trajectory])
-            self.trained[trajectory] += 1
-            self.scored.discard(trajectory)
-        self.to_step = None
-        self.trainer_version = order.policy_version
-        self.tell(on.BatchTrained(batch_id=order.batch_id, policy_version=order.policy_version))
-
-    def go_live(self) -> None:
-        assert self.to_publish is not None
-        self.live_version, self.to_publish = self.to_publish, None
-        every, at_end = self.settings.evaluate_every, self.settings.evaluate_at_end
-        if every and self.live_version % every == 0 and not (at_end and self.live_version == self.settings.steps):
-            self.falls_due(self.settings.evaluate_limit)
-        self.tell(on.WeightsLive(policy_version=self.live_version))
-
-    def falls_due(self, limit: int) -> None:
-        if not self.drained:
-            self.due.add((self.live_version, limit))
-
-    def evaluate(self) -> None:
-        assert self.to_evaluate is not None
-        done, self.to_evaluate = self.to_evaluate, None
-        assert done[0] == self.live_version, "the figure belongs to another version"
-        self.evaluated.append(done)
-        self.tell(on.EvaluationDone(policy_version=done[0]))
-
-    def save(self) -> None:
-        assert self.to_save == self.trainer_version, "the checkpoint holds another version"
-        self.saved.append(self.trainer_version)
-        self.to_save = None
-        self.tell(on.CheckpointDone(policy_version=self.trainer_version))
-
-    def run_to_end(self, limit: int = 4000) -> None:
-        """Whatever is possible happens, oldest first: the run must end."""
-        for _ in range(limit):
-            if self.finished is not None or self.stopped is not None:
-                return
-            if self.draw is not None:
-                self.answer_draw()
-            elif self.to_publish is not None:
-                self.go_live()
-            elif self.to_evaluate is not None:
-                self.evaluate()
-            elif self.to_save is not None:
-                self.save()
-            elif self.to_step is not None:
-                self.step()
-            elif self.running:
-                trajectory = next(iter(self.running))
-                self.score(trajectory, reward=float(trajectory.sample), tokens=3)
-            else:
-                raise AssertionError(f"nothing can happen and the run has not ended: {self.core.accounting()}")
-        raise AssertionError("the run does not end")
-
-    def check(self) -> None:
-        accounting = self.core.accounting()
-        assert accounting.balanced, accounting
-        assert accounting.issued == len(self.issued)
-        assert accounting.trained == sum(self.trained.values())
-        assert all(count == 1 for count in self.trained.values()), "trained twice"
-        assert all(s <= self.settings.max_staleness for s in self.staleness), self.staleness
-        if self.settings.when_stale is StalePolicy.WAIT:
-            assert "stale" not in accounting.dropped, "WAIT bounds staleness by construction and wastes nothing"
-        unreleased = self.core.slots.in_use
-        assert 0 <= unreleased <= self.core.slots.capacity
-        assert accounting.in_flight <= unreleased
-        assert self.live_version <= self.trainer_version
-
-    def check_end(self) -> None:
-        self.check()
-        if self.finished is None:
-            return
-        assert self.core.accounting().in_flight == 0
-        assert self.live_version == self.trainer_version
-        if self.settings.evaluate_at_end and self.start < self.settings.steps:
-            self.falls_due(0)
-        missed = self.due - set(self.evaluated)
-        assert not missed, f"neither done nor dropped: {missed}"
-        assert len(set(self.evaluated)) == len(self.evaluated), "evaluated twice"
-        assert len(set(self.saved)) == len(self.saved), "saved twice"
-        if self.settings.checkpoint_at_end and self.start < self.settings.steps:
-            assert self.saved[-1] == self.trainer_version
+ROUNDS: dict[str, dict[str, object]] = {
+    "synchronous": {},
+    "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
+    "continuous at 3": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 3},
+    "tail batching": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_prompts=1.5)},
+    "both axes": {
+        "rounds": RoundKind.TAIL_BATCHING,
+        "tail_batching": TailBatching(eta_responses=1.5, losers=Losers.REGENERATE),
+    },
+    "losers resumed": {
+        "rounds": RoundKind.TAIL_BATCHING,
+        "tail_batching": TailBatching(eta_prompts=1.5, losers=Losers.RESUME),
+        "max_staleness": 9,
+    },
+    "elastic": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(long_round_batches=2)},
+    "packed": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(cohort_batches=3)},
+    "sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=2)},
+    "sorted, limited": {
+        "rounds": RoundKind.LENGTH_SORTED,
+        "length_sorted": LengthSorted(cohort_batches=3, oversubscription=1.5, cut_tokens=12),
+    },
+    "sorted, single": {
+        "rounds": RoundKind.LENGTH_SORTED,
+        "length_sorted": LengthSorted(cohort_batches=2, single=True),
+    },
+    "partial": {
+        "rounds": RoundKind.LENGTH_SORTED,
+        "length_sorted": LengthSorted(cohort_batches=3, partial=True),
+        "max_staleness": 2,
+    },
+}
 
 
 class ControlMachine(RuleBasedStateMachine):
-    """Random worlds: any interleaving of scores, failures, steps, pushes, evaluations and stops."""
+    """Random worlds: any policy, any interleaving of scores, failures, late results, steps, pushes and stops."""
 
     @initialize(
-        rounds=st.sampled_from(list(RoundKind)),
-        staleness=st.integers(1, 3),
+        rounds=st.sampled_from(list(ROUNDS)),
         when_stale=st.sampled_from(list(StalePolicy)),
+        order=st.sampled_from(list(Order)),
         dynamic=st.booleans(),
-        groups=st.integers(1, 3),
+        presubmit=st.booleans(),
+        groups=st.integers(1, 4),
         size=st.integers(1, 3),
         steps=st.integers(1, 5),
         every=st.integers(0, 2),
@@ -255,10 +64,11 @@ class ControlMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        rounds: RoundKind,
-        staleness: int,
+        rounds: str,
         when_stale: StalePolicy,
+        order: Order,
         dynamic: bool,
+        presubmit: bool,
         groups: int,
         size: int,
         steps: int,
@@ -267,25 +77,22 @@ class ControlMachine(RuleBasedStateMachine):
         prompts: int | None,
         start: int,
     ) -> None:
-        self.world = World(
-            control_settings(
-                rounds=rounds,
-                max_staleness=staleness if rounds is RoundKind.CONTINUOUS else 0,
-                when_stale=when_stale,
-                dynamic_sampling=dynamic and size > 1,
-                batch_groups=groups,
-                group_size=size,
-                steps=steps,
-                evaluate_every=every,
-                evaluate_limit=3 * int(at_end),
-                evaluate_at_start=bool(every),
-                evaluate_at_end=at_end,
-                checkpoint_every=every,
-                checkpoint_at_end=at_end,
-            ),
-            prompts,
-            start,
-        )
+        chosen: dict[str, object] = {
+            "when_stale": when_stale,
+            "order": order,
+            "dynamic_sampling": dynamic and size > 1,
+            "presubmit": presubmit,
+            "batch_groups": groups,
+            "group_size": size,
+            "steps": steps,
+            "evaluate_every": every,
+            "evaluate_limit": 3 * int(at_end),
+            "evaluate_at_start": bool(every),
+            "evaluate_at_end": at_end,
+            "checkpoint_every": every,
+            "checkpoint_at_end": at_end,
+        }
+        self.world = World(control_settings(**chosen, **ROUNDS[rounds]), prompts, start)
         self.world.begin()
 
     @precondition(lambda self: self.world.draw is not None)
@@ -293,16 +100,21 @@ class ControlMachine(RuleBasedStateMachine):
     def draw(self) -> None:
         self.world.answer_draw()
 
-    @precondition(lambda self: self.world.running)
+    @precondition(lambda self: self.world.sampled)
     @rule(choice=st.randoms(use_true_random=False), reward=st.sampled_from([0.0, 1.0]), late=st.integers(0, 2))
     def score(self, choice: object, reward: float, late: int) -> None:
-        trajectory = choice.choice(sorted(self.world.running))  # type: ignore[attr-defined]
+        trajectory = choice.choice(self.world.sampled)  # type: ignore[attr-defined]
         self.world.score(trajectory, reward, tokens=5, late=late)
 
-    @precondition(lambda self: self.world.running)
+    @precondition(lambda self: self.world.stopped_at)
+    @rule(choice=st.randoms(use_true_random=False))
+    def score_what_ended_before_it_was_stopped(self, choice: object) -> None:
+        self.world.score(choice.choice(sorted(self.world.stopped_at)), 1.0, tokens=5)  # type: ignore[attr-defined]
+
+    @precondition(lambda self: self.world.sampled)
     @rule(choice=st.randoms(use_true_random=False))
     def fail(self, choice: object) -> None:
-        self.world.fail(choice.choice(sorted(self.world.running)))  # type: ignore[attr-defined]
+        self.world.fail(choice.choice(self.world.sampled))  # type: ignore[attr-defined]
 
     @precondition(lambda self: self.world.to_step is not None)
     @rule()
@@ -506,7 +318,7 @@ def test_a_stop_lets_the_closed_batch_go_live_and_drops_the_rest() -> None:
     assert world.core.accounting().dropped == {"drained": 4}
 
 
-@pytest.mark.parametrize("rounds", list(RoundKind))
+@pytest.mark.parametrize("rounds", [RoundKind.SYNCHRONOUS, RoundKind.CONTINUOUS])
 def test_the_next_batch_is_sampled_and_trained_under_an_evaluation_and_only_the_push_waits(rounds: RoundKind) -> None:
     staleness = 0 if rounds is RoundKind.SYNCHRONOUS else 1
     world = World(

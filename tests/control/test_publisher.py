@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+import anyio
 import pytest
 
-from streamrl.config.recipe import InFlight
+from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, WeightError
-from streamrl.messages import OrderDone, WeightAnnouncement, WeightSource
+from streamrl.messages import Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
+from streamrl.types import Completion, token_array
 
 pytestmark = pytest.mark.asyncio
 
@@ -83,8 +87,6 @@ class SlowEngine(SimulatedEngine):
     """Never finishes staging."""
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        import anyio
-
         await anyio.sleep_forever()
         raise AssertionError
 
@@ -96,3 +98,132 @@ async def test_a_push_that_takes_too_long_names_the_limit() -> None:
     publisher = WeightPublisher([slow], Anchors().publish, in_flight=InFlight.KEEP, timeout_s=0.05)
     with pytest.raises(EngineError, match=r"within 0\.05 s \(weights\.push_timeout_s\)"):
         await publisher.push(announced(5, 4))
+
+
+class CountingEngine(SimulatedEngine):
+    """Remembers in which order it was told to pause, commit and resume; refuses as many commits as it is told to."""
+
+    def __init__(self, version: int, refusals: int = 0) -> None:
+        clock = InstantClock()
+        super().__init__(SimulationOptions(policy_version=version), clock=clock.now, sleep=clock.sleep)
+        self.told: list[str] = []
+        self.cleared: list[bool] = []
+        self.refusals = refusals
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        self.told.append(f"pause {mode}")
+        self.cleared.append(clear_cache)
+        await super().pause(mode, clear_cache=clear_cache)
+
+    async def commit(self, policy_version: int) -> OrderDone:
+        self.told.append(f"commit {policy_version}")
+        if self.refusals:
+            self.refusals -= 1
+            raise WeightError("planted")
+        return await super().commit(policy_version)
+
+    async def resume(self) -> None:
+        self.told.append("resume")
+        await super().resume()
+
+
+def publisher_of(
+    *engines: SimulatedEngine, in_flight: InFlight = InFlight.KEEP, on_hold: Callable[[bool], None] | None = None
+) -> tuple[WeightPublisher, Anchors]:
+    anchors = Anchors()
+    return WeightPublisher(engines, anchors.publish, in_flight=in_flight, timeout_s=5, on_hold=on_hold), anchors
+
+
+async def sampled_during(engine: SimulatedEngine, act: Callable[[], Awaitable[object]]) -> Completion:
+    """What a request submitted before ``act`` samples in the end."""
+    done: list[Completion] = []
+
+    async def generate() -> None:
+        request = Generate(request_id="r", token_ids=token_array([2]), max_tokens=20, seed=1, temperature=1.0)
+        done.append(await engine.generate(request))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(generate)
+        while not engine.load().waiting + engine.load().running:
+            await anyio.lowlevel.checkpoint()
+        await act()
+    return done[0]
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "pause", "clear"),
+    [(InFlight.KEEP, "keep", False), (InFlight.RECOMPUTE, "keep", True), (InFlight.RESUME, "abort", True)],
+)
+async def test_a_push_after_a_hold_pauses_nothing_twice(in_flight: InFlight, pause: str, clear: bool) -> None:
+    engines = [CountingEngine(4), CountingEngine(4)]
+    publisher, _ = publisher_of(*engines, in_flight=in_flight)
+    await publisher.hold()
+    await publisher.hold()
+
+    async def push() -> None:
+        assert engines[0].load().generated_tokens == 0, "held: nothing is sampled before the push"
+        report = await publisher.push(announced(5, 4))
+        assert report.held_s > 0 and report.paused_s < report.held_s + report.total_s
+
+    completion = await sampled_during(engines[0], push)
+    assert {span.policy_version for span in completion.version_spans} == {5}
+    assert all(engine.told == [f"pause {pause}", "commit 5", "resume"] for engine in engines)
+    assert engines[0].cleared == [clear]
+    report = await publisher.push(announced(6, 5))
+    assert report.held_s == 0
+    assert engines[1].told[3:] == [f"pause {pause}", "commit 6", "resume"], "the hold ended with its push"
+
+
+async def test_a_hold_that_is_released_samples_under_the_live_version() -> None:
+    engine = CountingEngine(4)
+    publisher, _ = publisher_of(engine)
+    await publisher.release()
+    assert engine.told == [], "nothing was held"
+    await publisher.hold()
+    completion = await sampled_during(engine, publisher.release)
+    assert {span.policy_version for span in completion.version_spans} == {4}
+    assert engine.told == ["pause keep", "resume"]
+
+
+async def test_a_held_engine_that_refuses_the_delta_is_reanchored_and_only_then_resumed() -> None:
+    refuses, behind, sound = CountingEngine(4, refusals=1), CountingEngine(2), CountingEngine(4)
+    publisher, anchors = publisher_of(refuses, behind, sound)
+    await publisher.hold()
+    report = await publisher.push(announced(5, 4))
+    assert (report.reanchored, anchors.asked) == (2, [5])
+    assert refuses.told == ["pause keep", "commit 5", "commit 5", "resume"]
+    assert behind.told == ["pause keep", "commit 5", "resume"], "it refused to stage, and stayed paused"
+    assert sound.told == ["pause keep", "commit 5", "resume"]
+
+
+async def test_an_engine_that_joins_is_brought_to_the_live_version_and_then_gets_pushes() -> None:
+    first, late = CountingEngine(4), CountingEngine(-1)
+    publisher, anchors = publisher_of(first)
+    await publisher.admit(late, 4)
+    assert (anchors.asked, late.told) == ([4], ["pause keep", "commit 4", "resume"])
+    assert (await publisher.push(announced(5, 4))).reanchored == 0
+    await publisher.leave(late)
+    await publisher.push(announced(6, 5))
+    assert late.told[-2:] == ["commit 5", "resume"]
+    await publisher.hold()
+    await publisher.admit(late, 6)
+    assert late.told[-2:] == ["pause keep", "commit 6"], "the others are held, and so is it"
+    await publisher.push(announced(7, 6))
+    assert late.told[-2:] == ["commit 7", "resume"]
+    with pytest.raises(EngineError, match="joined refused version 7: planted"):
+        await publisher.admit(CountingEngine(-1, refusals=1), 7)
+
+
+async def test_a_hold_is_told_once_when_it_begins_and_once_when_it_ended() -> None:
+    told: list[bool] = []
+    publisher, _ = publisher_of(CountingEngine(4), on_hold=told.append)
+    await publisher.push(announced(5, 4))
+    assert told == []
+    await publisher.hold()
+    await publisher.hold()
+    assert told == [True]
+    await publisher.push(announced(6, 5))
+    assert told == [True, False]
+    await publisher.hold()
+    await publisher.release()
+    assert told == [True, False, True, False]

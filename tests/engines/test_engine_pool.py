@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.engine_pool import SIBLING_SLACK, EnginePool
+from streamrl.engines.resumption import part_id
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, WeightError
 from streamrl.messages import Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, token_array
+from streamrl.stage_messages import FinishedTrajectory, LaunchTrajectory
+from streamrl.stages.rollout import RolloutStage
+from streamrl.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 
 pytestmark = pytest.mark.asyncio
 
@@ -30,11 +37,13 @@ class RecordingEngine(SimulatedEngine):
             sleep=clock.sleep,
         )
         self.asked: list[str] = []
+        self.pieces: dict[str, Completion] = {}
         self.wrong_hash = wrong_hash
 
     async def generate(self, request: Generate) -> Completion:
         self.asked.append(request.request_id)
-        return await super().generate(request)
+        completion = self.pieces[request.request_id] = await super().generate(request)
+        return completion
 
     async def commit(self, policy_version: int) -> OrderDone:
         done = await super().commit(policy_version)
@@ -116,3 +125,232 @@ async def test_one_failing_engine_is_the_plain_error() -> None:
         await EnginePool(engines).stage(announcement(1, 0))
     with pytest.raises(EngineError, match=r"engines\.count"):
         EnginePool([])
+
+
+# ---- draining and migration, with the stage that asks for the rest --------------------------------------
+
+
+class Roll:
+    """A rollout stage over a pool of ``count`` engines with trajectories under way."""
+
+    def __init__(self, count: int, trajectories: int, **options: object) -> None:
+        lengths = LengthMixture(median=120.0, sigma=0.3, long_share=0.0)
+        self.engines = [RecordingEngine(i, policy_version=0, lengths=lengths, **options) for i in range(count)]
+        self.pool = EnginePool(self.engines)
+        self.launched = trajectories
+        self.version = 0
+        self.finished: list[FinishedTrajectory] = []
+
+    async def run(self, during: Callable[[], Awaitable[None]]) -> None:
+        give, orders = memory_stream(64)
+        outcomes, take = memory_stream(64)
+        await self.pool.start()
+        stage = RolloutStage(self.pool, max_tokens=300, temperature=1.0, top_p=1.0)
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(stage.run, orders, outcomes)
+                for sample in range(self.launched):
+                    await give.send(self.launch(sample))
+                await self.until(lambda: self.pool.load().running == self.launched)
+                await during()
+                await give.aclose()
+                self.finished = [outcome async for outcome in take]
+        self.check()
+
+    @staticmethod
+    def launch(sample: int) -> LaunchTrajectory:
+        identity = TrajectoryId(prompt_id="p", group_id=sample // 4, sample=sample % 4)
+        prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3 + sample // 4]))
+        return LaunchTrajectory(id=identity, prompt=prompt, group_size=4, seed=sample)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(100_000):
+            if condition():
+                return
+            await anyio.lowlevel.checkpoint()
+        raise AssertionError("it never came true")
+
+    async def steps(self, count: int) -> None:
+        for _ in range(count):
+            await anyio.lowlevel.checkpoint()
+
+    async def push(self) -> None:
+        self.version += 1
+        await self.pool.stage(announcement(self.version, self.version - 1))
+        await self.pool.pause(PauseMode.KEEP, clear_cache=False)
+        await self.pool.commit(self.version)
+        await self.pool.resume()
+
+    def running(self) -> list[int]:
+        return [engine.load().running for engine in self.engines]
+
+    def check(self) -> None:
+        """Each ends once; its parts, in order, wherever they ran, are its tokens; spans follow the parts."""
+        assert Counter(o.trajectory.id for o in self.finished) == {self.launch(i).id: 1 for i in range(self.launched)}
+        asked = Counter(request for engine in self.engines for request in engine.asked)
+        assert set(asked.values()) == {1}, "nothing is asked for twice"
+        pieces = {request: piece for engine in self.engines for request, piece in engine.pieces.items()}
+        for outcome in self.finished:
+            [segment] = outcome.trajectory.segments
+            parts = [part_id(str(outcome.trajectory.id), part) for part in range(len(pieces))]
+            mine = [pieces[part] for part in parts if part in pieces]
+            assert segment.token_ids == sum((piece.token_ids for piece in mine[1:]), mine[0].token_ids)
+            assert all(piece.finish_reason is FinishReason.ABORT for piece in mine[:-1])
+            versions = [s.policy_version for piece in mine for s in piece.version_spans for _ in range(s.end - s.start)]
+            told = [s.policy_version for s in segment.version_spans for _ in range(s.end - s.start)]
+            assert told == versions and len(told) == len(segment.token_ids)
+
+
+async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere() -> None:
+    roll = Roll(3, 24)
+
+    async def during() -> None:
+        await roll.steps(30)
+        moved = [i for i, index in roll.pool._serving.items() if index == 1]
+        assert moved
+        await roll.pool.drain("engine-1")
+        assert roll.engines[1].load().running == 0
+        served = {name: {r.request_id for r in requests} for name, requests in roll.pool.served().items()}
+        assert served["engine-1"] == set() and len(served["engine-0"] | served["engine-2"]) == 24
+        went_on = [r for r in roll.pool.served()["engine-0"] if r.request_id.endswith("/1")]
+        assert all((r.prompt, r.sampled > 0) == (2, True) for r in went_on)
+        assert all(roll.engines[1].pieces[request].token_ids for request in moved), "they had sampled something"
+        await roll.push()  # the drained engine is not left out
+        before = list(roll.engines[1].asked)
+        await roll.until(lambda: roll.pool.load().running < 12)
+        assert roll.engines[1].asked == before
+        assert roll.engines[1]._policy_version == 1
+
+    await roll.run(during)
+    moved_versions = {s.policy_version for o in roll.finished for s in o.trajectory.segments[0].version_spans}
+    assert moved_versions == {0, 1}
+
+
+async def test_a_readmitted_engine_gets_requests_again_and_the_last_one_cannot_be_drained() -> None:
+    roll = Roll(2, 8)
+
+    async def during() -> None:
+        await roll.steps(5)
+        await roll.pool.drain("engine-0")
+        with pytest.raises(EngineError, match="engine-1 is the last engine that serves"):
+            await roll.pool.drain("engine-1")
+        with pytest.raises(EngineError, match="engine-0 is drained"):
+            await roll.pool.migrate(list(roll.pool._serving), to="engine-0")
+        with pytest.raises(EngineError, match="no engine is called 'engine-7'; the pool has engine-0, engine-1"):
+            await roll.pool.drain("engine-7")
+        assert roll.running()[0] == 0
+        roll.pool.readmit("engine-0")
+        await roll.pool.drain("engine-1")
+        await roll.until(lambda: roll.running() == [8, 0])
+
+    await roll.run(during)
+
+
+async def test_single_requests_migrate_to_the_engine_that_is_named() -> None:
+    roll = Roll(3, 12)
+
+    async def during() -> None:
+        await roll.steps(10)
+        [*moving] = [i for i, index in roll.pool._serving.items() if index == 0][:2]
+        stay = [i for i, index in roll.pool._serving.items() if index == 2]
+        await roll.pool.migrate([*moving, *stay, "unknown/0"], to="engine-2")
+        await roll.until(lambda: all(part.replace("/0", "/1") in roll.engines[2].asked for part in moving))
+        assert set(stay) <= set(roll.pool._serving), "what is there already is not cut"
+
+    await roll.run(during)
+    assert sum(len(engine.asked) for engine in roll.engines) == 12 + 2
+
+
+class DeafEngine(RecordingEngine):
+    """Misses the first ``deaf`` aborts, as an engine does that has not registered the request yet."""
+
+    deaf = 2
+
+    async def abort(self, request_ids: list[str]) -> None:
+        if self.deaf:
+            self.deaf -= 1
+            return
+        await super().abort(request_ids)
+
+
+async def test_a_drain_tells_an_abort_again_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.engines.engine_pool.ABORT_AGAIN_SECONDS", 0.0)
+    roll = Roll(1, 8)
+    deaf = DeafEngine(1, policy_version=0, lengths=LengthMixture(median=290.0, sigma=0.0, long_share=0.0))
+    roll.engines.append(deaf)
+    roll.pool = EnginePool(roll.engines)
+
+    async def during() -> None:
+        assert deaf.load().running == 4
+        await roll.pool.drain("engine-1")
+        assert deaf.load().running == 0 and not deaf.deaf
+        assert all(piece.finish_reason is FinishReason.ABORT for piece in deaf.pieces.values())
+
+    await roll.run(during)
+
+
+async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
+    roll = Roll(2, 8)
+
+    async def during() -> None:
+        with pytest.raises(EngineError, match="engine-1 serves 4 requests; drain it before it is detached"):
+            roll.pool.detach("engine-1")
+        await roll.pool.drain("engine-1")
+        sampled = roll.pool.load().generated_tokens
+        await roll.pool.detach("engine-1").aclose()
+        assert roll.engines[1].load().generated_tokens > 0
+        assert roll.pool.load().generated_tokens >= sampled, "counters never fall"
+        await roll.push()  # the stopped one is left out of everything
+        assert roll.pool.load().running == 8
+        with pytest.raises(EngineError, match="engine-1 is detached"):
+            roll.pool.readmit("engine-1")
+        with pytest.raises(EngineError, match="max_context 64, engine-0 has 4096"):
+            await roll.pool.attach("engine-1", RecordingEngine(1, max_context=64))
+        late = RecordingEngine(1)
+        await roll.pool.attach("engine-1", late)
+        with pytest.raises(EngineError, match="its place is taken"):
+            await roll.pool.attach("engine-1", RecordingEngine(1))
+        await late.stage(announcement(1, None))
+        await late.pause(PauseMode.KEEP, clear_cache=True)
+        await late.commit(1)
+        await late.resume()
+        roll.engines.append(late)
+        roll.pool.readmit("engine-1")
+        await roll.pool.drain("engine-0")
+        await roll.until(lambda: late.load().running == 8)
+        roll.pool.readmit("engine-0")
+        await roll.push()
+
+    await roll.run(during)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["drain", "readmit", "migrate", "push", "abort", "steps"]), st.integers(0, 2)),
+        max_size=20,
+    )
+)
+async def test_whatever_is_drained_or_moved_nothing_is_lost_or_sampled_twice(script: list[tuple[str, int]]) -> None:
+    roll = Roll(3, 12)
+
+    async def during() -> None:
+        for word, index in script:
+            name = f"engine-{index}"
+            match word:
+                case "drain" if len(roll.pool._drained | {index}) < 3:
+                    await roll.pool.drain(name)
+                    assert roll.engines[index].load().running == 0
+                case "readmit":
+                    roll.pool.readmit(name)
+                case "migrate" if index not in roll.pool._drained:
+                    await roll.pool.migrate(list(roll.pool._serving)[::2], to=name)
+                case "push":
+                    await roll.push()
+                case "abort":
+                    await roll.pool.pause(PauseMode.ABORT, clear_cache=True)
+                    await roll.pool.resume()
+                case "steps":
+                    await roll.steps(10 * index + 3)
+
+    await roll.run(during)

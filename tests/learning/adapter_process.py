@@ -52,7 +52,7 @@ def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> N
     if ranks > 1:
         shard(policy, process_group.mesh(device))
     weights = make_weights(options, policy)
-    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
     arrays: dict[str, np.ndarray] = {}
     for step in range(STEPS):
         weights.clear_gradient()
@@ -70,7 +70,7 @@ def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> N
         arrays[f"norm.{step}"] = np.float64(global_norm(gradient_L))
         optimizer.step(gradient_L, 1e-2)
         weights.refresh_forward()
-    masters = weights.as_tensors(weights.masters_L)
+    masters = weights.as_tensors(weights.masters.whole())
     arrays |= {f"master.{n}": (t.full_tensor() if ranks > 1 else t).numpy() for n, t in masters.items()}
     arrays |= {f"published.{n}": t.float().numpy() for n, t in weights.full_published().items()}
     arrays |= {f"bits.{n}": bits for n, bits in weights.bits().items()}

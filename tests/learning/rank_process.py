@@ -104,10 +104,8 @@ def save_odd(rank: int, ranks: int, directory: Path) -> None:
     )
     process_group.join(options, torch.device("cpu"))
     weights = odd_weights(1, ranks)
-    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
-    optimizer.load_moments(
-        {"exp_avg": 2 * weights.masters_L.detach(), "exp_avg_sq": weights.masters_L.detach() ** 2}, 9
-    )
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
+    optimizer.load_moments({"exp_avg": 2 * weights.masters.whole(), "exp_avg_sq": weights.masters.whole() ** 2}, 9)
     state = checkpoint.TrainerState(policy_version=9)
     model, extra = directory / "model", {"replicated": torch.arange(3.0)}
     checkpoint.save(directory / "odd", weights, optimizer, state=state, model_path=model, extra=extra)

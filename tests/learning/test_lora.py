@@ -52,7 +52,7 @@ def loss_of(model: Any, tokens_BT: Any, parameters: dict[str, Any] | None = None
 
 def move_adapters(weights: AdapterWeights) -> None:
     """B starts at 0, where A has no gradient: move both."""
-    weights.masters_L.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
+    weights.masters.whole().normal_(0.0, 0.1, generator=torch.Generator().manual_seed(1))
     weights.refresh_forward()
 
 
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str) 
         loss_of(model, some_tokens(seed)).backward()
     mine = weights.as_tensors(weights.collect_gradient())
 
-    adapters = {n: t.double().requires_grad_() for n, t in weights.as_tensors(weights.masters_L).items()}
+    adapters = {n: t.double().requires_grad_() for n, t in weights.as_tensors(weights.masters.whole()).items()}
     merged = {}
     for name, base in base_of(tiny_model).items():
         merged[name] = base.double()
@@ -88,10 +88,10 @@ def test_gradients_are_those_of_an_explicit_product_in_float64(tiny_model: str) 
 def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str) -> None:
     model, weights, options = adapters_of(tiny_model)
     base = base_of(tiny_model)
-    before = weights.bits()
+    before = {name: bits.copy() for name, bits in weights.bits().items()}
     for name, tensor in base.items():  # B is 0 at the start: the first version is the base
         assert (before[name] == tensor.view(torch.int16).numpy().view(np.uint16).ravel()).all(), name
-    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
     losses = []
     for _ in range(8):
         loss = loss_of(model, some_tokens(0))
@@ -104,7 +104,7 @@ def test_steps_lower_the_loss_and_move_the_adapted_weights_only(tiny_model: str)
     assert losses[-1] < losses[0] - 0.2
 
     after, full = weights.bits(), weights.full_published()
-    adapters = weights.as_tensors(weights.masters_L)
+    adapters = weights.as_tensors(weights.masters.whole())
     assert [spec.name for spec in weights.shard_specs] == list(after) == list(base)
     assert weights.total_elements == sum(tensor.numel() for tensor in base.values())
     adapted = {name for name in base if name.endswith(("q_proj.weight", "v_proj.weight"))}
@@ -143,7 +143,7 @@ def test_the_seed_decides_the_start(tiny_model: str) -> None:
     def start(seed: int) -> Any:
         options = TrainerOptions(model_path="", run_id="", weights_endpoint="", seed=seed, lora=Lora(rank=RANK))
         policy = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
-        return make_weights(options, policy).masters_L.detach()
+        return make_weights(options, policy).masters.whole()
 
     torch.manual_seed(5)
     first = start(1)

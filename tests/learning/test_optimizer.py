@@ -13,6 +13,7 @@ import torch
 
 from streamrl.config.recipe import OptimizerKind
 from streamrl.errors import StreamRLError
+from streamrl.learning.masters import WholeMasters
 from streamrl.learning.optimizer import QUANTIZED_BLOCK, MasterOptimizer, quantize_again
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.published_weights import FullWeights
@@ -27,8 +28,8 @@ def options_of(kind: OptimizerKind, **changes: Any) -> TrainerOptions:
 
 
 def optimizer_on(start_L: Any, kind: OptimizerKind, decayed: Any = (), **changes: Any) -> tuple[Any, MasterOptimizer]:
-    masters_L = torch.nn.Parameter(start_L.clone())
-    return masters_L, MasterOptimizer(options_of(kind, **changes), masters_L, decayed)
+    masters_L = start_L.clone()
+    return masters_L, MasterOptimizer(options_of(kind, **changes), WholeMasters(masters_L), decayed)
 
 
 def some_gradients(steps: int, seed: int = 0) -> list[Any]:
@@ -63,7 +64,7 @@ def test_steps_are_those_of_the_paper_with_decay_on_matrices_only(kind: Optimize
         optimizer.step(gradient.clone(), 1e-2)
     expected = adamw_in_float64(start_L, gradients, 1e-2, 0.5, decayed)
     moved = (expected - start_L).abs().mean()
-    error = (masters_L.detach() - expected).abs().mean() / moved
+    error = (masters_L - expected).abs().mean() / moved
     assert optimizer.steps == 8
     # Eight bits lose a few percent of small moments; the float32 steps only rounding.
     assert error < (1e-5 if kind is OptimizerKind.ADAMW else 0.05)
@@ -81,7 +82,7 @@ def test_a_loaded_state_continues_bit_for_bit(kind: OptimizerKind) -> None:
     saved = {name: moment.clone() for name, moment in optimizer.moments().items()}
     assert saved.keys() == {"exp_avg", "exp_avg_sq"}
     assert all(m.dtype == torch.float32 and m.shape == (ELEMENTS,) for m in saved.values())
-    other_L, other = optimizer_on(masters_L.detach(), kind)
+    other_L, other = optimizer_on(masters_L, kind)
     other.load_moments({name: moment.clone() for name, moment in saved.items()}, optimizer.steps)
     assert other.steps == 3
     assert all(torch.equal(moment, saved[name]) for name, moment in other.moments().items())
@@ -97,7 +98,7 @@ def test_requantized_moments_have_the_same_codes() -> None:
         # A block whose largest mean is negative: the signed levels reach 1 but not -1.
         gradient[QUANTIZED_BLOCK] = -5.0
         optimizer.step(gradient, 1e-2)
-    _, again = optimizer_on(masters_L.detach(), OptimizerKind.ADAMW_8BIT)
+    _, again = optimizer_on(masters_L, OptimizerKind.ADAMW_8BIT)
     again.load_moments(optimizer.moments(), optimizer.steps)
     for inner, outer in zip(*(list(o._moments._adamw.state.values()) for o in (optimizer, again)), strict=True):
         assert all(torch.equal(inner[name], outer[name]) for name in ("state1", "state2"))
@@ -120,14 +121,14 @@ def test_host_masters_step_as_device_masters_do() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
         on_host = kind is OptimizerKind.ADAMW_OFFLOADED
         weights = FullWeights(dict(model.named_parameters()), masters_on_host=on_host)
-        optimizer = MasterOptimizer(options_of(kind, weight_decay=0.1), weights.masters_L, weights.decayed)
+        optimizer = MasterOptimizer(options_of(kind, weight_decay=0.1), weights.masters, weights.decayed)
         for step in range(3):
             weights.clear_gradient()
             model(torch.randn(5, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
             optimizer.step(weights.collect_gradient(), 1e-2)
             weights.refresh_forward()
         assert weights.decayed == [slice(0, 128), slice(176, 240)]  # not the bias, not the norm between them
-        outcomes.append((weights.masters_L.detach(), weights.bits()))
+        outcomes.append((weights.masters.whole(), weights.bits()))
     (masters_L, bits), (host_masters_L, host_bits) = outcomes
     assert torch.equal(masters_L, host_masters_L)
     assert all((bits[name] == host_bits[name]).all() for name in bits)

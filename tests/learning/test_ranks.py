@@ -218,12 +218,12 @@ def test_another_number_of_ranks_holds_the_same_bits(launch: Trainers) -> None:
 def test_what_four_ranks_cut_unevenly_is_loaded_whole_by_one(launch: Trainers) -> None:
     options = TrainerOptions(model_path="", run_id="", weights_endpoint="")
     process_group.join(options, torch.device("cpu"))
-    weights, wanted = odd_weights(2), odd_weights(1).masters_L.detach()
-    optimizer = MasterOptimizer(options, weights.masters_L, weights.decayed)
+    weights, wanted = odd_weights(2), odd_weights(1).masters.whole()
+    optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
     extra = {"replicated": torch.zeros(3)}
     assert checkpoint.load(launch.directory / "odd", weights, optimizer, extra=extra).policy_version == 9
     process_group.leave()
-    assert torch.equal(weights.masters_L, wanted)
+    assert torch.equal(weights.masters.whole(), wanted)
     assert torch.equal(optimizer.moments()["exp_avg"], 2 * wanted)
     assert torch.equal(optimizer.moments()["exp_avg_sq"], wanted**2)
     assert optimizer.steps == 9 and extra["replicated"].tolist() == [0, 1, 2]

@@ -73,9 +73,10 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
             reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
             reporter.event("RunProgress", step=2, phase="rollout", finished=1, wanted=2)
             reporter.event("RunWarning", step=2, message="look there")
+            reporter.event("RunDecided", step=2, subject="rounds", reason="long ones wait", figures={"goodput": 2.5})
             reporter.event("engine_lost", engine="engine-0")
             topics = {}
-            for _ in range(5):
+            for _ in range(6):
                 message = subscriber.receive(5)
                 assert message is not None
                 topics[message.topic] = message.fields
@@ -90,5 +91,6 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
         "evaluation": {"step": 1, "policy_version": 1, "metrics": {"eval/held_out/avg@1": 0.25}},
         "progress": {"step": 2, "phase": "rollout", "finished": 1, "wanted": 2},
         "warning": {"step": 2, "message": "look there"},
+        "decision": {"step": 2, "subject": "rounds", "reason": "long ones wait", "figures": {"goodput": 2.5}},
         "event": {"event": "engine_lost", "fields": {"engine": "engine-0"}},
     }

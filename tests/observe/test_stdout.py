@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from streamrl.messages import (
     EvaluationFinished,
+    RunDecided,
     RunFinished,
     RunProgress,
     RunStarted,
@@ -63,6 +64,39 @@ def test_the_table_lines_up_and_fits_on_a_terminal() -> None:
         *("12/100", "0.431", "12%", "143", "3%", "0.00123", "1.83", "0.712", "0.0"),
         *("10k/9.8k", "41%/62%", "2.1", "s", "3m07s"),
     ]
+
+
+SHORT = METRICS | {"round/short/group_size": 8.0, "round/short/total": 4.0, "round/long/total": 1.0}
+LONG = METRICS | {"round/long/group_size": 12.4, "round/short/total": 4.0, "round/long/total": 2.0}
+
+
+def test_the_kind_of_round_and_the_group_size() -> None:
+    assert step_line(12, 100, SHORT, 2.1, 187.4, show_round=True).startswith(
+        "step  12/100  round short 8  reward 0.431"
+    )
+    assert step_line(12, 100, LONG, 2.1, 187.4, show_round=True).startswith("step  12/100  round long 12  reward")
+    header = table_header(100, show_round=True)
+    rows = [table_row(12, 100, metrics, 2.13, 187.4, show_round=True) for metrics in (SHORT, LONG, METRICS)]
+    assert {len(header), *map(len, rows)} == {len(table_header(100))}, "as wide as without"
+    assert header.split()[:2] == ["step", "round"]
+    assert [row.split()[1:3] for row in rows[:2]] == [["short", "8"], ["long", "12"]]
+    assert rows[2].split()[1:3] == ["-", "0.431"]
+    synchronous = table_row(12, 100, METRICS | {"round/synchronous/group_size": 16.0}, 2.13, 187.4, show_round=True)
+    assert synchronous.split()[1:3] == ["synch", "16"]
+    assert len(synchronous) == len(header)
+
+
+def test_the_round_is_shown_from_where_it_varies_on() -> None:
+    for terminal in (False, True):
+        stream = io.StringIO()
+        with StdoutReporter(stream, terminal=terminal, clock=Clock()) as report:
+            report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=5, parameters=1))
+            for step, metrics in enumerate((SHORT, SHORT, LONG, SHORT), start=1):
+                report(StepFinished(step=step, policy_version=step, metrics=metrics))
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+        shown = [re.findall(r"(short 8|long 12)", line) for line in text.splitlines() if "0.431" in line]
+        assert shown == [[], [], ["long 12"], ["short 8"]]
+        assert text.count("no-signal") == (2 if terminal else 4), "the head of the table comes again with the column"
 
 
 @pytest.mark.parametrize(
@@ -182,10 +216,12 @@ def test_a_resumed_run_with_an_alarm() -> None:
     with StdoutReporter(stream, clock=Clock()) as report:
         report(RunStarted(run_id="r", directory="", metrics_endpoint="", steps=9, parameters=1, policy_version=8))
         report(RunWarning(step=8, message="policy/x is 1, above 0.5: look there"))
+        report(RunDecided(step=9, subject="group_size", reason="16 straggles less", figures={"risk": 0.1}))
         report(RunFinished(reason="drained", step=8))
     assert stream.getvalue().splitlines() == [
         "run r: 9 steps, 1 parameters, from step 8",
         "warning at step 8: policy/x is 1, above 0.5: look there",
+        "group_size from step 9 on: 16 straggles less",
         "",
         "drained: 8 of 9 steps in 0.0 s",
     ]

@@ -6,14 +6,14 @@ Engines are the product's ``SimulatedEngine``; control, stages, publisher and st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import anyio
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.config.recipe import InFlight
+from streamrl.config.scheduling import InFlight
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.controller import Controller
 from streamrl.control.evaluation import HeldOut
@@ -253,6 +253,7 @@ class SimulatedRun:
                 scored=self._scored,
                 store=EvaluationSamples(self.log_path.with_name("evaluations")).write,
                 alarms=Alarms(alarm_rules(0.05)),
+                load=pool.load,
                 start_version=self._start,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
@@ -283,8 +284,8 @@ class SimulatedRun:
 
     @staticmethod
     def _save(trainer: TrainerRanks) -> object:
-        async def save(policy_version: int) -> None:
-            await trainer.save_checkpoint(f"step-{policy_version}", policy_version)
+        async def save(policy_version: int, beside: Mapping[str, bytes]) -> None:
+            await trainer.save_checkpoint(f"step-{policy_version}", policy_version, beside=beside)
 
         return save
 

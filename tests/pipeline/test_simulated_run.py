@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun
 
-from streamrl.config.recipe import InFlight, RoundKind, StalePolicy
+from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.control.event_log import read_log, replay
 from streamrl.control.events import AlarmRaised
 from streamrl.control.state import ControlSettings
@@ -72,7 +72,7 @@ async def test_the_event_log_rebuilds_the_control_state(tmp_path: Path) -> None:
     rebuilt = replay(run.log_path)
     live = run.controller.state
     assert rebuilt.accounting() == live.accounting()
-    assert (rebuilt.trainer_version, rebuilt.live_version, rebuilt.next_group_id) == (6, 6, live.next_group_id)
+    assert (rebuilt.trainer_version, rebuilt.live_version, rebuilt.buffer.issued) == (6, 6, live.buffer.issued)
     assert rebuilt.slots.in_use == live.slots.in_use
     header, entries = read_log(run.log_path)
     half = len(list(entries)) // 2

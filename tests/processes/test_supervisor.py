@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from streamrl.config.topology import ProcessPlan, Role, Topology
-from streamrl.errors import ProcessDied
+from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.supervisor import Supervisor
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -346,4 +346,38 @@ async def test_cancelling_the_run_leaves_nothing(trial: Callable[..., Trial]) ->
         tasks.start_soon(run)
         await until(one.all_started)
         tasks.cancel_scope.cancel()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan", controller="finish")
+    async with running(one, others_end_s=0.0) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)  # raises when it takes one of these ends for a death
+        grandchild = int((one.directory / "pids" / "grandchild-0").read_text())
+        with pytest.raises(StreamRLError, match="engine-0 was not stopped"):
+            supervisor.start_engine("engine-0")
+        with pytest.raises(StreamRLError, match="trainer-0 is no engine of this host; it has engine-0"):
+            await supervisor.stop_engine("trainer-0")
+        await supervisor.stop_engine("engine-0")
+        assert not lives(one.pid("engine-0")) and not lives(grandchild), "with what it had started"
+        assert lives(one.pid("trainer-0"))
+        supervisor.start_engine("engine-0")
+        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
+        await supervisor.stop_engine("engine-0")  # and once more
+        supervisor.start_engine("engine-0")
+        await until(lambda: (one.directory / "pids" / "engine-0.2").exists())
+        (one.directory / "go").touch()  # the run ends well, and the watch with it
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_the_death_of_an_engine_that_was_started_again_is_a_death(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with running(one) as supervisor:
+        await supervisor.stop_engine("engine-0")
+        supervisor.start_engine("engine-0")
+        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
+        os.kill(one.pid("engine-0", start=1), signal.SIGKILL)
+        assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
     one.assert_nothing_left()

@@ -12,7 +12,14 @@ import pytest
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.messages import GroupScored, PauseMode, RewardWorkerReady, ScoreGroup
-from streamrl.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory, Scored, TrajectoryLost
+from streamrl.stage_messages import (
+    CancelTrajectories,
+    FinishedTrajectory,
+    LaunchTrajectory,
+    Scored,
+    TrajectoryHeld,
+    TrajectoryLost,
+)
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.types import (
@@ -181,3 +188,15 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
     ]
     outcomes = await score(settings(per_group=True), [note_sizes], incoming)
     assert sorted(seen) == [2, 2] and len(outcomes) == 5
+
+
+async def test_a_held_trajectory_is_told_at_once_and_its_group_waits_for_it() -> None:
+    held = TrajectoryHeld(id=TrajectoryId(prompt_id="p", group_id=0, sample=1), tokens=5)
+    incoming = [
+        FinishedTrajectory(trajectory=trajectory(0), group_size=2),
+        held,
+        FinishedTrajectory(trajectory=trajectory(1), group_size=2),
+    ]
+    outcomes = await score(settings(per_group=True), [answer_everything], incoming)
+    assert outcomes[0] == held
+    assert sorted(o.outcome.reward for o in outcomes[1:]) == [0.0, 1.0]

@@ -34,7 +34,7 @@ def as_bits(values: npt.NDArray[np.generic], dtype: str, count: int, tensor: str
         raise WeightError(
             f"tensor {tensor!r} ({dtype}) was given as numpy {values.dtype}; give its bit patterns as {wanted.name}"
         )
-    flat = np.ascontiguousarray(values).reshape(-1).view(wanted)
+    flat = values.reshape(-1).view(wanted)  # bits may lie apart, as the upper halves of float32 values do
     if flat.size != count:
         raise WeightError(f"tensor {tensor!r} was given with {flat.size} elements; this shard holds {count}")
     return flat

@@ -6,7 +6,7 @@ published version can be applied by every engine that acknowledged, whatever was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -57,7 +57,8 @@ class WeightPublisher:
     address that engines connect to, where it differs from the bound one (``tcp://0.0.0.0:...``).
 
     Memory: 2 bytes an element (bfloat16) for the shadow; the changed elements of at most four pending
-    versions; the encoded bytes of the same versions. An anchor holds a whole copy until it is acknowledged.
+    versions; the encoded bytes of the same versions, which go when a version is acknowledged: every engine has it then.
+    An anchor is a whole copy, until the next acknowledgement.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class WeightPublisher:
         self._shadow = self._materialise(pending, in_place=True)
         self._acknowledged, self._acknowledged_hash = policy_version, pending.part_hash
         self._pending = {version: self._difference(version, bits) for version, bits in complete.items()}
-        self._keep_served(self._served)
+        self._keep_served(self._served, set(self._pending))
 
     def _difference(self, policy_version: int, bits: Mapping[str, BitArray]) -> _Pending:
         """How ``bits`` differ from the shadow, and their hash."""
@@ -174,14 +175,17 @@ class WeightPublisher:
 
     def _encode(self, pending: _Pending, bits: Mapping[str, BitArray], *, anchor: bool) -> Published:
         entries: list[TensorEntry] = []
-        patches: list[bytes] = []
-        for name, shard in self._shards.items():
-            if not anchor and name not in pending.patches:
-                continue
-            positions = None if anchor else pending.patches[name][0]
-            patches.append(encode_patch(bits[name], positions))
-            entries.append(TensorEntry(shard, shard.count if positions is None else positions.size, len(patches[-1])))
-        chunks = list(_cut(b"".join(patches)))
+
+        def patches() -> Iterator[bytes]:
+            for name, shard in self._shards.items():
+                if not anchor and name not in pending.patches:
+                    continue
+                positions = None if anchor else pending.patches[name][0]
+                patch = encode_patch(bits[name], positions)
+                entries.append(TensorEntry(shard, shard.count if positions is None else positions.size, len(patch)))
+                yield patch
+
+        chunks = list(_cut(patches()))
         base_version = None if anchor else self._acknowledged
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -196,7 +200,8 @@ class WeightPublisher:
         )
         encoded = encode_manifest(manifest)
         part = ServedPart(pending.policy_version, digest_of(encoded), encoded, chunks)
-        self._keep_served([*(p for p in self._served if p.manifest_digest != part.manifest_digest), part])
+        others = (p for p in self._served if p.manifest_digest != part.manifest_digest)
+        self._keep_served([*others, part], {*self._pending, self._acknowledged})
         source = WeightSource(
             rank=self._rank,
             endpoint=self.endpoint,
@@ -207,9 +212,8 @@ class WeightPublisher:
         )
         return Published(source, base_version, pending.part_hash)
 
-    def _keep_served(self, parts: list[ServedPart]) -> None:
-        """Serve the parts of versions that may still be asked for: the acknowledged one and the pending ones."""
-        wanted = {*self._pending, self._acknowledged}
+    def _keep_served(self, parts: list[ServedPart], wanted: set[int | None]) -> None:
+        """Serve the parts of versions that may still be asked for."""
         self._served = [part for part in parts if part.policy_version in wanted]
         self._thread.serve(self._served)
 
@@ -217,7 +221,17 @@ class WeightPublisher:
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
-def _cut(payload: bytes) -> Iterator[memoryview]:
-    view = memoryview(payload)
-    for start in range(0, len(view), CHUNK_BYTES):
-        yield view[start : start + CHUNK_BYTES]
+def _cut(patches: Iterable[bytes]) -> Iterator[memoryview]:
+    """The payload in chunks; it never exists as one piece."""
+    chunk = bytearray()
+    for patch in patches:
+        start = 0
+        while start < len(patch):
+            part = patch[start : start + CHUNK_BYTES - len(chunk)]
+            chunk += part
+            start += len(part)
+            if len(chunk) == CHUNK_BYTES:
+                yield memoryview(chunk).toreadonly()
+                chunk = bytearray()
+    if chunk:
+        yield memoryview(chunk).toreadonly()

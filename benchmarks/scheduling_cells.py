@@ -1,0 +1,317 @@
+"""One cell of the scheduling benchmark: a task, a shape, a policy arm and a seed, run once and kept as a JSON file."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+from training_run import DEMO_RECIPE, toml_value, training_run
+
+from streamrl.config.load import load_recipe
+from streamrl.simulate.recording import TRACE_FILE
+
+HEAVY_RECIPE = DEMO_RECIPE.parents[1] / "heavy" / "recipe.toml"
+RECIPES = {"demo": DEMO_RECIPE, "heavy": HEAVY_RECIPE}
+WARM_UP_STEPS = 2
+SYNCHRONOUS, AUTO, DAPO_SYNCHRONOUS = "synchronous", "auto", "dapo_synchronous"
+SIZES = (4, 8, 16)
+
+KEPT_METRICS = (
+    "time/step_s",
+    "time/wait_eval_s",
+    "time/forward_backward_s",
+    "reward/mean",
+    "completion/length_mean",
+    "completion/truncated_ratio",
+    "length/sampled_mean",
+    "length/bias",
+    "perf/samples_s",
+    "perf/groups_s",
+    "perf/train_tok_s",
+    "perf/generated_per_trained_tok",
+    "perf/wasted_tok_ratio",
+    "util/bubble_ratio",
+    "util/rollout_bubble_ratio",
+    "util/capacity",
+    "async/staleness_oldest_max",
+    "sizing/size",
+    "sizing/straggler_rate",
+    "sizing/budget",
+    "sizing/queue",
+)
+
+
+class Regime(msgspec.Struct, frozen=True, order=True):
+    """A task at one shape: ``prompts`` x ``group_size`` trajectories a batch. Written ``heavy:16x8``."""
+
+    task: str
+    prompts: int
+    group_size: int
+
+    @property
+    def name(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.task}:{self.prompts}x{self.group_size}"
+
+    @property
+    def steps(self) -> int:
+        """Measured steps that take about 75 s on two cores.
+
+        A multiple of 20, so that cycles of 4 and of 5 rounds are measured whole: their long rounds cost the most.
+        """
+        return 60 if self.task == "demo" and self.prompts * self.group_size <= 64 else 20
+
+
+def parse_regime(text: str) -> Regime:
+    """``task:PROMPTSxGROUP``. Raises ``ValueError`` that names what is known."""
+    task, _, shape = text.partition(":")
+    prompts, _, group_size = shape.partition("x")
+    if task not in RECIPES or not prompts.isdigit() or not group_size.isdigit():
+        raise ValueError(f"{text!r} is no regime: write task:PROMPTSxGROUP, with a task of {', '.join(RECIPES)}")
+    return Regime(task, int(prompts), int(group_size))
+
+
+def _rounds(kind: str, section: str = "", **options: object) -> dict[str, object]:
+    return {"rollout.rounds": kind, **{f"{section}.{name}": value for name, value in options.items()}}
+
+
+def _race(eta_prompts: float = 1.25, losers: str = "replay", **options: object) -> dict[str, object]:
+    return _rounds("tail_batching", "tail_batching", eta_prompts=eta_prompts, losers=losers, **options)
+
+
+PRESUBMIT: dict[str, object] = {"rollout.presubmit": True}
+PARTIAL_COHORT = 4
+ROUND_ARMS: dict[str, dict[str, object]] = {
+    SYNCHRONOUS: {},
+    "synchronous_presubmit": PRESUBMIT,
+    "tail_prompts": _race(losers="regenerate"),
+    "tail_prompts_replay": _race(),
+    "tail_prompts_presubmit": _race() | PRESUBMIT,
+    "tail_packed": _race(1.125, cohort_batches=4),
+    "tail_packed_presubmit": _race(1.125, cohort_batches=4) | PRESUBMIT,
+    "tail_elastic_presubmit": _race(long_round_batches=2) | PRESUBMIT,
+    "tail_both": _race(losers="regenerate", eta_responses=1.25),
+    "tail_both_presubmit": _race(losers="regenerate", eta_responses=1.25) | PRESUBMIT,
+    "tail_both_elastic": _race(losers="regenerate", eta_responses=1.25, long_round_batches=2) | PRESUBMIT,
+    "sorted_2": _rounds("length_sorted", "length_sorted", cohort_batches=2),
+    "sorted_4": _rounds("length_sorted", "length_sorted", cohort_batches=4),
+    "sorted_partial": _rounds("length_sorted", "length_sorted", cohort_batches=PARTIAL_COHORT, partial=True)
+    | {"rollout.max_staleness": PARTIAL_COHORT - 1},
+    "continuous_1": _rounds("continuous") | {"rollout.max_staleness": 1},
+    AUTO: _rounds("auto"),
+    "auto_presubmit": _rounds("auto") | PRESUBMIT,
+}
+"""How rounds are formed. What an arm leaves out is what the task's recipe says."""
+
+SIZING_ARMS = ("size_4", "size_16", "sagc", "random_sizes")
+"""How large groups are. ``best_`` in front: over the composition that ``--best`` names; ``dapo_``: with DAPO."""
+
+PREFIXES = ("", "best_", "dapo_")
+ARMS = (*ROUND_ARMS, *(prefix + arm for prefix in PREFIXES for arm in SIZING_ARMS), DAPO_SYNCHRONOUS)
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished run. ``steps``: for each optimizer step, its values of ``KEPT_METRICS``; ``samples``: trained in one.
+
+    ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
+    """
+
+    regime: Regime
+    arm: str
+    seed: int
+    overrides: dict[str, object]
+    steps: list[dict[str, float]]
+    accuracy: float
+    held_out: int
+    on_policy: bool
+    machine: str
+    finished_at: float
+
+    @property
+    def measured(self) -> list[dict[str, float]]:
+        """The steps after the warm-up."""
+        return self.steps[WARM_UP_STEPS:]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the measured steps, without waits for an evaluation."""
+        return sum(step["time/step_s"] - step.get("time/wait_eval_s", 0.0) for step in self.measured)
+
+    @property
+    def samples(self) -> float:
+        """Trained in the measured steps."""
+        return sum(step["perf/samples_s"] * step["time/step_s"] for step in self.measured)
+
+    @property
+    def groups(self) -> float:
+        """Trained in the measured steps."""
+        return sum(step["perf/groups_s"] * step["time/step_s"] for step in self.measured)
+
+    @property
+    def trained_tokens(self) -> float:
+        """Trained in the measured steps."""
+        return sum(step["perf/train_tok_s"] * step["time/step_s"] for step in self.measured)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a trained sample."""
+        return self.trained_tokens / self.samples
+
+    @property
+    def generated_per_trained(self) -> float:
+        """Tokens whose sampling ended in the measured steps, over trained ones. NaN where no step says it."""
+        name = "perf/generated_per_trained_tok"
+        rows = [(step[name], step["perf/train_tok_s"] * step["time/step_s"]) for step in self.measured if name in step]
+        trained = sum(tokens for _, tokens in rows)
+        return sum(ratio * tokens for ratio, tokens in rows) / trained if trained else math.nan
+
+    def weighted(self, name: str) -> float:
+        """Mean of a metric over the time of the measured steps. NaN where no step has it."""
+        rows = [(step[name], step["time/step_s"]) for step in self.measured if name in step]
+        whole = sum(weight for _, weight in rows)
+        return sum(value * weight for value, weight in rows) / whole if whole else math.nan
+
+    def mean(self, name: str) -> float:
+        """Mean of a metric over the measured steps that have it. NaN where none has."""
+        values = [step[name] for step in self.measured if name in step]
+        return fmean(values) if values else math.nan
+
+    def last(self, name: str) -> float:
+        """Its last value. NaN where no step has it."""
+        return next((step[name] for step in reversed(self.steps) if name in step), math.nan)
+
+    def size_shares(self) -> dict[int, float]:
+        """Share of the measured steps for each group size that was chosen."""
+        sizes = [round(step["sizing/size"]) for step in self.measured if "sizing/size" in step]
+        return {size: sizes.count(size) / len(sizes) for size in sorted(set(sizes))}
+
+
+class CellPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell will run. ``steps``: optimizer steps with the warm-up; ``overrides``: of the recipe."""
+
+    regime: Regime
+    arm: str
+    seed: int
+    steps: int
+    overrides: dict[str, object]
+
+    @property
+    def recipe(self) -> Path:
+        """The task's recipe."""
+        return RECIPES[self.regime.task]
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Every override of the recipe, those of the benchmark too."""
+        return {
+            "rollout.prompts_per_batch": self.regime.prompts,
+            "rollout.group_size": self.regime.group_size,
+            "evaluation.at_start": False,
+            "evaluation.at_end": True,
+            "checkpoint.at_end": False,
+            **self.overrides,
+            "run.steps": self.steps,
+            "run.seed": self.seed,
+        }
+
+    def file(self, folder: Path) -> Path:
+        """Where its result lies."""
+        shape = f"{self.regime.task}-{self.regime.prompts}x{self.regime.group_size}"
+        return folder / f"{shape}-{self.arm}-{self.seed}.json"
+
+    def checked_on_policy(self) -> bool:
+        """Whether the recipe trains on-policy. Raises ``RecipeError`` where this tree does not take the overrides."""
+        recipe = load_recipe(self.recipe, [f"{key}={toml_value(value)}" for key, value in self.settings.items()])
+        return recipe.on_policy
+
+
+def sized(regime: Regime, size: int) -> dict[str, object]:
+    """A static group size at the regime's batch. Raises ``ValueError`` where it does not divide the batch."""
+    batch = regime.prompts * regime.group_size
+    if batch % size:
+        raise ValueError(f"group size {size} does not divide the {batch} trajectories of {regime.name}")
+    return {"rollout.group_size": size, "rollout.prompts_per_batch": batch // size}
+
+
+def sizing_overrides(
+    regime: Regime, arm: str, *, best: str, budget: float, shares: Mapping[int, float]
+) -> dict[str, object]:
+    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``shares``: of each size, for ``random_sizes``."""
+    prefix = next((prefix for prefix in PREFIXES if prefix and arm.startswith(prefix)), "")
+    kind = arm.removeprefix(prefix)
+    over: dict[str, object] = ROUND_ARMS[best] if prefix == "best_" else {}
+    if prefix == "dapo_":
+        over = {"objective.algorithm": "dapo"}
+    if kind == SYNCHRONOUS:
+        return over
+    if kind.startswith("size_"):
+        return over | sized(regime, int(kind.removeprefix("size_")))
+    if kind == "sagc":
+        sizing: dict[str, object] = {"kind": "sagc", "budget": budget}
+    else:
+        sizing = {"kind": "random", "shares": [shares.get(size, 0.0) for size in SIZES]}
+    return over | {f"group_sizing.{name}": value for name, value in ({"sizes": list(SIZES)} | sizing).items()}
+
+
+def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool) -> Cell:
+    """Run to the end and write the result; raises ``RunFailed``. ``keep_trace``: with the trace and the recipe."""
+    on_policy = plan.checked_on_policy()
+    with training_run(plan.recipe, plan.settings) as run:
+        run.wait(timeout_s=timeout_s)
+        steps, evaluations = run.steps(), run.evaluations()
+        if keep_trace and run.directory is not None:
+            _keep(run.directory, plan.file(folder).with_suffix(""))
+    cell = Cell(
+        regime=plan.regime,
+        arm=plan.arm,
+        seed=plan.seed,
+        overrides=plan.overrides,
+        steps=[
+            {name: step[name] for name in KEPT_METRICS if isinstance(step.get(name), int | float)} for step in steps
+        ],
+        accuracy=evaluations[-1]["eval/held_out/avg@1"],
+        held_out=int(evaluations[-1]["eval/held_out/prompts"]),
+        on_policy=on_policy,
+        machine=platform.node(),
+        finished_at=time.time(),
+    )
+    path = plan.file(folder)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(cell), indent=0))
+    unfinished.replace(path)
+    return cell
+
+
+def _keep(run_directory: Path, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in ("recipe.toml", TRACE_FILE):
+        found = next(run_directory.rglob(name), None)
+        if found is not None:
+            (folder / name).write_bytes(found.read_bytes())
+
+
+def read_cell(path: Path) -> Cell:
+    """A finished cell. Raises ``msgspec.MsgspecError`` for a file that is none."""
+    return msgspec.json.decode(path.read_bytes(), type=Cell)
+
+
+def read_cells(folder: Path) -> list[Cell]:
+    """Every finished cell in ``folder``, in order of regime, arm and seed."""
+    cells = [read_cell(path) for path in sorted(folder.glob("*.json"))]
+    return sorted(cells, key=lambda cell: (cell.regime, arm_order(cell.arm), cell.seed))
+
+
+def arm_order(arm: str) -> int:
+    """Place of ``arm`` in tables."""
+    return ARMS.index(arm) if arm in ARMS else len(ARMS)
+
+
+def pooled_shares(cells: Sequence[Cell]) -> dict[int, float]:
+    """Mean over ``cells`` of the share of each size; empty where none chose sizes."""
+    each = [shares for cell in cells if (shares := cell.size_shares())]
+    return {size: round(fmean(shares.get(size, 0.0) for shares in each), 4) for size in SIZES} if each else {}

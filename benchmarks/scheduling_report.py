@@ -1,0 +1,319 @@
+"""What finished cells of the scheduling benchmark say: a table for each regime, and a verdict for each claim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+from repeated_runs import Interval, interval
+from scheduling_cells import AUTO, DAPO_SYNCHRONOUS, ROUND_ARMS, SYNCHRONOUS, Cell, Regime, arm_order
+
+UNBIASED_ENOUGH = 0.9
+AS_ACCURATE = 0.02
+OF_BUDGET = 0.02
+
+
+class Paired(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm against its baseline (``synchronous``), seed by seed. ``speed``, ``goodput``: ratios, more is better.
+
+    ``length``: mean trained length over that of ``synchronous``; ``accuracy``: difference.
+    """
+
+    regime: Regime
+    arm: str
+    cells: list[Cell]
+    speed: Interval
+    goodput: Interval
+    length: Interval
+    accuracy: Interval
+    synchronous: list[Cell]
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether no token was trained by another version than sampled it."""
+        return all(cell.on_policy for cell in self.cells)
+
+    @property
+    def composes(self) -> bool:
+        """Whether it keeps the task's algorithm, and its group size unless a controller chooses it."""
+        return self.arm in ROUND_ARMS or self.arm in ("sagc", "best_sagc")
+
+    @property
+    def own_length(self) -> float:
+        """Mean trained length over the unbiased one of the same runs (``length/bias``); NaN where none reports it."""
+        values = [value for cell in self.cells if not math.isnan(value := cell.last("length/bias"))]
+        return fmean(values) if values else math.nan
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether it trains lengths as they are, nearly: by its own runs, whose prompts and luck are the same, else by
+        ``synchronous``."""
+        return (self.length.mean if math.isnan(self.own_length) else self.own_length) >= UNBIASED_ENOUGH
+
+
+def of_ratios(ratios: Sequence[float]) -> Interval:
+    """Geometric mean of ``ratios`` with its 95 % interval, made on their logarithms."""
+    logs = interval([math.log(ratio) for ratio in ratios])
+    return Interval(math.exp(logs.mean), logs.standard_error, math.exp(logs.low), math.exp(logs.high))
+
+
+def baseline_of(arm: str) -> str:
+    """What an arm is compared with: another algorithm's arms with its own synchronous rounds."""
+    return DAPO_SYNCHRONOUS if arm.startswith("dapo_") and arm != DAPO_SYNCHRONOUS else SYNCHRONOUS
+
+
+def paired(cells: Sequence[Cell]) -> list[Paired]:
+    """Every arm that shares a regime and a seed with its baseline, in order of regime and arm."""
+    known = {(cell.regime, cell.arm, cell.seed): cell for cell in cells}
+    found = []
+    for regime, arm in sorted({(cell.regime, cell.arm) for cell in cells}, key=lambda key: (key[0], arm_order(key[1]))):
+        other = baseline_of(arm)
+        own = [cell for cell in cells if (cell.regime, cell.arm) == (regime, arm)]
+        own = [cell for cell in own if (regime, other, cell.seed) in known]
+        if own and arm != SYNCHRONOUS:
+            found.append(_against(regime, arm, own, [known[regime, other, cell.seed] for cell in own]))
+    return found
+
+
+def _against(regime: Regime, arm: str, own: list[Cell], others: list[Cell]) -> Paired:
+    pairs = list(zip(own, others, strict=True))
+    return Paired(
+        regime=regime,
+        arm=arm,
+        cells=own,
+        speed=_faster(pairs),
+        goodput=of_ratios([(a.trained_tokens / a.seconds) / (b.trained_tokens / b.seconds) for a, b in pairs]),
+        length=of_ratios([a.length / b.length for a, b in pairs]),
+        accuracy=interval([a.accuracy - b.accuracy for a, b in pairs]),
+        synchronous=others,
+    )
+
+
+def ratio_text(value: Interval) -> str:
+    """``1.32 (1.21 to 1.44)``."""
+    return f"{value.mean:.2f}" + ("" if math.isnan(value.low) else f" ({value.low:.2f} to {value.high:.2f})")
+
+
+def _difference_text(value: Interval) -> str:
+    return f"{value.mean:+.3f}" + ("" if math.isnan(value.low) else f" ({value.low:+.3f} to {value.high:+.3f})")
+
+
+def _mean(cells: Sequence[Cell], value: Callable[[Cell], float], spec: str) -> str:
+    values = [found for cell in cells if not math.isnan(found := value(cell))]
+    return format(fmean(values), spec) if values else "-"
+
+
+def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
+    sizes = [shares for cell in cells if (shares := cell.size_shares())]
+    mixed = {size: fmean(shares.get(size, 0.0) for shares in sizes) for size in sorted({s for m in sizes for s in m})}
+    return [
+        arm + ("" if all(cell.on_policy for cell in cells) else " (off-policy)"),
+        str(len(cells)),
+        _mean(cells, lambda cell: 1000 * cell.seconds / cell.samples, ".1f"),
+        ratio_text(against.speed) if against else "1",
+        ratio_text(against.goodput) if against else "1",
+        _mean(cells, lambda cell: cell.groups / cell.seconds, ".2f"),
+        _mean(cells, lambda cell: cell.trained_tokens / cell.seconds, ".0f"),
+        _mean(cells, lambda cell: cell.weighted("util/rollout_bubble_ratio"), ".2f"),
+        _mean(cells, lambda cell: cell.weighted("util/bubble_ratio"), ".2f"),
+        _mean(cells, lambda cell: cell.accuracy, ".3f"),
+        _difference_text(against.accuracy) if against else "-",
+        _mean(cells, lambda cell: cell.length, ".0f"),
+        ratio_text(against.length) if against else "1",
+        _mean(cells, lambda cell: cell.last("length/bias"), ".2f"),
+        _mean(cells, lambda cell: cell.generated_per_trained, ".2f"),
+        _mean(cells, lambda cell: cell.mean("sizing/straggler_rate"), ".2f"),
+        " ".join(f"{size}:{share:.0%}" for size, share in mixed.items()) or "-",
+    ]
+
+
+COLUMNS = (
+    "arm",
+    "seeds",
+    "ms a sample",
+    "faster than synchronous",
+    "trained tok/s over synchronous",
+    "groups/s",
+    "trained tok/s",
+    "bubble: rollout",
+    "step",
+    "accuracy",
+    "minus synchronous",
+    "trained length",
+    "over synchronous",
+    "over own unbiased",
+    "generated/trained",
+    "stragglers",
+    "group sizes",
+)
+
+
+def regime_table(regime: Regime, cells: Sequence[Cell], pairs: Sequence[Paired]) -> str:
+    """A Markdown table of one regime; ``-`` where a run did not report a metric."""
+    own = [cell for cell in cells if cell.regime == regime]
+    by_arm = {pair.arm: pair for pair in pairs if pair.regime == regime}
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for arm in sorted({cell.arm for cell in own}, key=arm_order):
+        if arm == SYNCHRONOUS or arm in by_arm:
+            members = by_arm[arm].cells if arm in by_arm else [cell for cell in own if cell.arm == arm]
+            lines.append(f"| {' | '.join(_row(arm, members, by_arm.get(arm)))} |")
+    return "\n".join(lines)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One sentence of the acceptance. ``met`` None: cells that it needs are missing."""
+
+    claim: str
+    met: bool | None
+    figures: str
+
+    def __str__(self) -> str:
+        word = {True: "met", False: "UNMET", None: "no cells"}[self.met]
+        return f"[{word}] {self.claim}: {self.figures}"
+
+
+DEMO_TAIL, DEMO_TOKENS, HEAVY = Regime("demo", 8, 8), Regime("demo", 32, 8), Regime("heavy", 16, 8)
+
+
+def _pair_text(pair: Paired) -> str:
+    return (
+        f"{pair.arm} {ratio_text(pair.speed)} times faster, trained tok/s {ratio_text(pair.goodput)}, "
+        f"length {pair.length.mean:.2f} of synchronous and {pair.own_length:.2f} of its own unbiased, "
+        f"accuracy {_difference_text(pair.accuracy)}, {len(pair.cells)} seeds"
+    )
+
+
+def fastest(
+    pairs: Sequence[Paired], regime: Regime, target: float, *, unbiased: bool, goal: float | None = None
+) -> Verdict:
+    """The fastest strictly on-policy arm of ``regime`` whose accuracy is within ``AS_ACCURATE``."""
+    condition = f" at a trained length of at least {UNBIASED_ENOUGH}" if unbiased else ""
+    claim = f"{regime.name}: an on-policy composition takes {target} times less wall time{condition}"
+    candidates = [
+        pair for pair in pairs if pair.regime == regime and pair.on_policy and (pair.unbiased or not unbiased)
+    ]
+    if not candidates:
+        return Verdict(claim, None, "-")
+    equal = [pair for pair in candidates if pair.accuracy.mean >= -AS_ACCURATE]
+    best = max(equal or candidates, key=lambda pair: pair.speed.mean)
+    met = bool(equal) and best.speed.mean >= target and best.speed.low > 1
+    beyond = "" if goal is None else f"; goal beyond it {goal}: {'met' if best.speed.mean >= goal else 'UNMET'}"
+    return Verdict(claim, met, _pair_text(best) + beyond)
+
+
+def bubble_halves(pairs: Sequence[Paired], regime: Regime) -> Verdict:
+    """The rollout's bubble ratio of the arm where it falls the most."""
+    claim = f"{regime.name}: the rollout's bubble ratio falls by more than half"
+    rows = []
+    for pair in pairs:
+        before = fmean(cell.weighted("util/rollout_bubble_ratio") for cell in pair.synchronous)
+        after = fmean(cell.weighted("util/rollout_bubble_ratio") for cell in pair.cells)
+        if pair.regime == regime and pair.composes and pair.on_policy and not math.isnan(before + after):
+            rows.append((after / before, before, after, pair))
+    if not rows:
+        return Verdict(claim, None, "-")
+    share, before, after, pair = min(rows, key=lambda row: row[0])
+    return Verdict(claim, share < 0.5, f"{before:.2f} to {after:.2f} with {_pair_text(pair)}")
+
+
+def never_slower(pairs: Sequence[Paired], regime: Regime, arm: str = AUTO) -> Verdict:
+    """``auto`` where tokens bind: unmet when the whole interval lies below 1."""
+    claim = f"{regime.name}: {arm} is not slower than synchronous beyond noise"
+    own = [pair for pair in pairs if pair.regime == regime and pair.arm == arm]
+    if not own:
+        return Verdict(claim, None, "-")
+    return Verdict(claim, math.isnan(own[0].speed.high) or own[0].speed.high >= 1, _pair_text(own[0]))
+
+
+def direction(pairs: Sequence[Paired], regime: Regime, prefix: str, *, bubble: bool) -> Verdict:
+    """Whether some arm called ``prefix...`` does what its paper says: a higher speed, or a smaller bubble ratio."""
+    what = "a smaller rollout bubble" if bubble else "less wall time"
+    claim = f"{regime.name}: {prefix}* alone shows its paper's direction, {what}"
+    own = [pair for pair in pairs if pair.regime == regime and pair.arm.startswith(prefix)]
+    if not own:
+        return Verdict(claim, None, "-")
+    if not bubble:
+        best = max(own, key=lambda pair: pair.speed.mean)
+        return Verdict(claim, best.speed.low > 1, _pair_text(best))
+    figures = {
+        pair.arm: tuple(
+            fmean(cell.weighted("util/rollout_bubble_ratio") for cell in cells)
+            for cells in (pair.synchronous, pair.cells)
+        )
+        for pair in own
+    }
+    arm, (before, after) = min(figures.items(), key=lambda item: item[1][1] / item[1][0])
+    return Verdict(claim, None if math.isnan(after) else after < before, f"{arm}: {before:.2f} to {after:.2f}")
+
+
+def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefix: str) -> list[Verdict]:
+    """Straggler-aware sizing against its budget, the random histogram and the static sizes."""
+    by_arm = {pair.arm: pair for pair in pairs if pair.regime == regime}
+    sagc, random = by_arm.get(f"{prefix}sagc"), by_arm.get(f"{prefix}random_sizes")
+    where = f"{regime.name}: {prefix}sagc"
+    if sagc is None:
+        return [Verdict(where, None, "-")]
+    rate = fmean(cell.mean("sizing/straggler_rate") for cell in sagc.cells)
+    budget = fmean(cell.last("sizing/budget") for cell in sagc.cells)
+    found = [
+        Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}"),
+        Verdict(f"{where} is as accurate as synchronous", sagc.accuracy.mean >= -AS_ACCURATE, _pair_text(sagc)),
+    ]
+    if random is not None:
+        pairs_of_seeds = _same_seeds(sagc.cells, random.cells)
+        better = interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
+        figures = f"accuracy {_difference_text(better)}, {ratio_text(_faster(pairs_of_seeds))} times faster"
+        found.append(Verdict(f"{where} is better than random sizes of its histogram", better.low > 0, figures))
+    static = [pair for arm, pair in by_arm.items() if arm.startswith(f"{prefix}size_")]
+    if static and prefix == "best_":
+        best = max(static, key=lambda pair: pair.speed.mean)
+        faster = _faster(_same_seeds(sagc.cells, best.cells))
+        figures = f"{ratio_text(faster)} times faster than {best.arm}"
+        found.append(Verdict(f"{where} takes less wall time than the best static size", faster.low > 1, figures))
+    return found
+
+
+def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
+    return of_ratios([(b.seconds / b.samples) / (a.seconds / a.samples) for a, b in pairs_of_seeds])
+
+
+def _same_seeds(first: Sequence[Cell], second: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
+    by_seed: Mapping[int, Cell] = {cell.seed: cell for cell in second}
+    return [(cell, by_seed[cell.seed]) for cell in first if cell.seed in by_seed]
+
+
+def verdicts(cells: Sequence[Cell], pairs: Sequence[Paired]) -> list[Verdict]:
+    """Every sentence of the acceptance that cells can decide."""
+    found = [
+        fastest(pairs, DEMO_TAIL, 1.2, unbiased=True),
+        fastest(pairs, HEAVY, 1.7, unbiased=True),
+        fastest(pairs, HEAVY, 2.0, unbiased=False, goal=2.6),
+        bubble_halves(pairs, DEMO_TAIL),
+        bubble_halves(pairs, HEAVY),
+        never_slower(pairs, DEMO_TOKENS),
+    ]
+    for regime in (DEMO_TAIL, HEAVY):
+        found.append(direction(pairs, regime, "tail_", bubble=False))
+        found.append(direction(pairs, regime, "sorted_", bubble=True))
+    regimes = sorted({cell.regime for cell in cells if cell.arm.endswith("sagc")})
+    for regime in regimes:
+        for prefix in ("", "best_", "dapo_"):
+            if any(cell.arm == f"{prefix}sagc" and cell.regime == regime for cell in cells):
+                found += sizing(cells, pairs, regime, prefix)
+    return found
+
+
+def report(cells: Sequence[Cell], folder: Path) -> str:
+    """Everything that ``folder`` holds, as Markdown."""
+    if not cells:
+        return f"{folder} has no finished cell"
+    pairs = paired(cells)
+    parts = []
+    for regime in sorted({cell.regime for cell in cells}):
+        steps = sorted({len(cell.measured) for cell in cells if cell.regime == regime})
+        measured = " and ".join(str(count) for count in steps)
+        parts.append(f"### {regime.name}, {measured} measured steps\n\n{regime_table(regime, cells, pairs)}")
+    return "\n\n".join([*parts, "\n".join(f"- {verdict}" for verdict in verdicts(cells, pairs))])

@@ -1,0 +1,159 @@
+"""Rules of ``[rollout]``, ``[tail_batching]`` and ``[length_sorted]``: what composes, what has no effect, what is
+needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from streamrl.config.algorithms import WITHIN_GROUPS, objective_settings
+from streamrl.config.objective import Section
+from streamrl.config.problems import shown
+from streamrl.config.recipe import Recipe
+from streamrl.config.scheduling import (
+    InFlight,
+    LengthSorted,
+    Losers,
+    RoundKind,
+    StalePolicy,
+    TailBatching,
+)
+
+Broken = Iterator[tuple[str, str]]
+
+STRICT = frozenset({RoundKind.SYNCHRONOUS, RoundKind.AUTO})
+_CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
+
+
+def staleness_of_rounds(recipe: Recipe) -> Broken:
+    """Each kind of round says what staleness it needs; none is given less."""
+    rollout = recipe.rollout
+    bound, kind = rollout.max_staleness, f'rounds = "{rollout.rounds}"'
+    needed, why = 0, ""
+    if rollout.rounds is RoundKind.CONTINUOUS:
+        needed, why = 1, "which overlaps training with the next rollout"
+    elif rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.partial:
+        cohort = recipe.length_sorted.cohort_batches
+        needed, why = cohort - 1, f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
+    elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.losers is Losers.RESUME:
+        needed, why = 1, 'with tail_batching.losers = "resume", where losers keep their tokens'
+    if bound < needed:
+        yield (
+            "rollout.max_staleness",
+            f"{bound} does not fit {kind}, {why}: set max_staleness = {needed} or more",
+        )
+    if recipe.on_policy and bound > 0:
+        other = 'rounds = "continuous"'
+        yield (
+            "rollout.max_staleness",
+            f"{bound} does not fit {kind}, which trains at staleness 0: set max_staleness = 0, or {other}",
+        )
+
+
+def nothing_in_flight_at_an_update(recipe: Recipe) -> Broken:
+    """Only continuous rounds update weights under requests in flight."""
+    rollout = recipe.rollout
+    if rollout.rounds in (RoundKind.CONTINUOUS, RoundKind.CUSTOM):
+        return
+    remedy = 'remove it, or set rounds = "continuous"'
+    if rollout.in_flight is not InFlight.KEEP:
+        yield (
+            "rollout.in_flight",
+            f'"{rollout.in_flight}" has no effect: {rollout.rounds} rounds have nothing in flight then; {remedy}',
+        )
+    if rollout.when_stale is not StalePolicy.WAIT and recipe.on_policy:
+        yield (
+            "rollout.when_stale",
+            f'"{rollout.when_stale}" has no effect: nothing becomes stale in {rollout.rounds} rounds; {remedy}',
+        )
+
+
+def submitted_in_advance(recipe: Recipe) -> Broken:
+    """Engines can only be held for a version where nothing runs meanwhile."""
+    rollout = recipe.rollout
+    if rollout.presubmit and not recipe.on_policy:
+        yield (
+            "rollout.presubmit",
+            (
+                f'true does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, whose engines '
+                "are never held: set presubmit = false, or rounds that train on-policy"
+            ),
+        )
+
+
+def custom_policy(recipe: Recipe) -> Broken:
+    """``rollout.policy`` names a class, for custom rounds alone."""
+    rollout = recipe.rollout
+    custom = rollout.rounds is RoundKind.CUSTOM
+    if custom and not _CLASS.match(rollout.policy):
+        yield (
+            "rollout.policy",
+            f'"{rollout.policy}" does not name a class: write "module:Class" or "path/to/file.py:Class"',
+        )
+    if rollout.policy and not custom:
+        yield "rollout.policy", f'has no effect with rounds = "{rollout.rounds}": remove it, or set rounds = "custom"'
+
+
+def sections_of_other_rounds(recipe: Recipe) -> Broken:
+    """A section that the chosen rounds do not read."""
+    kind = recipe.rollout.rounds
+    yield from _unread(recipe.tail_batching, TailBatching(), "tail_batching", RoundKind.TAIL_BATCHING, kind)
+    yield from _unread(recipe.length_sorted, LengthSorted(), "length_sorted", RoundKind.LENGTH_SORTED, kind)
+
+
+def _unread(section: Section, default: Section, name: str, needs: RoundKind, kind: RoundKind) -> Broken:
+    if kind in (needs, RoundKind.CUSTOM):
+        return
+    for field in section.__struct_fields__:
+        value = getattr(section, field)
+        if value != getattr(default, field):
+            yield (
+                f"{name}.{field}",
+                f'{shown(value)} has no effect with rounds = "{kind}": remove it, or set rounds = "{needs}"',
+            )
+
+
+def races(recipe: Recipe) -> Broken:
+    """Tail batching races something, and its options fit each other."""
+    tail = recipe.tail_batching
+    if recipe.rollout.rounds is not RoundKind.TAIL_BATCHING:
+        return
+    if tail.eta_prompts == 1 and tail.eta_responses == 1:
+        yield (
+            "tail_batching.eta_prompts",
+            '1 with eta_responses = 1 races nothing: raise one of them, or set rounds = "synchronous"',
+        )
+    if tail.cohort_batches:
+        if tail.losers is Losers.RESUME:
+            yield "tail_batching.losers", '"resume" does not fit cohort_batches: set "replay" or "regenerate"'
+        if tail.long_round_batches > 1:
+            yield (
+                "tail_batching.long_round_batches",
+                f"{tail.long_round_batches} has no effect with cohort_batches, whose last round takes the rest: set 1",
+            )
+    if bool(tail.domain_column) != bool(tail.domains):
+        yield (
+            "tail_batching.domains",
+            "needs domain_column and domains: name the column of the prompts and the share of each of its values",
+        )
+
+
+def cohorts(recipe: Recipe) -> Broken:
+    """Length-sorted rounds admit what their advantages can use."""
+    options = recipe.length_sorted
+    if recipe.rollout.rounds is not RoundKind.LENGTH_SORTED:
+        return
+    advantages = objective_settings(recipe.objective).advantages
+    if options.single and advantages in WITHIN_GROUPS:
+        yield (
+            "length_sorted.single",
+            (
+                f'true tears groups apart, and objective.advantages = "{advantages}" compares siblings: set '
+                'single = false, or algorithm = "reinforce_plus_plus"'
+            ),
+        )
+    if 0 < options.oversubscription < 1:
+        yield (
+            "length_sorted.oversubscription",
+            f"{options.oversubscription:g} would never fill a batch: set 1 or more, or 0 (the whole cohort)",
+        )

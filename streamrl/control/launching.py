@@ -1,0 +1,183 @@
+"""Launching: asks the round policy what to launch, and makes groups of prompts. A part of the pure core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamrl.buffers.rollout_buffer import Group, PromptTicket
+from streamrl.buffers.slots import last_version
+from streamrl.control import actions as do
+from streamrl.control.actions import ControlAction
+from streamrl.control.open_batch import OpenBatch
+from streamrl.control.rounds.policy import Launch, RoundView, Source
+from streamrl.types import TrajectoryId
+
+if TYPE_CHECKING:
+    from streamrl.control.state import ControlState
+
+
+class Launching:
+    """What ``ControlState`` launches. With ``rollout.presubmit`` the next round opens while the step still runs: its
+    requests wait in the paused engines, and the weights that are trained now sample them."""
+
+    def __init__(self, state: ControlState) -> None:
+        self._state = state
+        self._next: OpenBatch | None = None
+        self._holding = False
+        self._round_groups = 0
+
+    def noise_of(self, group: Group) -> int:
+        """What the seeds of ``group`` were derived from: its own number, or that of the launch that it replays."""
+        return group.group_id if group.ticket.noise < 0 else group.ticket.noise
+
+    def batch_after(self, trained: OpenBatch) -> OpenBatch:
+        """The batch that follows ``trained``: the one whose round was opened in advance, or a new one."""
+        batch, self._next = self._next, None
+        return batch or OpenBatch(batch_id=trained.batch_id + 1, target=self._state.settings.batch_trajectories)
+
+    def released(self) -> None:
+        """The version that engines were held for is live."""
+        self._holding = False
+
+    def view(self) -> RoundView:
+        """What the policy sees. In advance of a version: as if it were live already."""
+        state = self._state
+        settings, buffer, supply = state.settings, state.buffer, state.supply
+        ahead = int(self._in_advance)
+        batch = self._next_batch() if ahead else state.batch
+        held = sum(1 for _ in buffer.held()) if not state.policy.on_policy else 0
+        due = buffer.versions()
+        size = state.sizer.size
+        return RoundView(
+            trainer_version=state.trainer_version + ahead,
+            live_version=state.live_version + ahead,
+            batch_trajectories=settings.batch_trajectories,
+            group_size=size,
+            target=batch.target,
+            seats=batch.seats,
+            joined=batch.groups,
+            batch_closed=batch.closed,
+            round_kind=batch.round_kind,
+            untrained=len(buffer.untrained) - held,
+            untrained_trajectories=sum(count for _, count in due),
+            held=held,
+            queued=supply.queue.usable(max(batch.seats // size, 1)),
+            exhausted=supply.exhausted and not len(supply.waiting),
+            free_slots=state.slots.free,
+            steps_left=settings.steps - state.trainer_version - (int(state.batch.closed)),
+            when_stale=settings.when_stale,
+            rank_quality=state.lengths.rank_quality,
+            due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
+        )
+
+    def launch(self, actions: list[ControlAction]) -> None:
+        """Ask the policy until it has nothing more to launch, or prompts must be drawn first."""
+        supply = self._state.supply
+        while not supply.asked and not supply.loading:
+            plan = self._state.policy.launch(self.view())
+            if plan is None:
+                return
+            if plan.because is not None:
+                actions.append(plan.because)
+            if plan.source is Source.COHORT:
+                missing = supply.open_cohort(plan.groups, plan.copies)
+                if missing:
+                    self._ask(missing, actions)
+                elif not len(supply.queue):
+                    return
+            elif plan.source is Source.HELD:
+                self._resume(plan, actions)
+                return
+            elif not self._launch_groups(plan, actions):
+                return
+
+    def _launch_groups(self, plan: Launch, actions: list[ControlAction]) -> bool:
+        """Whether all of ``plan`` was launched; if not, and prompts are to be had, they are asked for."""
+        state = self._state
+        wanted = min(plan.groups, state.slots.free // plan.size)
+        launched = 0
+        while launched < wanted:
+            ticket = state.supply.take(plan, max(self._round_groups, plan.groups))
+            if ticket is None:
+                break
+            self._open_round(plan, actions)
+            self._launch_group(plan, ticket, actions)
+            launched += 1
+        if launched < wanted and plan.source is Source.FRESH and not state.supply.exhausted:
+            overdrawn = state.supply.overdrawn()
+            if overdrawn:
+                state.finished = True
+                actions.append(do.StopRun(message=overdrawn))
+            else:
+                self._ask(wanted - launched, actions)
+        return launched == plan.groups
+
+    def _launch_group(self, plan: Launch, ticket: PromptTicket, actions: list[ControlAction]) -> None:
+        state = self._state
+        version = state.live_version + int(self._in_advance)
+        group = state.buffer.admit(
+            ticket,
+            state.next_group_id,
+            plan.size,
+            keep=plan.keep or plan.size,
+            policy_version=version,
+            round_kind=plan.round_kind,
+        )
+        state.next_group_id += 1
+        state.slots.charge(group.size)
+        actions.append(
+            do.LaunchGroup(
+                group_id=group.group_id,
+                ids=tuple(group.members),
+                policy_version=version,
+                noise=self.noise_of(group),
+            )
+        )
+
+    def _open_round(self, plan: Launch, actions: list[ControlAction]) -> None:
+        """The first launch of a round says what it is called and what fills its batch."""
+        state = self._state
+        if self._in_advance and not self._holding:
+            self._holding = True
+            actions.append(do.HoldEngines(policy_version=state.trainer_version + 1))
+        batch = self._next_batch() if self._in_advance else state.batch
+        if batch.round_kind:
+            return
+        batch.round_kind = plan.round_kind
+        batch.target = plan.target or batch.target
+        self._round_groups = plan.groups
+        state.supply.round_opens()
+
+    def _resume(self, plan: Launch, actions: list[ControlAction]) -> None:
+        state = self._state
+        chosen = [group for group, _ in zip(state.buffer.held(), range(plan.groups), strict=False)]
+        if not chosen:
+            return
+        self._open_round(plan, actions)
+        ids: list[TrajectoryId] = []
+        for group in chosen:
+            state.buffer.resume(group)
+            ids.extend(group.open_ids())
+        actions.append(do.ResumeTrajectories(ids=tuple(ids)))
+
+    def _ask(self, count: int, actions: list[ControlAction]) -> None:
+        self._state.supply.asked = count
+        actions.append(do.DrawPrompts(count=count))
+
+    def _next_batch(self) -> OpenBatch:
+        if self._next is None:
+            following = self._state.batch.batch_id + 1
+            self._next = OpenBatch(batch_id=following, target=self._state.settings.batch_trajectories)
+        return self._next
+
+    @property
+    def _in_advance(self) -> bool:
+        """Whether what is launched now waits in the engines for the version that is being made."""
+        state = self._state
+        return (
+            state.settings.presubmit
+            and state.policy.on_policy
+            and state.batch.closed
+            and state.due.evaluating is None
+            and all(version > state.trainer_version for version, _ in state.buffer.versions())
+        )

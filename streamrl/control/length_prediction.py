@@ -1,0 +1,212 @@
+"""Which prompts will be long? A prediction of a group's longest completion, made before the group is launched.
+
+The packed race launches prompts in order of it (docs: rollpacker.md, scheduling-model.md 4, "10g"). Only the *order*
+matters there, so everything is learned on the logarithm of the length, in three nested averages:
+
+1. the level of all recent groups, which follows a policy whose completions grow or shrink;
+2. the offset of prompts with about as many tokens (a longer task is often a longer answer);
+3. the offset of the prompt itself when it was seen before (an earlier epoch, or an attempt that lost its race).
+
+Each is shrunk towards the one above by what it has proved to be worth: the third by the share of the spread that a
+prompt keeps from one attempt to the next, which is measured (the moment estimator of a random effect), never assumed.
+Pure: no clock, no chance; the same observations give the same predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+PROMPTS_REMEMBERED = 65_536
+"""Prompts with a history of their own; the one that was seen longest ago is forgotten first (about 10 MB)."""
+
+_WINDOW = 256  # recent predictions that the rank quality is measured on
+_LEVEL_STEP = 0.01  # the level averages about the last 100 groups
+_BUCKET_STEP = 0.02
+_HISTORY_MOST = 5  # the offset of a prompt averages about so many attempts
+_MOMENT_STEP = 0.01
+_BUCKET_PRIOR = 4.0  # a bucket is believed by half once it was seen so often
+_BUCKETS_PER_OCTAVE = 8
+_PRIOR_VARIANCE = 0.5  # of log lengths within a bucket, before anything was seen
+_PRIOR_PERSISTENCE = 0.5  # share of it that belongs to the prompt, before any prompt was seen twice
+_PRIOR_COUNT = 8  # observations that the two priors weigh
+
+
+class FadingMean(msgspec.Struct, array_like=True):
+    """A running mean that forgets: the first values weigh equally, later ones ``step``."""
+
+    mean: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, step: float) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) * max(step, 1 / self.count)
+
+
+class _State(msgspec.Struct):
+    """Everything that was learned, in an encodable shape: what ``snapshot`` gives."""
+
+    level: FadingMean
+    buckets: list[tuple[int, FadingMean]]
+    prompts: list[tuple[str, FadingMean]]
+    variance: FadingMean
+    persistent: FadingMean
+    recent: list[tuple[float, float]]
+
+
+class PromptLengthPredictor:
+    """Learns from groups that ended, in the order of the events. Costs a few microseconds a call."""
+
+    def __init__(self, prompts_remembered: int = PROMPTS_REMEMBERED) -> None:
+        self._limit = prompts_remembered
+        self._level = FadingMean()
+        self._buckets: dict[int, FadingMean] = {}
+        self._prompts: dict[str, FadingMean] = {}  # in order of last observation
+        self._variance = FadingMean(mean=_PRIOR_VARIANCE, count=_PRIOR_COUNT)
+        self._persistent = FadingMean(mean=_PRIOR_VARIANCE * _PRIOR_PERSISTENCE, count=_PRIOR_COUNT)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+
+    def predict(self, prompt_id: str, prompt_tokens: int) -> float:
+        """Expected longest completion of a group of this prompt in tokens (a geometric mean); 0 before any was seen.
+
+        ``prompt_tokens``: 0 when unknown.
+        """
+        return math.exp(self._log_length(prompt_id, prompt_tokens)) if self._level.count else 0.0
+
+    def observe(self, prompt_id: str, prompt_tokens: int, longest: int, *, cut: bool = False) -> None:
+        """A group of the prompt ended with a longest completion of ``longest`` tokens.
+
+        ``cut``: it was stopped, so that its longest completion is *above* ``longest``: the conditional mean of a
+        normal log length above that point is learned in its place, since to ignore it would make long prompts look
+        short. It does not count for the rank quality.
+        """
+        bucket = _bucket(prompt_tokens)
+        predicted = self._log_length(prompt_id, prompt_tokens)
+        observed = math.log(max(longest, 1))
+        if self._level.count and not cut:
+            self._recent.append((predicted, observed))
+        if cut:
+            observed = _mean_above(
+                observed, predicted if self._level.count else observed, math.sqrt(self._variance.mean)
+            )
+        known = self._prompts.pop(prompt_id, None)
+        deviation = observed - self._expected(bucket)
+        if self._level.count:
+            self._learn_moments(deviation, known)
+            self._buckets.setdefault(bucket, FadingMean()).add(observed - self._level.mean, _BUCKET_STEP)
+        self._level.add(observed, _LEVEL_STEP)
+        known = known or FadingMean()
+        known.add(deviation, 1 / _HISTORY_MOST)
+        self._prompts[prompt_id] = known
+        if len(self._prompts) > self._limit:
+            del self._prompts[next(iter(self._prompts))]
+
+    @property
+    def persistence(self) -> float:
+        """Share of the spread of log lengths, among prompts of about one length, that belongs to the prompt: 0..1."""
+        variance = self._variance.mean
+        return min(max(self._persistent.mean / variance, 0.0), 1.0) if variance > 0 else 0.0
+
+    @property
+    def seen(self) -> int:
+        """Predictions that the rank quality rests on."""
+        return len(self._recent)
+
+    def rank_quality(self) -> float:
+        """Spearman's rank correlation of the last predictions with what came, -1..1; 0 when they say nothing."""
+        return spearman([p for p, _ in self._recent], [o for _, o in self._recent])
+
+    def snapshot(self) -> dict[str, object]:
+        """All that was learned, as values that msgspec encodes."""
+        state = _State(
+            level=self._level,
+            buckets=list(self._buckets.items()),
+            prompts=list(self._prompts.items()),
+            variance=self._variance,
+            persistent=self._persistent,
+            recent=list(self._recent),
+        )
+        built: dict[str, object] = msgspec.to_builtins(state)
+        return built
+
+    def restore(self, state: dict[str, object]) -> None:
+        """The inverse: from here on this predictor answers as the one that gave ``state``."""
+        known = msgspec.convert(state, _State)
+        self._level = known.level
+        self._buckets = dict(known.buckets)
+        self._prompts = dict(known.prompts)
+        self._variance, self._persistent = known.variance, known.persistent
+        self._recent = deque(known.recent, maxlen=_WINDOW)
+
+    def _expected(self, bucket: int) -> float:
+        """Log length without knowing the prompt."""
+        offset = self._buckets.get(bucket)
+        if offset is None:
+            return self._level.mean
+        return self._level.mean + offset.mean * offset.count / (offset.count + _BUCKET_PRIOR)
+
+    def _log_length(self, prompt_id: str, prompt_tokens: int) -> float:
+        expected = self._expected(_bucket(prompt_tokens))
+        known = self._prompts.get(prompt_id)
+        if known is None:
+            return expected
+        attempts, share = min(known.count, _HISTORY_MOST), self.persistence
+        return expected + known.mean * attempts * share / (1 + (attempts - 1) * share)
+
+    def _learn_moments(self, deviation: float, known: FadingMean | None) -> None:
+        """The variance around the bucket, and the part of it that two attempts at a prompt share.
+
+        The product of two attempts' deviations has that part as its mean, however many attempts the older is of.
+        """
+        self._variance.add(deviation * deviation, _MOMENT_STEP)
+        if known is not None:
+            self._persistent.add(deviation * known.mean, _MOMENT_STEP)
+
+
+def _bucket(prompt_tokens: int) -> int:
+    """Prompts of about one length: below 2 * 8 tokens each length by itself, above that eight buckets an octave."""
+    if prompt_tokens < 2 * _BUCKETS_PER_OCTAVE:
+        return prompt_tokens
+    return 2 * _BUCKETS_PER_OCTAVE + int(_BUCKETS_PER_OCTAVE * math.log2(prompt_tokens / (2 * _BUCKETS_PER_OCTAVE)))
+
+
+def _mean_above(cut: float, mean: float, deviation: float) -> float:
+    """E[X | X > cut] of a normal X."""
+    if deviation <= 0:
+        return max(cut, mean)
+    z = (cut - mean) / deviation
+    above = 0.5 * math.erfc(z / math.sqrt(2))
+    if above < 1e-9:  # far out in the tail the mean is just beyond the cut
+        return cut + deviation / z
+    return mean + deviation * math.exp(-z * z / 2) / math.sqrt(2 * math.pi) / above
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation of two equally long series; ties share their mean rank. 0 where one of them is constant.
+
+    Raises ``ValueError`` when the lengths differ.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} values: a rank correlation needs pairs")
+    a, b = _ranks(first), _ranks(second)
+    middle = (len(a) - 1) / 2
+    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
+    return covariance / math.sqrt(spread) if spread > 0 else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and values[order[end]] == values[order[start]]:
+            end += 1
+        for place in order[start:end]:
+            ranks[place] = (start + end - 1) / 2
+        start = end
+    return ranks

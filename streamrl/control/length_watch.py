@@ -1,0 +1,64 @@
+"""Who learns from lengths: the round policy, the group sizing and the prediction of a prompt's length. Pure."""
+
+from __future__ import annotations
+
+from streamrl.buffers.rollout_buffer import Group
+from streamrl.control.actions import Explain
+from streamrl.control.group_sizing import GroupLengths, GroupSizer
+from streamrl.control.length_prediction import PromptLengthPredictor
+from streamrl.control.rounds.policy import GroupObserved, RoundPolicy
+from streamrl.types import FinishReason
+
+
+class LengthWatch:
+    """Tells each of them what ended, before any filter: what is measured on trained groups alone would miss those that
+    all fail or all succeed. ``rank_quality``: of the predicted lengths, as of the last step."""
+
+    def __init__(self, policy: RoundPolicy, sizer: GroupSizer, predictor: PromptLengthPredictor | None) -> None:
+        self._policy = policy
+        self._sizer = sizer
+        self._predictor = predictor
+        self._complete: list[GroupLengths] = []
+        self.rank_quality = 0.0
+
+    def complete(self, group: Group) -> None:
+        """Every member of ``group`` ended."""
+        members = sorted(group.members.values(), key=lambda m: m.id.sample)
+        lengths = tuple(m.tokens for m in members)
+        truncated = tuple(m.finish_reason is FinishReason.LENGTH for m in members)
+        self._complete.append(GroupLengths(lengths=lengths, truncated=truncated))
+        self._tell(group, lengths, sum(truncated), cut_at=0)
+        if self._predictor is not None:
+            self._predictor.observe(group.ticket.prompt_id, group.ticket.tokens, max(lengths))
+
+    def lost(self, group: Group, longest: int) -> None:
+        """``group`` was stopped; ``longest``: the longest completion of its round by then."""
+        ended = [m for m in group.members.values() if m.finish_reason is not None]
+        truncated = sum(m.finish_reason is FinishReason.LENGTH for m in ended)
+        self._tell(group, tuple(m.tokens for m in ended), truncated, cut_at=longest)
+        if self._predictor is not None:
+            self._predictor.observe(group.ticket.prompt_id, group.ticket.tokens, longest, cut=True)
+
+    def step(self) -> Explain | None:
+        """The optimizer stepped: the group sizing decides. Why, where the size changes."""
+        if self._predictor is not None:
+            self.rank_quality = self._predictor.rank_quality()
+        before = self._sizer.size
+        decision = self._sizer.observe(self._complete)
+        self._complete = []
+        if decision.size == before:
+            return None
+        return Explain(subject="group_size", reason=decision.reason, figures=decision.figures)
+
+    def _tell(self, group: Group, lengths: tuple[int, ...], truncated: int, *, cut_at: int) -> None:
+        self._policy.observe(
+            GroupObserved(
+                round_kind=group.round_kind,
+                size=group.keep,
+                lengths=lengths,
+                truncated=truncated,
+                prompt_tokens=group.ticket.tokens,
+                cut=cut_at > 0,
+                cut_at=cut_at,
+            )
+        )

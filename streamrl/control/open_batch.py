@@ -1,0 +1,39 @@
+"""The batch that takes groups now."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from streamrl.buffers.rollout_buffer import Group
+
+
+class OpenBatch(msgspec.Struct, kw_only=True):
+    """``target``: trajectories that fill it, ``seats_taken``: how many of them are taken (a group whose members failed
+    takes the seats of a whole one); ``domains``: groups by domain. ``settled``: what is not in it was dealt with;
+    ``closed``: the trainer was told to step."""
+
+    batch_id: int
+    target: int
+    round_kind: str = ""
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seats_taken: int = 0
+    domains: Counter[str] = msgspec.field(default_factory=Counter)
+    settled: bool = False
+    closed: bool = False
+
+    @property
+    def seats(self) -> int:
+        """Trajectories that it still takes."""
+        return self.target - self.seats_taken
+
+    def take(self, group: Group) -> None:
+        """``group`` joins."""
+        self.groups += 1
+        self.samples += len(group.members)
+        self.tokens += group.tokens
+        self.seats_taken += group.keep
+        self.domains[group.ticket.domain] += 1

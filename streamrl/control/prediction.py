@@ -1,0 +1,335 @@
+"""What would a schedule bring? Goodput, bias and waiting of synchronous rounds and of races, in closed form.
+
+After refs/scheduling-model.md, section 5. With e = (prompts launched in a short round) / P0:
+
+    t(round) = a * longest + c * tokens + arrivals + training + push
+    time per P0 groups = (t_short + (e - 1) * t_long) / e
+
+The longest completion of a short round is the P0-th smallest of e * P0 group maxima; that of a long round the largest
+of P0 groups that lost. Groups of few prompts are far from their quantiles, so the expected order statistics are
+taken, and the tokens of a group go with its maximum. A packed race has no closed form: its rounds are formed from
+groups drawn by a fixed sequence, which makes it as deterministic as the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from itertools import accumulate
+from statistics import NormalDist
+
+import msgspec
+
+from streamrl.control.engine_cost import EngineCost, RoundLoad
+from streamrl.control.length_estimate import Curve, LengthEstimate
+
+_FEW_AGAIN = 8  # groups of long rounds, from which on what they have is believed
+_PRIOR_PERSISTENCE = 0.8  # share of the excess tokens of a losing group that its prompt has again when drawn anew
+_DRAWS = 2048  # groups that a packed race is predicted from
+_NODES = 12  # prompts that stand for all in the closed form of a race of responses
+_NORMAL = NormalDist()
+
+
+class Form(StrEnum):
+    """How rounds are formed, as far as there is a prediction for it."""
+
+    SYNCHRONOUS = "synchronous"
+    TAIL_BATCHING = "tail_batching"
+    PACKED = "packed"
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """A form of rounds with its constants.
+
+    ``eta_prompts``, ``eta_responses``: of a short round; ``cohort_batches``: of a packed race.
+    """
+
+    form: Form = Form.SYNCHRONOUS
+    eta_prompts: float = 1.0
+    eta_responses: float = 1.0
+    cohort_batches: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people and for the figures of an explanation: ``tail_batching 1.25``."""
+        if self.form is Form.SYNCHRONOUS:
+            return str(self.form)
+        both = f"/{self.eta_responses:g}" if self.eta_responses > 1 else ""
+        return f"{self.form} {self.eta_prompts:g}{both}"
+
+
+class BatchShape(msgspec.Struct, frozen=True, kw_only=True):
+    """P0 prompts of ``group_size`` trajectories a batch. ``replays``: losers are drawn with the same noise again.
+    ``long_batches``: batches that one long round trains."""
+
+    prompts: int
+    group_size: int
+    replays: bool = True
+    long_batches: int = 1
+
+    def launched(self, schedule: Schedule) -> int:
+        """Groups of a short round."""
+        return math.ceil(schedule.eta_prompts * self.prompts)
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a schedule brings in the long run.
+
+    ``seconds``: per P0 trained groups; ``goodput``: trained tokens a second; ``length_share``: mean trained length
+    over the unbiased one; ``generated``: tokens sampled per token trained; ``staleness``: optimizer steps, at most;
+    ``wait``: optimizer steps from a prompt's first launch to its training, at most.
+    """
+
+    schedule: Schedule
+    seconds: float
+    goodput: float
+    length_share: float
+    generated: float
+    staleness: int = 0
+    wait: int = 0
+
+
+def predict(
+    schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape, rank_quality: float = 0.0
+) -> Prediction:
+    """The closed form. ``rank_quality``: of the prediction that a packed race is sorted by (Spearman, 0..1).
+
+    Raises ``ValueError`` before any group was complete.
+    """
+    if schedule.form is Form.PACKED:
+        return _packed(schedule, lengths, cost, shape, rank_quality)
+    if schedule.form is Form.TAIL_BATCHING and shape.launched(schedule) > shape.prompts:
+        return _race(schedule, lengths, cost, shape)
+    return _synchronous(schedule, lengths, cost, shape)
+
+
+def _synchronous(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape) -> Prediction:
+    groups = lengths.groups
+    tokens = shape.prompts * groups.mean_tokens
+    load = RoundLoad(
+        longest=groups.order_statistic(shape.prompts, shape.prompts),
+        tokens=tokens,
+        requests=shape.prompts * shape.group_size,
+        trained_tokens=tokens,
+    )
+    seconds = cost.seconds(load)
+    return Prediction(schedule=schedule, seconds=seconds, goodput=tokens / seconds, length_share=1.0, generated=1.0)
+
+
+def _race(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape) -> Prediction:
+    groups, size, p0 = lengths.groups, shape.group_size, shape.prompts
+    launched, responses = shape.launched(schedule), math.ceil(schedule.eta_responses * shape.group_size)
+    complete = groups if responses == size else _first_of_more(lengths, size, responses)
+    cut = complete.order_statistic(p0, launched)
+    winners, losers = _raced(complete, p0, launched)
+    won, share = winners.mean_tokens, p0 / launched
+    lost = (groups.mean_tokens - share * won) / (1 - share)  # nothing is lost: the two make up all groups
+    if complete is not groups:  # who loses is sampled again without the extra responses
+        losers = _raced(groups, p0, launched)[1]
+        lost = losers.mean_tokens
+    short = RoundLoad(
+        longest=cut,
+        tokens=lengths.members.cut_mean(cut) * responses * launched,
+        requests=launched * responses,
+        trained_tokens=p0 * won,
+    )
+    prompts = shape.long_batches * p0
+    again = _tokens_again(lost, lengths, shape)
+    long = RoundLoad(
+        longest=losers.order_statistic(prompts, prompts),
+        tokens=prompts * again,
+        requests=prompts * size,
+        trained_tokens=prompts * again,
+    )
+    excess = launched / p0 - 1
+    per_long = excess / shape.long_batches
+    seconds = (cost.seconds(short) + per_long * cost.seconds(long)) / (1 + excess)
+    trained = (short.trained_tokens + per_long * long.trained_tokens) / (1 + excess)
+    generated = (short.tokens + per_long * long.tokens) / (1 + excess)
+    return Prediction(
+        schedule=schedule,
+        seconds=seconds,
+        goodput=trained / seconds,
+        length_share=trained / (p0 * groups.mean_tokens),
+        generated=generated / trained,
+        wait=math.ceil(shape.long_batches / excess),
+    )
+
+
+def _raced(groups: Curve, winners: int, launched: int) -> tuple[Curve, Curve]:
+    """The curves of groups that win and that lose a race of ``launched`` for ``winners`` places.
+
+    A group at the ``u``-quantile loses when at least ``winners`` of the others are shorter: a binomial tail.
+    """
+    losing = []
+    for share, below in zip(groups.shares, groups.below, strict=True):
+        losing.append(_binomial_tail(winners, launched - 1, min(max(below - share / 2, 0.0), 1.0)))
+    lost = [share * chance for share, chance in zip(groups.shares, losing, strict=True)]
+    won = [share - part for share, part in zip(groups.shares, lost, strict=True)]
+    return groups.weighted(won), groups.weighted(lost)
+
+
+def _binomial_tail(least: int, count: int, chance: float) -> float:
+    """P(at least ``least`` of ``count``)."""
+    if least <= 0 or chance >= 1:
+        return 1.0
+    if chance <= 0 or least > count:
+        return 0.0
+    log_term = (
+        math.lgamma(count + 1)
+        - math.lgamma(least + 1)
+        - math.lgamma(count - least + 1)
+        + least * math.log(chance)
+        + (count - least) * math.log1p(-chance)
+    )
+    total, term, odds = 0.0, math.exp(log_term), chance / (1 - chance)
+    for hits in range(least, count + 1):
+        total += term
+        term *= (count - hits) / (hits + 1) * odds
+    return min(total, 1.0)
+
+
+def _tokens_again(losing: float, lengths: LengthEstimate, shape: BatchShape) -> float:
+    """Tokens of a group that lost and is sampled again: drawn anew it is shorter than what was cut, a bias."""
+    if shape.replays:
+        return losing
+    if lengths.again.count >= _FEW_AGAIN:
+        return min(lengths.again.mean, losing)
+    mean = lengths.groups.mean_tokens
+    return mean + _PRIOR_PERSISTENCE * (losing - mean)
+
+
+def _first_of_more(lengths: LengthEstimate, size: int, responses: int) -> Curve:
+    """When a prompt has ``size`` of its ``responses`` complete, and the tokens of those.
+
+    Members are taken to be independent given their prompt (a Gaussian copula); its correlation is the one at which
+    groups without extra responses have the mean maximum that was seen.
+    """
+    members, wanted = lengths.members, lengths.groups.mean
+    low, high = 0.0, 0.98
+    for _ in range(10):
+        middle = (low + high) / 2
+        too_long = _completion(members, middle, size, size).mean > wanted
+        low, high = (middle, high) if too_long else (low, middle)
+    return _completion(members, (low + high) / 2, size, responses)
+
+
+def _completion(members: Curve, correlation: float, size: int, responses: int) -> Curve:
+    """The ``size``-th smallest of ``responses`` lengths of a prompt, averaged over prompts."""
+    limits = [_NORMAL.inv_cdf(min(max(below, 1e-9), 1 - 1e-9)) for below in members.below]
+    own, shared = math.sqrt(1 - correlation), math.sqrt(correlation)
+    shares, tokens = [0.0] * len(limits), [0.0] * len(limits)
+    for node in range(_NODES):
+        latent = _NORMAL.inv_cdf((node + 0.5) / _NODES)
+        before = ended = summed = 0.0
+        for place, limit in enumerate(limits):
+            below = 1.0 if place == len(limits) - 1 else _NORMAL.cdf((limit - shared * latent) / own)
+            summed += (below - ended) * members.lengths[place]
+            ended = below
+            complete = _binomial_tail(size, responses, below)
+            share, before = (complete - before) / _NODES, complete
+            if share > 0:  # the others that are kept were shorter than this one
+                shares[place] += share
+                tokens[place] += share * (members.lengths[place] + (size - 1) * summed / ended)
+    means = tuple(total / share if share > 0 else 0.0 for total, share in zip(tokens, shares, strict=True))
+    return Curve(members.lengths, tuple(shares), means, tuple(accumulate(shares)))
+
+
+def _packed(
+    schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape, rank_quality: float
+) -> Prediction:
+    """Cohorts of drawn groups are raced; synchronous rounds of the *same* groups say how typical the draw was."""
+    size = shape.prompts * schedule.cohort_batches
+    cohorts = max(_DRAWS // size, 4)
+    drawn = _draw_groups(lengths.groups, cohorts * size, rank_quality)
+    raced, waited = _Sums(), _Sums()
+    for start in range(0, len(drawn), size):
+        cohort = drawn[start : start + size]
+        for first in range(0, size, shape.prompts):
+            waited.add(_load(cohort[first : first + shape.prompts], [], math.inf, lengths, shape), cost)
+        _race_cohort(sorted(cohort, key=lambda group: group.score), schedule, lengths, cost, shape, raced)
+    typical = _synchronous(schedule, lengths, cost, shape)
+    seconds = typical.seconds * raced.seconds / waited.seconds
+    share = raced.trained / waited.trained
+    return Prediction(
+        schedule=schedule,
+        seconds=seconds,
+        goodput=typical.goodput * typical.seconds * share / seconds,
+        length_share=share,
+        generated=raced.generated / raced.trained,
+        wait=schedule.cohort_batches - 1,
+    )
+
+
+class _DrawnGroup(msgspec.Struct, frozen=True):
+    """``score``: what it is sorted by; ``lost``: it was cut before."""
+
+    longest: float
+    tokens: float
+    score: float
+    lost: bool = False
+
+
+class _Sums(msgspec.Struct):
+    """Totals over rounds."""
+
+    seconds: float = 0.0
+    trained: float = 0.0
+    generated: float = 0.0
+
+    def add(self, load: RoundLoad, cost: EngineCost) -> None:
+        self.seconds += cost.seconds(load)
+        self.trained += load.trained_tokens
+        self.generated += load.tokens
+
+
+def _race_cohort(
+    waiting: list[_DrawnGroup],
+    schedule: Schedule,
+    lengths: LengthEstimate,
+    cost: EngineCost,
+    shape: BatchShape,
+    sums: _Sums,
+) -> None:
+    """Rounds race the first of ``waiting``, losers go to its end, and the last P0 are waited for."""
+    while waiting:
+        launched = len(waiting) if len(waiting) <= shape.prompts else min(shape.launched(schedule), len(waiting))
+        racing = sorted(waiting[:launched], key=lambda group: group.longest)
+        winners, losers = racing[: shape.prompts], racing[shape.prompts :]
+        sums.add(_load(winners, losers, winners[-1].longest, lengths, shape), cost)
+        waiting = waiting[launched:] + [msgspec.structs.replace(group, lost=True) for group in losers]
+
+
+def _load(
+    winners: list[_DrawnGroup], losers: list[_DrawnGroup], cut: float, lengths: LengthEstimate, shape: BatchShape
+) -> RoundLoad:
+    trained = sum(_tokens_again(g.tokens, lengths, shape) if g.lost else g.tokens for g in winners)
+    wasted = len(losers) * shape.group_size * lengths.members.cut_mean(cut) if losers else 0.0
+    return RoundLoad(
+        longest=winners[-1].longest if losers else max(group.longest for group in winners),
+        tokens=trained + wasted,
+        requests=(len(winners) + len(losers)) * shape.group_size,
+        trained_tokens=trained,
+    )
+
+
+def _draw_groups(groups: Curve, count: int, rank_quality: float) -> list[_DrawnGroup]:
+    """Groups of the curve and scores of that rank correlation with their longest completions; always the same ones."""
+    correlation = 2 * math.sin(math.pi * min(max(rank_quality, 0.0), 1.0) / 6)
+    noise = math.sqrt(max(1 - correlation * correlation, 0.0))
+    drawn = []
+    for number in range(count):
+        share = _uniform(2 * number)
+        place = groups.at(share)
+        score = correlation * _NORMAL.inv_cdf(share) + noise * _NORMAL.inv_cdf(_uniform(2 * number + 1))
+        drawn.append(_DrawnGroup(groups.lengths[place], groups.tokens[place], score))
+    return drawn
+
+
+def _uniform(number: int) -> float:
+    """A fixed pseudo-random number in (0, 1): the output of splitmix64 at ``number``."""
+    mask = (1 << 64) - 1
+    value = (number + 1) * 0x9E3779B97F4A7C15 & mask
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+    return ((value ^ (value >> 31)) + 0.5) / 2**64

@@ -1,0 +1,94 @@
+"""Prompts that wait to be launched: fresh ones from the source, and those that lost a race, were cut, or form a cohort.
+
+With domains every round keeps their shares: a batch of n groups takes ``quota(n)`` of each, and what a domain has too
+many of waits. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from streamrl.buffers.rollout_buffer import PromptTicket
+
+OVERFULL = 4
+"""A domain whose queue holds so many times its quota opens a long round, whatever the other domains have waiting."""
+
+
+class DomainShares:
+    """The dataset's domains and their shares of a batch. Without domains everything is one domain, named ''."""
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        total = sum(shares.values())
+        self.shares = {name: share / total for name, share in shares.items()} if shares else {"": 1.0}
+
+    def quota(self, groups: int) -> dict[str, int]:
+        """``groups`` by domain, by largest remainder; equal remainders in the order of the recipe."""
+        exact = {name: share * groups for name, share in self.shares.items()}
+        quotas = {name: math.floor(value + 1e-9) for name, value in exact.items()}
+        missing = groups - sum(quotas.values())
+        for name in sorted(exact, key=lambda name: quotas[name] - exact[name])[:missing]:
+            quotas[name] += 1
+        return quotas
+
+
+class PromptQueue:
+    """One queue, served first in first out within each domain."""
+
+    def __init__(self, domains: DomainShares) -> None:
+        self._domains = domains
+        self._tickets: dict[str, deque[PromptTicket]] = {name: deque() for name in domains.shares}
+
+    def __len__(self) -> int:
+        return sum(len(tickets) for tickets in self._tickets.values())
+
+    def append(self, ticket: PromptTicket) -> None:
+        """At the end. Raises ``ValueError`` for a domain that the recipe does not name."""
+        self._of(ticket).append(ticket)
+
+    def push_front(self, ticket: PromptTicket) -> None:
+        """At the front: it waited before."""
+        self._of(ticket).appendleft(ticket)
+
+    def usable(self, groups: int) -> int:
+        """How many prompts a batch of ``groups`` could take now and keep the shares; all of them once one domain is
+        overfull. Never more than the queue has where there is one domain."""
+        if len(self._tickets) == 1:
+            return len(self)
+        quotas = self._domains.quota(groups)
+        if any(len(tickets) > OVERFULL * max(quotas[name], 1) for name, tickets in self._tickets.items()):
+            return min(len(self), groups)
+        return sum(min(len(tickets), quotas[name]) for name, tickets in self._tickets.items())
+
+    def take(self, launched: Mapping[str, int], quotas: Mapping[str, int]) -> PromptTicket | None:
+        """The next prompt of a domain of which fewer than its quota were launched; None when there is none such."""
+        for name, tickets in self._tickets.items():
+            if tickets and (len(self._tickets) == 1 or launched.get(name, 0) < quotas[name]):
+                return tickets.popleft()
+        return None
+
+    def sort(self, lengths: Mapping[str, float]) -> None:
+        """By what ``lengths`` says of each prompt id, prompts that were launched before last. Stable."""
+        for name, tickets in self._tickets.items():
+            self._tickets[name] = deque(sorted(tickets, key=lambda t: (t.attempt, lengths[t.prompt_id])))
+
+    def tickets(self) -> Iterable[PromptTicket]:
+        """All of them, in the order in which each domain is served."""
+        return (ticket for tickets in self._tickets.values() for ticket in tickets)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for tickets in self._tickets.values():
+            tickets.clear()
+
+    def _of(self, ticket: PromptTicket) -> deque[PromptTicket]:
+        if len(self._tickets) == 1:
+            return next(iter(self._tickets.values()))
+        if ticket.domain not in self._tickets:
+            known = ", ".join(f'"{name}"' for name in self._tickets)
+            raise ValueError(
+                f'prompt {ticket.prompt_id} is of domain "{ticket.domain}", which tail_batching.domains does not name '
+                f"(it has {known}): add it there"
+            )
+        return self._tickets[ticket.domain]

@@ -1,0 +1,140 @@
+"""What the next groups are made of: waiting prompts, the queue of losers, their predicted lengths. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from streamrl.buffers.rollout_buffer import Group, PromptTicket
+from streamrl.control.events import PromptsDrawn
+from streamrl.control.length_prediction import PromptLengthPredictor
+from streamrl.control.prompt_queue import DomainShares, PromptQueue
+from streamrl.control.rounds.policy import Launch, RoundPolicy, Source
+from streamrl.control.settings import ControlSettings
+
+OVERDRAWN = 16
+"""Batches of prompts that may wait for a domain to turn up, before the run is stopped."""
+
+
+class RoundSupply:
+    """``asked``: prompts that were asked of the source and have not come; ``drawn_prompts``: that came; ``exhausted``:
+    it has no more."""
+
+    def __init__(self, settings: ControlSettings, policy: RoundPolicy) -> None:
+        self._policy = policy
+        self._domains = DomainShares(settings.tail_batching.domains)
+        self.waiting = PromptQueue(self._domains)
+        self.queue = PromptQueue(self._domains)
+        self.predictor = PromptLengthPredictor() if policy.learns_prompt_lengths else None
+        self.asked = 0
+        self.drawn_prompts = 0
+        self.exhausted = False
+        self._overdrawn = OVERDRAWN * settings.batch_groups
+        self._cohort: tuple[int, int] | None = None
+        self._launched: Counter[str] = Counter()
+        self._unsorted = False
+
+    @property
+    def empty(self) -> bool:
+        """Nothing waits, and nothing will come."""
+        return self.exhausted and not self.asked and not len(self.waiting) and not len(self.queue)
+
+    @property
+    def loading(self) -> bool:
+        """A cohort is being drawn: nothing is launched before it is complete."""
+        return self._cohort is not None
+
+    def drawn(self, event: PromptsDrawn) -> None:
+        """The source answered."""
+        self.asked = 0
+        self.drawn_prompts += len(event.prompt_ids)
+        self.exhausted = event.exhausted
+        for index, prompt_id in enumerate(event.prompt_ids):
+            ticket = PromptTicket(
+                prompt_id=prompt_id,
+                tokens=event.prompt_tokens[index] if event.prompt_tokens else 0,
+                domain=event.domains[index] if event.domains else "",
+            )
+            self.waiting.append(ticket)
+        if self._cohort is not None:
+            self._load_cohort(*self._cohort)
+
+    def open_cohort(self, prompts: int, copies: int) -> int:
+        """Load ``prompts`` prompts into the queue, each ``copies`` times. Returns how many must be drawn first."""
+        self._cohort = (prompts, copies)
+        missing = prompts - len(self.waiting)
+        if missing <= 0 or self.exhausted:
+            self._load_cohort(prompts, copies)
+            return 0
+        return missing
+
+    def _load_cohort(self, prompts: int, copies: int) -> None:
+        self._cohort = None
+        quotas = dict.fromkeys(self._domains.shares, prompts)
+        for _ in range(prompts):
+            ticket = self.waiting.take({}, quotas)
+            if ticket is None:
+                break
+            for _ in range(copies):
+                self.queue.append(ticket)
+        self._unsorted = True
+
+    def requeue(self, group: Group, *, replays: bool, noise: int) -> None:
+        """The prompt of a group that lost waits in the queue. ``noise``: what its seeds were derived from."""
+        self.queue.append(next_attempt(group, noise if replays else -1))
+        self._unsorted = True
+
+    def _sort(self) -> None:
+        if self.predictor is not None and self._unsorted and self._policy.shortest_prompts_first:
+            predict = self.predictor.predict
+            self.queue.sort({t.prompt_id: predict(t.prompt_id, t.tokens) for t in self.queue.tickets()})
+        self._unsorted = False
+
+    def round_opens(self) -> None:
+        """The shares of the domains count from here."""
+        self._launched.clear()
+
+    def take(self, launch: Launch, groups_in_round: int) -> PromptTicket | None:
+        """The next prompt of ``launch``. ``groups_in_round``: what the shares of the domains refer to."""
+        source = self.waiting
+        if launch.source is Source.QUEUE:
+            self._sort()
+            source = self.queue
+        quotas = self._domains.quota(groups_in_round)
+        ticket = source.take(self._launched, quotas)
+        if ticket is not None:
+            self._launched[ticket.domain] += 1
+        return ticket
+
+    def gives_back(self, group: Group) -> None:
+        """A group was dropped for good: its domain may be launched once more in this round."""
+        self._launched[group.ticket.domain] -= 1
+
+    def domain_has_seat(self, group: Group, joined: Counter[str], groups: int) -> bool:
+        """Whether a batch of ``groups``, of which ``joined`` are in it by domain, takes another one of its domain."""
+        if len(self._domains.shares) == 1:
+            return True
+        domain = group.ticket.domain
+        return joined[domain] < self._domains.quota(groups)[domain]
+
+    def overdrawn(self) -> str:
+        """Why the shares of the domains cannot be met; empty when they may."""
+        if len(self._domains.shares) == 1 or len(self.waiting) < self._overdrawn:
+            return ""
+        waiting = Counter(ticket.domain for ticket in self.waiting.tickets())
+        rare = min(self._domains.shares, key=lambda name: waiting[name])
+        return (
+            f'{len(self.waiting)} prompts wait and a round still lacks prompts of domain "{rare}" '
+            f"(tail_batching.domains gives it {self._domains.shares[rare]:.3f}): correct the share, or the dataset"
+        )
+
+
+def next_attempt(group: Group, noise: int) -> PromptTicket:
+    """The prompt of ``group``, to be sampled again from its start."""
+    ticket = group.ticket
+    return PromptTicket(
+        prompt_id=ticket.prompt_id,
+        attempt=ticket.attempt + 1,
+        noise=noise,
+        tokens=ticket.tokens,
+        domain=ticket.domain,
+    )

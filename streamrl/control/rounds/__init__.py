@@ -1,0 +1,38 @@
+"""Round policies by name. A new one is a file of its own, or a class of the user's (``rollout.policy``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streamrl.config.scheduling import RoundKind
+from streamrl.control.rounds.auto import AutoRounds
+from streamrl.control.rounds.continuous import ContinuousRounds
+from streamrl.control.rounds.length_sorted import LengthSorted
+from streamrl.control.rounds.policy import RoundPolicy
+from streamrl.control.rounds.synchronous import SynchronousRounds
+from streamrl.control.rounds.tail_batching import TailBatching
+from streamrl.control.settings import ControlSettings
+from streamrl.errors import RecipeError
+from streamrl.user_code import load_user_object
+
+ROUND_POLICIES: dict[RoundKind, Callable[[ControlSettings], RoundPolicy]] = {
+    RoundKind.SYNCHRONOUS: SynchronousRounds,
+    RoundKind.TAIL_BATCHING: TailBatching,
+    RoundKind.LENGTH_SORTED: LengthSorted,
+    RoundKind.CONTINUOUS: ContinuousRounds,
+    RoundKind.AUTO: AutoRounds,
+}
+
+
+def make_round_policy(settings: ControlSettings) -> RoundPolicy:
+    """The policy of ``settings.rounds``. Raises ``RecipeError`` where ``settings.policy`` does not make one."""
+    if settings.rounds is not RoundKind.CUSTOM:
+        return ROUND_POLICIES[settings.rounds](settings)
+    made = load_user_object(settings.policy)
+    if not isinstance(made, type):
+        raise RecipeError([f'rollout.policy: "{settings.policy}" is a {type(made).__name__}: name a class'])
+    policy: RoundPolicy = made(settings)
+    missing = [name for name in ("launch", "may_join", "remainder", "slots", "observe") if not hasattr(policy, name)]
+    if missing:
+        raise RecipeError([f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see rounds/policy.py'])
+    return policy

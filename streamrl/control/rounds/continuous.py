@@ -1,0 +1,48 @@
+"""No rounds: every slot is kept busy, weights change in flight, staleness is bounded by slots and deadlines (ADR 2)."""
+
+from __future__ import annotations
+
+from streamrl.buffers.slots import may_take
+from streamrl.config.scheduling import StalePolicy
+from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.control.settings import ControlSettings
+from streamrl.types import DropReason
+
+
+class ContinuousRounds(StatelessRounds):
+    """Staleness of ``rollout.max_staleness`` at most."""
+
+    on_policy = False
+
+    def __init__(self, settings: ControlSettings) -> None:
+        self._slots = (settings.max_staleness + 1) * settings.batch_trajectories
+
+    def launch(self, view: RoundView) -> Launch | None:
+        # What is launched beyond the last batch would be thrown away.
+        needed = view.seats + (view.steps_left - 1) * view.batch_trajectories - view.untrained_trajectories
+        groups = min(view.free_slots, needed) // view.group_size
+        if groups <= 0:
+            return None
+        return Launch(groups=groups, source=Source.FRESH, size=view.group_size, round_kind="continuous")
+
+    def may_join(self, view: RoundView, candidate: Candidate) -> bool:
+        if view.when_stale is not StalePolicy.WAIT:
+            return candidate.deadline >= view.trainer_version
+        return may_take(
+            candidate.trajectories,
+            candidate.deadline,
+            view.due,
+            now=view.trainer_version,
+            seats=view.seats,
+            batch=view.batch_trajectories,
+        )
+
+    def remainder(self, view: RoundView) -> Remainder:
+        return Remainder.RUN_ON
+
+    @property
+    def losing(self) -> DropReason:
+        return DropReason.STALE
+
+    def slots(self) -> int:
+        return self._slots

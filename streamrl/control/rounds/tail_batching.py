@@ -1,0 +1,125 @@
+"""RollPacker's tail batching (arXiv 2509.21009, section 4): most rounds race, and the losers have a round of their own.
+
+A short round launches ``eta_prompts`` times the prompts of a batch with ``eta_responses`` times their responses, keeps
+the first responses of a prompt that are *rewarded*, and the first prompts that are complete. Prompts that lose join a
+queue; when a batch of them waits, a long round trains exactly those, without a race. So 1 / (eta_prompts - 1) short
+rounds are followed by a long one, and every prompt is trained.
+
+With ``cohort_batches`` n > 0 it is a packed race: n batches of prompts are drawn at once, each round races those that
+are predicted to be short, losers go to the end, and the last round of the cohort waits for all that is left.
+"""
+
+from __future__ import annotations
+
+import math
+
+from streamrl.buffers.slots import may_take
+from streamrl.config.scheduling import Losers, SizingKind, tail_batching_slots
+from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.control.settings import ControlSettings
+from streamrl.types import DropReason
+
+SHORT, LONG = "short", "long"
+
+
+class TailBatching(StatelessRounds):
+    """On-policy unless losers are resumed from their tokens."""
+
+    def __init__(self, settings: ControlSettings) -> None:
+        options = settings.tail_batching
+        self._options = options
+        self._batch = settings.batch_trajectories
+        fixed = settings.group_sizing.kind is SizingKind.FIXED
+        self._sizes = (settings.group_size,) if fixed else settings.group_sizing.sizes
+        self._parks = options.losers is Losers.RESUME
+        self.on_policy = not self._parks
+        self.replays = options.losers is Losers.REPLAY
+        self.learns_prompt_lengths = self.shortest_prompts_first = options.cohort_batches > 0
+
+    def launch(self, view: RoundView) -> Launch | None:
+        if not view.at_barrier:
+            return None
+        if view.round_kind:
+            return self._go_on(view)
+        if self._options.cohort_batches:
+            return self._open_packed(view)
+        batch = view.batch_trajectories // view.group_size
+        waiting = self._waiting(view)
+        batches = min(self._options.long_round_batches, view.steps_left)
+        # Parked losers have tokens of older versions: a long round comes early where the staleness bound asks for it.
+        due = self._parks and bool(view.due) and view.due[0][0] <= view.trainer_version
+        if waiting >= batch * batches or (waiting and (due or view.exhausted)):
+            return self._long(view, min(waiting, batch * batches))
+        return self._race(view, math.ceil(self._options.eta_prompts * batch), Source.FRESH)
+
+    def _waiting(self, view: RoundView) -> int:
+        return view.held if self._parks else view.queued
+
+    def _open_packed(self, view: RoundView) -> Launch | None:
+        batch = view.seats // view.group_size
+        if not view.queued:
+            if view.exhausted:
+                return None
+            # To the end of a batch, also where it opens in the middle of one because groups were dropped.
+            prompts = batch + (self._options.cohort_batches - 1) * (view.batch_trajectories // view.group_size)
+            return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="")
+        if view.queued <= batch:
+            return self._long(view, view.queued)
+        return self._race(view, min(view.queued, math.ceil(self._options.eta_prompts * batch)), Source.QUEUE)
+
+    def _go_on(self, view: RoundView) -> Launch | None:
+        """Groups that were dropped are refilled, so that the round can fill its batch."""
+        missing = view.seats // view.group_size - view.untrained
+        if view.round_kind == SHORT and not self._options.cohort_batches and not view.exhausted:
+            racing = math.ceil(self._options.eta_prompts * (view.target // view.group_size))
+            wanted = racing - view.joined - view.untrained
+            return self._race(view, wanted, Source.FRESH) if wanted > 0 else None
+        if missing <= 0:
+            return None
+        waiting = self._waiting(view)
+        if waiting:
+            return self._long(view, min(missing, waiting))
+        if self._options.cohort_batches:
+            return None if view.untrained else self._open_packed(view)
+        return Launch(groups=missing, source=Source.FRESH, size=view.group_size, round_kind=LONG)
+
+    def _race(self, view: RoundView, groups: int, source: Source) -> Launch:
+        return Launch(
+            groups=groups,
+            source=source,
+            size=math.ceil(self._options.eta_responses * view.group_size),
+            keep=view.group_size,
+            round_kind=SHORT,
+        )
+
+    def _long(self, view: RoundView, groups: int) -> Launch:
+        batches = max(1, groups * view.group_size // view.batch_trajectories)
+        return Launch(
+            groups=groups,
+            source=Source.HELD if self._parks else Source.QUEUE,
+            size=view.group_size,
+            round_kind=LONG,
+            target=batches * view.batch_trajectories,
+        )
+
+    def may_join(self, view: RoundView, candidate: Candidate) -> bool:
+        if not self._parks:
+            return True
+        return may_take(
+            candidate.trajectories,
+            candidate.deadline,
+            view.due,
+            now=view.trainer_version,
+            seats=view.seats,
+            batch=view.batch_trajectories,
+        )
+
+    def remainder(self, view: RoundView) -> Remainder:
+        return Remainder.HOLD if self._parks else Remainder.REQUEUE
+
+    @property
+    def losing(self) -> DropReason:
+        return DropReason.LOST_RACE
+
+    def slots(self) -> int:
+        return tail_batching_slots(self._options, self._batch, self._sizes)

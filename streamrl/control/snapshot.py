@@ -1,0 +1,42 @@
+"""Taking and restoring what a checkpoint keeps of control: the queue of losers, prompts under way, what was learnt.
+Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamrl.control.kept_state import ControlSnapshot
+from streamrl.control.round_supply import next_attempt
+
+if TYPE_CHECKING:
+    from streamrl.control.state import ControlState
+
+
+def take_snapshot(state: ControlState) -> ControlSnapshot:
+    """Of ``state`` as it is now. What is in the open batch is under way too: it is not trained yet."""
+    supply = state.supply
+    under_way = [next_attempt(group, -1) for group in state.buffer.groups.values()]
+    return ControlSnapshot(
+        queued=tuple(supply.queue.tickets()),
+        waiting=(*under_way, *supply.waiting.tickets()),
+        drawn=supply.drawn_prompts,
+        next_group_id=state.next_group_id,
+        sizer=state.sizer.snapshot(),
+        policy=state.policy.snapshot(),
+        predictor={} if supply.predictor is None else supply.predictor.snapshot(),
+    )
+
+
+def restore_snapshot(state: ControlState, kept: ControlSnapshot) -> None:
+    """The inverse, on a new state, before anything was launched."""
+    supply = state.supply
+    for ticket in kept.queued:
+        supply.queue.append(ticket)
+    for ticket in kept.waiting:
+        supply.waiting.append(ticket)
+    supply.drawn_prompts = kept.drawn
+    state.next_group_id = kept.next_group_id
+    state.sizer.restore(kept.sizer)
+    state.policy.restore(kept.policy)
+    if supply.predictor is not None and kept.predictor:
+        supply.predictor.restore(kept.predictor)

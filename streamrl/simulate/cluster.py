@@ -1,0 +1,131 @@
+"""What is simulated: engines, lengths, rewards, training, push. Named ones, and TOML files."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.toml_text import toml_document
+from streamrl.errors import StreamRLError
+from streamrl.simulate.engines import EngineModel
+from streamrl.simulate.lengths import LengthModel
+from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
+
+
+class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
+    in requests (0: ``count`` x ``max_running`` of the engine, or the slots of the recipe where those are fewer).
+    ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled."""
+
+    count: int = 1
+    prompt_tokens: int = 0
+    capacity: int = 0
+    evaluation_s: float = 0.0
+
+
+class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a recipe does not say. A TOML file has a table for each field."""
+
+    engine: EngineModel
+    trainer: TrainerModel
+    lengths: LengthModel
+    engines: Engines = Engines()
+    reward: RewardModel = RewardModel()
+    push: PushModel = PushModel()
+
+
+# A-demo of refs/scheduling-model.md, section 1: the demo model on this machine, fitted to three measured points.
+DEMO = ClusterModel(
+    engine=EngineModel(
+        base_s=1.7e-3,
+        per_running_s=0.027e-3,
+        arrival_s=1e-3,
+        admission_s=0.8e-3,
+        admission_per_running_s=0.010e-3,
+        presubmitted_s=0.2e-3,
+        max_running=1024,
+    ),
+    engines=Engines(count=1, prompt_tokens=8),
+    lengths=LengthModel(
+        cap=448, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.041, correlation=0.65
+    ),
+    trainer=TrainerModel(token_s=0.9e-3 / 80, optimizer_s=0.02, streaming_speed=1.0),
+    push=PushModel(seconds=0.03, pause_s=0.01, abort_barrier_s=0.021),
+)
+
+# A-heavy of the same section: the body of A-demo, and a power-law tail to the cap.
+HEAVY = msgspec.structs.replace(
+    DEMO,
+    lengths=LengthModel(
+        cap=2048,
+        weights=(1.0,),
+        mus=(math.log(45),),
+        sigmas=(1.183,),
+        cap_share=0.02,
+        tail_from=315,
+        correlation=0.65,
+    ),
+)
+
+# B math of the same section; lengths and steps of refs/rollpacker.md, 5.4.
+ROLLPACKER_14B = ClusterModel(
+    engine=EngineModel(
+        base_s=11e-3,
+        per_running_s=0.03e-3,
+        per_context_token_s=0.0367e-6,
+        max_running=256,
+        kv_tokens=490_000,
+        prefill_tokens_s=30_000.0,
+    ),
+    engines=Engines(count=16, prompt_tokens=128),
+    lengths=LengthModel(
+        cap=16_384,
+        weights=(0.435, 0.565),
+        mus=(6.408, 6.683),
+        sigmas=(0.416, 1.244),
+        cap_share=0.0099,
+        tail_from=4096,
+        correlation=0.35,
+    ),
+    trainer=TrainerModel(token_s=75 / 1024 / 1286, optimizer_s=13.0, streaming_speed=0.5, streaming_from=0.4),
+    push=PushModel(seconds=15.0, pause_s=15.0, round_s=50.0),
+)
+ROLLPACKER_14B_CODE = msgspec.structs.replace(
+    ROLLPACKER_14B,
+    lengths=msgspec.structs.replace(
+        ROLLPACKER_14B.lengths, weights=(0.727, 0.273), mus=(6.428, 6.979), sigmas=(0.394, 1.062), cap_share=0.0091
+    ),
+    trainer=msgspec.structs.replace(ROLLPACKER_14B.trainer, token_s=57 / 1024 / 1085),
+)
+
+PRESETS: dict[str, ClusterModel] = {
+    "demo": DEMO,
+    "heavy": HEAVY,
+    "rollpacker-14b-16k": ROLLPACKER_14B,
+    "rollpacker-14b-16k-code": ROLLPACKER_14B_CODE,
+}
+
+
+def load_cluster(name_or_path: str) -> ClusterModel:
+    """A preset by name, or a TOML file. Raises ``StreamRLError`` that names what is wrong with it."""
+    if name_or_path in PRESETS:
+        return PRESETS[name_or_path]
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise StreamRLError(
+            f"cluster {name_or_path!r} is neither a file nor one of {', '.join(PRESETS)}; "
+            "streamrl calibrate RUN writes such a file"
+        )
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(table, ClusterModel)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, ValueError) as error:
+        raise StreamRLError(f"{path}: not a cluster model: {error}") from error
+
+
+def dump_cluster(model: ClusterModel) -> str:
+    """``model`` as TOML that ``load_cluster`` reads back to an equal one."""
+    return toml_document(model)

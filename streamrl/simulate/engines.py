@@ -1,0 +1,261 @@
+"""One engine as an event-to-event cost model: no loop over tokens (refs/scheduling-model.md 1, rollpacker.md 5.4).
+
+All running requests decode together, so an engine has one token clock. A decode step with ``b`` running requests and
+``K`` tokens of context takes ``a + c b + g K`` seconds, and ``K`` grows by ``b``: ``n`` steps take
+``n (a + c b + g K) + g b n^2 / 2``. Between events the clock jumps; a request costs a heap operation or two.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+
+import msgspec
+
+from streamrl.types import TrajectoryId
+
+NEVER = math.inf
+ROUNDING = 1e-6  # tokens: below what the clock resolves after hours
+
+
+class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds, and tokens.
+
+    ``base_s`` (a), ``per_running_s`` (c), ``per_context_token_s`` (g): one decode step. ``per_running_squared_s``: a
+    term with the square of the running requests, for front ends that choke. ``max_running``: requests at once;
+    ``kv_tokens``: KV capacity (0: no limit); when it is full the newest request is preempted and computed again.
+    ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their prompt.
+    ``arrival_s``: the front end takes one request so often; ``admission_s + admission_per_running_s x running``: for so
+    long each of them holds up decoding; ``presubmitted_s``: the same for one that came while the engine was paused.
+    """
+
+    base_s: float
+    per_running_s: float
+    per_context_token_s: float = 0.0
+    per_running_squared_s: float = 0.0
+    max_running: int = 256
+    kv_tokens: int = 0
+    prefill_tokens_s: float = 0.0
+    arrival_s: float = 0.0
+    admission_s: float = 0.0
+    admission_per_running_s: float = 0.0
+    presubmitted_s: float = 0.0
+
+    def step_s(self, running: float, context: float = 0.0) -> float:
+        """Seconds of one decode step."""
+        quadratic = self.per_running_squared_s * running * running
+        return self.base_s + self.per_running_s * running + quadratic + self.per_context_token_s * context
+
+
+class Request:
+    """One trajectory on its way. ``length``: tokens it will have; ``sampled``: before it runs, or since it was stopped
+    (in parts of a token: the clock stops anywhere)."""
+
+    __slots__ = (
+        "attempt_serial",
+        "engine",
+        "finish",
+        "first_version",
+        "id",
+        "launched_s",
+        "length",
+        "newest_version",
+        "paused_arrival",
+        "prompt",
+        "prompt_tokens",
+        "reward",
+        "running",
+        "sampled",
+        "start",
+        "stopped",
+    )
+
+    def __init__(self, identity: TrajectoryId, prompt: int, prompt_tokens: int, length: int, now: float) -> None:
+        self.id = identity
+        self.prompt = prompt
+        self.prompt_tokens = prompt_tokens
+        self.length = length
+        self.launched_s = now
+        self.sampled = 0.0
+        self.start = 0.0
+        self.finish = 0.0
+        self.attempt_serial = 0
+        self.engine = -1
+        self.first_version = -1
+        self.newest_version = 0
+        self.reward = 0.0
+        self.running = False
+        self.stopped = False
+        self.paused_arrival = False
+
+
+class EngineClock:
+    """One engine. Times never go back; ``advance`` before anything changes, ``next_event`` after it."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.model = model
+        self.time = 0.0
+        self.clock = 0.0
+        self.blocked_until = 0.0
+        self.slowdown = 1.0
+        self.paused = False
+        self.stamp = 0
+        self.running: dict[Request, None] = {}
+        self.waiting: deque[Request] = deque()
+        self.context = 0.0
+        self.held_kv = 0.0
+        self.busy_s = 0.0
+        self.generated = 0.0
+        self.preemptions = 0
+        self.last_arrival = 0.0
+        self.decoding_s = 0.0
+        self.steps = 0.0
+        self._finishing: list[tuple[float, int, Request]] = []
+        self._serial = 0
+        self._prefixes: dict[int, int] = {}
+
+    def _step_s(self) -> float:
+        return self.model.step_s(len(self.running), self.context) * self.slowdown
+
+    def advance(self, now: float) -> None:
+        """Decode until ``now``."""
+        begun, self.time = self.time, max(now, self.time)
+        running = len(self.running)
+        if not running or now <= begun:
+            return
+        self.busy_s += running * (now - begun)
+        spent = now - max(begun, self.blocked_until)
+        if self.paused or spent <= 0:
+            return
+        step = self._step_s()
+        growth = self.model.per_context_token_s * running * self.slowdown
+        steps = (math.sqrt(step * step + 2 * growth * spent) - step) / growth if growth else spent / step
+        self.clock += steps
+        self.steps += steps
+        self.decoding_s += spent
+        self.context += steps * running
+        self.held_kv += steps * running
+        self.generated += steps * running
+
+    def next_event(self) -> float:
+        """When the next request finishes or the KV cache is full; ``NEVER`` when nothing runs."""
+        finishing = self._finishing
+        while finishing and (not finishing[0][2].running or finishing[0][2].attempt_serial != finishing[0][1]):
+            heapq.heappop(finishing)
+        if self.paused or not finishing:
+            return NEVER
+        running = len(self.running)
+        steps = max(finishing[0][0] - self.clock, 0.0)
+        if self.model.kv_tokens and running > 1:
+            steps = min(steps, max(self.model.kv_tokens - self.held_kv, 0.0) / running)
+        growth = self.model.per_context_token_s * running * self.slowdown
+        seconds = steps * self._step_s() + growth * steps * steps / 2
+        return max(self.time, self.blocked_until) + seconds
+
+    def finished(self, now: float) -> list[Request]:
+        """Decode until ``now``, the time of ``next_event``; what ended leaves, and what waits moves up."""
+        self.advance(now)
+        ended: list[Request] = []
+        finishing = self._finishing
+        while finishing and finishing[0][0] <= self.clock + ROUNDING:
+            _, serial, request = heapq.heappop(finishing)
+            if request.running and request.attempt_serial == serial:
+                self._leave(request)
+                request.sampled = request.length
+                ended.append(request)
+        if not ended:
+            self._preempt_when_full()
+        self.admit()
+        return ended
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that reached the engine. ``admit`` lets it run."""
+        request.paused_arrival = self.paused
+        self.waiting.append(request)
+
+    def admit(self) -> None:
+        """Let waiting requests run, first come first served, while there is room."""
+        waiting, model = self.waiting, self.model
+        while waiting and not self.paused and len(self.running) < model.max_running:
+            request = waiting[0]
+            if request.stopped:
+                waiting.popleft()
+                continue
+            if model.kv_tokens and self.running:
+                shared = request.id.group_id in self._prefixes
+                needed = request.sampled + 1 + (0 if shared else request.prompt_tokens)
+                if self.held_kv + needed > model.kv_tokens:
+                    return
+            waiting.popleft()
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        model = self.model
+        if not self.running:
+            self.clock = self.context = self.held_kv = 0.0  # so that rounding never adds up
+            self._finishing.clear()
+            self._prefixes.clear()
+        group = request.id.group_id
+        siblings = self._prefixes.get(group, 0)
+        self._prefixes[group] = siblings + 1
+        own = request.sampled + (0 if siblings else request.prompt_tokens)
+        held_up = model.presubmitted_s if request.paused_arrival else model.admission_s
+        if not request.paused_arrival:
+            held_up += model.admission_per_running_s * len(self.running)
+        if model.prefill_tokens_s:
+            held_up += own / model.prefill_tokens_s
+        if held_up:
+            self.blocked_until = max(self.blocked_until, self.time) + held_up
+        self._serial += 1
+        request.attempt_serial = self._serial
+        request.running = True
+        request.start = self.clock
+        request.finish = self.clock + request.length - request.sampled
+        self.running[request] = None
+        self.context += request.prompt_tokens + request.sampled
+        self.held_kv += own
+        heapq.heappush(self._finishing, (request.finish, self._serial, request))
+
+    def _leave(self, request: Request) -> None:
+        del self.running[request]
+        request.running = False
+        decoded = self.clock - request.start
+        self.context -= request.prompt_tokens + request.sampled + decoded
+        self.held_kv -= request.sampled + decoded
+        group = request.id.group_id
+        left = self._prefixes[group] - 1
+        if left:
+            self._prefixes[group] = left
+        else:
+            del self._prefixes[group]
+            self.held_kv -= request.prompt_tokens
+        request.sampled = min(request.sampled + decoded, request.length)
+
+    def stop(self, request: Request) -> None:
+        """Take one request off, at the engine's time; its ``sampled`` tokens are then final."""
+        if request.running:
+            self._leave(request)
+
+    def _preempt_when_full(self) -> None:
+        """The newest request gives up its KV and is computed again when there is room (vLLM's rule)."""
+        while self.model.kv_tokens and len(self.running) > 1 and self.held_kv >= self.model.kv_tokens - ROUNDING:
+            request = next(reversed(self.running))
+            self._leave(request)
+            request.paused_arrival = False
+            self.waiting.appendleft(request)
+            self.preemptions += 1
+
+    def pause(self, now: float) -> None:
+        """Stand still until ``resume``."""
+        self.advance(now)
+        self.paused = True
+
+    def resume(self, now: float, *, recompute: bool = False) -> None:
+        """Go on; ``recompute``: the KV of all that runs is made again under the new weights."""
+        self.advance(now)
+        self.paused = False
+        self.blocked_until = now
+        if recompute and self.model.prefill_tokens_s:
+            self.blocked_until += self.held_kv / self.model.prefill_tokens_s
+        self.admit()

@@ -1,0 +1,174 @@
+"""How long completions get: mixtures with a tail and a mass at the cap, correlated within a prompt; or recorded ones.
+
+A length is a function of (seed, prompt, noise, sample) alone: a replayed loser, which keeps its noise, is as long as it
+was; a regenerated one is drawn anew around the same prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.control.trajectory_trace import RecordedRun
+from streamrl.errors import StreamRLError
+
+Floats = NDArray[np.float64]
+
+POOL_BITS = 19
+MOST_SAMPLES = 4096
+GRID = 1 << 15
+WIDEST = 9.0
+
+
+class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Completion lengths in tokens: log-normals of ``weights``, ``mus`` (natural log of tokens) and ``sigmas``.
+
+    ``cap_share``: of all completions reach ``cap``. Beyond ``tail_from`` tokens survival follows a power law to that
+    share; 0: the missing share is a mass at the cap (degenerate loops). ``correlation``: of two completions of a
+    prompt, in the Gaussian copula ``z = sqrt(rho) u + sqrt(1 - rho) e`` (refs/rollpacker.md, 5.4). ``drift_per_step``:
+    the natural log of every length below the cap grows by so much with each policy version, ``drift_steps`` long (0:
+    without end).
+    """
+
+    cap: int
+    weights: tuple[float, ...]
+    mus: tuple[float, ...]
+    sigmas: tuple[float, ...]
+    cap_share: float = 0.0
+    tail_from: float = 0.0
+    correlation: float = 0.35
+    drift_per_step: float = 0.0
+    drift_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.weights or len({len(self.weights), len(self.mus), len(self.sigmas)}) > 1:
+            raise ValueError(
+                f"lengths: {len(self.weights)} weights, {len(self.mus)} mus and {len(self.sigmas)} sigmas; give the "
+                "same number of each, one at least"
+            )
+        if abs(sum(self.weights) - 1) > 1e-6:
+            raise ValueError(f"lengths: the weights {self.weights} add up to {sum(self.weights):g}; they must to 1")
+        if not 0 <= self.correlation < 1 or not 0 <= self.cap_share < 1:
+            raise ValueError(
+                f"lengths: correlation {self.correlation:g} and cap_share {self.cap_share:g} must be in [0, 1)"
+            )
+
+    def survival(self, tokens: Floats) -> Floats:
+        """Share of completions longer than ``tokens``, below the cap."""
+        body = self._body(tokens)
+        if not self.tail_from:
+            loops = self._loops()
+            with_loops: Floats = loops + (1 - loops) * body
+            return with_loops
+        at = float(self._body(np.array([self.tail_from]))[0])
+        exponent = math.log(at / max(self.cap_share, 1e-12)) / math.log(self.cap / self.tail_from)
+        tail = at * (np.maximum(tokens, self.tail_from) / self.tail_from) ** -exponent
+        survival: Floats = np.where(tokens > self.tail_from, tail, body)
+        return survival
+
+    def _loops(self) -> float:
+        """Mass at the cap beyond what the mixture has there."""
+        at_cap = float(self._body(np.array([float(self.cap)]))[0])
+        return max((self.cap_share - at_cap) / (1 - at_cap), 0.0)
+
+    def _body(self, tokens: Floats) -> Floats:
+        logs = np.log(np.maximum(tokens, 1e-9))
+        parts = zip(self.weights, self.mus, self.sigmas, strict=True)
+        total: Floats = np.zeros_like(logs)
+        for weight, mu, sigma in parts:
+            total += weight * 0.5 * _erfc((logs - mu) / (sigma * math.sqrt(2)))
+        return total
+
+    def quantile_table(self) -> tuple[Floats, Floats]:
+        """A grid of standard normal values and the length at each, ascending; at the cap where the mass is."""
+        grid = np.linspace(-WIDEST, WIDEST, GRID)
+        lengths = np.concatenate([np.geomspace(0.5, self.cap, 2 * GRID), [float(self.cap)]])
+        survival = self.survival(lengths)
+        survival[-1] = 0.0
+        wanted = 0.5 * _erfc(grid / math.sqrt(2))
+        # Survival falls with length: both axes turned round for the interpolation.
+        found = np.interp(wanted, survival[::-1], lengths[::-1])
+        found[wanted <= survival[-2]] = self.cap
+        return grid, found
+
+
+class LengthSource(Protocol):
+    """Where lengths come from."""
+
+    @property
+    def cap(self) -> int:
+        """The longest completion, in tokens."""
+        ...
+
+    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        """Lengths in tokens of samples ``0 .. samples - 1`` of the ``prompt``-th prompt under ``version``."""
+        ...
+
+
+class ModelledLengths:
+    """Draws from a ``LengthModel``. Normals come from one pool by hash: a draw of eight costs some microseconds."""
+
+    def __init__(self, model: LengthModel, seed: int = 0) -> None:
+        self.model = model
+        self.cap = model.cap
+        self._seed = seed
+        source = np.random.default_rng(seed)
+        # Scaled so that prompt + member is the index of a length in the table.
+        scale = (GRID - 1) / (2 * WIDEST)
+        members = source.standard_normal((1 << POOL_BITS) + MOST_SAMPLES) * math.sqrt(1 - model.correlation) * scale
+        prompts = source.standard_normal(1 << POOL_BITS) * math.sqrt(model.correlation) * scale + GRID / 2
+        self._members: list[float] = members.tolist()
+        self._prompts: list[float] = prompts.tolist()
+        _, lengths = model.quantile_table()
+        self._lengths: list[int] = np.maximum(np.rint(lengths), 1).astype(int).tolist()
+
+    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        """See ``LengthSource``."""
+        mask, table = (1 << POOL_BITS) - 1, self._lengths
+        latent = self._prompts[hash((self._seed, prompt)) & mask]
+        start = hash((self._seed, prompt, noise)) & mask
+        lengths = [table[int(latent + member)] for member in self._members[start : start + samples]]
+        drift, cap = self.model.drift_per_step, self.cap
+        if not drift:
+            return lengths
+        steps = min(version, self.model.drift_steps) if self.model.drift_steps else version
+        factor = math.exp(drift * steps)
+        return [cap if length >= cap else max(min(round(length * factor), cap), 1) for length in lengths]
+
+
+class RecordedLengths:
+    """Lengths of a real run. ``resample``: any recorded prompt and any of its completions; otherwise prompts and their
+    samples return in the order of the record, again from its start when it ends.
+
+    Completions that were stopped before their end are left out: of a run that raced, the long ones are missing.
+    """
+
+    def __init__(self, run: RecordedRun, *, resample: bool = True, seed: int = 0) -> None:
+        by_prompt: dict[str, list[int]] = {}
+        for line in run.trajectories:
+            if line.finish_reason:
+                by_prompt.setdefault(line.prompt_id, []).append(max(line.tokens, 1))
+        if not by_prompt:
+            raise StreamRLError(
+                f"run {run.header.run_id} recorded no finished trajectory: there are no lengths to replay"
+            )
+        self._prompts = list(by_prompt.values())
+        self._resample = resample
+        self._seed = seed
+        self.cap = run.header.max_tokens
+
+    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        """See ``LengthSource``. ``version`` does not matter: a record has its own drift."""
+        if not self._resample:
+            recorded = self._prompts[prompt % len(self._prompts)]
+            return [recorded[(sample + noise) % len(recorded)] for sample in range(samples)]
+        recorded = self._prompts[hash((self._seed, prompt)) % len(self._prompts)]
+        return [recorded[(hash((self._seed, prompt, noise, sample)) >> 7) % len(recorded)] for sample in range(samples)]
+
+
+def _erfc(values: Floats) -> Floats:
+    return np.array([math.erfc(value) for value in values.tolist()])

@@ -1,0 +1,176 @@
+"""The engines of a simulated cluster: what control launches, cancels, cuts and resumes, and when it finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.simulate.agenda import Agenda, Kind
+from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.engines import NEVER, EngineClock, Request
+from streamrl.simulate.routing import LeastLoaded
+from streamrl.types import TrajectoryId
+
+Watch = Callable[[int, float, int], None]
+
+
+class SimulatedRollout:
+    """``requests``: all trajectories that have not ended, those that are being scored included. Whoever changes
+    something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
+    ``watch`` is told (engine, time, running requests)."""
+
+    def __init__(self, model: ClusterModel, agenda: Agenda, watch: Watch | None = None) -> None:
+        self.model = model
+        self.engines = [EngineClock(model.engine) for _ in range(model.engines.count)]
+        self.requests: dict[TrajectoryId, Request] = {}
+        self.aborted = False
+        self._agenda = agenda
+        self._watch = watch
+        self._routes = LeastLoaded(model.engines.count)
+        self._dirty: set[int] = set()
+        self._told = (0.0, 0.0, 0.0, 0)
+        self._round_costs()
+
+    def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int]) -> None:
+        """Submit a group; ``lengths`` by sample number."""
+        tokens, now, version = self.model.engines.prompt_tokens, self._agenda.now, action.policy_version
+        requests = self.requests
+        for identity in action.ids:
+            request = Request(identity, prompt, tokens, lengths[identity.sample], now)
+            request.first_version = version
+            requests[identity] = request
+            self._submit(request)
+
+    def _submit(self, request: Request) -> None:
+        index = request.engine = self._routes.enter(request.id.group_id)
+        gap = self.model.engine.arrival_s
+        engine = self.engines[index]
+        if gap:
+            engine.last_arrival = max(engine.last_arrival, self._agenda.now) + gap
+            self._agenda.add(engine.last_arrival, Kind.ARRIVAL, request)
+            return
+        engine.submit(request)
+        self._dirty.add(index)
+
+    def arrived(self, request: Request) -> None:
+        """The front end of its engine took a request."""
+        if not request.stopped:
+            self.engines[request.engine].submit(request)
+            self._dirty.add(request.engine)
+
+    def finished(self, index: int, stamp: int, time: float) -> list[Request]:
+        """What ends on engine ``index`` at ``time``; nothing when things have changed since that was foreseen."""
+        engine = self.engines[index]
+        if engine.stamp != stamp:
+            return []
+        self._agenda.now = time
+        self._dirty.add(index)
+        ended = engine.finished(time)
+        for request in ended:
+            self._routes.leave(index)
+            request.engine = -1
+        return ended
+
+    def cancel(self, action: do.CancelGroup) -> None:
+        """Stop them and forget them, wherever they are."""
+        for identity in action.ids:
+            request = self.requests.pop(identity, None)
+            if request is not None:
+                self._take_off(request)
+
+    def cut(self, action: do.CutTrajectories) -> list[on.TrajectoryCut]:
+        """Stop those that have not ended, and keep their tokens."""
+        stopped: list[on.TrajectoryCut] = []
+        for identity in action.ids:
+            request = self.requests.get(identity)
+            if request is not None and request.engine >= 0:  # otherwise it ended: its reward is on the way
+                self._take_off(request)
+                stopped.append(on.TrajectoryCut(id=identity, tokens=int(request.sampled)))
+        return stopped
+
+    def _take_off(self, request: Request) -> None:
+        request.stopped = True
+        if request.engine >= 0:
+            engine = self.engines[request.engine]
+            engine.advance(self._agenda.now)
+            engine.stop(request)
+            self._routes.leave(request.engine)
+            self._dirty.add(request.engine)
+            request.engine = -1
+            self.aborted = True
+
+    def go_on(self, action: do.ResumeTrajectories, live_version: int) -> None:
+        """Submit what was cut again, with its tokens. Trajectories that ended meanwhile are left alone."""
+        for identity in action.ids:
+            old = self.requests.get(identity)
+            if old is None or not old.stopped:
+                continue
+            # A new object: the old one may still be in a queue.
+            request = Request(identity, old.prompt, old.prompt_tokens, old.length, old.launched_s)
+            request.sampled = old.sampled
+            request.first_version = old.first_version if old.sampled else live_version
+            self.requests[identity] = request
+            self._submit(request)
+
+    def pause(self) -> None:
+        """All engines stand still; what is submitted waits in them."""
+        for index, engine in enumerate(self.engines):
+            engine.pause(self._agenda.now)
+            self._dirty.add(index)
+
+    def resume(self, *, recompute: bool) -> None:
+        """All engines go on, after what a new round costs."""
+        for index, engine in enumerate(self.engines):
+            engine.resume(self._agenda.now, recompute=recompute)
+            self._dirty.add(index)
+        self._round_costs()
+
+    def _round_costs(self) -> None:
+        for engine in self.engines:
+            engine.blocked_until += self.model.push.round_s
+
+    def slow_down(self, factor: float) -> None:
+        """A decode step takes ``factor`` times as long from now on."""
+        if self.engines[0].slowdown == factor:
+            return
+        for index, engine in enumerate(self.engines):
+            engine.advance(self._agenda.now)
+            engine.slowdown = factor
+            self._dirty.add(index)
+
+    def settle(self) -> None:
+        """Engines whose requests changed: admit what waits, and find out when each of them has something next."""
+        now = self._agenda.now
+        for index in self._dirty:
+            engine = self.engines[index]
+            engine.advance(now)
+            engine.admit()
+            engine.stamp += 1
+            due = engine.next_event()
+            if due < NEVER:
+                self._agenda.add(due, Kind.ENGINE, index, engine.stamp)
+            if self._watch is not None:
+                self._watch(index, now, len(engine.running))
+        self._dirty.clear()
+
+    def measure(self) -> on.EnginesMeasured:
+        """What the engines did since this was last asked, all together."""
+        now, engines = self._agenda.now, self.engines
+        for engine in engines:
+            engine.advance(now)
+        generated = sum(engine.generated for engine in engines)
+        steps = sum(engine.steps for engine in engines)
+        decoding = sum(engine.decoding_s for engine in engines)
+        preemptions = sum(engine.preemptions for engine in engines)
+        generated_then, steps_then, decoding_then, preemptions_then = self._told
+        self._told = (generated, steps, decoding, preemptions)
+        stepped, capacity = steps - steps_then, self.model.engine.kv_tokens
+        return on.EnginesMeasured(
+            # Of the steps that were made, as the real engines' statistics count it.
+            running=(generated - generated_then) / stepped * len(engines) if stepped > 0 else 0.0,
+            waiting=sum(len(engine.waiting) for engine in engines),
+            token_s=(decoding - decoding_then) / stepped if stepped > 0 else 0.0,
+            kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,
+            preemptions=preemptions - preemptions_then,
+        )

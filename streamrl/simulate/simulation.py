@@ -1,0 +1,277 @@
+"""The real control core in virtual time: its actions are carried out by cost models, and answered as events.
+
+Plain code around one heap. What happens next is an engine whose next request finishes, a request that arrives, a reward
+that is known, or the trainer, a push, an evaluation that is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from streamrl.config.scheduling import InFlight, RoundKind
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.errors import StreamRLError
+from streamrl.simulate.agenda import Agenda, Kind
+from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.engines import Request
+from streamrl.simulate.ledger import StepLedger
+from streamrl.simulate.lengths import LengthSource, ModelledLengths
+from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.rollout import SimulatedRollout
+from streamrl.simulate.stages import RewardServers, TrainerClock
+from streamrl.simulate.timeline import Timeline
+from streamrl.types import FinishReason
+
+MEASURE_INTERVAL_S = 0.25
+ADAPTIVE = (RoundKind.AUTO, RoundKind.CUSTOM)
+"""Rounds whose policy may learn from what the engines measure."""
+
+
+def simulate(
+    settings: ControlSettings,
+    model: ClusterModel,
+    steps: int,
+    *,
+    lengths: LengthSource | None = None,
+    in_flight: InFlight = InFlight.KEEP,
+    seed: int = 0,
+    warm_up: int = 0,
+    timeline: Timeline | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> SimulationReport:
+    """Run the control core for ``warm_up + steps`` optimizer steps; figures are of the last ``steps``.
+
+    ``lengths``: None draws from ``model.lengths``. ``progress`` is told each version that goes live. Raises
+    ``StreamRLError`` when control stops the run, or when nothing is left that could happen.
+    """
+    settings = msgspec.structs.replace(settings, steps=warm_up + steps)
+    source = lengths or ModelledLengths(model.lengths, seed)
+    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, timeline=timeline)
+    return simulation.run(warm_up, progress)
+
+
+class Simulation:
+    """One run: the core, and the world that it decides about."""
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        model: ClusterModel,
+        lengths: LengthSource,
+        *,
+        in_flight: InFlight = InFlight.KEEP,
+        seed: int = 0,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.core = ControlState(settings)
+        self.model = model
+        self.agenda = Agenda()
+        self.rollout = SimulatedRollout(model, self.agenda, timeline.running if timeline is not None else None)
+        most = model.engines.count * model.engine.max_running
+        capacity = model.engines.capacity or min(most, self.core.slots.capacity)
+        self.ledger = StepLedger(settings, self.rollout.engines, capacity, lengths.cap)
+        self.finished = ""
+        self._lengths = lengths
+        self._recompute = in_flight is not InFlight.KEEP
+        self._rewards = RewardServers(model.reward, seed)
+        self._trainer = TrainerClock(model.trainer, settings.batch_trajectories)
+        self._trainer_stamp = 0
+        self._timeline = timeline
+        self._answers: deque[on.ControlEvent] = deque()
+        self._telling = False
+        self._next_prompt = 0
+        self._measured_s = 0.0
+        self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
+            do.DrawPrompts: self._draw,
+            do.LaunchGroup: self._launch,
+            do.CancelGroup: self.rollout.cancel,
+            do.CutTrajectories: lambda action: self._answers.extend(self.rollout.cut(action)),
+            do.ResumeTrajectories: lambda action: self.rollout.go_on(action, self.core.live_version),
+            do.HoldEngines: lambda action: self.rollout.pause(),
+            do.Explain: lambda action: self.ledger.explained(action.subject),
+            do.TrainGroupNow: self._train,
+            do.StepOptimizer: self._step,
+            do.ForgetTrajectories: self._forget,
+            do.PublishWeights: self._publish,
+            do.Evaluate: self._evaluate,
+            do.CancelEvaluation: lambda action: None,  # EvaluationDone is on its way
+            do.WriteCheckpoint: self._checkpoint,
+            do.StopRun: self._stop,
+            do.FinishRun: self._finish,
+        }
+
+    def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
+        """To the end. Once."""
+        self._warm_up, self._progress = warm_up, progress
+        agenda, rollout = self.agenda, self.rollout
+        measures = self.core.settings.rounds in ADAPTIVE
+        self._tell(on.RunBegan())
+        rollout.settle()
+        while not self.finished:
+            if not agenda:
+                self._stands_still()
+            time, _, kind, subject, stamp = agenda.next()
+            if kind == Kind.ENGINE:
+                for request in rollout.finished(subject, stamp, time):
+                    self._sampled(request)
+            else:
+                agenda.now = time
+                self._happens(kind, subject, stamp)
+            if measures and agenda.now - self._measured_s >= MEASURE_INTERVAL_S:
+                self._measured_s = agenda.now
+                self._tell(rollout.measure())
+            rollout.settle()
+        return self.ledger.report(self.finished, self.core.accounting())
+
+    def _stands_still(self) -> None:
+        raise StreamRLError(
+            f"the simulation stands still at {self.agenda.now:.3f} s, version {self.core.live_version} of "
+            f"{self.core.settings.steps}: {self.core.accounting().in_flight} trajectories in flight and nothing to "
+            "wait for; that is a bug of the round policy"
+        )
+
+    # ---- what happens ------------------------------------------------------------------------------
+
+    def _happens(self, kind: int, subject: Any, stamp: int) -> None:
+        if kind == Kind.ARRIVAL:
+            self.rollout.arrived(subject)
+        elif kind == Kind.REWARD:
+            self._scored(subject)
+        elif kind == Kind.PAUSE:
+            self.rollout.pause()
+        elif kind == Kind.TRAINER_IDLE:
+            if stamp == self._trainer_stamp:
+                self.rollout.slow_down(1.0)
+        else:
+            subject()
+
+    def _sampled(self, request: Request) -> None:
+        if request.stopped:  # cancelled by what ended at the same instant
+            return
+        now = self.agenda.now
+        request.newest_version = self.core.live_version
+        ends = self._rewards.ends_at(now)
+        if ends <= now:
+            self._scored(request)
+        else:
+            self.agenda.add(ends, Kind.REWARD, request)
+
+    def _scored(self, request: Request) -> None:
+        if request.stopped:
+            return
+        truncated = request.length >= self._lengths.cap
+        self._tell(
+            on.TrajectoryScored(
+                id=request.id,
+                reward=0.0 if truncated else self._rewards.reward(request.prompt),
+                tokens=request.length,
+                finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
+                oldest_version=request.first_version,
+                newest_version=request.newest_version,
+            )
+        )
+
+    def _tell(self, event: on.ControlEvent) -> None:
+        self._answers.append(event)
+        if self._telling:
+            return
+        self._telling = True
+        carry_out = self._carry_out
+        while self._answers:
+            for action in self.core.handle(self._answers.popleft()):
+                carry_out[type(action)](action)
+        self._telling = False
+
+    # ---- what control orders -----------------------------------------------------------------------
+
+    def _draw(self, action: do.DrawPrompts) -> None:
+        first, self._next_prompt = self._next_prompt, self._next_prompt + action.count
+        ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
+        tokens = (self.model.engines.prompt_tokens,) * action.count
+        self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
+
+    def _launch(self, action: do.LaunchGroup) -> None:
+        ids = action.ids
+        prompt = int(ids[0].prompt_id[1:])
+        lengths = self._lengths.draw(prompt, action.noise, ids[-1].sample + 1, action.policy_version)
+        self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.live_version)
+        self.rollout.launch(action, prompt, lengths)
+
+    def _forget(self, action: do.ForgetTrajectories) -> None:
+        for identity in action.ids:
+            request = self.rollout.requests.pop(identity, None)
+            if request is not None:
+                request.stopped = True
+
+    def _train(self, action: do.TrainGroupNow) -> None:
+        requests = [self.rollout.requests.pop(identity) for identity in action.ids]
+        kind = self.core.buffer.groups[action.group_id].round_kind
+        tokens = self.ledger.joined(requests, self.core.trainer_version, kind)
+        trainer, slowdown = self._trainer, self.model.trainer.rollout_slowdown
+        trainer.take(self.agenda.now, len(requests), tokens)
+        if trainer.speed and slowdown > 1:
+            self.rollout.slow_down(slowdown)
+            self._trainer_stamp += 1
+            idle = self.agenda.now + trainer.work_s / trainer.speed
+            self.agenda.add(idle, Kind.TRAINER_IDLE, None, self._trainer_stamp)
+
+    def _step(self, action: do.StepOptimizer) -> None:
+        now = self.agenda.now
+        self.ledger.batch_full(now)
+        ends = self._trainer.close(now, engines_idle=action.engines_idle)
+        self._trainer_stamp += 1
+        self.rollout.slow_down(1.0 if action.engines_idle else self.model.trainer.rollout_slowdown)
+
+        def trained() -> None:
+            self.rollout.slow_down(1.0)
+            self.ledger.trained(self.agenda.now)
+            self._tell(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
+
+        self.agenda.call_after(ends - now, trained)
+
+    def _publish(self, action: do.PublishWeights) -> None:
+        push, now = self.model.push, self.agenda.now
+        barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
+        self.rollout.aborted = False
+        seconds = push.seconds + barrier
+        self.ledger.publishing(now)
+        self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), Kind.PAUSE, None)
+        self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
+
+    def _live(self, version: int) -> None:
+        now = self.agenda.now
+        self.rollout.resume(recompute=self._recompute)
+        self._trainer.advance(now)
+        row = self.ledger.live(now, version, self._trainer.worked_s)
+        if self._timeline is not None:
+            self._timeline.step(row, now)
+        if version == self._warm_up:
+            self.ledger.begin(now)
+        if self._progress is not None:
+            self._progress(version)
+        self._tell(
+            on.RoundTimed(policy_version=version, rollout_s=row.rollout_s, training_s=row.training_s, push_s=row.push_s)
+        )
+        self._tell(on.WeightsLive(policy_version=version))
+
+    def _evaluate(self, action: do.Evaluate) -> None:
+        done = on.EvaluationDone(policy_version=action.policy_version)
+        self.agenda.call_after(self.model.engines.evaluation_s, lambda: self._tell(done))
+
+    def _checkpoint(self, action: do.WriteCheckpoint) -> None:
+        done = on.CheckpointDone(policy_version=action.policy_version)
+        self.agenda.call_after(self.model.trainer.checkpoint_s, lambda: self._tell(done))
+
+    def _stop(self, action: do.StopRun) -> None:
+        version = self.core.trainer_version
+        raise StreamRLError(f"control stopped the simulated run at version {version}: {action.message}")
+
+    def _finish(self, action: do.FinishRun) -> None:
+        self.finished = action.reason

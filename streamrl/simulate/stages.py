@@ -1,0 +1,137 @@
+"""Reward, training and weight push as service times."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import msgspec
+import numpy as np
+
+
+class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one reward: log-normal with ``median_s`` (0: none) and ``sigma``; a share of ``slow_share`` takes
+    ``slow_s`` (a sandbox that runs into its limit). ``concurrency``: rewards at once (0: any number).
+
+    ``solved``: share of rewards that are 1, the others are 0; ``spread``: of the solve rate between prompts, in
+    standard normal units. Completions at the cap get 0.
+    """
+
+    median_s: float = 0.0
+    sigma: float = 0.0
+    slow_share: float = 0.0
+    slow_s: float = 0.0
+    concurrency: int = 0
+    solved: float = 0.5
+    spread: float = 1.0
+
+
+class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``token_s``, ``sequence_s``: forward and backward of one trained token, and of one sequence, at full speed.
+
+    ``optimizer_s``: closing a batch; ``checkpoint_s``: writing a checkpoint. ``streaming_speed``: share of that speed
+    at which groups are trained while the rollout goes on (0: only at the close), once ``streaming_from`` of the batch
+    is there. ``rollout_slowdown``: a decode step takes so many times as long while the trainer works, where they share
+    cores.
+    """
+
+    token_s: float
+    sequence_s: float = 0.0
+    optimizer_s: float = 0.0
+    checkpoint_s: float = 0.0
+    streaming_speed: float = 0.0
+    streaming_from: float = 0.0
+    rollout_slowdown: float = 1.0
+
+
+class PushModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``seconds``: from the optimizer step until the new version is live; the last ``pause_s`` of it the engines stand
+    still. ``abort_barrier_s``: on top, where requests were aborted. ``round_s``: fixed cost of a step's rollout, such
+    as engine start and stop; spent before the engines go on."""
+
+    seconds: float = 0.0
+    pause_s: float = 0.0
+    abort_barrier_s: float = 0.0
+    round_s: float = 0.0
+
+
+class RewardServers:
+    """Draws service times in blocks and queues them on ``concurrency`` servers, first come first served."""
+
+    def __init__(self, model: RewardModel, seed: int) -> None:
+        self.model = model
+        self._source = np.random.default_rng([seed, 7])
+        self._free_at: list[float] = [0.0] * model.concurrency
+        self._block: list[float] = []
+        self._uniform: list[float] = []
+        self._levels = (self._source.standard_normal(1 << 14) * model.spread + _logit(model.solved)).tolist()
+        self.instant = not model.median_s and not model.slow_share
+
+    def ends_at(self, now: float) -> float:
+        """When the reward of a completion that ended ``now`` is known."""
+        if self.instant:
+            return now
+        if not self._block:
+            self._block = self._draw()
+        seconds = self._block.pop()
+        if not self._free_at:
+            return now + seconds
+        end = max(now, self._free_at[0]) + seconds
+        heapq.heapreplace(self._free_at, end)
+        return end
+
+    def reward(self, prompt: int) -> float:
+        """1.0 with the solve rate of the prompt, else 0.0."""
+        if not self._uniform:
+            uniform = self._source.random(4096)
+            self._uniform = np.log(uniform / (1 - uniform)).tolist()
+        return float(self._uniform.pop() < self._levels[hash((prompt, 3)) & ((1 << 14) - 1)])
+
+    def _draw(self) -> list[float]:
+        model = self.model
+        seconds = model.median_s * np.exp(self._source.standard_normal(4096) * model.sigma)
+        slow = self._source.random(4096) < model.slow_share
+        return np.where(slow, model.slow_s, seconds).tolist()  # type: ignore[no-any-return]
+
+
+def _logit(share: float) -> float:
+    share = min(max(share, 1e-6), 1 - 1e-6)
+    return math.log(share / (1 - share))
+
+
+class TrainerClock:
+    """Work that waits for the trainer, in seconds at full speed, and how fast it goes away."""
+
+    def __init__(self, model: TrainerModel, batch_trajectories: int) -> None:
+        self.model = model
+        self.speed = 0.0
+        self.work_s = 0.0
+        self.worked_s = 0.0
+        self._time = 0.0
+        self._samples = 0
+        self._needed = model.streaming_from * batch_trajectories
+
+    def advance(self, now: float) -> None:
+        """Train until ``now``."""
+        done = min(self.work_s, self.speed * (now - self._time))
+        self.work_s -= done
+        self.worked_s += done
+        self._time = now
+
+    def take(self, now: float, samples: int, tokens: int) -> None:
+        """A group joined the batch; it is trained at once where enough of the batch is there."""
+        self.advance(now)
+        self.work_s += tokens * self.model.token_s + samples * self.model.sequence_s
+        self._samples += samples
+        if self._samples >= self._needed:
+            self.speed = self.model.streaming_speed
+
+    def close(self, now: float, *, engines_idle: bool) -> float:
+        """The batch is complete: when the trainer has stepped. Where engines keep their cores, at streaming speed."""
+        self.advance(now)
+        full = engines_idle or not self.model.streaming_speed
+        ends = now + self.work_s / (1.0 if full else self.model.streaming_speed)
+        self.worked_s += self.work_s
+        self.work_s = self.speed = 0.0
+        self._samples = 0
+        return ends + self.model.optimizer_s

@@ -1,0 +1,129 @@
+"""What a recipe may say about rounds: each rule, and that recipe and core agree on the slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.objective import Algorithm
+from streamrl.config.recipe import Model, Objective, Prompts, Recipe, Reward
+from streamrl.config.rules import broken_rules
+from streamrl.config.scheduling import (
+    GroupSizing,
+    InFlight,
+    LengthSorted,
+    Losers,
+    Rollout,
+    RoundKind,
+    SizingKind,
+    StalePolicy,
+    TailBatching,
+)
+from streamrl.control.state import ControlState
+from streamrl.pipeline import control_settings
+
+TAIL = Rollout(rounds=RoundKind.TAIL_BATCHING)
+SORTED = Rollout(rounds=RoundKind.LENGTH_SORTED)
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_rounds.py")
+
+
+def recipe(**changes: object) -> Recipe:
+    rewards = (Reward(function="reward.py:f"),)
+    return Recipe(model=Model(path="m"), prompts=Prompts(train="p.jsonl"), rewards=rewards, **changes)  # type: ignore[arg-type]
+
+
+FITTING: dict[str, dict[str, object]] = {
+    "synchronous": {},
+    "presubmitted": {"rollout": Rollout(presubmit=True)},
+    "continuous": {"rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=2)},
+    "tail batching": {"rollout": TAIL},
+    "both axes, presubmitted": {
+        "rollout": Rollout(rounds=RoundKind.TAIL_BATCHING, presubmit=True),
+        "tail_batching": TailBatching(eta_responses=1.25),
+    },
+    "resumed losers": {
+        "rollout": Rollout(rounds=RoundKind.TAIL_BATCHING, max_staleness=6),
+        "tail_batching": TailBatching(losers=Losers.RESUME),
+    },
+    "elastic": {"rollout": TAIL, "tail_batching": TailBatching(long_round_batches=3)},
+    "packed": {"rollout": TAIL, "tail_batching": TailBatching(cohort_batches=4)},
+    "domains": {"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind", domains={"math": 1, "code": 2})},
+    "sorted": {"rollout": SORTED},
+    "partial": {
+        "rollout": Rollout(rounds=RoundKind.LENGTH_SORTED, max_staleness=3, when_stale=StalePolicy.DROP),
+        "length_sorted": LengthSorted(partial=True),
+    },
+    "single": {
+        "rollout": SORTED,
+        "length_sorted": LengthSorted(single=True),
+        "objective": Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS),
+    },
+    "sized": {"rollout": TAIL, "group_sizing": GroupSizing(kind=SizingKind.SAGC)},
+    "auto": {"rollout": Rollout(rounds=RoundKind.AUTO)},
+}
+
+
+@pytest.mark.parametrize("name", list(FITTING))
+def test_what_fits_is_accepted_and_the_core_has_the_slots_that_the_recipe_counts(name: str) -> None:
+    made = recipe(**FITTING[name])
+    assert broken_rules(made) == []
+    state = ControlState(control_settings(made))
+    assert state.slots.capacity == made.max_in_flight
+    assert state.policy.on_policy == made.on_policy
+
+
+REFUSED: list[tuple[dict[str, object], str, str]] = [
+    ({"rollout": Rollout(max_staleness=1)}, "rollout.max_staleness", "set max_staleness = 0"),
+    ({"rollout": Rollout(rounds=RoundKind.CONTINUOUS)}, "rollout.max_staleness", "set max_staleness = 1 or more"),
+    (
+        {
+            "rollout": Rollout(rounds=RoundKind.LENGTH_SORTED, max_staleness=2),
+            "length_sorted": LengthSorted(partial=True, cohort_batches=4),
+        },
+        "rollout.max_staleness",
+        "set max_staleness = 3 or more",
+    ),
+    (
+        {"rollout": TAIL, "tail_batching": TailBatching(losers=Losers.RESUME)},
+        "rollout.max_staleness",
+        "set max_staleness = 1 or more",
+    ),
+    ({"rollout": Rollout(in_flight=InFlight.RESUME)}, "rollout.in_flight", "has no effect"),
+    ({"rollout": Rollout(when_stale=StalePolicy.DROP)}, "rollout.when_stale", "has no effect"),
+    (
+        {"rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=1, presubmit=True)},
+        "rollout.presubmit",
+        "set presubmit = false",
+    ),
+    ({"rollout": Rollout(rounds=RoundKind.CUSTOM)}, "rollout.policy", "does not name a class"),
+    ({"rollout": Rollout(policy="mine:Rounds")}, "rollout.policy", 'set rounds = "custom"'),
+    ({"tail_batching": TailBatching(eta_prompts=1.5)}, "tail_batching.eta_prompts", 'set rounds = "tail_batching"'),
+    ({"length_sorted": LengthSorted(partial=True)}, "length_sorted.partial", 'set rounds = "length_sorted"'),
+    ({"rollout": TAIL, "tail_batching": TailBatching(eta_prompts=1)}, "tail_batching.eta_prompts", "races nothing"),
+    (
+        {"rollout": TAIL, "tail_batching": TailBatching(cohort_batches=4, long_round_batches=2)},
+        "tail_batching.long_round_batches",
+        "set 1",
+    ),
+    ({"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind")}, "tail_batching.domains", "the share"),
+    ({"rollout": SORTED, "length_sorted": LengthSorted(single=True)}, "length_sorted.single", "set single = false"),
+    (
+        {"rollout": SORTED, "length_sorted": LengthSorted(oversubscription=0.5)},
+        "length_sorted.oversubscription",
+        "set 1 or more",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "path", "remedy"), REFUSED)
+def test_what_does_not_fit_is_refused_with_a_remedy(changes: dict[str, object], path: str, remedy: str) -> None:
+    found = [message for where, message in broken_rules(recipe(**changes)) if where == path]
+    assert len(found) == 1, found
+    assert remedy in found[0]
+
+
+def test_a_policy_of_the_users_is_a_file() -> None:
+    made = recipe(rollout=Rollout(rounds=RoundKind.CUSTOM, policy=f"{EXAMPLE}:EarlyRace"))
+    assert broken_rules(made) == []
+    assert type(ControlState(control_settings(made)).policy).__name__ == "EarlyRace"

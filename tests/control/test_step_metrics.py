@@ -1,0 +1,372 @@
+"""What a step says about itself: trajectories are followed to their end, bias and idleness are told as they are."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config.scheduling import RoundKind, StalePolicy
+from streamrl.control.actions import LaunchGroup
+from streamrl.control.publisher import PushReport
+from streamrl.control.run_report import RunReport
+from streamrl.control.sampled_work import SampledWork
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.control.step_metrics import discard_metrics, length_metrics, unbiased_mean
+from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
+from streamrl.messages import EngineLoad, RunEvent, StepFinished
+from streamrl.observe.metrics import unregistered
+from streamrl.stage_messages import RolloutStatistics, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.types import (
+    DropReason,
+    FinishReason,
+    Prompt,
+    RewardFailure,
+    RewardFailureKind,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    token_array,
+)
+
+HEADER = TraceHeader(
+    schema=TRACE_SCHEMA,
+    run_id="r",
+    started_at=0.0,
+    seed=0,
+    max_tokens=100,
+    max_context=128,
+    temperature=1.0,
+    prompts_per_batch=2,
+    group_size=2,
+    rounds="tail_batching",
+    max_staleness=0,
+    engines=1,
+    capacity=4,
+)
+
+
+def identity(group: int, sample: int, attempt: int = 0) -> TrajectoryId:
+    return TrajectoryId(prompt_id=f"p{group}", group_id=group, sample=sample, attempt=attempt)
+
+
+def trajectory(
+    trajectory_id: TrajectoryId, tokens: int, reason: FinishReason = FinishReason.STOP, version: int = 0
+) -> Trajectory:
+    segment = Segment(
+        token_ids=token_array([5] * tokens),
+        trained=True,
+        version_spans=(VersionSpan(start=0, end=tokens, policy_version=version),),
+    )
+    prompt = Prompt(prompt_id=trajectory_id.prompt_id, token_ids=token_array([1, 2, 3]))
+    return Trajectory(
+        id=trajectory_id, prompt=prompt, segments=(segment,), finish_reason=reason, rollout_seconds=tokens / 100
+    )
+
+
+def scored(
+    trajectory_id: TrajectoryId, tokens: int, reward: float = 1.0, reason: FinishReason = FinishReason.STOP
+) -> ScoredTrajectory:
+    return ScoredTrajectory(trajectory=trajectory(trajectory_id, tokens, reason), reward=reward, reward_seconds=0.25)
+
+
+def lost(trajectory_id: TrajectoryId, tokens: int, *, cancelled: bool = True) -> TrajectoryLost:
+    return TrajectoryLost(id=trajectory_id, group_size=2, cancelled=cancelled, reason="cancelled", tokens=tokens)
+
+
+# ---- every trajectory to its end -----------------------------------------------------------------
+
+
+def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
+    """Dropped before and after its result, refused, failed, trained, under way at the end: one line each."""
+    trace = TrajectoryTrace(tmp_path / "t", HEADER)
+    work = SampledWork(trace)
+    ids = [identity(0, sample) for sample in range(9)]
+    work.launched(ids, 1.0, round_kind="short", prompt_tokens=3, policy_version=4)
+    work.came_back(TrajectoryHeld(id=ids[0], tokens=5), 1.5)
+    work.came_back(Scored(outcome=scored(ids[0], 10)), 2.0)
+    work.trained([scored(ids[0], 10)], 2.5)
+    work.dropped([ids[1]], DropReason.LOST_RACE, 2.6)  # it still runs: its tokens are not known yet
+    work.dropped([ids[1]], DropReason.CANCELLED, 2.6)  # the first reason holds
+    work.came_back(lost(ids[1], 7), 2.7)
+    work.came_back(Scored(outcome=scored(ids[2], 20, reward=0.5)), 3.0)
+    work.dropped([ids[2]], DropReason.ZERO_VARIANCE, 3.1)
+    work.dropped([ids[3]], DropReason.CUT, 3.2)
+    work.came_back(Scored(outcome=scored(ids[3], 30, reward=0.25)), 3.3)  # it ended before the cancel reached it
+    failure = RewardFailure(trajectory=trajectory(ids[4], 40), function="f", kind=RewardFailureKind.RAISED, message="")
+    work.came_back(Scored(outcome=failure), 3.4)
+    work.came_back(lost(ids[5], 0, cancelled=False), 3.5)
+    work.dropped([ids[6]], DropReason.DRAINED, 3.6)
+    work.came_back(lost(identity(9, 9), 99), 3.6)  # of an evaluation: not ours
+    late = RewardFailure(trajectory=trajectory(ids[7], 8), function="f", kind=RewardFailureKind.RAISED, message="")
+    work.came_back(Scored(outcome=late), 3.6)
+    work.dropped([ids[7]], DropReason.STALE, 3.7)  # control had not heard of the failure when it decided
+    window = work.take_window()
+    work.close(4.0)
+    trace.close()
+
+    lines = read_trace(tmp_path / "t").trajectories
+    assert {line.sample: (line.outcome, line.tokens) for line in lines} == {
+        0: ("trained", 10),
+        1: ("lost_race", 7),
+        2: ("zero_variance", 20),
+        3: ("cut", 30),
+        4: ("reward_failed", 40),
+        5: ("engine_failed", 0),
+        6: ("drained", 0),
+        7: ("stale", 8),
+        8: ("unfinished", 0),
+    }
+    assert len(lines) == 9
+    by_sample = {line.sample: line for line in lines}
+    assert (by_sample[0].reward, by_sample[4].reward, by_sample[1].reward) == (1.0, None, None)
+    assert (by_sample[1].finish_reason, by_sample[1].rollout_s) == ("", 1.7)
+    assert (by_sample[1].oldest_version, by_sample[0].rollout_s, by_sample[0].reward_s) == (4, 0.1, 0.25)
+    assert work.wasted_tokens == {
+        "lost_race": 7,
+        "zero_variance": 20,
+        "cut": 30,
+        "reward_failed": 40,
+        "engine_failed": 0,
+        "stale": 8,
+    }
+    assert work.ended_tokens == 10 + 7 + 20 + 30 + 40 + 8
+    assert sorted(length.tokens for length in window.sampled) == [0, 7, 8, 10, 20, 30, 40]
+    assert window.discarded_rewards == {"short": [0.5, 0.25]}
+    assert window.kept_rewards == {"short": [1.0]}
+    assert [length.tokens for length in window.trained] == [10]
+
+
+# ---- length bias ---------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_with_nothing_stopped_it_is_the_mean(lengths: list[int]) -> None:
+    assert unbiased_mean(Counter(lengths), Counter()) == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_the_product_limit_estimate_by_hand() -> None:
+    # Four at risk: one ends at 2 (3/4 survive), one is stopped at 3, one of the last two ends at 4 (3/8), one at 6.
+    # Area 2 + 3/4 * 2 + 3/8 * 2.
+    assert unbiased_mean(Counter([2, 4, 6]), Counter([3])) == pytest.approx(2 + 1.5 + 0.75)
+    assert unbiased_mean(Counter(), Counter([3])) == 0.0
+
+
+def test_a_race_is_seen_through() -> None:
+    """Of 10 groups the 8 that end first are kept, again and again: the trained mean falls, the estimate does not."""
+    source = random.Random(1)
+    everything, kept, whole, stopped = [], [], Counter[int](), Counter[int]()
+    for _ in range(400):
+        lengths = [max(1, round(source.lognormvariate(math.log(45), 0.9))) for _ in range(10)]
+        cut = sorted(lengths)[7]
+        everything += lengths
+        kept += [length for length in lengths if length <= cut]
+        whole.update(length for length in lengths if length <= cut)
+        stopped.update(cut for length in lengths if length > cut)
+    truth = sum(everything) / len(everything)
+    assert sum(kept) / len(kept) < 0.75 * truth
+    # Beyond the longest cut of all rounds nothing is known, so the heaviest tail is still missing.
+    assert 0.9 * truth < unbiased_mean(whole, stopped) < 1.02 * truth
+
+
+def test_lengths_of_each_kind_of_round() -> None:
+    work = SampledWork()
+    kept, slow, truncated = identity(0, 0), identity(0, 1), identity(1, 0, attempt=1)
+    work.launched([kept, slow], 0.0, round_kind="short", prompt_tokens=3, policy_version=0)
+    work.launched([truncated], 0.0, round_kind="long", prompt_tokens=3, policy_version=0)
+    work.came_back(Scored(outcome=scored(kept, 10)), 1.0)
+    work.came_back(lost(slow, 30), 1.0)
+    work.came_back(Scored(outcome=scored(truncated, 100, reason=FinishReason.LENGTH)), 1.0)
+    work.trained([scored(kept, 10), scored(truncated, 100, reason=FinishReason.LENGTH)], 1.0)
+    window = work.take_window()
+    metrics = length_metrics(window, work.lengths, by_kind=True)
+    assert metrics == {
+        "length/sampled_mean": pytest.approx(140 / 3),
+        "length/sampled_p95": 100,
+        "length/sampled_truncated_ratio": pytest.approx(1 / 3),
+        "length/long/sampled_mean": 100,
+        "length/long/sampled_p95": 100,
+        "length/long/sampled_truncated_ratio": 1.0,
+        "length/long/trained_mean": 100,
+        "length/long/trained_p95": 100,
+        "length/long/trained_truncated_ratio": 1.0,
+        "length/short/sampled_mean": 20,
+        "length/short/sampled_p95": 30,
+        "length/short/sampled_truncated_ratio": 0.0,
+        "length/short/trained_mean": 10,
+        "length/short/trained_p95": 10,
+        "length/short/trained_truncated_ratio": 0.0,
+        "length/unbiased_mean": 20.0,  # of first attempts: one ended at 10, the other is longer than 30
+        "length/bias": pytest.approx(55 / 20),
+    }
+    rewards = discard_metrics(window, by_kind=True)
+    assert rewards == {
+        "reward/discarded_samples": 0,
+        "round/short/kept_reward_mean": 1.0,
+        "round/long/kept_reward_mean": 1.0,
+    }
+    assert unregistered([*metrics, *rewards]) == []
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Story:
+    """A report on a clock that the test moves, and a rollout whose figures the test sets."""
+
+    def __init__(self, trace: TrajectoryTrace | None = None) -> None:
+        self.clock = Clock()
+        self.busy = 0.0
+        self.tokens = 0
+        self.emitted: list[RunEvent] = []
+        self.report = RunReport(self.emit, self.rollout, 4, engines=2, trace=trace, clock=self.clock)
+        self.state = ControlState(
+            ControlSettings(
+                steps=9,
+                batch_groups=2,
+                group_size=2,
+                rounds=RoundKind.SYNCHRONOUS,
+                max_staleness=0,
+                when_stale=StalePolicy.WAIT,
+                dynamic_sampling=False,
+                max_failed_share=0.5,
+                failure_window=64,
+            )
+        )
+
+    async def emit(self, event: RunEvent) -> None:
+        self.emitted.append(event)
+
+    def rollout(self) -> RolloutStatistics:
+        return RolloutStatistics(
+            launched=0, finished=0, running=0, busy_seconds=self.busy, generated_tokens=self.tokens
+        )
+
+    def runs(self, seconds: float, running: float) -> None:
+        """Time passes with ``running`` trajectories in the engines."""
+        self.clock.now += seconds
+        self.busy += seconds * running
+
+    async def step(self, version: int, kind: str, batch: list[ScoredTrajectory]) -> dict[str, float]:
+        """Rollout 2 s at 4 running and 2 s at 1; training 3 s; 0.5 s of waiting; a push of 0.5 s."""
+        ids = tuple(s.trajectory.id for s in batch)
+        self.report.launched(LaunchGroup(group_id=0, ids=ids, policy_version=version - 1, noise=0), kind, 3)
+        self.runs(2.0, 4.0)
+        self.runs(2.0, 1.0)
+        for member in batch:
+            self.report.came_back(Scored(outcome=member))
+        self.report.batch_closed(kind)
+        self.runs(3.0, 0.0)
+        self.report.batch_trained(version, batch, {"time/forward_backward_s": 1.5})
+        self.runs(0.5, 0.0)
+        self.report.publishing()
+        self.runs(0.5, 0.0)
+        self.tokens += sum(s.trajectory.generated_tokens for s in batch)
+        push = PushReport(
+            policy_version=version,
+            staged_s=0.1,
+            paused_s=0.2,
+            total_s=0.4,
+            payload_bytes=10,
+            changed_share=0.1,
+            reanchored=0,
+        )
+        return await self.report.step_finished(push, self.state)
+
+
+def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[ScoredTrajectory]:
+    return [scored(identity(first + g, s), tokens, reward=float(s)) for g in range(groups) for s in range(size)]
+
+
+@pytest.mark.asyncio
+async def test_a_step_is_told_as_it_was(tmp_path: Path) -> None:
+    trace = TrajectoryTrace(tmp_path / "t", HEADER)
+    story = Story(trace)
+    story.report.began()
+    extra = identity(7, 0)
+    story.report.launched(LaunchGroup(group_id=7, ids=(extra,), policy_version=0, noise=0), "short", 3)
+    story.report.came_back(Scored(outcome=scored(extra, 50, reward=0.25)))
+    story.report.dropped([extra], DropReason.LOST_RACE)
+    metrics = await story.step(1, "short", batch_of(2, 2, 20))
+
+    # 10 request-seconds: of 4 s and of 8 s, at the same capacity of 4.
+    assert metrics["util/rollout_bubble_ratio"] == pytest.approx(1 - 10 / 16)
+    assert metrics["util/bubble_ratio"] == pytest.approx(1 - 10 / 32)
+    assert metrics["util/capacity"] == 4
+    assert metrics["perf/train_tok_s"] == pytest.approx(80 / 8)
+    assert metrics["perf/groups_s"] == pytest.approx(2 / 8)
+    assert metrics["perf/generated_per_trained_tok"] == pytest.approx(130 / 80)
+    assert metrics["perf/wasted_tok_ratio"] == pytest.approx(50 / 130)
+    assert metrics["perf/wasted_tok_lost_race_total"] == 50
+    assert metrics["length/sampled_mean"] == pytest.approx(130 / 5)
+    assert (metrics["reward/mean"], metrics["reward/discarded_mean"]) == (0.5, 0.25)
+    assert metrics["reward/discarded_samples"] == 1
+    assert (metrics["round/short/group_size"], metrics["round/short/total"]) == (2, 1)
+    assert not [name for name in metrics if name.startswith("length/short")], "one kind so far: nothing to tell apart"
+    timed = story.report.round_timed(1)
+    assert (timed.rollout_s, timed.training_s, timed.push_s) == pytest.approx((4.0, 3.0, 0.5))
+
+    second = await story.step(2, "long", batch_of(1, 4, 90, first=10))
+    assert (second["round/short/total"], second["round/long/total"], second["round/long/group_size"]) == (1, 1, 4)
+    assert "round/short/group_size" not in second
+    assert second["length/long/trained_mean"] == 90
+    assert second["round/long/kept_reward_mean"] == pytest.approx(1.5)
+    assert "round/short/kept_reward_mean" not in second
+    assert second["reward/discarded_samples"] == 0, "the window began anew"
+    assert unregistered([*metrics, *second]) == []
+    assert [e.step for e in story.emitted if isinstance(e, StepFinished)] == [1, 2]
+
+    story.report.close()
+    run = read_trace(tmp_path / "t")
+    assert [line.outcome for line in run.trajectories] == ["lost_race"] + ["trained"] * 8
+    first_step, second_step = run.steps
+    assert (first_step.round_kind, first_step.group_size, first_step.trained_tokens) == ("short", 2.0, 80)
+    assert (first_step.step_s, first_step.rollout_s, first_step.forward_backward_s) == (8.0, 4.0, 1.5)
+    assert (second_step.round_kind, second_step.policy_version, second_step.generated_tokens) == ("long", 2, 360)
+
+
+def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
+    trace = TrajectoryTrace(tmp_path / "t", HEADER)
+    report = Story(trace).report
+
+    def load(steps: int, seconds: float, tokens: int, preemptions: int) -> EngineLoad:
+        return EngineLoad(
+            running=3,
+            waiting=1,
+            kv_cache_usage=0.5,
+            generated_tokens=tokens,
+            preemptions=preemptions,
+            decode_steps=steps,
+            decode_s=seconds,
+            decode_tokens=tokens,
+        )
+
+    report.engines_measured(load(100, 0.2, 1000, 2))
+    measured = report.engines_measured(load(300, 1.0, 1800, 5))
+    assert measured.token_s == pytest.approx(0.8 / 200)
+    assert measured.running == pytest.approx(800 / 200 * 2), "of two engines together"
+    assert (measured.preemptions, measured.waiting, measured.kv_usage) == (3, 1, 0.5)
+    idle = report.engines_measured(load(300, 1.0, 1800, 5))
+    assert (idle.token_s, idle.running, idle.preemptions) == (0.0, 3.0, 0)
+    left = report.engines_measured(load(250, 0.9, 900, 4))  # one of two was drained, and its counters went with it
+    assert (left.token_s, left.preemptions) == (0.0, 0)
+    report.close()
+    lines = read_trace(tmp_path / "t").engines
+    assert len(lines) == 2, "nothing happened: no line"
+    assert (lines[1].token_s, lines[1].mean_running, lines[1].generated_tokens) == (0.004, 8.0, 800)

@@ -1,0 +1,149 @@
+"""The trace: what is written is read back, a killed run's file too, and writes are few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.control.trajectory_trace import (
+    TRACE_SCHEMA,
+    TRAINED,
+    EnginesLine,
+    StepLine,
+    TraceHeader,
+    TraceLine,
+    TrajectoryLine,
+    TrajectoryTrace,
+    read_trace,
+)
+from streamrl.errors import StreamRLError
+
+HEADER = TraceHeader(
+    schema=TRACE_SCHEMA,
+    run_id="run-1",
+    started_at=1.7e9,
+    seed=3,
+    max_tokens=448,
+    max_context=512,
+    temperature=1.0,
+    prompts_per_batch=8,
+    group_size=8,
+    rounds="tail_batching",
+    max_staleness=0,
+    engines=2,
+    capacity=64,
+)
+
+
+def trajectory(time_s: float, **fields: Any) -> TrajectoryLine:
+    defaults: dict[str, Any] = {
+        "prompt_id": "p-1",
+        "group": 4,
+        "sample": 2,
+        "attempt": 1,
+        "prompt_tokens": 20,
+        "tokens": 130,
+        "finish_reason": "stop",
+        "outcome": TRAINED,
+        "round_kind": "short",
+        "launched_s": 0.5,
+        "ended_s": time_s,
+        "rollout_s": 0.4,
+        "reward_s": 0.01,
+        "reward": 1.0,
+        "oldest_version": 2,
+        "newest_version": 3,
+    }
+    return TrajectoryLine(**(defaults | fields))
+
+
+def step(time_s: float) -> StepLine:
+    return StepLine(
+        time_s=time_s,
+        policy_version=1,
+        round_kind="long",
+        group_size=8.0,
+        samples=64,
+        trained_tokens=900,
+        generated_tokens=1200,
+        step_s=1.5,
+        rollout_s=1.0,
+        training_s=0.3,
+        push_s=0.1,
+    )
+
+
+def engines(time_s: float) -> EnginesLine:
+    return EnginesLine(
+        time_s=time_s, running=3, waiting=1, kv_usage=0.25, token_s=0.002, mean_running=3.5, generated_tokens=70
+    )
+
+
+def write(path: Path, lines: list[TraceLine]) -> None:
+    trace = TrajectoryTrace(path, HEADER)
+    for line in lines:
+        trace.append(line)
+    trace.close()
+    trace.close()
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    lost = trajectory(2.0, outcome="lost_race", finish_reason="", reward=None, tokens=0, reward_s=0.0)
+    write(tmp_path / "t", [trajectory(1.0), engines(1.1), lost, step(2.5)])
+    run = read_trace(tmp_path / "t")
+    assert run.header == HEADER
+    assert run.trajectories == (trajectory(1.0), lost)
+    assert run.trajectories[1].reward is None, "no reward is not a reward of 0"
+    assert (run.steps, run.engines) == ((step(2.5),), (engines(1.1),))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_torn_file_loses_its_last_line_and_no_other(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / "t"
+    write(path, [trajectory(float(i), group=i) for i in range(5)])
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    cut = data.draw(st.integers(ends[0], len(whole)))
+    path.write_bytes(whole[:cut])
+    kept = sum(end <= cut for end in ends) - 1
+    assert [line.group for line in read_trace(path).trajectories] == list(range(kept))
+
+
+def test_one_write_an_interval(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    trace = TrajectoryTrace(path, HEADER, flush_interval_s=1.0)
+    sizes = []
+    for tenth in range(1, 31):
+        trace.append(engines(tenth / 10))
+        sizes.append(path.stat().st_size)
+    assert len(set(sizes)) == 4, "the header, and one write after each second"
+    assert len(read_trace(path).engines) == 30, "the third second was just written"
+    trace.append(step(3.2))
+    assert read_trace(path).steps == ()
+    trace.close()
+    assert len(read_trace(path).steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a trace"),
+        (b'{"type":"header"', "not a trace"),
+        (msgspec.json.encode(step(1.0)) + b"\n", "not the header"),
+        (msgspec.json.encode(HEADER) + b"\nnot json\n" + msgspec.json.encode(step(1.0)) + b"\n", "line 2"),
+        (msgspec.json.encode(msgspec.structs.replace(HEADER, schema=99)) + b"\n", "schema 99"),
+        (msgspec.json.encode(HEADER) + b"\n" + msgspec.json.encode(HEADER) + b"\n", "second header"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "t").write_bytes(content)
+    with pytest.raises(StreamRLError, match=message):
+        read_trace(tmp_path / "t")

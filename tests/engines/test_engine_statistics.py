@@ -1,0 +1,262 @@
+"""What an engine says about its load: the arithmetic, and a real engine whose numbers rise, fall and add up."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+import pytest
+import pytest_asyncio
+
+from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.engines.vllm_statistics import EngineStatistics
+from streamrl.messages import EngineLoad, Generate, PauseMode
+from streamrl.types import Completion, FinishReason, token_array
+
+# ---- the arithmetic ------------------------------------------------------------------------------
+
+
+class Iterations:
+    """What vLLM would tell of one iteration after another, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.statistics = EngineStatistics()
+        self.now = 10.0
+
+    def one(
+        self,
+        seconds: float,
+        tokens: int,
+        running: int,
+        *,
+        prompt: int = 0,
+        waiting: int = 0,
+        kv: float = 0.5,
+        preempted: int = 0,
+    ) -> None:
+        self.now += seconds
+        scheduler: Any = SimpleNamespace(num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=kv)
+        iteration: Any = SimpleNamespace(
+            num_generation_tokens=tokens, num_prompt_tokens=prompt, num_preempted_reqs=preempted
+        )
+        self.statistics.record(scheduler, iteration if tokens else None, self.now)
+
+    def load(self, open_requests: int = 0, *, paused: bool = False) -> EngineLoad:
+        return self.statistics.load(open_requests=open_requests, paused=paused)
+
+
+def test_the_time_of_a_decode_step_is_of_decode_steps_only() -> None:
+    engine = Iterations()
+    engine.one(5.0, 3, 3, prompt=12)  # it was idle before, and prefilled
+    engine.one(0.002, 3, 3)
+    engine.one(0.004, 3, 2)  # one ends
+    engine.one(0.050, 3, 3, prompt=4)  # another is prefilled
+    engine.one(0.003, 3, 0)  # the last ones end
+    engine.one(9.0, 1, 1, prompt=4)
+    first = engine.load()
+    assert (first.decode_steps, first.decode_tokens) == (3, 9)
+    assert first.token_s == pytest.approx(0.003)
+    assert first.mean_running == 3
+    assert first.generated_tokens == 16
+    engine.one(0.001, 1, 1)
+    second = engine.load()
+    assert second.token_s == pytest.approx(0.001), "since it was asked before"
+    assert second.mean_running == 1
+    assert (engine.load().token_s, engine.load().mean_running) == (0.0, 0.0)
+    assert engine.load().decode_s == pytest.approx(0.010)
+
+
+def test_a_pause_is_no_decode_step() -> None:
+    engine = Iterations()
+    engine.one(1.0, 2, 2, prompt=4)
+    engine.statistics.paused(clear_cache=False)
+    engine.one(3.0, 2, 2)
+    engine.one(0.002, 2, 2)
+    assert engine.load().decode_s == pytest.approx(0.002)
+
+
+def test_what_a_clearing_pause_preempts_is_not_want_of_memory() -> None:
+    engine = Iterations()
+    engine.one(0.1, 4, 4, prompt=4)
+    engine.one(0.1, 3, 3, preempted=1, waiting=1)
+    assert engine.load().preemptions == 1
+    engine.statistics.paused(clear_cache=True)
+    engine.one(0.1, 2, 2, preempted=2, waiting=2)
+    engine.one(0.1, 2, 3, preempted=0, waiting=0)  # the third was aborted: nothing more will come of the pause
+    engine.one(0.1, 2, 2, preempted=1, waiting=1)
+    assert engine.load().preemptions == 2
+
+
+def test_an_aborted_request_runs_until_the_engine_dropped_it() -> None:
+    engine = Iterations()
+    engine.one(0.1, 8, 8, prompt=8, kv=0.8)
+    load = engine.load(open_requests=10)
+    assert (load.running, load.waiting) == (8, 2)
+    load = engine.load(open_requests=3)  # seven were aborted and have their answer
+    assert (load.running, load.waiting) == (8, 0)
+    engine.one(0.002, 0, 3, kv=0.3)
+    load = engine.load(open_requests=3)
+    assert (load.running, load.waiting, load.kv_cache_usage) == (3, 0, 0.3)
+    paused = engine.load(open_requests=3, paused=True)
+    assert (paused.running, paused.waiting) == (0, 3)
+
+
+# ---- a real engine -------------------------------------------------------------------------------
+
+REAL = [
+    pytest.mark.vllm,
+    pytest.mark.torch,
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+MAX_RUNNING = 8
+LONG = 480
+CACHE_BLOCKS = 24  # 23 of 128 tokens for requests: six long ones fit, eight do not
+
+
+def real(test: Callable[..., Any]) -> Callable[..., Any]:
+    for mark in REAL:
+        test = mark(test)
+    return test
+
+
+class LongRequests:
+    """Requests that end only at their limit: from prompts after which the model, nearly greedy, never stops."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.engine = engine
+        self.prompts: list[list[int]] = []
+        self.done: dict[str, Completion] = {}
+        self._count = 0
+
+    def request(self, prompt: list[int]) -> Generate:
+        self._count += 1
+        return Generate(
+            request_id=f"long-{self._count}",
+            token_ids=token_array(prompt),
+            max_tokens=LONG,
+            seed=7,
+            temperature=0.01,
+        )
+
+    async def find_prompts(self) -> None:
+        found: list[list[int]] = []
+
+        async def one(prompt: list[int]) -> None:
+            completion = await self.engine.generate(self.request(prompt))
+            if completion.finish_reason is FinishReason.LENGTH:
+                found.append(prompt)
+
+        async with anyio.create_task_group() as group:
+            for first in range(2, 18):
+                group.start_soon(one, [first, 3, 5, 8])
+        assert found, "the model stops after every prompt; choose others"
+        self.prompts = sorted(found)
+
+    def start(self, count: int, group: anyio.abc.TaskGroup) -> list[str]:
+        requests = [self.request(self.prompts[i % len(self.prompts)]) for i in range(count)]
+        for request in requests:
+            group.start_soon(self._finish, request)
+        return [request.request_id for request in requests]
+
+    async def _finish(self, request: Generate) -> None:
+        self.done[request.request_id] = await self.engine.generate(request)
+
+    async def until(self, holds: Callable[[EngineLoad], bool]) -> EngineLoad:
+        """The first report of the engine's for which ``holds``."""
+        with anyio.fail_after(60):
+            while not holds(self.engine.load()):
+                await anyio.sleep(0.005)
+        return self.engine.load()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def long_requests(request: pytest.FixtureRequest) -> AsyncIterator[LongRequests]:
+    """A real engine with little KV memory, shared by the module."""
+    pytest.importorskip("vllm")
+    ready: asyncio.Future[LongRequests] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
+        with tempfile.TemporaryDirectory(prefix="srl") as directory:
+            options = request.getfixturevalue("tiny_options")(Path(directory))
+            options = msgspec.structs.replace(options, max_running=MAX_RUNNING, cache_blocks=CACHE_BLOCKS)
+            try:
+                async with request.getfixturevalue("hosted")(options, Path(directory)) as (engine, _):
+                    requests = LongRequests(engine)
+                    await requests.find_prompts()
+                    ready.set_result(requests)
+                    await done.wait()
+            except BaseException as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                raise
+
+    owner = asyncio.create_task(own())
+    await asyncio.wait([ready])
+    yield ready.result()
+    done.set()
+    await owner
+
+
+def idle(load: EngineLoad) -> bool:
+    return load.running == load.waiting == 0
+
+
+@real
+async def test_the_load_rises_falls_and_adds_up(long_requests: LongRequests) -> None:
+    assert (await long_requests.engine.start()).kv_tokens == pytest.approx(CACHE_BLOCKS * 128, abs=128)
+    before = await long_requests.until(idle)
+    async with anyio.create_task_group() as group:
+        ids = long_requests.start(MAX_RUNNING + 4, group)
+        full = await long_requests.until(lambda load: load.running == MAX_RUNNING)
+        assert full.waiting == 4
+        assert full.kv_cache_usage > 0.2
+    after = await long_requests.until(idle)
+    assert after.kv_cache_usage == pytest.approx(0.0, abs=1e-6), "every block is free again"
+    sampled = sum(len(long_requests.done[i].token_ids) for i in ids)
+    assert sampled == LONG * len(ids)
+    assert after.generated_tokens - before.generated_tokens == sampled
+    assert after.preemptions > before.preemptions, "eight long requests do not fit into the KV cache"
+    steps = after.decode_steps - before.decode_steps
+    assert steps >= LONG
+    assert 3 < (after.decode_tokens - before.decode_tokens) / steps <= MAX_RUNNING
+    assert after.decode_s > before.decode_s
+
+
+@real
+async def test_an_abort_frees_the_engine_while_the_others_go_on(long_requests: LongRequests) -> None:
+    await long_requests.until(idle)
+    async with anyio.create_task_group() as group:
+        ids = long_requests.start(5, group)
+        # Ten blocks are more than the two that stay can ever have.
+        before = await long_requests.until(lambda load: load.running == 5 and load.kv_cache_usage > 9.5 / CACHE_BLOCKS)
+        await long_requests.engine.abort(ids[:3])
+        after = await long_requests.until(lambda load: load.running != 5)
+        assert after.running == 2
+        assert after.waiting == 0
+        assert after.kv_cache_usage < before.kv_cache_usage
+        assert not any(i in long_requests.done for i in ids[3:]), "the others go on"
+    assert [long_requests.done[i].finish_reason for i in ids[:3]] == [FinishReason.ABORT] * 3
+    assert [len(long_requests.done[i].token_ids) for i in ids[3:]] == [LONG] * 2
+
+
+@real
+async def test_a_pause_that_clears_the_cache_is_no_pressure(long_requests: LongRequests) -> None:
+    before = await long_requests.until(idle)
+    async with anyio.create_task_group() as group:
+        long_requests.start(4, group)
+        await long_requests.until(lambda load: load.running == 4)
+        await long_requests.engine.pause(PauseMode.KEEP, clear_cache=True)
+        paused = await long_requests.until(lambda load: load.running == 0)
+        assert paused.waiting == 4
+        await long_requests.engine.resume()
+    after = await long_requests.until(idle)
+    assert after.preemptions == before.preemptions

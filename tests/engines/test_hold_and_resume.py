@@ -1,0 +1,314 @@
+"""Real engines: trajectories that are held, requests submitted ahead of a push, an engine that joins and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.weights.publisher import Published, ShardSpec
+from streamrl.comm.weights.publisher import WeightPublisher as RankPublisher
+from streamrl.config.scheduling import InFlight
+from streamrl.control.publisher import WeightPublisher
+from streamrl.engines.engine import Engine
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
+from streamrl.messages import EngineReady, Generate, WeightAnnouncement
+from streamrl.stage_messages import (
+    ContinueTrajectories,
+    FinishedTrajectory,
+    HoldTrajectories,
+    LaunchTrajectory,
+    TrajectoryHeld,
+)
+from streamrl.stages.rollout import RolloutStage
+from streamrl.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+LONGEST = 400
+
+
+class Weights:
+    """The trainer's side. Even versions are the tiny model, whose greedy completions are long; odd ones differ."""
+
+    def __init__(self, model: Path, endpoint: str) -> None:
+        import safetensors.torch
+        import torch
+
+        tensors = safetensors.torch.load_file(model / "model.safetensors")
+        shards = [
+            ShardSpec(name=name, dtype="bfloat16", shape=tuple(tensor.shape), offset=0, count=tensor.numel())
+            for name, tensor in tensors.items()
+        ]
+        self.bits = {n: t.flatten().view(torch.int16).numpy().view(np.uint16).copy() for n, t in tensors.items()}
+        self.rank = RankPublisher(endpoint, run_id="hold", rank=0, shards=shards)
+        self.version = -1
+
+    def next_version(self) -> WeightAnnouncement:
+        self.version += 1
+        if self.version:
+            random = np.random.default_rng(7)  # the same positions every time: a change and its inverse
+            for name, values in self.bits.items():
+                if name.endswith("proj.weight"):
+                    values[random.random(values.size) < 0.3] ^= 0x0060  # mantissa bits: up to 75 % of a value
+        return self._announced(self.rank.publish(self.version, self.bits))
+
+    async def anchor(self, policy_version: int) -> WeightAnnouncement:
+        return self._announced(self.rank.publish_anchor(policy_version))
+
+    def _announced(self, published: Published) -> WeightAnnouncement:
+        return WeightAnnouncement(
+            policy_version=self.version,
+            base_version=published.base_version,
+            state_hash=published.state_hash,
+            sources=(published.source,),
+        )
+
+
+class Bench:
+    """One real engine, what pushes to it, and a stage over a pool of which it is the only one that serves."""
+
+    def __init__(self, engine: Engine, weights: Weights) -> None:
+        self.engine = engine
+        self.weights = weights
+        self.publisher = WeightPublisher([engine], weights.anchor, in_flight=InFlight.KEEP, timeout_s=120)
+
+    async def push(self) -> None:
+        await self.publisher.push(self.weights.next_version())
+        self.weights.rank.acknowledge(self.weights.version)
+
+    async def greedy(self, prompts: list[TokenArray], name: str, tokens: int = LONGEST) -> list[Completion]:
+        """A completion for each prompt, on an engine whose caches hold nothing."""
+        await self.publisher.hold()
+        await self.publisher.release()
+        done: dict[int, Completion] = {}
+
+        async def one(index: int) -> None:
+            done[index] = await self.engine.generate(greedy_request(prompts[index], f"{name}-{index}", tokens))
+
+        async with anyio.create_task_group() as group:
+            for index in range(len(prompts)):
+                group.start_soon(one, index)
+        return [done[index] for index in range(len(prompts))]
+
+
+def greedy_request(prompt: TokenArray, name: str, tokens: int) -> Generate:
+    return Generate(request_id=name, token_ids=prompt, max_tokens=tokens, seed=1, temperature=0.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Bench]:
+    """At version 0."""
+    ready: asyncio.Future[Bench] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
+        with tempfile.TemporaryDirectory(prefix="srl") as directory:
+            weights = Weights(tiny_model, f"ipc://{directory}/w")
+            try:
+                weights.rank.start()
+                options = request.getfixturevalue("tiny_options")(Path(directory))
+                async with request.getfixturevalue("hosted")(options, Path(directory)) as (engine, _):
+                    made = Bench(engine, weights)
+                    await made.push()
+                    ready.set_result(made)
+                    await done.wait()
+            except BaseException as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                raise
+            finally:
+                weights.rank.close()
+
+    owner = asyncio.create_task(own())
+    await asyncio.wait([ready])
+    yield ready.result()
+    done.set()
+    await owner
+
+
+async def until(condition: Callable[[], bool], within_s: float = 60) -> None:
+    with anyio.fail_after(within_s):
+        while not condition():
+            await anyio.sleep(0.01)
+
+
+def prompts_of(count: int, length: int = 4) -> list[TokenArray]:
+    random = np.random.default_rng(length)
+    return [token_array(random.integers(2, 32, length).tolist()) for _ in range(count)]
+
+
+async def unending(bench: Bench, count: int, name: str) -> tuple[list[TokenArray], list[Completion]]:
+    """Prompts whose greedy completions reach the limit, and these completions."""
+    prompts = prompts_of(4 * count)
+    completions = await bench.greedy(prompts, name)
+    found = [(p, c) for p, c in zip(prompts, completions, strict=True) if c.finish_reason is FinishReason.LENGTH]
+    assert len(found) >= count
+    return [p for p, _ in found[:count]], [c for _, c in found[:count]]
+
+
+class Roll:
+    """A stage with one trajectory for each prompt."""
+
+    def __init__(self, engine: Engine, prompts: list[TokenArray]) -> None:
+        self.stage = RolloutStage(engine, max_tokens=LONGEST, temperature=0.0, top_p=1.0)
+        self.prompts = [Prompt(prompt_id=f"p{i}", token_ids=tokens) for i, tokens in enumerate(prompts)]
+        self.ids = [TrajectoryId(prompt_id=p.prompt_id, group_id=i, sample=0) for i, p in enumerate(self.prompts)]
+        self.give, self.orders = memory_stream(64)
+        self.outcomes, self.take = memory_stream(64)
+        self.held: dict[int, int] = {}
+        self.finished: dict[int, FinishedTrajectory] = {}
+
+    def start(self, group: anyio.abc.TaskGroup) -> None:
+        group.start_soon(self.stage.run, self.orders, self.outcomes)
+        group.start_soon(self._collect)
+
+    async def launch(self) -> None:
+        for identity, prompt in zip(self.ids, self.prompts, strict=True):
+            await self.give.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=3))
+
+    async def _collect(self) -> None:
+        async for outcome in self.take:
+            if isinstance(outcome, TrajectoryHeld):
+                assert outcome.id.group_id not in self.held
+                self.held[outcome.id.group_id] = outcome.tokens
+            else:
+                assert isinstance(outcome, FinishedTrajectory) and outcome.trajectory.id.group_id not in self.finished
+                self.finished[outcome.trajectory.id.group_id] = outcome
+
+    def spans(self, index: int) -> list[tuple[int, int, int]]:
+        spans = self.finished[index].trajectory.segments[0].version_spans
+        return [(span.start, span.end, span.policy_version) for span in spans]
+
+    def tokens(self, index: int) -> TokenArray:
+        return self.finished[index].trajectory.segments[0].token_ids
+
+
+async def test_held_trajectories_leave_the_engine_and_go_on_from_their_tokens(bench: Bench) -> None:
+    prompts, whole = await unending(bench, 12, "hold")
+    roll = Roll(bench.engine, prompts)
+    old = bench.weights.version
+    async with anyio.create_task_group() as group:
+        roll.start(group)
+        await roll.launch()
+        await until(lambda: bench.engine.load().running == 12)
+        await roll.give.send(HoldTrajectories(ids=tuple(roll.ids[:8])))
+        await until(lambda: len(roll.held) == 8)
+        await until(lambda: bench.engine.load().running == 4 or len(roll.finished) == 4)
+        assert roll.stage.statistics().running <= 4
+        await until(lambda: len(roll.finished) == 4)
+        await until(lambda: bench.engine.load().running == 0)
+        await bench.push()
+        await roll.give.send(ContinueTrajectories(ids=tuple(roll.ids)))
+        await roll.give.aclose()
+    assert len(roll.finished) == 12
+    cut = [i for i in range(8) if roll.held[i]]
+    assert len(cut) == 8, "the hold came before their first token"
+    new = bench.weights.version
+    rests = await bench.greedy([prompts[i] + whole[i].token_ids[: roll.held[i]] for i in cut], "rest", tokens=LONGEST)
+    for i, rest in zip(cut, rests, strict=True):
+        held = roll.held[i]
+        assert roll.tokens(i)[:held] == whole[i].token_ids[:held], "the prefix is what was sampled before"
+        assert roll.tokens(i)[held:] == rest.token_ids[: LONGEST - held]
+        assert roll.spans(i) == [(0, held, old), (held, len(roll.tokens(i)), new)]
+    for i in range(8, 12):
+        assert roll.tokens(i) == whole[i].token_ids and roll.spans(i) == [(0, LONGEST, old)]
+
+
+async def test_what_is_submitted_while_held_is_computed_by_the_next_version_alone(bench: Bench) -> None:
+    prompts = prompts_of(8, length=300)  # two full blocks of the prefix cache, and more
+    old = await bench.greedy(prompts, "old", tokens=40)
+    done: dict[str, Completion] = {}
+
+    async def submit(prompt: TokenArray, name: str) -> None:
+        done[name] = await bench.engine.generate(greedy_request(prompt, name, 40))
+
+    async with anyio.create_task_group() as group:
+        for index, prompt in enumerate(prompts):  # their blocks are in the cache, and keep the KV of the old weights
+            group.start_soon(submit, prompt, f"warm-{index}")
+        await until(lambda: len(done) == len(prompts))
+        await bench.publisher.hold()
+        for index, prompt in enumerate(prompts):
+            group.start_soon(submit, prompt, f"ahead-{index}")
+        group.start_soon(submit, prompts[0], "aborted")
+        await until(lambda: bench.engine.load().waiting == len(prompts) + 1)
+        await bench.engine.abort(["aborted"])
+        await until(lambda: "aborted" in done)
+        assert done["aborted"].finish_reason is FinishReason.ABORT and not done["aborted"].token_ids
+        assert not any(name.startswith("ahead") for name in done)
+        await bench.push()
+    fresh = await bench.greedy(prompts, "fresh", tokens=40)
+    for index, (before, after) in enumerate(zip(old, fresh, strict=True)):
+        ahead = done[f"ahead-{index}"]
+        assert {span.policy_version for span in ahead.version_spans} == {bench.weights.version}
+        assert ahead.token_ids == after.token_ids
+        assert np.allclose(ahead.behavior_logprobs, after.behavior_logprobs, atol=1e-4)
+        assert not np.allclose(before.behavior_logprobs[:1], after.behavior_logprobs[:1], atol=1e-3), "same weights?"
+
+
+async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
+    bench: Bench, hosted: Any, tiny_options: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two real engines: a host is started, brought to the live version, gets half of the requests, drains and ends."""
+    ready = await bench.engine.start()
+    absent = _Absent(ready)
+    pool = EnginePool([bench.engine, absent])
+    await pool.start()
+    await pool.drain("engine-1")
+    pool.detach("engine-1")
+    with tempfile.TemporaryDirectory(prefix="srl") as directory:
+        options = msgspec.structs.replace(tiny_options(Path(directory)), name="engine-1")
+        async with hosted(options, Path(directory)) as (late, process), anyio.create_task_group() as group:
+            await pool.attach("engine-1", late)
+            await bench.publisher.admit(late, bench.weights.version)
+            assert await late.checksums() == await bench.engine.checksums()
+            while bench.weights.version % 2 or bench.weights.version < 4:
+                await bench.push()  # reaches both
+            assert await pool.checksums() == await late.checksums()
+            prompts, whole = await unending(bench, 12, "join")
+            roll = Roll(pool, prompts)
+            pool.readmit("engine-1")
+            roll.start(group)
+            await roll.launch()
+            await until(lambda: late.load().running > 0)
+            await pool.migrate([f"{roll.ids[0]}/0", f"{roll.ids[1]}/0"], to="engine-1")
+            await until(lambda: late.load().running > 2)
+            await pool.drain("engine-1")
+            await bench.publisher.leave(pool.detach("engine-1"))
+            await late.aclose()
+            with anyio.fail_after(60):
+                assert await process.wait() == 0
+            await bench.push()
+            await roll.give.aclose()
+    assert len(roll.finished) == 12
+    old, new = bench.weights.version - 1, bench.weights.version
+    for index in range(12):
+        spans = roll.spans(index)
+        assert [version for *_, version in spans] in ([old], [new], [old, new]) and spans[-1][1] == len(
+            roll.tokens(index)
+        )
+        sampled_before = spans[0][1] if spans[0][2] == old else 0
+        assert roll.tokens(index)[:sampled_before] == whole[index].token_ids[:sampled_before]
+
+
+class _Absent(SimulatedEngine):
+    """Keeps the place of an engine that has not been started."""
+
+    def __init__(self, like: EngineReady) -> None:
+        super().__init__(SimulationOptions(name="engine-1"))
+        self._like = like
+
+    async def start(self) -> EngineReady:
+        return msgspec.structs.replace(self._like, engine="engine-1")

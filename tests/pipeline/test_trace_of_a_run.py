@@ -1,0 +1,84 @@
+"""The trace of whole runs, on simulated engines: every trajectory once, with the end that control gave it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import scripted_parts
+
+from streamrl.config.scheduling import LengthSorted, RoundKind, StalePolicy, TailBatching
+from streamrl.control.run_report import RunReport
+from streamrl.control.settings import ControlSettings
+from streamrl.control.trajectory_trace import TRACE_SCHEMA, TRAINED, TraceHeader, TrajectoryTrace, read_trace
+
+HEADER = TraceHeader(
+    schema=TRACE_SCHEMA,
+    run_id="run-1",
+    started_at=1.7e9,
+    seed=0,
+    max_tokens=64,
+    max_context=128,
+    temperature=1.0,
+    prompts_per_batch=4,
+    group_size=4,
+    rounds="any",
+    max_staleness=0,
+    engines=1,
+    capacity=64,
+)
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"rounds": RoundKind.SYNCHRONOUS},
+    {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2},
+    {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_prompts=1.5, eta_responses=1.5)},
+    {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=3)},
+    {
+        "rounds": RoundKind.LENGTH_SORTED,
+        "length_sorted": LengthSorted(cohort_batches=3, partial=True),
+        "max_staleness": 2,
+    },
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_the_trace_of_a_run_agrees_with_its_accounting(
+    policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controller, stages and simulated engines: each trajectory is in the trace once, with the end control gave it."""
+    trace = TrajectoryTrace(tmp_path / "trace.jsonl", HEADER)
+    monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
+    defaults: dict[str, Any] = {
+        "steps": 6,
+        "batch_groups": 4,
+        "group_size": 4,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": True,
+        "max_failed_share": 0.9,
+        "failure_window": 64,
+    }
+    run = scripted_parts.SimulatedRun(ControlSettings(**defaults | policy), tmp_path, failing=13)
+    with closing(trace):
+        assert await run.run() == "finished"
+    recorded = read_trace(tmp_path / "trace.jsonl")
+    ids = [(line.group, line.sample, line.attempt) for line in recorded.trajectories]
+    assert len(ids) == len(set(ids))
+    outcomes = Counter(line.outcome for line in recorded.trajectories)
+    accounting = run.controller.state.accounting()
+    assert outcomes.pop(TRAINED) == accounting.trained
+    assert outcomes == accounting.dropped
+    assert [line.policy_version for line in recorded.steps] == [1, 2, 3, 4, 5, 6]
+    assert sum(line.samples for line in recorded.steps) == accounting.trained
+    assert sum(line.tokens for line in recorded.trajectories if line.outcome == TRAINED) == sum(
+        line.trained_tokens for line in recorded.steps
+    )

@@ -1,0 +1,101 @@
+"""Completion lengths: the distribution, the correlation, and which draws are equal."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from streamrl.control.trajectory_trace import RecordedRun, TraceHeader, TrajectoryLine
+from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
+from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths
+
+# refs/scheduling-model.md 1 and refs/rollpacker.md 3.3: quantiles, and the share at the cap.
+EXPECTED = [
+    (DEMO.lengths, {0.5: 45, 0.9: 214}, 0.041),
+    (HEAVY.lengths, {0.5: 45, 0.95: 315}, 0.02),
+    (ROLLPACKER_14B.lengths, {0.25: 414, 0.5: 660, 0.75: 1128, 0.9: 2553, 0.95: 4089}, 0.0099),
+]
+
+
+@pytest.mark.parametrize(("model", "quantiles", "cap_share"), EXPECTED)
+def test_quantiles_and_cap_share_are_those_of_the_reference(
+    model: LengthModel, quantiles: dict[float, int], cap_share: float
+) -> None:
+    drawn = np.array([ModelledLengths(model, seed=1).draw(prompt, 0, 1, 0) for prompt in range(2)])
+    source = ModelledLengths(model, seed=1)
+    drawn = np.array([source.draw(prompt, 0, 1, 0)[0] for prompt in range(40_000)])
+    for share, expected in quantiles.items():
+        assert np.quantile(drawn, share) == pytest.approx(expected, rel=0.07), share
+    assert np.mean(drawn == model.cap) == pytest.approx(cap_share, rel=0.12)
+    assert drawn.min() >= 1 and drawn.max() == model.cap
+
+
+def test_siblings_are_as_correlated_as_asked() -> None:
+    model = LengthModel(cap=10**6, weights=(1.0,), mus=(6.0,), sigmas=(0.8,), correlation=0.6)
+    source = ModelledLengths(model, seed=3)
+    pairs = np.log(np.array([source.draw(prompt, 0, 2, 0) for prompt in range(20_000)]))
+    assert np.corrcoef(pairs[:, 0], pairs[:, 1])[0, 1] == pytest.approx(0.6, abs=0.02)
+    assert pairs.std() == pytest.approx(0.8, rel=0.03)
+
+
+def test_a_replayed_draw_is_equal_and_a_regenerated_one_keeps_only_the_prompt() -> None:
+    source = ModelledLengths(ROLLPACKER_14B.lengths, seed=5)
+    again = ModelledLengths(ROLLPACKER_14B.lengths, seed=5)
+    assert source.draw(7, 11, 8, 0) == again.draw(7, 11, 8, 3)
+    assert source.draw(7, 11, 8, 0)[:4] == source.draw(7, 11, 4, 0)
+    assert source.draw(7, 11, 8, 0) != source.draw(7, 12, 8, 0)
+    first = np.log([source.draw(prompt, prompt, 1, 0)[0] for prompt in range(20_000)])
+    second = np.log([source.draw(prompt, 10**6 + prompt, 1, 0)[0] for prompt in range(20_000)])
+    assert 0.25 < np.corrcoef(first, second)[0, 1] < 0.45  # 0.35 in normal units, less in tailed logs
+
+
+def test_drift_scales_what_is_below_the_cap() -> None:
+    model = msgspec.structs.replace(DEMO.lengths, drift_per_step=0.01, drift_steps=50)
+    source = ModelledLengths(model)
+    before, after, later = (
+        np.array([source.draw(prompt, 0, 1, version)[0] for prompt in range(4000)]) for version in (0, 50, 500)
+    )
+    free = (before > 20) & (after < model.cap)
+    assert np.mean(after[free] / before[free]) == pytest.approx(math.exp(0.5), rel=0.02)
+    assert (after[before == model.cap] == model.cap).all()
+    assert (later == after).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weights": (0.5, 0.4)}, {"mus": (1.0,)}, {"correlation": 1.0}, {"cap_share": -0.1}],
+)
+def test_impossible_models_are_refused(wrong: dict[str, object]) -> None:
+    values: dict[str, object] = {"cap": 100, "weights": (0.5, 0.5), "mus": (1.0, 2.0), "sigmas": (1.0, 1.0)}
+    with pytest.raises(ValueError, match="lengths"):
+        LengthModel(**{**values, **wrong})  # type: ignore[arg-type]
+
+
+def recorded_run(lengths: dict[str, list[int]]) -> RecordedRun:
+    header = TraceHeader(
+        schema=1, run_id="r", started_at=0.0, seed=0, max_tokens=99, max_context=200, temperature=1.0,
+        prompts_per_batch=2, group_size=2, rounds="synchronous", max_staleness=0, engines=1, capacity=4,
+    )  # fmt: skip
+    lines = [
+        TrajectoryLine(
+            prompt_id=prompt, group=0, sample=sample, attempt=0, prompt_tokens=3, tokens=tokens,
+            finish_reason="stop" if tokens else "", outcome="trained", round_kind="synchronous", launched_s=0.0,
+            ended_s=1.0, rollout_s=1.0,
+        )
+        for prompt, values in lengths.items()
+        for sample, tokens in enumerate(values)
+    ]  # fmt: skip
+    return RecordedRun(header=header, trajectories=tuple(lines), steps=(), engines=())
+
+
+def test_recorded_lengths_return_in_order_or_resampled_by_prompt() -> None:
+    run = recorded_run({"a": [5, 6, 0], "b": [70, 80]})
+    in_order = RecordedLengths(run, resample=False)
+    assert [in_order.draw(prompt, 0, 2, 0) for prompt in range(3)] == [[5, 6], [70, 80], [5, 6]]
+    drawn = [tuple(RecordedLengths(run).draw(prompt, 1, 4, 0)) for prompt in range(40)]
+    assert {value for draw in drawn for value in draw} == {5, 6, 70, 80}, "the stopped one has no length"
+    assert all(set(draw) <= {5, 6} or set(draw) <= {70, 80} for draw in drawn), "siblings of one prompt"
+    assert drawn == [tuple(RecordedLengths(run).draw(prompt, 1, 4, 0)) for prompt in range(40)]

@@ -1,0 +1,314 @@
+"""The search for better rounds, its command, and whether the closed form of ``auto`` ranks as the simulator does."""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from worlds import control_settings, with_part
+
+from streamrl.cli import main
+from streamrl.config.load import check_recipe, load_recipe
+from streamrl.config.recipe import Recipe
+from streamrl.config.scheduling import RoundKind, TailBatching
+from streamrl.control.prediction import Form
+from streamrl.control.rounds.auto import SYNCHRONOUS, AutoRounds
+from streamrl.control.trajectory_trace import (
+    TRACE_SCHEMA,
+    EnginesLine,
+    StepLine,
+    TraceHeader,
+    TrajectoryLine,
+    TrajectoryTrace,
+)
+from streamrl.errors import StreamRLError
+from streamrl.pipeline import control_settings as settings_of
+from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B, ClusterModel
+from streamrl.simulate.lengths import ModelledLengths
+from streamrl.simulate.simulation import Simulation, simulate
+from streamrl.simulate.what_if import CURRENT, Advice, Budget, Search, World, grid, recipe_fragment
+
+RECIPE = """
+[model]
+path = "model"
+
+[prompts]
+train = "train.jsonl"
+
+[[rewards]]
+function = "reward.py:reward"
+
+[rollout]
+prompts_per_batch = {prompts}
+group_size = 8
+{more}
+"""
+
+
+def write_recipe(folder: Path, prompts: int, more: str = "") -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(RECIPE.format(prompts=prompts, more=more))
+    return path
+
+
+def advice(recipe: Recipe, model: ClusterModel, *, steps: int = 40, **budget: Any) -> Advice:
+    world = World(model=model, settings=settings_of, steps=steps, warm_up=5)
+    return Search(world, Budget(**budget)).run(recipe)
+
+
+# ---- the search -------------------------------------------------------------------------------------
+
+
+def test_a_race_is_recommended_where_the_tail_binds(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, 8))
+    told = advice(recipe, HEAVY, steps=24)
+    best = told.recommended
+    assert best.recipe.rollout.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO)
+    assert told.gain > 0.3
+    figures = best.figures
+    assert figures is not None
+    assert figures.staleness == 0
+    assert figures.length_share >= 0.9
+    assert figures.simulations == 2, "a recommendation is confirmed with other lengths"
+    names = {tried.name for tried in told.tried}
+    refined = {name for name in names if name.startswith("tail_batching")} - set(grid(recipe, Budget()))
+    assert refined, "neighbours of the best race of the grid were simulated"
+    assert any("presubmitted" in name for name in names)
+
+
+def test_nothing_is_recommended_where_nothing_helps(tmp_path: Path) -> None:
+    """Token-bound, and requests cost nothing to submit: every race only adds tokens."""
+    slow = with_part(DEMO, "engine", per_running_s=2e-3, arrival_s=0.0, admission_s=0.0, admission_per_running_s=0.0)
+    recipe = load_recipe(write_recipe(tmp_path, 16))
+    told = advice(recipe, slow, steps=8)
+    if told.recommended is not told.current:
+        assert recipe_fragment(told.recommended.recipe, recipe).splitlines() == ["[rollout]", "presubmit = true"]
+    assert told.gain < 0.1
+    assert told.current.name == CURRENT
+
+
+def test_the_budget_is_kept(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, 8))
+    strict, loose = advice(recipe, HEAVY, steps=10), advice(recipe, HEAVY, steps=10, max_staleness=2)
+    assert not any(name.startswith("continuous") for name in (tried.name for tried in strict.tried))
+    assert any(name.startswith("continuous") for name in (tried.name for tried in loose.tried))
+    for told, oldest in ((strict, 0), (loose, 2)):
+        for tried in told.tried:
+            if tried.figures is None or tried.problem:
+                assert tried.problem, tried.name
+                continue
+            assert tried.figures.staleness <= oldest, tried.name
+            assert tried.figures.length_share >= 0.9, tried.name
+    biased = next(tried for tried in strict.tried if tried.name == "tail_batching 1.25/1.25")
+    assert "of the unbiased length" in biased.problem
+    assert "0.9 asked" in biased.problem
+
+
+def test_an_impossible_budget_is_an_error_that_says_so(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, 4))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Budget(min_length_share=1.5)
+    stale = msgspec.structs.replace(
+        recipe, rollout=msgspec.structs.replace(recipe.rollout, rounds=RoundKind.CONTINUOUS, max_staleness=3)
+    )
+    # The lengths of the world do not obey: every candidate trains on less than all of 1.0 of them.
+    told = advice(stale, HEAVY, steps=6)
+    assert told.current.problem.startswith("tokens")
+    assert told.recommended.name != CURRENT
+    assert told.gain > -1
+
+
+def test_every_candidate_of_the_grid_is_a_recipe_that_could_run(tmp_path: Path) -> None:
+    more = 'rounds = "tail_batching"\n[tail_batching]\neta_prompts = 1.4'
+    recipe = load_recipe(write_recipe(tmp_path, 8, more))
+    candidates = grid(recipe, Budget(max_staleness=3))
+    assert len(candidates) >= 12
+    assert {r.rollout.rounds for r in candidates.values()} == set(RoundKind) - {RoundKind.CUSTOM}
+    for candidate in candidates.values():
+        check_recipe(candidate)
+
+
+def test_the_fragment_turns_the_recipe_into_the_recommendation(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, 8)
+    recipe = load_recipe(path)
+    for candidate in grid(recipe, Budget(max_staleness=3)).values():
+        table = tomllib.loads(recipe_fragment(candidate, recipe))
+        overrides = [f"{s}.{k}={json.dumps(v)}" for s, keys in table.items() for k, v in keys.items()]
+        assert load_recipe(path, overrides) == candidate
+    assert recipe_fragment(recipe, recipe) == ""
+
+
+def test_a_candidate_that_cannot_be_simulated_is_left_out_and_told(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, 4))
+
+    def settings(candidate: Recipe) -> Any:
+        if candidate.rollout.rounds is RoundKind.LENGTH_SORTED:
+            raise StreamRLError("no such rounds here")
+        return settings_of(candidate)
+
+    world = World(model=HEAVY, settings=settings, steps=4, warm_up=1)
+    told = Search(world, Budget(min_length_share=0.0)).run(recipe)
+    broken = [tried for tried in told.tried if tried.name.startswith("length_sorted")]
+    assert broken
+    assert all(tried.problem == "no such rounds here" and tried.figures is None for tried in broken)
+
+
+# ---- the command ------------------------------------------------------------------------------------
+
+
+def record_run(folder: Path, *, steps: int = 16, prompts: int = 8) -> Path:
+    """A run directory as a synchronous run of an engine with a decode step of 2 ms + 0.05 ms x running leaves it."""
+    write_recipe(folder, prompts, "[sampling]\nmax_tokens = 2048")
+    header = TraceHeader(
+        schema=TRACE_SCHEMA,
+        run_id="recorded",
+        started_at=0.0,
+        seed=0,
+        max_tokens=2048,
+        max_context=4096,
+        temperature=1.0,
+        prompts_per_batch=prompts,
+        group_size=8,
+        rounds="synchronous",
+        max_staleness=0,
+        engines=1,
+        capacity=prompts * 8,
+    )
+    trace = TrajectoryTrace(folder / "trace.jsonl", header)
+    lengths, now = ModelledLengths(HEAVY.lengths, 3), 0.0
+    for step in range(steps):
+        now = record_step(trace, lengths, step, prompts, now)
+    trace.close()
+    return folder
+
+
+def record_step(trace: TrajectoryTrace, lengths: ModelledLengths, step: int, prompts: int, now: float) -> float:
+    groups = [lengths.draw(step * prompts + number, 0, 8, 0) for number in range(prompts)]
+    ends: dict[int, float] = {}
+    running = sorted(length for group in groups for length in group)
+    clock, before = 0.0, 0
+    for number, length in enumerate(running):
+        busy = len(running) - number
+        token_s = 2e-3 + 5e-5 * busy
+        if length > before:
+            clock += (length - before) * token_s
+            line = EnginesLine(
+                time_s=now + clock, running=busy, waiting=0, kv_usage=0.1, token_s=token_s, mean_running=busy
+            )
+            trace.append(line)
+        ends[length], before = clock, length
+    chance = random.Random(step)
+    for number, group in enumerate(groups):
+        for sample, length in enumerate(group):
+            trace.append(
+                TrajectoryLine(
+                    prompt_id=f"p{step * prompts + number}",
+                    group=step * prompts + number,
+                    sample=sample,
+                    attempt=0,
+                    prompt_tokens=8,
+                    tokens=length,
+                    finish_reason="length" if length >= 2048 else "stop",
+                    outcome="trained",
+                    round_kind="synchronous",
+                    launched_s=now,
+                    ended_s=now + clock,
+                    rollout_s=ends[length],
+                    reward=float(chance.random() < 0.5),
+                    oldest_version=step,
+                    newest_version=step,
+                )
+            )
+    tokens = sum(map(sum, groups))
+    trace.append(
+        StepLine(
+            time_s=now + clock + 0.1,
+            policy_version=step + 1,
+            round_kind="synchronous",
+            group_size=8,
+            samples=8 * prompts,
+            trained_tokens=tokens,
+            generated_tokens=tokens,
+            step_s=clock + 0.1,
+            rollout_s=clock,
+            training_s=0.07,
+            push_s=0.03,
+            forward_backward_s=0.05,
+        )
+    )
+    return now + clock + 0.1
+
+
+def test_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record_run(tmp_path)
+    assert main(["what-if", str(run), "--steps", "24", "--warm-up", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"] == "of run recorded"
+    assert told["note"] == ""
+    assert told["current"]["recipe"] == ""
+    assert told["gain"] > 0.1
+    best = told["recommended"]
+    assert best["figures"]["length_share"] >= 0.9
+    assert tomllib.loads(best["recipe"])["rollout"]["rounds"] in ("tail_batching", "auto")
+    assert told["tried"][0]["name"] == best["name"]
+
+
+def test_command_on_a_recipe_prints_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe(tmp_path, 8)
+    arguments = ["what-if", str(path), "--cluster", "heavy", "--steps", "16", "--set", "run.seed=4"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "budget: tokens at most 0 steps old" in text
+    assert "recommended" in text
+    assert "rounds = " in text
+    assert "left out: tail_batching 1.25/1.25: trains" in text
+
+
+def test_command_refuses_what_makes_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_recipe(tmp_path, 8)
+    assert main(["what-if", str(path), "--min-length-share", "2"]) == 2
+    assert "between 0 and 1" in capsys.readouterr().err
+    assert main(["what-if", str(path), "--steps", "0"]) == 2
+    assert main(["what-if", str(tmp_path / "none.toml")]) == 2
+
+
+# ---- the closed form against the simulator ----------------------------------------------------------
+
+# B at a quarter of its size: as many requests on each engine, and a batch of a quarter.
+QUARTER = with_part(ROLLPACKER_14B, "engines", count=4)
+REGIMES: dict[str, tuple[ClusterModel, int, int]] = {
+    "A-demo 8x8": (DEMO, 8, 60),
+    "A-demo 32x8": (DEMO, 32, 16),
+    "A-heavy 16x8": (HEAVY, 16, 45),
+    "B, a quarter": (QUARTER, 32, 20),
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_auto_chooses_as_the_simulator_ranks(regime: str) -> None:
+    """What it chooses online is within 5 % of the best fixed choice of all, and no race where none pays."""
+    model, prompts, steps = REGIMES[regime]
+
+    def goodput(rounds: RoundKind, **options: Any) -> float:
+        settings = control_settings(
+            batch_groups=prompts, group_size=8, rounds=rounds, tail_batching=TailBatching(**options)
+        )
+        return simulate(settings, model, steps, warm_up=5).goodput
+
+    fixed = {1.0: goodput(RoundKind.SYNCHRONOUS)}
+    fixed |= {eta: goodput(RoundKind.TAIL_BATCHING, eta_prompts=eta) for eta in (1.125, 1.25, 1.5)}
+    settings = control_settings(batch_groups=prompts, group_size=8, rounds=RoundKind.AUTO, steps=steps)
+    simulation = Simulation(settings, model, ModelledLengths(model.lengths, 0))
+    report = simulation.run()
+    policy = simulation.core.policy
+    assert isinstance(policy, AutoRounds)
+    assert fixed[policy.current.eta_prompts] >= 0.95 * max(fixed.values()), (policy.current, fixed)
+    assert (policy.current.form is Form.TAIL_BATCHING) == (max(fixed.values()) >= 1.05 * fixed[1.0])
+    if regime == "A-demo 32x8":
+        assert {kind.round_kind for kind in report.kinds} == {"synchronous"}
+        assert policy.current == SYNCHRONOUS

@@ -1,0 +1,42 @@
+"""Settings and clusters that the simulator tests share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from streamrl.config.scheduling import RoundKind, StalePolicy
+from streamrl.control.settings import ControlSettings
+from streamrl.simulate.cluster import ClusterModel, Engines
+from streamrl.simulate.engines import EngineModel
+from streamrl.simulate.lengths import LengthModel
+from streamrl.simulate.stages import TrainerModel
+
+TINY = ClusterModel(
+    engine=EngineModel(base_s=1e-3, per_running_s=1e-4, max_running=64),
+    trainer=TrainerModel(token_s=1e-5, optimizer_s=0.01),
+    lengths=LengthModel(cap=400, weights=(1.0,), mus=(math.log(40),), sigmas=(1.0,), cap_share=0.04, correlation=0.5),
+    engines=Engines(count=2, prompt_tokens=10),
+)
+
+
+def control_settings(**changes: Any) -> ControlSettings:
+    defaults: dict[str, Any] = {
+        "steps": 1,
+        "batch_groups": 4,
+        "group_size": 4,
+        "rounds": RoundKind.SYNCHRONOUS,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": False,
+        "max_failed_share": 1.0,
+        "failure_window": 8,
+    }
+    return ControlSettings(**{**defaults, **changes})
+
+
+def with_part(model: ClusterModel, part: str, **changes: Any) -> ClusterModel:
+    """``model`` with fields of one of its parts replaced."""
+    return msgspec.structs.replace(model, **{part: msgspec.structs.replace(getattr(model, part), **changes)})

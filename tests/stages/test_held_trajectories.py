@@ -1,0 +1,391 @@
+"""Trajectories that control stops and goes on with: nothing lost, nothing twice, tokens and version spans kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.errors import RequestRefused
+from streamrl.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.stage_messages import (
+    CancelTrajectories,
+    ContinueTrajectories,
+    FinishedTrajectory,
+    HoldTrajectories,
+    LaunchTrajectory,
+    RolloutOrder,
+    TrajectoryHeld,
+    TrajectoryLost,
+)
+from streamrl.stages.rollout import RolloutStage
+from streamrl.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
+
+pytestmark = pytest.mark.asyncio
+LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
+
+
+def identity(sample: int) -> TrajectoryId:
+    return TrajectoryId(prompt_id="p", group_id=0, sample=sample)
+
+
+def launch(sample: int) -> LaunchTrajectory:
+    prompt = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
+    return LaunchTrajectory(id=identity(sample), prompt=prompt, group_size=2, seed=7 + sample)
+
+
+def hold(*samples: int) -> HoldTrajectories:
+    return HoldTrajectories(ids=tuple(identity(sample) for sample in samples))
+
+
+def go_on(*samples: int) -> ContinueTrajectories:
+    return ContinueTrajectories(ids=tuple(identity(sample) for sample in samples))
+
+
+def cancel(*samples: int) -> CancelTrajectories:
+    return CancelTrajectories(ids=tuple(identity(sample) for sample in samples))
+
+
+class RecordingEngine(SimulatedEngine):
+    """Remembers every request and what it returned for it."""
+
+    def __init__(self, lengths: LengthMixture = LONG) -> None:
+        clock = InstantClock()
+        options = SimulationOptions(lengths=lengths, policy_version=0)
+        super().__init__(options, clock=clock.now, sleep=clock.sleep)
+        self.pieces: dict[str, Completion] = {}
+        self.asked: dict[str, Generate] = {}
+
+    async def generate(self, request: Generate) -> Completion:
+        assert request.request_id not in self.asked, "asked for twice"
+        self.asked[request.request_id] = request
+        completion = await super().generate(request)
+        self.pieces[request.request_id] = completion
+        return completion
+
+    async def push(self, version: int) -> None:
+        await self.stage(WeightAnnouncement(policy_version=version, base_version=None, state_hash=version, sources=()))
+        await self.pause(PauseMode.KEEP, clear_cache=False)
+        await self.commit(version)
+        await self.resume()
+
+
+class Bench:
+    """A rollout stage that runs, with what came out of it so far."""
+
+    def __init__(self, engine: RecordingEngine) -> None:
+        self.engine = engine
+        self.stage = RolloutStage(engine, max_tokens=300, temperature=1.0, top_p=1.0)
+        self.give, self.orders = memory_stream(64)
+        self.outcomes, self.take = memory_stream(64)
+        self.seen: list[Any] = []
+
+    async def collect(self) -> None:
+        async for outcome in self.take:
+            self.seen.append(outcome)
+
+    async def order(self, *orders: RolloutOrder) -> None:
+        for order in orders:
+            await self.give.send(order)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(100_000):
+            if condition():
+                return
+            await anyio.lowlevel.checkpoint()
+        raise AssertionError("it never came true")
+
+    async def steps(self, count: int) -> None:
+        """Let so many tokens be sampled."""
+        wanted = self.engine.load().generated_tokens + count
+        await self.until(lambda: self.engine.load().generated_tokens >= wanted)
+
+    def of(self, kind: type) -> list[Any]:
+        return [outcome for outcome in self.seen if isinstance(outcome, kind)]
+
+    @property
+    def held(self) -> dict[int, int]:
+        return {outcome.id.sample: outcome.tokens for outcome in self.of(TrajectoryHeld)}
+
+
+async def roll(
+    during: Callable[[Bench], Awaitable[None]],
+    lengths: LengthMixture = LONG,
+    launched: int = 2,
+    engine: RecordingEngine | None = None,
+) -> Bench:
+    """Launch, let ``during`` interfere once all run, end the orders, and wait for every outcome."""
+    bench = Bench(engine or RecordingEngine(lengths))
+    await bench.engine.start()
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
+            group.start_soon(bench.collect)
+            await bench.order(*(launch(sample) for sample in range(launched)))
+            await bench.until(lambda: bench.engine.load().running == launched)
+            await during(bench)
+            await bench.give.aclose()
+    ends = Counter(
+        outcome.trajectory.id if isinstance(outcome, FinishedTrajectory) else outcome.id
+        for outcome in bench.seen
+        if not isinstance(outcome, TrajectoryHeld)
+    )
+    assert ends == {identity(sample): 1 for sample in range(launched)}, "each ends exactly once"
+    assert bench.stage.statistics().running == 0
+    return bench
+
+
+def assert_joined(bench: Bench, sample: int) -> FinishedTrajectory:
+    """The finished trajectory is its parts in order, each asked for with all tokens before it and a seed of its own."""
+    [finished] = [o for o in bench.of(FinishedTrajectory) if o.trajectory.id.sample == sample]
+    [segment] = finished.trajectory.segments
+    tokens = token_array()
+    seeds = set()
+    for part in range(len([i for i in bench.engine.asked if i.startswith(f"{identity(sample)}/")])):
+        request = bench.engine.asked[f"{identity(sample)}/{part}"]
+        assert request.token_ids == token_array([2, 3]) + tokens
+        assert request.prefix_length == len(tokens)
+        piece = bench.engine.pieces[request.request_id]
+        if piece.token_ids:
+            assert request.seed not in seeds, "noise is never repeated"
+            seeds.add(request.seed)
+        tokens += piece.token_ids
+    assert segment.token_ids == tokens
+    assert len(segment.behavior_logprobs) == len(tokens)
+    assert [span.start for span in segment.version_spans] == [0, *(span.end for span in segment.version_spans[:-1])]
+    assert segment.version_spans[-1].end == len(tokens)
+    return finished
+
+
+async def test_what_is_held_leaves_the_engine_and_goes_on_from_its_tokens_under_the_next_version() -> None:
+    at_hold: list[float] = []
+
+    async def during(bench: Bench) -> None:
+        await bench.steps(40)
+        await bench.order(hold(0))
+        await bench.until(lambda: bool(bench.held))
+        assert bench.engine.load().running == 1
+        assert bench.stage.statistics().running == 1
+        await bench.engine.push(1)
+        await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
+        assert bench.engine.load().running == 0, "the held one is not in the engine"
+        at_hold.append(bench.stage.statistics().busy_seconds)
+        await bench.engine.push(2)
+        await bench.order(go_on(0))
+        await bench.until(lambda: len(bench.of(FinishedTrajectory)) == 2)
+
+    bench = await roll(during)
+    finished = assert_joined(bench, 0)
+    prefix = bench.engine.pieces["0.0.0/0"]
+    assert bench.held == {0: len(prefix.token_ids)} and 15 <= len(prefix.token_ids) <= 25
+    [segment] = finished.trajectory.segments
+    assert segment.version_spans == (
+        VersionSpan(start=0, end=bench.held[0], policy_version=0),
+        VersionSpan(start=bench.held[0], end=len(segment.token_ids), policy_version=2),
+    )
+    assert [span.policy_version for span in assert_joined(bench, 1).trajectory.segments[0].version_spans] == [0, 1]
+
+
+async def test_a_held_trajectory_that_is_cancelled_is_lost_with_its_tokens() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.steps(20)
+        await bench.order(hold(0))
+        await bench.until(lambda: bool(bench.held))
+        await bench.order(cancel(0))
+        await bench.until(lambda: bool(bench.of(TrajectoryLost)))
+
+    bench = await roll(during)
+    [lost] = bench.of(TrajectoryLost)
+    assert (lost.id.sample, lost.cancelled, lost.tokens) == (0, True, bench.held[0]) and lost.tokens > 0
+    assert_joined(bench, 1)
+
+
+async def test_what_ended_before_the_hold_reached_it_comes_back_finished_and_its_continue_is_ignored() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.until(lambda: len(bench.of(FinishedTrajectory)) == 1)
+        [finished] = bench.of(FinishedTrajectory)
+        done = finished.trajectory.id.sample
+        await bench.order(hold(done), go_on(done))
+
+    bench = await roll(during)
+    assert not bench.held and len(bench.of(FinishedTrajectory)) == 2
+    assert sorted(bench.engine.asked) == ["0.0.0/0", "0.1.0/0"]
+
+
+async def test_a_hold_that_is_taken_back_at_once_is_answered_and_loses_nothing() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.steps(20)
+        await bench.order(hold(0, 1), go_on(0, 1))
+
+    bench = await roll(during)
+    assert set(bench.held) == {0, 1}
+    for sample in (0, 1):
+        assert_joined(bench, sample)
+        assert bench.held[sample] == len(bench.engine.pieces[f"0.{sample}.0/0"].token_ids) > 0
+
+
+class LateEngine(RecordingEngine):
+    """Aborts take effect when they are let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[str] = []
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.late.extend(request_ids)
+
+    async def let_through(self) -> None:
+        await super().abort(self.late)
+
+
+async def test_a_continue_that_overtakes_the_abort_of_its_hold_loses_nothing() -> None:
+    engine = LateEngine()
+
+    async def during(bench: Bench) -> None:
+        await bench.steps(20)
+        await bench.order(hold(0), go_on(0), hold(0), go_on(0), hold(1))
+        await bench.until(lambda: len(engine.late) == 3)
+        await engine.let_through()
+        await bench.until(lambda: len(bench.of(TrajectoryHeld)) == 3)
+        assert [o.id.sample for o in bench.of(TrajectoryHeld)].count(0) == 2, "each hold is answered"
+        await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
+        await bench.order(go_on(1))
+
+    bench = await roll(during, engine=engine)
+    for sample in (0, 1):
+        assert_joined(bench, sample)
+
+
+async def test_a_push_that_aborts_keeps_held_what_is_held() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.steps(20)
+        await bench.order(hold(0))
+        await bench.engine.pause(PauseMode.ABORT, clear_cache=True)  # races with the hold
+        await bench.engine.resume()
+        await bench.until(lambda: bool(bench.held))
+        parts = [request for request in bench.engine.asked if request.startswith("0.0.0/")]
+        await bench.engine.pause(PauseMode.ABORT, clear_cache=True)
+        await bench.engine.resume()
+        await bench.until(lambda: bool(bench.of(FinishedTrajectory)))
+        assert parts == [request for request in bench.engine.asked if request.startswith("0.0.0/")]
+        await bench.order(go_on(0))
+
+    bench = await roll(during)
+    for sample in (0, 1):
+        assert_joined(bench, sample)
+
+
+async def test_what_is_held_at_the_end_of_the_orders_is_lost_and_the_stage_ends() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.steps(20)
+        await bench.order(hold(0))
+        await bench.until(lambda: bool(bench.held))
+        await bench.order(hold(1))  # this one ends while its abort is under way
+
+    bench = await roll(during)
+    assert {(o.id.sample, o.cancelled, o.reason) for o in bench.of(TrajectoryLost)} == {
+        (sample, True, "held when the orders ended") for sample in (0, 1)
+    }
+
+
+async def test_a_trajectory_may_be_held_or_cancelled_as_soon_as_it_is_launched() -> None:
+    bench = Bench(RecordingEngine())
+    await bench.engine.start()
+    async with anyio.create_task_group() as group:
+        await bench.order(launch(0), hold(0), launch(1), cancel(1))
+        group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
+        group.start_soon(bench.collect)
+        await bench.until(lambda: bool(bench.held) and bool(bench.of(TrajectoryLost)))
+        assert bench.engine.load().running == 0
+        await bench.order(go_on(0))
+        await bench.give.aclose()
+    assert_joined(bench, 0)
+
+
+async def test_what_is_submitted_to_held_engines_keeps_none_busy() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.engine.pause(PauseMode.KEEP, clear_cache=False)
+        bench.stage.stand_still(True)
+        before = bench.stage.statistics().busy_seconds
+        await anyio.sleep(0.01)
+        assert bench.stage.statistics().busy_seconds == before
+        bench.stage.stand_still(False)
+        await anyio.sleep(0.01)
+        assert bench.stage.statistics().busy_seconds > before
+        await bench.engine.resume()
+
+    await roll(during)
+
+
+class RefusingEngine(RecordingEngine):
+    """Refuses every part but the first."""
+
+    async def generate(self, request: Generate) -> Completion:
+        if request.prefix_length:
+            raise RequestRefused("planted")
+        return await super().generate(request)
+
+
+async def test_a_part_that_is_refused_tells_the_tokens_that_it_had() -> None:
+    bench = Bench(RefusingEngine())
+    await bench.engine.start()
+    async with anyio.create_task_group() as group:
+        group.start_soon(bench.stage.run, bench.orders, bench.outcomes)
+        group.start_soon(bench.collect)
+        await bench.order(launch(0))
+        await bench.steps(20)
+        await bench.order(hold(0), go_on(0))
+        await bench.give.aclose()
+    [lost] = bench.of(TrajectoryLost)
+    assert (lost.cancelled, lost.reason, lost.tokens) == (False, "planted", bench.held[0])
+
+
+Step = tuple[str, int]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    script=st.lists(
+        st.tuples(st.sampled_from(["hold", "go_on", "cancel", "abort", "push", "sample"]), st.integers(0, 3)),
+        max_size=25,
+    ),
+    seed=st.integers(0, 3),
+)
+async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: list[Step], seed: int) -> None:
+    held_orders: Counter[int] = Counter()
+
+    async def during(bench: Bench) -> None:
+        version = 0
+        for word, sample in script:
+            match word:
+                case "hold":
+                    held_orders[sample] += 1
+                    await bench.order(hold(sample))
+                case "go_on":
+                    await bench.order(go_on(sample))
+                case "cancel":
+                    await bench.order(cancel(sample))
+                case "abort":
+                    await bench.engine.pause(PauseMode.ABORT, clear_cache=True)
+                    await bench.engine.resume()
+                case "push":
+                    version += 1
+                    await bench.engine.push(version)
+                case "sample":
+                    for _ in range(5 * sample + seed):
+                        await anyio.lowlevel.checkpoint()
+
+    bench = await roll(during, LengthMixture(median=60, sigma=0.5), 4)
+    cancelled = {o.id.sample for o in bench.of(TrajectoryLost)}
+    assert all(o.cancelled for o in bench.of(TrajectoryLost))
+    for sample in set(range(4)) - cancelled:
+        assert assert_joined(bench, sample).trajectory.finish_reason is not FinishReason.ABORT
+    answers = Counter(o.id.sample for o in bench.of(TrajectoryHeld))
+    assert all(answers[sample] <= held_orders[sample] for sample in range(4))
