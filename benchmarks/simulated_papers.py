@@ -195,7 +195,7 @@ def sorted_reports(capacity: int, cohort: int, cohorts: int = 2) -> dict[str, Si
     }
 
 
-def sorted_rounds(say: Callable[[str], None], capacity: int = 288, cohort: int = 48) -> None:
+def sorted_rounds(say: Callable[[str], None], capacity: int = 320, cohort: int = 48) -> None:
     """The bubble ratio of the rollout (refs/sortedrl.md 1.8: 74 %, 5.81 %, 3.37 %)."""
     for name, report in sorted_reports(capacity, cohort, cohorts=1).items():
         say(

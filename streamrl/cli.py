@@ -152,7 +152,7 @@ def _add_what_if(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="mean trained length over the unbiased one, at least (default 0.9)",
     )
     what_if.add_argument(
-        "--steps", type=int, default=60, metavar="N", help="steps that count, a candidate (default 60)"
+        "--steps", type=int, default=90, metavar="N", help="steps that count, a candidate (default 90)"
     )
     what_if.add_argument("--warm-up", type=int, default=10, metavar="N", help="steps before them (default 10)")
     what_if.add_argument("--seed", type=int, default=0, help="of lengths and rewards")

@@ -23,6 +23,9 @@ from streamrl.simulate.recording import TRACE_FILE, load_recording
 from streamrl.simulate.what_if import Advice, Budget, Search, Tried, World, recipe_fragment
 
 DEFAULT_CLUSTER = "demo"
+STEPS = 90
+"""Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
+
 SHOWN = 6
 PLAIN_PROGRESS_S = 10.0
 
@@ -35,7 +38,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = ""
     max_staleness: int | None = None
     min_length_share: float = 0.9
-    steps: int = 60
+    steps: int = STEPS
     warm_up: int = 10
     seed: int = 0
     as_json: bool = False

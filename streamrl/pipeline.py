@@ -58,7 +58,7 @@ from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
 from streamrl.control.settings import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
+from streamrl.control.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
@@ -66,6 +66,7 @@ from streamrl.learning.durable_files import surviving
 from streamrl.messages import (
     EngineEvent,
     EngineOrder,
+    EngineReady,
     EvaluationFinished,
     RewardOrder,
     RewardResult,
@@ -132,7 +133,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 )
             )
             version = greetings[0].policy_version
-            parts = _Parts(tokenizer, pool, engines, trainer, ready.max_running, ready.max_context, emit)
+            parts = _Parts(tokenizer, pool, engines, trainer, ready, greetings[0].parameters, emit)
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
             await pool.aclose()
@@ -145,8 +146,8 @@ class _Parts(msgspec.Struct, frozen=True):
     pool: EnginePool
     engines: list[RemoteEngine]
     trainer: TrainerRanks
-    max_running: int
-    max_context: int
+    ready: EngineReady
+    parameters: int
     emit: Emit
 
 
@@ -182,13 +183,23 @@ async def _run_stages(
         parts.trainer.publish_anchor,
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
+        on_hold=rollout.stand_still,
     )
     keeper = CheckpointKeeper(parts.trainer, run_directory / "checkpoints", recipe.checkpoint, forget=_remove_directory)
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     engines = {f"engine-{index}": engine for index, engine in enumerate(parts.engines)}
     audit = WeightAudit(engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
-    capacity = min(parts.max_running, recipe.rollout.batch_trajectories)
-    trace = TrajectoryTrace(run_directory / "trace.jsonl", _trace_header(recipe, run_directory.name, parts, capacity))
+    capacity = min(parts.ready.max_running, recipe.rollout.batch_trajectories)
+    header = trace_header(
+        recipe,
+        run_id=run_directory.name,
+        started_at=time.time(),
+        max_context=parts.ready.max_context,
+        capacity=capacity,
+        kv_tokens=parts.ready.kv_tokens,
+        parameters=parts.parameters,
+    )
+    trace = TrajectoryTrace(run_directory / "trace.jsonl", header)
     report = RunReport(parts.emit, rollout.statistics, capacity, engines=len(parts.engines), trace=trace)
     controller = Controller(
         settings,
@@ -309,25 +320,6 @@ def control_settings(recipe: Recipe) -> ControlSettings:
     )
 
 
-def _trace_header(recipe: Recipe, run_id: str, parts: _Parts, capacity: int) -> TraceHeader:
-    return TraceHeader(
-        schema=TRACE_SCHEMA,
-        run_id=run_id,
-        started_at=time.time(),
-        seed=recipe.run.seed,
-        max_tokens=recipe.sampling.max_tokens,
-        max_context=parts.max_context,
-        temperature=recipe.sampling.temperature,
-        prompts_per_batch=recipe.rollout.prompts_per_batch,
-        group_size=recipe.rollout.group_size,
-        rounds=str(recipe.rollout.rounds),
-        max_staleness=recipe.rollout.max_staleness,
-        engines=len(parts.engines),
-        capacity=capacity,
-        ranks=recipe.training.ranks,
-    )
-
-
 async def _held_out(recipe: Recipe, parts: _Parts) -> HeldOut:
     """All held-out prompts, in file order; of an iterator at most ``MOST_HELD_OUT``."""
     evaluation = recipe.evaluation
@@ -342,7 +334,7 @@ async def _held_out(recipe: Recipe, parts: _Parts) -> HeldOut:
         prompts=prompts,
         samples=evaluation.samples,
         temperature=evaluation.temperature,
-        in_flight=parts.max_running,
+        in_flight=parts.ready.max_running,
     )
 
 

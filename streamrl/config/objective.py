@@ -137,9 +137,10 @@ class Objective(Section, frozen=True):
 class Proximal(StrEnum):
     """The policy that r is taken against, for tokens that an older version sampled.
 
-    ``behavior``: the version that sampled the token (plain PPO). ``decoupled``: the trainer's own policy before this
-    step, so that r starts at 1 and staleness is left to the correction (AReaL, arXiv 2505.24298). ``interpolated``:
-    between the two in log space, nearer to the trainer's the staler the token (A-3PO, arXiv 2512.06547).
+    ``behavior``: the version that sampled the token. ``decoupled``: the trainer's own policy before this step, so that
+    r starts at 1 and staleness is left to the correction (AReaL, arXiv 2505.24298); with one update a batch nothing is
+    clipped then, and delayed steps overshoot (docs/log.md). ``interpolated``, the default: between the two in log
+    space, nearer to the trainer's the staler the token (A-3PO, arXiv 2512.06547), so that the clip still holds.
     """
 
     BEHAVIOR = "behavior"
@@ -166,7 +167,7 @@ class OffPolicy(Section, frozen=True):
     ``alarm``: mean absolute logprob difference of engine and trainer on such tokens that raises an alarm; 0: never.
     """
 
-    proximal: Proximal = Proximal.DECOUPLED
+    proximal: Proximal = Proximal.INTERPOLATED
     truncate: RatioLevel = RatioLevel.TOKEN
     cap: PositiveFloat = 2.0
     mask: RatioLevel = RatioLevel.NONE

@@ -15,6 +15,7 @@ from streamrl.config.scheduling import (
     LengthSorted,
     Losers,
     RoundKind,
+    SizingKind,
     StalePolicy,
     TailBatching,
 )
@@ -136,6 +137,20 @@ def races(recipe: Recipe) -> Broken:
             "tail_batching.domains",
             "needs domain_column and domains: name the column of the prompts and the share of each of its values",
         )
+    yield from _domains_have_seats(recipe)
+
+
+def _domains_have_seats(recipe: Recipe) -> Broken:
+    """A share that comes to less than one group would never be trained."""
+    domains, sizing = recipe.tail_batching.domains, recipe.group_sizing
+    largest = recipe.rollout.group_size if sizing.kind is SizingKind.FIXED else max(sizing.sizes)
+    groups = recipe.rollout.batch_trajectories // largest
+    for name, share in domains.items():
+        if share / sum(domains.values()) * groups < 1:
+            yield (
+                f"tail_batching.domains.{name}",
+                f"{share:g} is less than one of the {groups} groups of a batch: raise it, or rollout.prompts_per_batch",
+            )
 
 
 def cohorts(recipe: Recipe) -> Broken:

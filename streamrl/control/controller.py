@@ -240,7 +240,8 @@ class Controller:
 
     async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder]) -> None:
         prompt = self._shelf[action.ids[0].prompt_id]
-        self._report.launched(action, self.state.round_kind, len(prompt.token_ids))
+        group = self.state.buffer.groups[action.group_id]
+        self._report.launched(action, group.round_kind, len(prompt.token_ids))
         for trajectory in action.ids:
             # Of the noise and not of the group: a loser that is replayed draws what it drew before.
             seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)

@@ -16,7 +16,8 @@ from streamrl.control.length_prediction import FadingMean
 
 _KEPT_PER_MEASUREMENT = 0.998  # a few hundred measurements, which is some dozens of rounds
 _KEPT_PER_ROUND = 0.97
-_RIDGE = 1e-3
+_RIDGE = 1e-3  # of the lines through rounds, whose loads may differ by a few percent only
+_STEP_RIDGE = 1e-6  # of decode steps, which are measured at every load of a round
 _FEWEST_MEASUREMENTS = 8
 
 
@@ -43,11 +44,11 @@ class FadingLine(msgspec.Struct, array_like=True):
         self.xy = self.xy * kept + x * y
         self.count += 1
 
-    def fit(self) -> tuple[float, float]:
+    def fit(self, ridge: float = _RIDGE) -> tuple[float, float]:
         """Intercept and slope; a slope below 0 is taken to be 0."""
         if self.weight == 0:
             return 0.0, 0.0
-        ridge = _RIDGE * self.weight
+        ridge *= self.weight
         ww, xx = self.weight + ridge, self.xx + ridge
         slope = (ww * self.xy - self.x * self.y) / (ww * xx - self.x * self.x)
         if slope <= 0:
@@ -91,12 +92,12 @@ class EngineCost:
     @property
     def step_s(self) -> float:
         """a: seconds of a decode step without load."""
-        return max(self._step.fit()[0], 0.0)
+        return max(self._step.fit(_STEP_RIDGE)[0], 0.0)
 
     @property
     def request_s(self) -> float:
         """c: seconds that one more running request adds to a decode step."""
-        return self._step.fit()[1]
+        return self._step.fit(_STEP_RIDGE)[1]
 
     def observe_engines(self, seen: EnginesMeasured) -> None:
         """A measurement without running requests or without a step time says nothing."""

@@ -47,7 +47,8 @@ class Launching:
         batch = self._next_batch() if ahead else state.batch
         held = sum(1 for _ in buffer.held()) if not state.policy.on_policy else 0
         due = buffer.versions()
-        size = state.sizer.size
+        # One size a round: a refill of another size would not fit the seats.
+        size = batch.group_size or state.sizer.size
         return RoundView(
             trainer_version=state.trainer_version + ahead,
             live_version=state.live_version + ahead,
@@ -61,7 +62,10 @@ class Launching:
             untrained=len(buffer.untrained) - held,
             untrained_trajectories=sum(count for _, count in due),
             held=held,
-            queued=supply.queue.usable(max(batch.seats // size, 1)),
+            queued=supply.queued(
+                self._round_groups if batch.round_kind else max(batch.seats // size, 1),
+                round_open=bool(batch.round_kind),
+            ),
             exhausted=supply.exhausted and not len(supply.waiting),
             free_slots=state.slots.free,
             steps_left=settings.steps - state.trainer_version - (int(state.batch.closed)),
@@ -97,7 +101,10 @@ class Launching:
         wanted = min(plan.groups, state.slots.free // plan.size)
         launched = 0
         while launched < wanted:
-            ticket = state.supply.take(plan, max(self._round_groups, plan.groups))
+            opens = not self._open_batch().round_kind
+            if opens:
+                state.supply.round_opens()
+            ticket = state.supply.take(plan, max(plan.groups, 0 if opens else self._round_groups))
             if ticket is None:
                 break
             self._open_round(plan, actions)
@@ -140,13 +147,13 @@ class Launching:
         if self._in_advance and not self._holding:
             self._holding = True
             actions.append(do.HoldEngines(policy_version=state.trainer_version + 1))
-        batch = self._next_batch() if self._in_advance else state.batch
+        batch = self._open_batch()
         if batch.round_kind:
             return
         batch.round_kind = plan.round_kind
         batch.target = plan.target or batch.target
+        batch.group_size = state.sizer.size
         self._round_groups = plan.groups
-        state.supply.round_opens()
 
     def _resume(self, plan: Launch, actions: list[ControlAction]) -> None:
         state = self._state
@@ -163,6 +170,9 @@ class Launching:
     def _ask(self, count: int, actions: list[ControlAction]) -> None:
         self._state.supply.asked = count
         actions.append(do.DrawPrompts(count=count))
+
+    def _open_batch(self) -> OpenBatch:
+        return self._next_batch() if self._in_advance else self._state.batch
 
     def _next_batch(self) -> OpenBatch:
         if self._next is None:

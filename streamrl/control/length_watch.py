@@ -12,7 +12,8 @@ from streamrl.types import FinishReason
 
 class LengthWatch:
     """Tells each of them what ended, before any filter: what is measured on trained groups alone would miss those that
-    all fail or all succeed. ``rank_quality``: of the predicted lengths, as of the last step."""
+    all fail or all succeed. ``rank_quality``: of the predicted lengths, as of the last step;
+    ``sizing_figures``: metrics of the group sizing then."""
 
     def __init__(self, policy: RoundPolicy, sizer: GroupSizer, predictor: PromptLengthPredictor | None) -> None:
         self._policy = policy
@@ -20,6 +21,7 @@ class LengthWatch:
         self._predictor = predictor
         self._complete: list[GroupLengths] = []
         self.rank_quality = 0.0
+        self.sizing_figures: dict[str, float] = {}
 
     def complete(self, group: Group) -> None:
         """Every member of ``group`` ended."""
@@ -45,6 +47,7 @@ class LengthWatch:
             self.rank_quality = self._predictor.rank_quality()
         before = self._sizer.size
         decision = self._sizer.observe(self._complete)
+        self.sizing_figures = decision.figures
         self._complete = []
         if decision.size == before:
             return None

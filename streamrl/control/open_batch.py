@@ -11,17 +11,20 @@ from streamrl.buffers.rollout_buffer import Group
 
 class OpenBatch(msgspec.Struct, kw_only=True):
     """``target``: trajectories that fill it, ``seats_taken``: how many of them are taken (a group whose members failed
-    takes the seats of a whole one); ``domains``: groups by domain. ``settled``: what is not in it was dealt with;
-    ``closed``: the trainer was told to step."""
+    takes the seats of a whole one); ``domains``: groups by domain. ``round_kind`` and ``group_size``: empty and 0 until
+    the round's first launch; ``shown_kind``: what people are told, also where groups that were launched before fill the
+    batch. ``settled``: what is not in it was dealt with; ``closed``: the trainer was told to step."""
 
     batch_id: int
     target: int
     round_kind: str = ""
+    group_size: int = 0
     groups: int = 0
     samples: int = 0
     tokens: int = 0
     seats_taken: int = 0
     domains: Counter[str] = msgspec.field(default_factory=Counter)
+    shown_kind: str = ""
     settled: bool = False
     closed: bool = False
 
@@ -32,6 +35,7 @@ class OpenBatch(msgspec.Struct, kw_only=True):
 
     def take(self, group: Group) -> None:
         """``group`` joins."""
+        self.shown_kind = self.shown_kind or self.round_kind or group.round_kind
         self.groups += 1
         self.samples += len(group.members)
         self.tokens += group.tokens

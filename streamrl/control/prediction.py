@@ -175,6 +175,8 @@ def _binomial_tail(least: int, count: int, chance: float) -> float:
         return 1.0
     if chance <= 0 or least > count:
         return 0.0
+    if least < count * chance:  # sum the side that falls from its first term: no term that counts underflows
+        return 1.0 - _binomial_tail(count - least + 1, count, 1 - chance)
     log_term = (
         math.lgamma(count + 1)
         - math.lgamma(least + 1)

@@ -57,14 +57,22 @@ class PromptQueue:
         if len(self._tickets) == 1:
             return len(self)
         quotas = self._domains.quota(groups)
-        if any(len(tickets) > OVERFULL * max(quotas[name], 1) for name, tickets in self._tickets.items()):
+        if any(0 < OVERFULL * quotas[name] < len(tickets) for name, tickets in self._tickets.items()):
             return min(len(self), groups)
         return sum(min(len(tickets), quotas[name]) for name, tickets in self._tickets.items())
 
-    def take(self, launched: Mapping[str, int], quotas: Mapping[str, int]) -> PromptTicket | None:
+    def left(self, launched: Mapping[str, int], quotas: Mapping[str, int]) -> int:
+        """How many prompts an open round could still take and keep the shares."""
+        if len(self._tickets) == 1:
+            return len(self)
+        return sum(
+            min(len(tickets), max(quotas[name] - launched.get(name, 0), 0)) for name, tickets in self._tickets.items()
+        )
+
+    def take(self, launched: Mapping[str, int], quotas: Mapping[str, int] | None) -> PromptTicket | None:
         """The next prompt of a domain of which fewer than its quota were launched; None when there is none such."""
         for name, tickets in self._tickets.items():
-            if tickets and (len(self._tickets) == 1 or launched.get(name, 0) < quotas[name]):
+            if tickets and (quotas is None or len(self._tickets) == 1 or launched.get(name, 0) < quotas[name]):
                 return tickets.popleft()
         return None
 

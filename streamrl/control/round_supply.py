@@ -99,11 +99,17 @@ class RoundSupply:
         if launch.source is Source.QUEUE:
             self._sort()
             source = self.queue
-        quotas = self._domains.quota(groups_in_round)
+        quotas = None if self.exhausted else self._domains.quota(groups_in_round)
         ticket = source.take(self._launched, quotas)
         if ticket is not None:
             self._launched[ticket.domain] += 1
         return ticket
+
+    def queued(self, groups: int, *, round_open: bool) -> int:
+        """Prompts of the queue that a round of ``groups`` could take now; all once the source can give no others."""
+        if self.exhausted or len(self._domains.shares) == 1:
+            return len(self.queue)
+        return self.queue.left(self._launched, self._domains.quota(groups)) if round_open else self.queue.usable(groups)
 
     def gives_back(self, group: Group) -> None:
         """A group was dropped for good: its domain may be launched once more in this round."""
@@ -111,7 +117,7 @@ class RoundSupply:
 
     def domain_has_seat(self, group: Group, joined: Counter[str], groups: int) -> bool:
         """Whether a batch of ``groups``, of which ``joined`` are in it by domain, takes another one of its domain."""
-        if len(self._domains.shares) == 1:
+        if len(self._domains.shares) == 1 or self.exhausted:
             return True
         domain = group.ticket.domain
         return joined[domain] < self._domains.quota(groups)[domain]

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
+from streamrl.config.scheduling import SizingKind
 from streamrl.control.actions import Explain, LaunchGroup
 from streamrl.control.evaluation import Evaluation
 from streamrl.control.events import EnginesMeasured, RoundTimed
@@ -301,12 +302,14 @@ class RunReport:
 
     def _control_metrics(self, state: ControlState) -> dict[str, float]:
         accounting = state.accounting()
+        sizing = state.lengths.sizing_figures if state.settings.group_sizing.kind is not SizingKind.FIXED else {}
         return {
             "async/inflight": float(accounting.in_flight),
             "async/queue_depth": float(len(state.buffer.ready)),
             "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
             **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
             **{name: float(count) for name, count in self._failures.items()},
+            **sizing,
         }
 
     def _trace_step(self, trained: _Trained, push: PushReport, seconds: float, sampled: int) -> None:

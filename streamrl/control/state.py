@@ -86,7 +86,7 @@ class ControlState:
     @property
     def round_kind(self) -> str:
         """Of the round that the open batch belongs to."""
-        return self.batch.round_kind or str(self.settings.rounds)
+        return self.batch.shown_kind or self.batch.round_kind or str(self.settings.rounds)
 
     # ---- what happened ---------------------------------------------------------------------------
 

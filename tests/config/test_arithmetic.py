@@ -165,12 +165,18 @@ def test_every_algorithm_is_shown_with_what_it_resolves_to(algorithm: Algorithm)
         (
             OffPolicy(),
             (
-                "a stale token is clipped against the trainer's policy before the step, and weighted by w of the "
-                "token, at most 2"
+                "a stale token is clipped against a policy between the trainer's and the one that sampled it, by its "
+                "staleness, and weighted by w of the token, at most 2"
             ),
         ),
         (
-            OffPolicy(truncate=RatioLevel.SEQUENCE, cap=3, mask=RatioLevel.GEOMETRIC, correct_mismatch=True),
+            OffPolicy(
+                proximal=Proximal.DECOUPLED,
+                truncate=RatioLevel.SEQUENCE,
+                cap=3,
+                mask=RatioLevel.GEOMETRIC,
+                correct_mismatch=True,
+            ),
             (
                 "every token is clipped against the trainer's policy before the step, and weighted by w of its whole "
                 "sequence, at most 3 and left out where w of its sequence (geometric mean) is outside [0.5, 2]"

@@ -39,21 +39,23 @@ def main() -> None:
     trained: Counter[tuple[str, str]] = Counter()
     ends: Counter[str] = Counter()
     seed, began = options.seed, time.monotonic()
-    while sum(events.values()) < options.steps:
+    try:
+        while sum(events.values()) < options.steps:
+            for name, sizing in chosen:
+                try:
+                    world = random_run(Random(seed), name, sizing)
+                except Exception as error:
+                    error.add_note(f'again: {sys.argv[0]} --only "{name}" --sizing {sizing} --seed {seed} --steps 1')
+                    raise
+                events[name, sizing] += len(world.log)
+                trained[name, sizing] += sum(world.trained.values())
+                ends["stopped by the trip-wire" if world.finished is None else world.finished.partition(":")[0]] += 1
+            seed += 1
+    finally:
         for name, sizing in chosen:
-            try:
-                world = random_run(Random(seed), name, sizing)
-            except Exception as error:
-                error.add_note(f'again: {sys.argv[0]} --only "{name}" --sizing {sizing} --seed {seed} --steps 1')
-                raise
-            events[name, sizing] += len(world.log)
-            trained[name, sizing] += sum(world.trained.values())
-            ends["stopped by the trip-wire" if world.finished is None else world.finished.partition(":")[0]] += 1
-        seed += 1
-    for name, sizing in chosen:
-        print(f"{name:28s} {sizing:8s} {events[name, sizing]:9d} events {trained[name, sizing]:9d} trained")
-    seconds = time.monotonic() - began
-    print(f"{sum(events.values())} events of {sum(ends.values())} runs in {seconds:.0f} s; ends: {dict(ends)}")
+            print(f"{name:28s} {sizing:8s} {events[name, sizing]:9d} events {trained[name, sizing]:9d} trained")
+        seconds = time.monotonic() - began
+        print(f"{sum(events.values())} events of {sum(ends.values())} runs in {seconds:.0f} s; ends: {dict(ends)}")
 
 
 if __name__ == "__main__":

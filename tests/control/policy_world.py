@@ -170,7 +170,7 @@ class PolicyWorld(World):
             self.domain_of = {f"p{number}": domain_of(number) for number in range(kept.drawn)}
             self.attempts = {prompt: list(launches) for prompt, launches in resumed_from.attempts.items()}
             self.over = set(resumed_from.over)
-            self.drawn_again = {ticket.prompt_id for ticket in kept.waiting}
+            self.drawn_again = {ticket.prompt_id for ticket in (*kept.queued, *kept.waiting) if ticket.noise < 0}
 
     def begin(self) -> None:
         if self.resumed_from is None:
@@ -194,6 +194,13 @@ class PolicyWorld(World):
         self.answers.extend(actions)
         for action in actions:
             self.obey(action)
+        if any(isinstance(action, do.WriteCheckpoint) for action in actions):
+            self.written = Checkpoint(
+                version=self.trainer_version,
+                control=msgspec.convert(msgspec.to_builtins(take_snapshot(self.core)), ControlSnapshot),
+                attempts={prompt: list(launches) for prompt, launches in self.attempts.items()},
+                over=set(self.over),
+            )
 
     def obey(self, action: do.ControlAction) -> None:
         match action:
@@ -207,13 +214,6 @@ class PolicyWorld(World):
             case do.ForgetTrajectories():
                 self._ended(action.ids, action.reason)
         super().obey(action)
-        if isinstance(action, do.WriteCheckpoint):
-            self.written = Checkpoint(
-                version=action.policy_version,
-                control=msgspec.convert(msgspec.to_builtins(take_snapshot(self.core)), ControlSnapshot),
-                attempts={prompt: list(launches) for prompt, launches in self.attempts.items()},
-                over=set(self.over),
-            )
 
     def _launched(self, action: do.LaunchGroup) -> None:
         ids = action.ids

@@ -239,6 +239,18 @@ def test_what_is_not_explained_is_charged_to_requests() -> None:
     assert cost.seconds(more) == pytest.approx(0.1 + 0.8, rel=0.01)
 
 
+def test_a_chance_difference_between_like_rounds_is_not_believed() -> None:
+    """Sixty-five requests took a little less than sixty-four did: requests still cost what they cost together."""
+    cost = EngineCost()
+    for running in range(1, 65):
+        cost.observe_engines(measured(running, 1e-3))
+    for requests, rollout in ((64, 0.74), (65, 0.735)) * 5:
+        load = RoundLoad(longest=100, tokens=4000, requests=requests, trained_tokens=4000)
+        cost.observe_round(load, timed(rollout))
+    more = RoundLoad(longest=100, tokens=4000, requests=80, trained_tokens=4000)
+    assert cost.seconds(more) == pytest.approx(0.1 + 0.8, rel=0.05)
+
+
 def test_not_ready_without_measurements() -> None:
     cost = EngineCost()
     for _ in range(20):
@@ -371,6 +383,14 @@ def test_prediction_sorts_better_with_a_better_order() -> None:
     first = predict(packed, lengths, cost, shape, 0.5)
     assert first == predict(packed, lengths, cost, shape, 0.5)
     assert first.wait == 3
+
+
+def test_a_race_of_thousands_has_the_rounds_of_a_race_of_hundreds() -> None:
+    """Where a step costs the same for any load, only the order statistics count, and those have settled."""
+    lengths, cost = estimate_of(heavy()), cost_of(step_s=1.7e-3, request_s=0.0)
+    found = [predict(tail(1.25), lengths, cost, BatchShape(prompts=n, group_size=8)) for n in (256, 4096)]
+    assert found[1].seconds == pytest.approx(found[0].seconds, rel=0.05)
+    assert found[1].generated == pytest.approx(found[0].generated, rel=0.02)
 
 
 def test_larger_long_rounds_wait_longer_and_cost_less() -> None:

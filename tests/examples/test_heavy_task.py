@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
-import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -19,17 +18,10 @@ HEAVY = Path(__file__).parents[2] / "examples" / "heavy"
 
 
 @pytest.fixture
-def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """``examples/heavy/task.py``; another example's ``task`` comes back afterwards."""
+def task(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``examples/heavy/rolling_task.py``."""
     monkeypatch.syspath_prepend(str(HEAVY))
-    before = {name: sys.modules.pop(name, None) for name in ("task", "reward")}
-    import task
-
-    yield task
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    return importlib.import_module("rolling_task")
 
 
 def solved(task: ModuleType, prompt: str, rng: random.Random) -> str:
@@ -85,7 +77,7 @@ def test_what_the_rule_writes_is_right_for_every_row_and_no_letter_of_it_may_cha
 
 @pytest.mark.asyncio
 async def test_the_reward_needs_a_stop_of_its_own(task: ModuleType) -> None:
-    from reward import right_row
+    from rolling_reward import right_row
 
     assert await right_row(RIGHT, prompt="3b:418", finish_reason="stop", prompt_id="7") == 1.0
     assert await right_row(RIGHT, prompt="3b:418", finish_reason="length") == 0.0

@@ -362,6 +362,7 @@ async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial:
         await supervisor.stop_engine("engine-0")
         assert not lives(one.pid("engine-0")) and not lives(grandchild), "with what it had started"
         assert lives(one.pid("trainer-0"))
+        (one.directory / "behaviour" / "engine-0").write_text("serve")
         supervisor.start_engine("engine-0")
         await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
         await supervisor.stop_engine("engine-0")  # and once more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from streamrl.control.settings import ControlSettings
 from streamrl.errors import StreamRLError
 from streamrl.simulate.cluster import DEMO, HEAVY, Engines
 from streamrl.simulate.lengths import ModelledLengths
+from streamrl.simulate.routing import LeastLoaded
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
 from streamrl.simulate.timeline import Timeline
@@ -131,6 +133,18 @@ def test_presubmission_hides_the_arrivals() -> None:
     assert gain[0.3] == pytest.approx(1.40 / 1.07, rel=0.1)
 
 
+def test_nothing_runs_in_held_engines_before_its_weights_are_live() -> None:
+    """How long a push by itself pauses the engines does not matter where control holds them anyway."""
+    rollouts = [
+        simulate(
+            control_settings(presubmit=True), with_part(TINY, "push", seconds=0.2, pause_s=pause_s), 6, warm_up=1
+        ).recent
+        for pause_s in (0.0, 0.2)
+    ]
+    assert [row.rollout_s for row in rollouts[0]] == pytest.approx([row.rollout_s for row in rollouts[1]])
+    assert all(row.step_bubble > 0.2 for row in rollouts[0])
+
+
 def test_streaming_hides_training_and_shared_cores_slow_the_rollout() -> None:
     slow = with_part(TINY, "trainer", token_s=2e-4)
     at_close, beside, shared = (
@@ -163,6 +177,22 @@ def test_requests_spread_over_many_engines() -> None:
     simulation.run()
     generated = [engine.generated for engine in simulation.rollout.engines]
     assert min(generated) > 0.5 * sum(generated) / 16
+
+
+def test_the_least_loaded_engine_is_chosen_whatever_ended_before() -> None:
+    source = random.Random(1)
+    routes, load = LeastLoaded(5), [0] * 5
+    for group in range(400):
+        if sum(load) > 30 and source.random() < 0.6:
+            busy = source.choice([engine for engine in range(5) if load[engine]])
+            routes.leave(busy)
+            load[busy] -= 1
+        else:
+            chosen = routes.enter(group)
+            assert load[chosen] == min(load), "a group without siblings goes to the least loaded engine"
+            load[chosen] += 1
+    siblings = [routes.enter(1000) for _ in range(4)]
+    assert len(set(siblings)) == 1, "siblings share an engine, and with it the prompt"
 
 
 @pytest.mark.parametrize("name", ["short and long", "continuous"])

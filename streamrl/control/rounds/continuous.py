@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from streamrl.buffers.slots import may_take
 from streamrl.config.scheduling import StalePolicy
 from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
@@ -20,7 +22,7 @@ class ContinuousRounds(StatelessRounds):
     def launch(self, view: RoundView) -> Launch | None:
         # What is launched beyond the last batch would be thrown away.
         needed = view.seats + (view.steps_left - 1) * view.batch_trajectories - view.untrained_trajectories
-        groups = min(view.free_slots, needed) // view.group_size
+        groups = min(view.free_slots // view.group_size, math.ceil(needed / view.group_size))
         if groups <= 0:
             return None
         return Launch(groups=groups, source=Source.FRESH, size=view.group_size, round_kind="continuous")

@@ -69,10 +69,10 @@ class TailBatching(StatelessRounds):
 
     def _go_on(self, view: RoundView) -> Launch | None:
         """Groups that were dropped are refilled, so that the round can fill its batch."""
-        missing = view.seats // view.group_size - view.untrained
+        missing = math.ceil(view.seats / view.group_size) - view.untrained
         if view.round_kind == SHORT and not self._options.cohort_batches and not view.exhausted:
             racing = math.ceil(self._options.eta_prompts * (view.target // view.group_size))
-            wanted = racing - view.joined - view.untrained
+            wanted = max(racing - view.joined - view.untrained, missing)
             return self._race(view, wanted, Source.FRESH) if wanted > 0 else None
         if missing <= 0:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from task import is_right
+from rolling_task import is_right
 
 
 async def right_row(completion: str, *, prompt: str, finish_reason: str, **_columns: object) -> float:

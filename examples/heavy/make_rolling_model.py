@@ -4,8 +4,8 @@ They come from a careless teacher: it counts well and stops in time, but instead
 write any. The policy imitates that, and a third of its completions are right; reinforcement learning has to find out
 that care pays. Equal seeds give equal weights (one thread).
 
-    python make_model.py --out model            # what is shipped in ./model, 1 to 2 minutes
-    python make_model.py --out other --seed 1
+    python make_rolling_model.py --out model            # what is shipped in ./model, 1 to 2 minutes
+    python make_rolling_model.py --out other --seed 1
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from task import DIGITS, LETTERS, held_out_prompts, lettered, random_prompts
+from rolling_task import DIGITS, LETTERS, held_out_prompts, lettered, random_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
