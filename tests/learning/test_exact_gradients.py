@@ -27,6 +27,7 @@ from streamrl.config.objective import (  # noqa: E402
     LossNormalization,
     Objective,
     OffPolicy,
+    Proximal,
     Surrogate,
 )
 from streamrl.learning import trainer as trainer_module  # noqa: E402
@@ -35,7 +36,8 @@ from streamrl.types import TrainingGroup, TrainingSample  # noqa: E402
 pytestmark = pytest.mark.torch
 StartTrainer = Callable[..., Any]
 SIZES = [4, 3, 1, 5, 2]
-OFF_POLICY = OffPolicy(cap=1.5)
+OFF_POLICY = OffPolicy(proximal=Proximal.DECOUPLED, cap=1.5)
+INTERPOLATED = OffPolicy(cap=1.5)
 LIMIT = 24
 CAPPED = 40
 
@@ -62,7 +64,10 @@ def varied_groups() -> list[TrainingGroup]:
 class Reference:
     """The loss of a whole batch as the papers write it."""
 
-    def __init__(self, path: str, settings: ObjectiveSettings, groups: list[TrainingGroup]) -> None:
+    def __init__(
+        self, path: str, settings: ObjectiveSettings, groups: list[TrainingGroup], off_policy: OffPolicy = OFF_POLICY
+    ) -> None:
+        self.off_policy = off_policy
         self.settings, self.groups = settings, groups
         self.model = reference_model(path).double()
         self.other = noisy_reference(path) if settings.has_reference else None
@@ -137,13 +142,21 @@ class Reference:
     def loss_of(self, sample: TrainingSample, advantages: Any) -> Any:
         s, logprobs, behavior = self.settings, reference_logprobs(self.model, sample), self.behavior(sample)
         stale = sample.oldest_version < 0
-        weight = (logprobs.detach() - behavior).exp().clamp(max=OFF_POLICY.cap) if stale else torch.ones_like(behavior)
-        ratio = (logprobs - logprobs.detach()).exp()
+        proximal = logprobs.detach()
+        if stale and self.off_policy.proximal is Proximal.INTERPOLATED:
+            proximal = behavior / -sample.oldest_version + (1 + 1 / sample.oldest_version) * proximal
+        weight = (proximal - behavior).exp().clamp(max=self.off_policy.cap) if stale else torch.ones_like(behavior)
+        ratio = (logprobs - proximal).exp()
         if s.surrogate is Surrogate.TOKEN_WEIGHT:
             loss = -advantages * logprobs
         else:  # at r = 1 no clip is active, and a sequence's ratio is the geometric mean of its tokens'
             ratio = ratio.log().mean().exp().expand(len(ratio)) if s.surrogate is Surrogate.SEQUENCE_CLIP else ratio
-            loss = -advantages * ratio
+            clipped = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+            loss = (
+                -torch.minimum(advantages * ratio, advantages * clipped)
+                if s.surrogate is Surrogate.TOKEN_CLIP
+                else -advantages * ratio
+            )
         if self.other is not None and s.kl_in is KlPlace.LOSS:
             apart = reference_logprobs(self.other, sample).detach() - logprobs
             loss = loss + s.kl_coefficient * (
@@ -188,11 +201,17 @@ def noisy_reference(path: str) -> Any:
     return model
 
 
-def started(start_trainer: StartTrainer, tiny_model: str, objective: Objective, **options: Any) -> Any:
+def started(
+    start_trainer: StartTrainer,
+    tiny_model: str,
+    objective: Objective,
+    off_policy: OffPolicy = OFF_POLICY,
+    **options: Any,
+) -> Any:
     settings = objective_settings(objective)
     trainer = start_trainer(
         objective=settings,
-        off_policy=OFF_POLICY,
+        off_policy=off_policy,
         max_tokens=CAPPED,
         max_grad_norm=1e9,
         streaming=not why_not_streaming(settings, 1),
@@ -231,6 +250,20 @@ def test_the_streamed_gradient_is_that_of_the_whole_batch(
         torch.nn.init.normal_(linear.weight, std=0.3, generator=torch.Generator().manual_seed(1))
         reference.head = (linear.weight.detach()[0].double(), linear.bias.detach().double())
     assert relative_error(stepped_gradient(trainer, groups), reference.gradient()) < 2e-5
+
+
+def test_the_default_correction_clips_stale_tokens_and_stays_exact(
+    start_trainer: StartTrainer, tiny_model: str
+) -> None:
+    groups = varied_groups()
+    trainer = started(start_trainer, tiny_model, Objective(), INTERPOLATED)
+    reference = Reference(tiny_model, objective_settings(Objective()), groups, INTERPOLATED)
+    gradient = stepped_gradient(trainer, groups)
+    assert relative_error(gradient, reference.gradient()) < 2e-5
+    unclipped = Reference(
+        tiny_model, objective_settings(Objective(clip_low=0.99, clip_high=99.0)), groups, INTERPOLATED
+    )
+    assert relative_error(gradient, unclipped.gradient()) > 1e-3, "nothing was clipped"
 
 
 def test_a_wrong_normaliser_is_seen(
