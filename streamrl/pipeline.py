@@ -189,18 +189,7 @@ async def _run_stages(
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     engines = {f"engine-{index}": engine for index, engine in enumerate(parts.engines)}
     audit = WeightAudit(engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
-    capacity = min(parts.ready.max_running, recipe.rollout.batch_trajectories)
-    header = trace_header(
-        recipe,
-        run_id=run_directory.name,
-        started_at=time.time(),
-        max_context=parts.ready.max_context,
-        capacity=capacity,
-        kv_tokens=parts.ready.kv_tokens,
-        parameters=parts.parameters,
-    )
-    trace = TrajectoryTrace(run_directory / "trace.jsonl", header)
-    report = RunReport(parts.emit, rollout.statistics, capacity, engines=len(parts.engines), trace=trace)
+    report = _run_report(recipe, run_directory, parts, rollout)
     controller = Controller(
         settings,
         prompts=prompts,
@@ -220,7 +209,7 @@ async def _run_stages(
         kept=kept,
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
-    window = 2 * recipe.max_in_flight + held_out.in_flight + 64
+    window = 2 * controller.state.slots.capacity + held_out.in_flight + 64
     orders_ends: Ends[RolloutOrder] = memory_stream(window)
     trajectories_ends: Ends[RolloutOutcome] = memory_stream(window)
     scored_ends: Ends[RewardOutcome] = memory_stream(window)
@@ -236,6 +225,22 @@ async def _run_stages(
         log.close()
         report.close()
         await prompts.aclose()
+
+
+def _run_report(recipe: Recipe, run_directory: Path, parts: _Parts, rollout: RolloutStage) -> RunReport:
+    """What the run tells observers and the trace. Whatever the rounds, engines are measured against one capacity."""
+    capacity = min(parts.ready.max_running, recipe.rollout.batch_trajectories)
+    header = trace_header(
+        recipe,
+        run_id=run_directory.name,
+        started_at=time.time(),
+        max_context=parts.ready.max_context,
+        capacity=capacity,
+        kv_tokens=parts.ready.kv_tokens,
+        parameters=parts.parameters,
+    )
+    trace = TrajectoryTrace(run_directory / "trace.jsonl", header)
+    return RunReport(parts.emit, rollout.statistics, capacity, engines=len(parts.engines), trace=trace)
 
 
 # ---- connecting ----------------------------------------------------------------------------------

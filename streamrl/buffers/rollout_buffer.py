@@ -12,7 +12,7 @@ At every instant ``issued == trained + sum(dropped.values()) + in_flight``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -137,6 +137,7 @@ class RolloutBuffer:
         self.wasted_tokens = 0
         self._batched: dict[int, list[Group]] = {}
         self._by_version: Counter[int] = Counter()
+        self._held: dict[int, Group] = {}
 
     def admit(
         self,
@@ -223,10 +224,12 @@ class RolloutBuffer:
     def hold(self, group: Group) -> None:
         """Its open members stop and keep their tokens."""
         group.held = True
+        self._held[group.group_id] = group
 
     def resume(self, group: Group) -> None:
         """The inverse of ``hold``."""
         group.held = False
+        self._held.pop(group.group_id, None)
 
     def batch(self, group_id: int, batch_id: int) -> Group:
         """Hand a ready group to training."""
@@ -262,9 +265,14 @@ class RolloutBuffer:
         """Trajectories that have not ended, counted from the groups themselves."""
         return sum(len(g.members) for g in (self.groups.values() if groups is None else groups))
 
-    def held(self) -> Iterator[Group]:
-        """Untrained groups that were stopped, oldest launch first."""
-        return (g for g in self.untrained.values() if g.held)
+    def held(self) -> list[Group]:
+        """Untrained groups that were stopped, in the order in which they were."""
+        return list(self._held.values())
+
+    @property
+    def held_groups(self) -> int:
+        """How many they are."""
+        return len(self._held)
 
     def accounting(self) -> Accounting:
         """Counts for the invariant; ``in_flight`` is counted independently of the other three."""
@@ -292,13 +300,14 @@ class RolloutBuffer:
 
     def _note_ready(self, group: Group) -> None:
         if group.open == 0:
-            group.held = False
+            self.resume(group)
             self.ready[group.group_id] = group
 
     def _forget_untrained(self, group: Group) -> None:
         if self.untrained.pop(group.group_id, None) is not None:
             self._count_version(group, -1)
         self.ready.pop(group.group_id, None)
+        self._held.pop(group.group_id, None)
 
     def _remove(self, group: Group) -> None:
         self._forget_untrained(group)

@@ -45,7 +45,7 @@ class Launching:
         settings, buffer, supply = state.settings, state.buffer, state.supply
         ahead = int(self._in_advance)
         batch = self._next_batch() if ahead else state.batch
-        held = sum(1 for _ in buffer.held()) if not state.policy.on_policy else 0
+        held = buffer.held_groups
         due = buffer.versions()
         # One size a round: a refill of another size would not fit the seats.
         size = batch.group_size or state.sizer.size
@@ -157,7 +157,7 @@ class Launching:
 
     def _resume(self, plan: Launch, actions: list[ControlAction]) -> None:
         state = self._state
-        chosen = [group for group, _ in zip(state.buffer.held(), range(plan.groups), strict=False)]
+        chosen = state.buffer.held()[: plan.groups]
         if not chosen:
             return
         self._open_round(plan, actions)

@@ -94,7 +94,8 @@ every = 5
 GOLDEN = [
     'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps',
     (
-        'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, tail_batching, length_sorted, group_sizing, '
+        'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '
+        "tail_batching, length_sorted, group_sizing, "
         "sampling, reward_limits, objective, off_policy, training, lora, engines, weights, evaluation, checkpoint, "
         "transport, metrics"
     ),
@@ -104,7 +105,10 @@ GOLDEN = [
     ),
     'demo.toml:13: rewards.0.weight: "a" is not allowed: must be a number',
     "demo.toml:16: rollout.group_size: 0 is not allowed: must be an integer > 0",
-    'demo.toml:17: rollout.rounds: "async" is not allowed: must be one of "synchronous", "tail_batching", "length_sorted", "continuous", "auto", "custom"',
+    (
+        'demo.toml:17: rollout.rounds: "async" is not allowed: must be one of "synchronous", "tail_batching", '
+        '"length_sorted", "continuous", "auto", "custom"'
+    ),
     "demo.toml:21: sampling.top_p: 1.5 is not allowed: must be a number > 0 and <= 1",
     "demo.toml:22: sampling.temperature: true is not allowed: must be a number > 0",
     "demo.toml:25: training.learning_rate: inf is not allowed: must be finite",

@@ -142,7 +142,7 @@ def test_off_policy_tokens_are_clipped(start_trainer: StartTrainer) -> None:
 
 def test_the_correction_replaces_the_clip(start_trainer: StartTrainer) -> None:
     groups = make_groups(0, SIZES, version=-1)
-    trainer = start_trainer(off_policy=OffPolicy(mask=RatioLevel.TOKEN))
+    trainer = start_trainer(off_policy=OffPolicy(proximal=Proximal.DECOUPLED, mask=RatioLevel.TOKEN))
     for group in groups:
         trainer.train_group(group)
     metrics = trainer.close_batch(close_of(groups, 1)).metrics
