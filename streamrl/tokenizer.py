@@ -108,6 +108,24 @@ class Tokenizer:
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
     """Read the tokenizer of a Hugging Face directory. Raises ``RecipeError`` naming the directory and the remedy."""
     directory = Path(model_path)
+    text, content = _read(directory)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise _unreadable(directory, error) from error
+    end, chat = _eos_token_ids(directory), _chat_format(directory)
+    return Tokenizer(backend, _digest(content, end, chat), end, chat)
+
+
+def tokenizer_digest(model_path: str | Path) -> str:
+    """``load_tokenizer(model_path).digest`` without making the tokenizer, for who compares and does not tokenize."""
+    directory = Path(model_path)
+    _, content = _read(directory)
+    return _digest(content, _eos_token_ids(directory), _chat_format(directory))
+
+
+def _read(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Text and content of ``tokenizer.json``."""
     if not directory.is_dir():
         raise RecipeError(
             [f"model directory {directory} does not exist: set model.path to a directory in Hugging Face format"]
@@ -118,18 +136,22 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
         raise RecipeError([f"model directory {directory} has no tokenizer.json: save the tokenizer there with {how}"])
     try:
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
-        backend = tokenizers.Tokenizer.from_str(text)
+        return text, json.loads(text)
     except Exception as error:
-        raise RecipeError(
-            [f"{path} cannot be read as a tokenizer ({error}): save it again from a good copy"]
-        ) from error
-    end, chat = _eos_token_ids(directory), _chat_format(directory)
+        raise _unreadable(directory, error) from error
+
+
+def _unreadable(directory: Path, error: Exception) -> RecipeError:
+    path = directory / "tokenizer.json"
+    return RecipeError([f"{path} cannot be read as a tokenizer ({error}): save it again from a good copy"])
+
+
+def _digest(content: dict[str, Any], end: tuple[int, ...], chat: ChatFormat) -> str:
     # transformers rewrites these two whenever a caller pads or truncates; they do not change what a token means.
     content["truncation"] = content["padding"] = None
     whole = [content, sorted(end), dict(chat.templates), dict(chat.named_tokens)]
     canonical = json.dumps(whole, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return Tokenizer(backend, hashlib.sha256(canonical.encode()).hexdigest(), end, chat)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def refuse_different_tokenizers(path: str, digests: Mapping[str, str]) -> None:

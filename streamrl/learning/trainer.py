@@ -52,7 +52,7 @@ from streamrl.learning.published_weights import global_norm, make_weights
 from streamrl.learning.scoring import score_samples
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.messages import AnchorPublished, CheckpointSaved, CloseBatch, SaveCheckpoint, StepReport, TrainerReady
-from streamrl.tokenizer import load_tokenizer
+from streamrl.tokenizer import tokenizer_digest
 from streamrl.types import TrainingGroup
 
 STREAMED_ROWS = 2
@@ -112,7 +112,7 @@ class TorchTrainer:
             policy_version=self._policy_version,
             parameters=self._weights.total_elements,
             state_hash=self._state_hash(),
-            tokenizer_digest=load_tokenizer(options.model_path).digest,
+            tokenizer_digest=tokenizer_digest(options.model_path),
         )
 
     def _load_models(self) -> None:
