@@ -368,6 +368,7 @@ class ControlState:
         reason = DropReason.CANCELLED if self.stopping is None else DropReason.DRAINED
         for group in [g for g in self.buffer.groups.values() if g.batch_id is None or not self.batch.closed]:
             self.drop_group(group, reason, actions)
+            self.supply.waiting.append(next_attempt(group, -1))  # for whoever resumes from the last checkpoint
         if not self.batch.closed:
             self.batch = OpenBatch(batch_id=self.batch.batch_id, target=self.settings.batch_trajectories)
         self._publish(actions)

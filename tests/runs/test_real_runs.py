@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.control.event_log import replay
+from streamrl.control.event_log import read_log, replay
+from streamrl.control.events import RunBegan
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]
@@ -164,14 +165,21 @@ def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
-    method = {"objective__algorithm": "ppo", "objective__kl_coefficient": 0.01}
+    method = {
+        "objective__algorithm": "ppo",
+        "objective__kl_coefficient": 0.01,
+        "rollout__rounds": "tail_batching",
+        "rollout__presubmit": True,
+    }
     first = Run(tmp_path / "first", run__steps=500, **method)
     first.wait_for_step(2)
     os.killpg(first.process.pid, signal.SIGINT)  # as a terminal sends it: to every process of the group
     output = first.end(within=60)
     assert first.process.returncode == 0, output
-    accounting = replay(first.files / "events.jsonl").accounting()
+    state = replay(first.files / "events.jsonl")
+    accounting = state.accounting()
     assert accounting.in_flight == 0 and accounting.balanced
+    assert accounting.dropped["lost_race"] >= 4, "each race of five prompts has a loser"
     done = len(first.metrics())
     held_out = {
         "evaluation__prompts": str(EXAMPLE.with_name("held_out.jsonl")),
@@ -190,6 +198,13 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     assert second.process.returncode == 0, output
     steps = second.metrics()
     assert [s["step"] for s in steps[:2]] == [done + 1, done + 2], output
+    _, events = read_log(second.files / "events.jsonl")
+    began = next(events).event
+    assert isinstance(began, RunBegan) and began.kept is not None
+    kept = began.kept
+    assert list(kept.queued) == list(state.supply.queue.tickets()), "who lost before the signal waits after the resume"
+    assert list(kept.waiting) == list(state.supply.waiting.tickets()) != [], "what was under way is sampled again"
+    assert max(s["async/staleness_oldest_max"] for s in first.metrics() + steps) == 0
     assert steps[0]["optim/value_loss"] > 0
     assert steps[0]["policy/reference_kl"] != 0, "the reference is version 0, not what was resumed"
     assert abs(steps[0]["policy/is_weight_mean"] - 1) < 1e-3, "the engines hold the weights of the checkpoint"
