@@ -15,11 +15,11 @@ from streamrl.config.topology import ProcessPlan
 from streamrl.processes.exit_reason import Death, read_reason, reason_path
 from streamrl.processes.guardian import Done, Session
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
-from streamrl.processes.sweep import RunTraces
+from streamrl.processes.sweep import RunTraces, seconds_after_boot
 
 
 class ChildProcess:
-    """A started process with its log. ``plan`` is None for the guardian; ``created`` in epoch seconds."""
+    """A started process with its log. ``plan`` is None for the guardian; ``created``: seconds after boot."""
 
     def __init__(
         self, name: str, plan: ProcessPlan | None, process: subprocess.Popen[bytes], log: Path, log_start: int
@@ -29,7 +29,7 @@ class ChildProcess:
         self.process = process
         self.log = log
         self.log_start = log_start
-        self.created = _creation_time(process.pid)
+        self.created = _created(process.pid)
         self._ended_s: float | None = None
 
     @property
@@ -113,8 +113,8 @@ def _start(
         return ChildProcess(name, plan, process, path, output.tell())
 
 
-def _creation_time(pid: int) -> float:
+def _created(pid: int) -> float:
     try:
-        return float(psutil.Process(pid).create_time())
+        return seconds_after_boot(psutil.Process(pid))
     except psutil.Error:  # it ended at once; nobody else can have its number before it is reaped
-        return time.time()
+        return time.time() - float(psutil.boot_time())

@@ -20,7 +20,7 @@ _POLL_S = 1.0
 
 
 class Session(msgspec.Struct, frozen=True, tag=True):
-    """A session of the run; ``created``: epoch seconds at which its leader was made."""
+    """A session of the run; ``created``: seconds after boot at which its leader was made."""
 
     sid: int
     created: float

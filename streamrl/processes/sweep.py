@@ -26,7 +26,7 @@ _POLL_S = 0.02
 class RunTraces(msgspec.Struct, kw_only=True):
     """What identifies the processes and files of one run.
 
-    ``sessions``: session id -> creation time of its leader (epoch seconds). ``marker``: value of
+    ``sessions``: session id -> creation time of its leader (seconds after boot). ``marker``: value of
     ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began. ``segments``: shared memory seen in use.
     """
 
@@ -38,8 +38,13 @@ class RunTraces(msgspec.Struct, kw_only=True):
 
 
 def members(traces: RunTraces) -> list[psutil.Process]:
-    """Living processes of the run; zombies are dead."""
-    ours = {sid for sid, created in traces.sessions.items() if not _reused(sid, created)}
+    """Living processes of the run; zombies are dead.
+
+    A process that is ending gives its environment back long before it is gone, and a marker is then no longer seen:
+    whoever waits for ends must remember whom it saw (``_remaining``).
+    """
+    sessions = dict(traces.sessions)  # at once: sweeps run in a thread, and sessions are added by the event loop's
+    ours = {sid for sid, created in sessions.items() if not _reused(sid, created)}
     found = []
     for pid in psutil.pids():
         try:
@@ -67,7 +72,8 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
     """
     deadline = time.monotonic() + deadline_s
     trackers_end = time.monotonic() + tracker_s
-    while (left := members(traces)) and time.monotonic() < deadline:
+    seen: set[psutil.Process] = set()
+    while (left := _remaining(traces, seen)) and time.monotonic() < deadline:
         others = [process for process in left if not is_resource_tracker(process)]
         if others:
             trackers_end = time.monotonic() + tracker_s
@@ -97,6 +103,14 @@ def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline
     return [process.pid for process in left]
 
 
+def seconds_after_boot(process: psutil.Process) -> float:
+    """When it was created. Not in epoch seconds: those of one and the same process change when the clock is set.
+
+    Raises ``psutil.Error`` when it is gone.
+    """
+    return float(process.create_time() - psutil.boot_time())
+
+
 def session_of(process: psutil.Process) -> int:
     """Its session id; -1 when it is gone."""
     try:
@@ -111,6 +125,19 @@ def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
         traces.segments |= _mapped_segments(process, traces.since)
 
 
+def _remaining(traces: RunTraces, seen: set[psutil.Process]) -> list[psutil.Process]:
+    """Living processes of the run, with those of ``seen`` (which is brought up to date) that have not ended yet."""
+    seen.update(members(traces))
+    for process in list(seen):
+        try:
+            ended = not process.is_running() or not _alive(process)
+        except psutil.Error:
+            ended = True
+        if ended:
+            seen.discard(process)
+    return list(seen)
+
+
 def _alive(process: psutil.Process) -> bool:
     return bool(process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
 
@@ -121,14 +148,12 @@ def _reused(sid: int, created: float) -> bool:
     While a session has members the kernel gives its number to nobody; a number with a younger leader is foreign.
     """
     try:
-        return bool(abs(psutil.Process(sid).create_time() - created) > 0.05)
+        return abs(seconds_after_boot(psutil.Process(sid)) - created) > 0.05
     except psutil.Error:
         return False
 
 
 def _carries_marker(process: psutil.Process, traces: RunTraces) -> bool:
-    if process.create_time() < traces.since - 1:
-        return False
     return bool(process.environ().get(RUN_MARKER) == traces.marker)
 
 

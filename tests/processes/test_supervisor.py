@@ -352,7 +352,7 @@ async def test_cancelling_the_run_leaves_nothing(trial: Callable[..., Trial]) ->
 @pytest.mark.asyncio
 async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="orphan", controller="finish")
-    async with running(one, others_end_s=0.0) as supervisor, anyio.create_task_group() as tasks:
+    async with running(one) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)  # raises when it takes one of these ends for a death
         grandchild = int((one.directory / "pids" / "grandchild-0").read_text())
         with pytest.raises(StreamRLError, match="engine-0 was not stopped"):

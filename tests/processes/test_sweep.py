@@ -1,0 +1,100 @@
+"""Ending what is left of a run, with real processes in states that are rare in a whole run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.processes import sweep as sweeping
+from streamrl.processes.parent_death import RUN_MARKER
+from streamrl.processes.sweep import RunTraces, seconds_after_boot, sweep
+
+MARKER = "the-run"
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+Start = Callable[..., psutil.Process]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def one(**environment: str) -> psutil.Process:
+        """A process in a session of its own."""
+        command = [sys.executable, "-c", SLEEP]
+        started.append(
+            subprocess.Popen(command, env=os.environ | environment, start_new_session=True, stdout=subprocess.PIPE)
+        )
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline() == b"ready\n"
+        return psutil.Process(started[-1].pid)
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def traces(tmp_path: Path, *, since: float | None = None, sessions: dict[int, float] | None = None) -> RunTraces:
+    return RunTraces(
+        marker=MARKER,
+        since=time.time() if since is None else since,
+        socket_directory=str(tmp_path / "sockets"),
+        sessions=sessions or {},
+    )
+
+
+def lives(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+
+def test_sweep_waits_for_a_process_that_is_ending(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes the memory of a killed process first, its environment with it, and the rest when it gets to
+    it: until then the process may hold a port, a lock, or an accelerator's memory."""
+    process = start(**{RUN_MARKER: MARKER})
+    killers: list[threading.Timer] = []
+    read_environment = psutil.Process.environ
+
+    def kill_slowly(victim: psutil.Process) -> None:
+        if not killers:
+            killers.append(threading.Timer(0.3, victim.kill))
+            killers[0].start()
+
+    def environment_while_alive(self: psutil.Process) -> dict[str, str]:
+        if killers:
+            raise psutil.NoSuchProcess(self.pid)  # the kernel says ESRCH
+        return dict(read_environment(self))
+
+    monkeypatch.setattr(sweeping, "_kill", kill_slowly)
+    monkeypatch.setattr(psutil.Process, "environ", environment_while_alive)
+    assert sweep(traces(tmp_path)) == []
+    assert not lives(process)
+
+
+def test_sweep_finds_everything_after_the_clock_was_set(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """psutil tells creation times by today's clock: those of one process change when it is set."""
+    of_a_session, marked = start(), start(**{RUN_MARKER: MARKER})
+    run = traces(tmp_path, sessions={of_a_session.pid: seconds_after_boot(of_a_session)})
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time - 3600.0)  # it was an hour fast
+    assert psutil.Process(marked.pid).create_time() < run.since - 3000
+    assert sweep(run) == []
+    assert not lives(of_a_session) and not lives(marked)
+
+
+def test_sweep_spares_a_session_whose_number_was_given_away(start: Start, tmp_path: Path) -> None:
+    stranger = start()
+    earlier = seconds_after_boot(stranger) - 5.0
+    assert sweep(traces(tmp_path, sessions={stranger.pid: earlier})) == []
+    assert lives(stranger)
