@@ -30,8 +30,11 @@ NewEndpoint = Callable[[str], str]
 
 CHILD = """
 import sys, time, anyio
+from streamrl.comm import zmq_sockets
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.messages import EngineOrder, Resume
+
+zmq_sockets.HEARTBEAT_INTERVAL_MS = 0  # it answers the heartbeats of the other end and has none of its own
 
 async def main(role, endpoint, then):
     if role == "sender":
@@ -274,17 +277,26 @@ async def test_an_item_over_the_limit_of_the_receiver_is_refused_and_the_stream_
 # ---- a peer that dies ----------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no timer ends a wait for a dead peer: only the end of the connection itself can tell of the death."""
+    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_INTERVAL_MS", 0)
+
+
+@pytest.mark.usefixtures("no_heartbeats")
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 async def test_a_killed_sender_breaks_the_receiver_after_its_items(new_endpoint: NewEndpoint, transport: str) -> None:
     async with zmq_receiver(EngineOrder, new_endpoint(transport), bind=True, window=4) as receives:
-        with child("sender", receives.endpoint, "sleep") as process:
+        with anyio.fail_after(20), child("sender", receives.endpoint, "sleep") as process:
             await until_ready(process)
-            killed = time.monotonic()
-            process.send_signal(signal.SIGKILL)
+            # Sent is handed to libzmq: its thread may not have written yet, and what it has not written dies with it.
+            while receives.statistics().buffered < 3:
+                await anyio.sleep(0.001)
+            process.kill()
+            process.wait()
             assert [await receives.receive() for _ in range(3)] == [Resume(order_id=number) for number in range(3)]
             with pytest.raises(StreamBroken, match="the sender is gone"):
                 await receives.receive()
-            assert time.monotonic() - killed < 0.5
 
 
 async def test_what_a_peer_said_before_it_died_comes_first_even_when_both_are_read_at_once(
@@ -301,18 +313,17 @@ async def test_what_a_peer_said_before_it_died_comes_first_even_when_both_are_re
                 await receives.receive()
 
 
+@pytest.mark.usefixtures("no_heartbeats")
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 async def test_a_killed_receiver_breaks_a_waiting_sender(new_endpoint: NewEndpoint, transport: str) -> None:
     async with zmq_sender(EngineOrder, new_endpoint(transport), bind=True, window=1) as sends:
-        with child("receiver", sends.endpoint, "sleep") as process:
+        with anyio.fail_after(20), child("receiver", sends.endpoint, "sleep") as process:
             await sends.send(Resume(order_id=0))
             await until_ready(process)
             await sends.send(Resume(order_id=1))
             process.send_signal(signal.SIGKILL)
-            killed = time.monotonic()
             with pytest.raises(StreamBroken, match="the receiver is gone"):
                 await sends.send(Resume(order_id=2))
-            assert time.monotonic() - killed < 0.5
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -372,7 +383,7 @@ async def test_a_frozen_peer_is_noticed_by_its_heartbeat(
             with pytest.raises(StreamBroken, match="the sender is gone"):
                 while True:
                     await receives.receive()
-            assert time.monotonic() - frozen < 2
+            assert time.monotonic() - frozen < 8  # and not 10, which is the timeout without the one set above
 
 
 async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpoint: NewEndpoint) -> None:

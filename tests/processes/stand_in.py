@@ -28,12 +28,14 @@ from streamrl.processes.child import Terminated, leave
 from streamrl.processes.parent_death import die_with_parent
 
 GRANDCHILD = """
-import signal, sys, time
+import os, signal, sys, time
 from multiprocessing import shared_memory
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 memory = shared_memory.SharedMemory(create=True, size=4096)
-open(sys.argv[1], "w").write(memory.name)
+with open(sys.argv[1] + ".partial", "w") as partial:
+    partial.write(memory.name)
+os.rename(partial.name, sys.argv[1])
 time.sleep(600)
 """
 

@@ -53,8 +53,8 @@ class Trial:
         return all((self.directory / "pids" / f"{name}.0").exists() for name in NAMES)
 
     def pids(self) -> list[int]:
-        files = [path for path in (self.directory / "pids").iterdir() if path.suffix != ".memory"]
-        return [int(path.read_text()) for path in files]
+        files = [path for path in (self.directory / "pids").iterdir() if path.suffix not in (".memory", ".partial")]
+        return [int(path.read_text()) for path in files if not path.name.startswith(".")]
 
     def guardians(self) -> list[psutil.Process]:
         return [process for process in psutil.process_iter() if self._is_guardian(process)]

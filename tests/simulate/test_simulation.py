@@ -200,10 +200,10 @@ def test_memory_does_not_grow_with_steps(name: str) -> None:
     alive: dict[int, int] = {}
 
     def count(version: int) -> None:
-        if version in (300, 600):
+        if version in (200, 400):
             gc.collect()
             alive[version] = len(gc.get_objects())
 
     chosen: ControlSettings = control_settings(batch_groups=2, group_size=2, **POLICIES[name])
-    simulate(chosen, TINY, 601, progress=count)
-    assert alive[600] - alive[300] < 200, alive
+    simulate(chosen, TINY, 401, progress=count)
+    assert alive[400] - alive[200] < 130, alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import tomllib
@@ -57,17 +58,26 @@ def write_recipe(folder: Path, prompts: int, more: str = "") -> Path:
 
 
 def advice(recipe: Recipe, model: ClusterModel, *, steps: int = 40, **budget: Any) -> Advice:
-    world = World(model=model, settings=settings_of, steps=steps, warm_up=5)
+    lengths = functools.cache(lambda seed: ModelledLengths(model.lengths, seed))  # drawing changes nothing in them
+    world = World(model=model, settings=settings_of, steps=steps, warm_up=5, lengths=lengths)
     return Search(world, Budget(**budget)).run(recipe)
 
 
 # ---- the search -------------------------------------------------------------------------------------
 
 
-def test_a_race_is_recommended_where_the_tail_binds(tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, 8))
-    told = advice(recipe, HEAVY, steps=24)
-    best = told.recommended
+@pytest.fixture(scope="module")
+def heavy_recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return load_recipe(write_recipe(tmp_path_factory.mktemp("heavy"), 8))
+
+
+@pytest.fixture(scope="module")
+def on_policy_advice(heavy_recipe: Recipe) -> Advice:
+    return advice(heavy_recipe, HEAVY, steps=24)
+
+
+def test_a_race_is_recommended_where_the_tail_binds(heavy_recipe: Recipe, on_policy_advice: Advice) -> None:
+    told, best = on_policy_advice, on_policy_advice.recommended
     assert best.recipe.rollout.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO)
     assert told.gain > 0.3
     figures = best.figures
@@ -76,7 +86,7 @@ def test_a_race_is_recommended_where_the_tail_binds(tmp_path: Path) -> None:
     assert figures.length_share >= 0.9
     assert figures.simulations == 2, "a recommendation is confirmed with other lengths"
     names = {tried.name for tried in told.tried}
-    refined = {name for name in names if name.startswith("tail_batching")} - set(grid(recipe, Budget()))
+    refined = {name for name in names if name.startswith("tail_batching")} - set(grid(heavy_recipe, Budget()))
     assert refined, "neighbours of the best race of the grid were simulated"
     assert any("presubmitted" in name for name in names)
 
@@ -92,9 +102,8 @@ def test_nothing_is_recommended_where_nothing_helps(tmp_path: Path) -> None:
     assert told.current.name == CURRENT
 
 
-def test_the_budget_is_kept(tmp_path: Path) -> None:
-    recipe = load_recipe(write_recipe(tmp_path, 8))
-    strict, loose = advice(recipe, HEAVY, steps=10), advice(recipe, HEAVY, steps=10, max_staleness=2)
+def test_the_budget_is_kept(heavy_recipe: Recipe, on_policy_advice: Advice) -> None:
+    strict, loose = on_policy_advice, advice(heavy_recipe, HEAVY, steps=10, max_staleness=2)
     assert not any(name.startswith("continuous") for name in (tried.name for tried in strict.tried))
     assert any(name.startswith("continuous") for name in (tried.name for tried in loose.tried))
     for told, oldest in ((strict, 0), (loose, 2)):
@@ -151,7 +160,8 @@ def test_a_candidate_that_cannot_be_simulated_is_left_out_and_told(tmp_path: Pat
             raise StreamRLError("no such rounds here")
         return settings_of(candidate)
 
-    world = World(model=HEAVY, settings=settings, steps=4, warm_up=1)
+    lengths = functools.cache(lambda seed: ModelledLengths(HEAVY.lengths, seed))
+    world = World(model=HEAVY, settings=settings, steps=4, warm_up=1, lengths=lengths)
     told = Search(world, Budget(min_length_share=0.0)).run(recipe)
     broken = [tried for tried in told.tried if tried.name.startswith("length_sorted")]
     assert broken
