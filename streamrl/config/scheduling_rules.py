@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -37,7 +38,9 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
         cohort = recipe.length_sorted.cohort_batches
         needed, why = cohort - 1, f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
     elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.losers is Losers.RESUME:
-        needed, why = 1, 'with tail_batching.losers = "resume", where losers keep their tokens'
+        # What one race parks is trained by the next batches, one batch of it each.
+        needed = max(1, math.ceil(recipe.tail_batching.eta_prompts - 1))
+        why = 'with tail_batching.losers = "resume", where losers keep their tokens'
     if bound < needed:
         yield (
             "rollout.max_staleness",
@@ -137,6 +140,8 @@ def races(recipe: Recipe) -> Broken:
             "tail_batching.domains",
             "needs domain_column and domains: name the column of the prompts and the share of each of its values",
         )
+    if tail.domains and tail.losers is Losers.RESUME:
+        yield "tail_batching.losers", '"resume" does not keep the shares of domains: set "replay" or "regenerate"'
     yield from _domains_have_seats(recipe)
 
 
@@ -165,6 +170,15 @@ def cohorts(recipe: Recipe) -> Broken:
             (
                 f'true tears groups apart, and objective.advantages = "{advantages}" compares siblings: set '
                 'single = false, or algorithm = "reinforce_plus_plus"'
+            ),
+        )
+    if options.partial and options.cut_tokens:
+        yield (
+            "length_sorted.cut_tokens",
+            (
+                f"{options.cut_tokens} does not fit partial = true: batches that are cut by tokens are more than "
+                f"cohort_batches = {options.cohort_batches}, and what waits for them is older than "
+                "rollout.max_staleness: set cut_tokens = 0, or partial = false"
             ),
         )
     if 0 < options.oversubscription < 1:

@@ -96,7 +96,10 @@ class Controller:
         self._start_version = start_version
         self._kept = kept.snapshot if kept else None
         # What may be asked for again is bounded by the slots, and by the queue that a few batches of losers make.
+        # A cohort is drawn at once and launched in any order.
+        cohort = max(settings.tail_batching.cohort_batches, settings.length_sorted.cohort_batches)
         remembered = 1024 + 32 * max(self.state.slots.capacity, settings.batch_groups)
+        remembered += cohort * settings.batch_trajectories
         self._shelf = PromptShelf(remembered, settings.tail_batching.domain_column, settings.tail_batching.domains)
         self._shelf.put(kept.prompts if kept else ())
         self._payloads: dict[TrajectoryId, ScoredTrajectory] = {}

@@ -128,8 +128,8 @@ class RandomSize:
         return _builtins(self._draws)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on after the draws of ``state``; empty (a checkpoint of another kind of sizing): start anew."""
-        if state:
+        """Go on after the draws of ``state``; a checkpoint of another kind of sizing: start anew."""
+        if "drawn" in state:
             draws = msgspec.convert(state, _Draws, str_keys=True)
             drawn = {size: draws.drawn.get(size, 0) for size in self._settings.sizes}
             known = draws.size in self._settings.sizes
@@ -208,11 +208,11 @@ class StragglerAwareSize:
         return _builtins(self._memory)
 
     def restore(self, state: dict[str, object]) -> None:
-        """Go on with what ``state`` knows; empty (a checkpoint of another kind of sizing): start anew.
+        """Go on with what ``state`` knows; a checkpoint of another kind of sizing: start anew.
 
         Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
         """
-        if state:
+        if "budget" in state:
             memory = msgspec.convert(state, sagc.SizingMemory, str_keys=True)
             size = memory.size if memory.size in self._sizes else self._memory.size
             self._memory = msgspec.structs.replace(memory, size=size)

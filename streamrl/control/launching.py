@@ -64,6 +64,7 @@ class Launching:
             held=held,
             queued=supply.queued(
                 self._round_groups if batch.round_kind else max(batch.seats // size, 1),
+                batch.target // size,
                 round_open=bool(batch.round_kind),
             ),
             exhausted=supply.exhausted and not len(supply.waiting),
@@ -79,7 +80,7 @@ class Launching:
         supply = self._state.supply
         while not supply.asked and not supply.loading:
             plan = self._state.policy.launch(self.view())
-            if plan is None:
+            if plan is None or plan.groups <= 0:
                 return
             if plan.because is not None:
                 actions.append(plan.because)
@@ -98,13 +99,21 @@ class Launching:
     def _launch_groups(self, plan: Launch, actions: list[ControlAction]) -> bool:
         """Whether all of ``plan`` was launched; if not, and prompts are to be had, they are asked for."""
         state = self._state
+        if not 0 <= plan.keep <= plan.size or plan.size < 1:
+            raise ValueError(
+                f"the rounds launch groups of {plan.size} trajectories of which {plan.keep} are kept: "
+                "answer a size of 1 or more, and keep as many or fewer"
+            )
         wanted = min(plan.groups, state.slots.free // plan.size)
         launched = 0
         while launched < wanted:
             opens = not self._open_batch().round_kind
             if opens:
                 state.supply.round_opens()
-            ticket = state.supply.take(plan, max(plan.groups, 0 if opens else self._round_groups))
+            target = (plan.target if opens else 0) or self._open_batch().target
+            ticket = state.supply.take(
+                plan, max(plan.groups, 0 if opens else self._round_groups), target // (plan.keep or plan.size)
+            )
             if ticket is None:
                 break
             self._open_round(plan, actions)

@@ -23,8 +23,15 @@ class DomainShares:
         total = sum(shares.values())
         self.shares = {name: share / total for name, share in shares.items()} if shares else {"": 1.0}
 
-    def quota(self, groups: int) -> dict[str, int]:
-        """``groups`` by domain, by largest remainder; equal remainders in the order of the recipe."""
+    def quota(self, groups: int, batch: int = 0) -> dict[str, int]:
+        """``groups`` by domain, by largest remainder; equal remainders in the order of the recipe.
+
+        ``batch``: groups of the batch that they must be able to fill. Largest remainders may give a domain fewer seats
+        of more groups (the Alabama paradox): a race would then never have what its batch waits for."""
+        if 0 < batch < groups:
+            needed, more = self.quota(batch), self.quota(groups - batch)
+            return {name: needed[name] + more[name] for name in self.shares}
+        groups = max(groups, batch)
         exact = {name: share * groups for name, share in self.shares.items()}
         quotas = {name: math.floor(value + 1e-9) for name, value in exact.items()}
         missing = groups - sum(quotas.values())

@@ -17,7 +17,7 @@ OVERDRAWN = 16
 
 class RoundSupply:
     """``asked``: prompts that were asked of the source and have not come; ``drawn_prompts``: that came; ``exhausted``:
-    it has no more."""
+    it has no more. ``copies``: how often each prompt of the last cohort entered the queue."""
 
     def __init__(self, settings: ControlSettings, policy: RoundPolicy) -> None:
         self._policy = policy
@@ -28,7 +28,9 @@ class RoundSupply:
         self.asked = 0
         self.drawn_prompts = 0
         self.exhausted = False
+        self._long_batches = settings.tail_batching.long_round_batches
         self._overdrawn = OVERDRAWN * settings.batch_groups
+        self.copies = 1
         self._cohort: tuple[int, int] | None = None
         self._launched: Counter[str] = Counter()
         self._unsorted = False
@@ -68,7 +70,7 @@ class RoundSupply:
         return missing
 
     def _load_cohort(self, prompts: int, copies: int) -> None:
-        self._cohort = None
+        self._cohort, self.copies = None, copies
         quotas = dict.fromkeys(self._domains.shares, prompts)
         for _ in range(prompts):
             ticket = self.waiting.take({}, quotas)
@@ -83,6 +85,11 @@ class RoundSupply:
         self.queue.append(next_attempt(group, noise if replays else -1))
         self._unsorted = True
 
+    def sample_again(self, ticket: PromptTicket) -> None:
+        """``ticket`` was under way when the run ended: it is sampled when the run goes on. One copy of several goes to
+        the queue: the next cohort would copy each of them again."""
+        (self.queue if self.copies > 1 else self.waiting).append(ticket)
+
     def _sort(self) -> None:
         if self.predictor is not None and self._unsorted and self._policy.shortest_prompts_first:
             predict = self.predictor.predict
@@ -93,23 +100,27 @@ class RoundSupply:
         """The shares of the domains count from here."""
         self._launched.clear()
 
-    def take(self, launch: Launch, groups_in_round: int) -> PromptTicket | None:
-        """The next prompt of ``launch``. ``groups_in_round``: what the shares of the domains refer to."""
+    def take(self, launch: Launch, groups_in_round: int, batch: int) -> PromptTicket | None:
+        """The next prompt of ``launch``. ``groups_in_round``: what the shares of the domains refer to; ``batch``:
+        groups of the batch that they fill."""
         source = self.waiting
         if launch.source is Source.QUEUE:
             self._sort()
             source = self.queue
-        quotas = None if self.exhausted else self._domains.quota(groups_in_round)
+        quotas = None if self.exhausted else self._domains.quota(groups_in_round, batch)
         ticket = source.take(self._launched, quotas)
         if ticket is not None:
             self._launched[ticket.domain] += 1
         return ticket
 
-    def queued(self, groups: int, *, round_open: bool) -> int:
-        """Prompts of the queue that a round of ``groups`` could take now; all once the source can give no others."""
+    def queued(self, groups: int, batch: int, *, round_open: bool) -> int:
+        """Prompts of the queue that a round of ``groups`` could take now, of which ``batch`` fill its batch; all once
+        the source can give no others. Before a round opens: what the largest round could take."""
         if self.exhausted or len(self._domains.shares) == 1:
             return len(self.queue)
-        return self.queue.left(self._launched, self._domains.quota(groups)) if round_open else self.queue.usable(groups)
+        if round_open:
+            return self.queue.left(self._launched, self._domains.quota(groups, batch))
+        return self.queue.usable(groups * self._long_batches)
 
     def gives_back(self, group: Group) -> None:
         """A group was dropped for good: its domain may be launched once more in this round."""

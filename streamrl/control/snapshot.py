@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 def take_snapshot(state: ControlState) -> ControlSnapshot:
     """Of ``state`` as it is now. What is in the open batch is under way too: it is not trained yet."""
     supply = state.supply
-    under_way = [next_attempt(group, -1) for group in state.buffer.groups.values()]
+    again = [next_attempt(group, -1) for group in state.buffer.groups.values()]
+    # One copy of several goes to the queue: the next cohort would copy each of them again.
+    queued, under_way = (again, []) if supply.copies > 1 else ([], again)
     return ControlSnapshot(
-        queued=tuple(supply.queue.tickets()),
+        queued=(*queued, *supply.queue.tickets()),
         waiting=(*under_way, *supply.waiting.tickets()),
         drawn=supply.drawn_prompts,
         next_group_id=state.next_group_id,

@@ -31,6 +31,7 @@ from streamrl.control.rounds import make_round_policy
 from streamrl.control.rounds.policy import Candidate, Remainder
 from streamrl.control.settings import ControlSettings
 from streamrl.control.snapshot import restore_snapshot
+from streamrl.control.stalled_rounds import waits_for_nothing
 from streamrl.types import DropReason, TrajectoryId
 
 EXHAUSTED = "prompts exhausted"
@@ -129,7 +130,7 @@ class ControlState:
             reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
             actions.append(do.FinishRun(reason=reason))
         elif self.settings.evaluate_at_start:
-            self.due.evaluate(version, 0, draining=False, actions=actions)
+            self.due.evaluate(version, 0, draining=self._draining, actions=actions)
 
     def _record_stop(self, event: on.StopRequested, actions: list[ControlAction]) -> None:
         if self._draining:
@@ -238,6 +239,9 @@ class ControlState:
             self.stopping = EXHAUSTED
             self._wind_down(actions)
         self._trip_wire(actions)
+        nothing = "" if self.finished or self._ending else waits_for_nothing(self, self._launching)
+        if nothing:
+            self._stop_run(actions, nothing)
 
     @property
     def _ending(self) -> bool:
@@ -368,7 +372,7 @@ class ControlState:
         reason = DropReason.CANCELLED if self.stopping is None else DropReason.DRAINED
         for group in [g for g in self.buffer.groups.values() if g.batch_id is None or not self.batch.closed]:
             self.drop_group(group, reason, actions)
-            self.supply.waiting.append(next_attempt(group, -1))  # for whoever resumes from the last checkpoint
+            self.supply.sample_again(next_attempt(group, -1))  # for whoever resumes from the last checkpoint
         if not self.batch.closed:
             self.batch = OpenBatch(batch_id=self.batch.batch_id, target=self.settings.batch_trajectories)
         self._publish(actions)

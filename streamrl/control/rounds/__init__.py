@@ -23,6 +23,9 @@ ROUND_POLICIES: dict[RoundKind, Callable[[ControlSettings], RoundPolicy]] = {
     RoundKind.AUTO: AutoRounds,
 }
 
+_ASKED = tuple(sorted(name for name in {*vars(RoundPolicy), *RoundPolicy.__annotations__} if not name.startswith("_")))
+"""What control asks of a policy: without one of them a run would fail hours later, at its first loser or checkpoint."""
+
 
 def make_round_policy(settings: ControlSettings) -> RoundPolicy:
     """The policy of ``settings.rounds``. Raises ``RecipeError`` where ``settings.policy`` does not make one."""
@@ -32,7 +35,7 @@ def make_round_policy(settings: ControlSettings) -> RoundPolicy:
     if not isinstance(made, type):
         raise RecipeError([f'rollout.policy: "{settings.policy}" is a {type(made).__name__}: name a class'])
     policy: RoundPolicy = made(settings)
-    missing = [name for name in ("launch", "may_join", "remainder", "slots", "observe") if not hasattr(policy, name)]
+    missing = [name for name in _ASKED if not hasattr(policy, name)]
     if missing:
         raise RecipeError([f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see rounds/policy.py'])
     return policy

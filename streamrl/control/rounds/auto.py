@@ -167,7 +167,9 @@ class AutoRounds:
         return built
 
     def restore(self, state: dict[str, object]) -> None:
-        """See ``RoundPolicy``."""
+        """See ``RoundPolicy``. The state of other rounds, from which the run is resumed: start anew."""
+        if "loads" not in state:
+            return
         known = msgspec.convert(state, _State)
         self.current, self._held_until = known.current, known.held_until
         self._decided, self._opened = known.decided, known.opened

@@ -50,7 +50,11 @@ class TailBatching(StatelessRounds):
         due = self._parks and bool(view.due) and view.due[0][0] <= view.trainer_version
         if waiting >= batch * batches or (waiting and (due or view.exhausted)):
             return self._long(view, min(waiting, batch * batches))
-        return self._race(view, math.ceil(self._options.eta_prompts * batch), Source.FRESH)
+        # Parked losers may have ended meanwhile: they are in the batch, or ready for the next.
+        wanted = math.ceil(self._options.eta_prompts * batch) - view.joined - view.untrained
+        if wanted > 0:
+            return self._race(view, wanted, Source.FRESH)
+        return self._long(view, min(waiting, batch * batches)) if waiting else None
 
     def _waiting(self, view: RoundView) -> int:
         return view.held if self._parks else view.queued

@@ -1,0 +1,48 @@
+"""Combinations whose staleness or shares the rounds cannot keep are refused when the recipe is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.config.recipe import Model, Prompts, Recipe, Reward
+from streamrl.config.rules import broken_rules
+from streamrl.config.scheduling import LengthSorted, Losers, Rollout, RoundKind, TailBatching
+
+TAIL = RoundKind.TAIL_BATCHING
+
+
+def recipe(**changes: object) -> Recipe:
+    rewards = (Reward(function="reward.py:f"),)
+    return Recipe(model=Model(path="m"), prompts=Prompts(train="p.jsonl"), rewards=rewards, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {
+                "rollout": Rollout(rounds=RoundKind.LENGTH_SORTED, max_staleness=3),
+                "length_sorted": LengthSorted(partial=True, cut_tokens=4000),
+            },
+            "length_sorted.cut_tokens",
+        ),
+        (
+            {
+                "rollout": Rollout(rounds=TAIL, max_staleness=2),
+                "tail_batching": TailBatching(
+                    losers=Losers.RESUME, domain_column="kind", domains={"math": 2.0, "code": 1.0}
+                ),
+            },
+            "tail_batching.losers",
+        ),
+        (
+            {
+                "rollout": Rollout(rounds=TAIL, max_staleness=1),
+                "tail_batching": TailBatching(losers=Losers.RESUME, eta_prompts=3.0),
+            },
+            "rollout.max_staleness",
+        ),
+    ],
+)
+def test_it_is_refused(changes: dict[str, object], named: str) -> None:
+    assert named in " ".join(str(problem) for problem in broken_rules(recipe(**changes)))

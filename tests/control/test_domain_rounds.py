@@ -1,0 +1,78 @@
+"""Domains under every kind of round that keeps them: batches fill, losers get their long round."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from control_world import control_settings
+from policy_world import COMPOSITIONS, DOMAINS, PolicyWorld, random_run
+
+from streamrl.config.scheduling import RoundKind, TailBatching
+from streamrl.control import actions as do
+from streamrl.control import events as on
+
+
+def domain_race(groups: int = 3, **options: object) -> PolicyWorld:
+    tail = TailBatching(**{"domain_column": "domain", "domains": DOMAINS, **options})  # type: ignore[arg-type]
+    world = PolicyWorld(
+        control_settings(
+            rounds=RoundKind.TAIL_BATCHING, batch_groups=groups, group_size=1, steps=12, tail_batching=tail
+        )
+    )
+    world.begin()
+    return world
+
+
+def test_long_rounds_of_two_batches_open_with_domains_too() -> None:
+    world = domain_race(eta_prompts=2.0, long_round_batches=2)
+    world.run_to_end()
+    steps = [action for action in world.answers if isinstance(action, do.StepOptimizer)]
+    assert 6 in [step.samples for step in steps], "no long round of two batches: losers wait until the last step"
+    assert len(world.core.supply.queue) < 12, "the queue of losers grows for ever"
+
+
+def test_a_race_launches_what_its_batch_needs_of_every_domain() -> None:
+    """Largest remainders give the third domain 2 of 10 seats and 1 of 11 (the Alabama paradox)."""
+    shares = {"a": 6.0, "b": 6.0, "c": 2.0}
+    world = PolicyWorld(
+        control_settings(
+            rounds=RoundKind.TAIL_BATCHING,
+            batch_groups=10,
+            group_size=1,
+            steps=2,
+            tail_batching=TailBatching(eta_prompts=1.05, domain_column="domain", domains=shares),
+        )
+    )
+    world.begin()
+    for _ in range(400):
+        if world.finished is not None:
+            return
+        if world.draw is not None:
+            count, world.draw = world.draw, None
+            numbers = range(world.next_prompt, world.next_prompt + count)
+            world.next_prompt += count
+            world.tell(
+                on.PromptsDrawn(
+                    prompt_ids=tuple(f"p{n}" for n in numbers),
+                    prompt_tokens=tuple(5 for _ in numbers),
+                    domains=tuple("aaabbbc"[n % 7] for n in numbers),
+                )
+            )
+        elif world.to_publish is not None:
+            world.go_live()
+        elif world.to_step is not None:
+            super(PolicyWorld, world).step()
+        elif world.sampled:
+            world.score(world.sampled[0], 1.0, 3)
+        else:
+            raise AssertionError("nothing can happen and the run has not ended")
+    raise AssertionError("the run does not end")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packed_races_keep_the_shares_and_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = TailBatching(eta_prompts=1.5, cohort_batches=2, domain_column="domain", domains={"easy": 1.0, "hard": 1.0})
+    monkeypatch.setitem(COMPOSITIONS, "packed domains", {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": tail})
+    monkeypatch.setitem(COMPOSITIONS["packed domains"], "batch_groups", 3)
+    random_run(Random(seed), "packed domains", "fixed")
