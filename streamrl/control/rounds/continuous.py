@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from streamrl.buffers.slots import may_take
 from streamrl.config.scheduling import StalePolicy
 from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
@@ -30,14 +29,7 @@ class ContinuousRounds(StatelessRounds):
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if view.when_stale is not StalePolicy.WAIT:
             return candidate.deadline >= view.trainer_version
-        return may_take(
-            candidate.trajectories,
-            candidate.deadline,
-            view.due,
-            now=view.trainer_version,
-            seats=view.seats,
-            batch=view.batch_trajectories,
-        )
+        return view.leaves_time_for_others(candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.RUN_ON

@@ -9,7 +9,6 @@ prompt waits for n updates at most, and a partial trajectory has tokens of n ver
 
 from __future__ import annotations
 
-from streamrl.buffers.slots import may_take
 from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
 from streamrl.types import DropReason
@@ -52,14 +51,7 @@ class LengthSorted(StatelessRounds):
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if self.on_policy:
             return True
-        return may_take(
-            candidate.trajectories,
-            candidate.deadline,
-            view.due,
-            now=view.trainer_version,
-            seats=view.seats,
-            batch=view.batch_trajectories,
-        )
+        return view.leaves_time_for_others(candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.HOLD if self._options.partial else Remainder.REQUEUE

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from streamrl.buffers.slots import may_take
 from streamrl.config.scheduling import StalePolicy
 from streamrl.control.actions import Explain
 from streamrl.control.events import EnginesMeasured, RoundTimed
@@ -105,6 +106,17 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
         """The open batch may take what is launched now, and the version that will train it is live."""
         open_batch = not self.batch_closed and self.seats > 0 and self.steps_left > 0
         return open_batch and self.live_version == self.trainer_version
+
+    def leaves_time_for_others(self, candidate: Candidate) -> bool:
+        """Whether every other untrained group can still be trained by its deadline once ``candidate`` has joined."""
+        return may_take(
+            candidate.trajectories,
+            candidate.deadline,
+            self.due,
+            now=self.trainer_version,
+            seats=self.seats,
+            batch=self.batch_trajectories,
+        )
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):

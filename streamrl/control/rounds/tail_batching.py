@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 
-from streamrl.buffers.slots import may_take
 from streamrl.config.scheduling import Losers, SizingKind, tail_batching_slots
 from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
@@ -109,14 +108,7 @@ class TailBatching(StatelessRounds):
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if not self._parks:
             return True
-        return may_take(
-            candidate.trajectories,
-            candidate.deadline,
-            view.due,
-            now=view.trainer_version,
-            seats=view.seats,
-            batch=view.batch_trajectories,
-        )
+        return view.leaves_time_for_others(candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
         return Remainder.HOLD if self._parks else Remainder.REQUEUE
