@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from streamrl.errors import StreamRLError
+from streamrl.learning.hugging_face import PreTrainedModel, revert_weight_conversion
 
 
 class LogitScaling(NamedTuple):

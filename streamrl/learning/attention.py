@@ -19,10 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from streamrl.errors import StreamRLError
+from streamrl.learning.hugging_face import AttentionInterface, AttentionMaskInterface
 
 ATTENTION_NAME = "streamrl_packed"
 BUCKET_RATIO, BUCKET_SLACK = 1.25, 8
@@ -219,7 +218,6 @@ spread_rows = cast("Callable[[Tensor, Spread], Tensor]", _SpreadRows.apply)
 collect_rows = cast("Callable[[Tensor, Spread], Tensor]", _CollectRows.apply)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -309,3 +307,11 @@ def register_packed_attention() -> str:
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
     return ATTENTION_NAME
+
+
+def register_uncompiled_attention() -> str:
+    """The same function, which ``torch.compile`` leaves alone. Not marked for all: that would import the compiler."""
+    name = f"{ATTENTION_NAME}_uncompiled"
+    AttentionInterface.register(name, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]
+    AttentionMaskInterface.register(name, no_mask)
+    return name

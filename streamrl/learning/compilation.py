@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.learning.architecture import decoder_layers
+from streamrl.learning.attention import register_uncompiled_attention
 from streamrl.learning.policy import PackedPolicy
 
 
@@ -31,5 +32,6 @@ def compile_policy(policy: PackedPolicy) -> None:
 
     Layers of equal shapes share the code: it is compiled once, at the first row, not once for each layer or row.
     """
+    policy.hugging_face.set_attn_implementation(register_uncompiled_attention())
     for layer in decoder_layers(policy.hugging_face):
         layer.forward = torch.compile(layer.forward, dynamic=True)

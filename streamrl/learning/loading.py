@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import persistent_buffers
+from streamrl.learning.hugging_face import AutoModelForCausalLM, disable_progress_bar, without_compiler
 from streamrl.learning.policy import PackedPolicy
 from streamrl.learning.probe import check_packing
 
@@ -27,15 +26,16 @@ def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
     _refuse_quantised(directory)
     disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with without_compiler():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
     if report["missing_keys"]:

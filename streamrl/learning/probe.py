@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from streamrl.errors import StreamRLError
 from streamrl.learning.attention import (
@@ -18,6 +16,7 @@ from streamrl.learning.attention import (
     packed_layout,
     register_packed_attention,
 )
+from streamrl.learning.hugging_face import AttentionInterface, AttentionMaskInterface
 from streamrl.learning.packing import empty_micro_batch
 from streamrl.learning.policy import PackedPolicy
 

@@ -252,7 +252,8 @@ class PolicyWorld(World):
             return
         del self.members[trajectory.group_id]
         self.living[trajectory.prompt_id] -= 1
-        again = reason in (DropReason.LOST_RACE, DropReason.CUT) or (
+        # What a drain ends stays in the checkpoint that the drain writes, and is sampled again after a resume.
+        again = reason in (DropReason.LOST_RACE, DropReason.CUT, DropReason.DRAINED) or (
             reason is DropReason.STALE and self.settings.when_stale is StalePolicy.REGENERATE
         )
         if not again:
@@ -423,14 +424,17 @@ class PolicyWorld(World):
         assert answers == self.answers, "a replay decides differently"
 
 
-def random_run(random: Random, composition: str, sizing: str, stop_share: float = 0.002) -> PolicyWorld:
-    """One run to its end, with whatever may happen on the way, kills and resumes included; the invariants are checked
-    after every event."""
+def random_run(random: Random, composition: str, sizing: str, stop_share: float = 0.005) -> PolicyWorld:
+    """One run to its end, with whatever may happen on the way, kills, drains and resumes included; the invariants are
+    checked after every event."""
     settings = random_settings(composition, sizing, random)
     prompts = random.choice([None, None, random.randint(0, 60)])
     world = PolicyWorld(settings, prompts, random.choice([0, 0, 0, 1, 4]))
     world.begin()
     for _ in range(400):
+        if world.finished is not None and world.drained and world.checkpoint is not None and random.random() < 0.5:
+            world = world.killed_and_resumed()
+            world.begin()
         if world.finished is not None or world.stopped is not None:
             break
         moves = world.moves(random)

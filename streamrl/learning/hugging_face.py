@@ -1,0 +1,84 @@
+"""What training uses of transformers, imported without the compiler: 25 MiB of a rank and a second of its start.
+
+transformers and the initialisation of a model on the meta device import ``torch._dynamo`` only to mark functions for
+``torch.compile``. While ``without_compiler`` lasts, a stand-in takes those marks and drops them; whatever else is asked
+of it imports the real one. A policy that is compiled loses nothing: what transformers marks are fp8 kernels, the cache
+of its own serving loop and mask building, none of which packed rows go through.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+_DYNAMO = "torch._dynamo"
+_GET_ITEM = "torch._dynamo._trace_wrapped_higher_order_op"
+
+
+class _LateTransform:
+    """``TransformGetItemToIndex``, imported when it is entered."""
+
+    def __enter__(self) -> None:
+        self._real = importlib.import_module(_GET_ITEM).TransformGetItemToIndex()
+        self._real.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._real.__exit__(kind, error, trace)
+
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+    """Both ``@mark`` and ``@mark(...)``."""
+    return function if function is not None else lambda marked: marked
+
+
+class _StandIn(ModuleType):
+    """``torch._dynamo`` as far as decorators go."""
+
+    def __init__(self) -> None:
+        super().__init__(_DYNAMO)
+        self.disable = self.allow_in_graph = self.assume_constant_result = _unmarked
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        _remove()
+        return getattr(importlib.import_module(_DYNAMO), name)
+
+
+def _remove() -> None:
+    if isinstance(sys.modules.get(_DYNAMO), _StandIn):
+        del sys.modules[_DYNAMO], sys.modules[_GET_ITEM]
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Imports of ``torch._dynamo`` inside find the stand-in, unless the real one is there already. Not thread-safe."""
+    if _DYNAMO in sys.modules:
+        yield
+        return
+    getter = ModuleType(_GET_ITEM)
+    getter.TransformGetItemToIndex = _LateTransform  # type: ignore[attr-defined]
+    sys.modules[_DYNAMO], sys.modules[_GET_ITEM] = _StandIn(), getter
+    try:
+        yield
+    finally:
+        _remove()
+        if isinstance(torch.__dict__.get("_dynamo"), _StandIn):
+            del torch._dynamo
+
+
+with without_compiler():
+    from transformers import AttentionInterface as AttentionInterface
+    from transformers import AutoModelForCausalLM as AutoModelForCausalLM
+    from transformers import PreTrainedModel as PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion
+    from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
+    from transformers.utils.logging import disable_progress_bar as disable_progress_bar
