@@ -46,7 +46,8 @@ CONFINED = {
     "zmq": ("streamrl/comm/",),
     "vllm": WORKER_SIDE,
     "torch": ("streamrl/learning/", *WORKER_SIDE),
-    "transformers": ("streamrl/learning/",),
+    # One file imports it, without the compiler that it brings along otherwise.
+    "transformers": ("streamrl/learning/hugging_face.py",),
 }
 FORBIDDEN_FILE_NAME = re.compile(r"(^|_)(utils?|helpers?|managers?|handlers?|misc|common|base|core)(_|$)|^process_")
 NAMES_ALLOWED = {"process_group", "process_watch"}  # the noun: torch's process group, the watch over processes
