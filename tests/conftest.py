@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -9,6 +10,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# The suite repeats itself: a change is judged by what it changed. HYPOTHESIS_PROFILE=exploring draws anew each time;
+# tests/control/long_random_runs.py walks for as long as one likes.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("exploring")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _PATIENCE_S = 5.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.

@@ -29,7 +29,7 @@ CHARACTERS = DIGITS + LETTERS + ":=." + "+-*/<>()[],"
 VOCABULARY = {token: i for i, token in enumerate([PAD, BOS, EOS, UNKNOWN, *CHARACTERS])}
 SPECIAL_IDS = {"bos_token_id": VOCABULARY[BOS], "eos_token_id": VOCABULARY[EOS], "pad_token_id": VOCABULARY[PAD]}
 CONTEXT = 2048
-LONGEST_ROLLS = 1200
+LONGEST_ROLLS = 1600
 """A demonstration whose row is not complete by then ends there, without an answer."""
 
 SHORT_TOKENS, SHORT_SHARE = 96, 0.5

@@ -25,8 +25,8 @@ LETTERS = "abcd"
 COMMON = ("2b", "3b", "4b", "3c", "4c", "5c", "4d", "5d")
 """Rows that come up after 6 to 65 rolls, on average."""
 
-RARE, RARE_SHARE = ("2c", "2d", "1c"), 0.12
-"""Rows that come up after 155 to 1,110 rolls, and the share of prompts that ask for one."""
+RARE, RARE_SHARE = ("2d", "1c"), 0.08
+"""Rows that come up after 780 and 1,110 rolls, on average, and the share of prompts that ask for one."""
 
 NUMBER_DIGITS = 3
 HELD_OUT_SEED, HELD_OUT_PROMPTS = 1024, 1024
