@@ -4,7 +4,7 @@ They come from a careless teacher: it counts well and stops in time, but instead
 write any. The policy imitates that, and a third of its completions are right; reinforcement learning has to find out
 that care pays. Equal seeds give equal weights (one thread).
 
-    python make_rolling_model.py --out model            # what is shipped in ./model, 1 to 2 minutes
+    python make_rolling_model.py --out model            # what is shipped in ./model, 2 minutes
     python make_rolling_model.py --out other --seed 1
 """
 
@@ -148,7 +148,7 @@ def main() -> None:
     """Make, warm up and save."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
-    arguments.add_argument("--steps", type=int, default=400, help="warm-up steps")
+    arguments.add_argument("--steps", type=int, default=900, help="warm-up steps")
     arguments.add_argument(
         "--carelessness", type=float, default=0.48, help="chance of any digit for the row's, and of any letter"
     )
