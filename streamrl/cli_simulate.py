@@ -111,10 +111,9 @@ def _world(request: Request) -> tuple[str, ClusterModel, LengthSource | None]:
 
 
 def _fit(path: Path, run: RecordedRun) -> Fit:
-    """Calibrated; the number of requests that an engine runs is in the run's own recipe."""
-    recipe = path / "recipe.toml"
-    max_running = load_recipe(recipe).engines.max_running if recipe.is_file() else 0
-    return calibrate(run, max_running=max_running)
+    """Calibrated, with what the run's own recipe knows."""
+    recipe = (path if path.is_dir() else path.parent) / "recipe.toml"
+    return calibrate(run, load_recipe(recipe) if recipe.is_file() else None)
 
 
 def _simulate_one(
@@ -156,9 +155,9 @@ def _simulate_one(
 def _cluster_sentence(model: ClusterModel) -> str:
     engine, lengths = model.engine, model.lengths
     return (
-        f"{model.engines.count} engines of {engine.max_running} requests, a decode step takes "
-        f"{engine.base_s * 1e3:.3g} ms + {engine.per_running_s * 1e3:.3g} ms a request; completions to {lengths.cap} "
-        "tokens. All times are simulated."
+        f"{model.engines.count} engines of {engine.max_running} requests, a decode step of 1 takes "
+        f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_running} {engine.step_s(engine.max_running) * 1e3:.3g} ms; "
+        f"completions to {lengths.cap} tokens. All times are simulated."
     )
 
 

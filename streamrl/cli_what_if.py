@@ -79,7 +79,7 @@ def _world(question: Question, recipe: Recipe) -> tuple[str, World, str]:
     warning = ""
     if recorded:
         run = load_recording(subject)
-        model = load_cluster(cluster) if cluster else calibrate(run, max_running=recipe.engines.max_running).model
+        model = load_cluster(cluster) if cluster else calibrate(run, recipe).model
         cluster = cluster or f"of run {run.header.run_id}"
 
         def lengths(seed: int) -> LengthSource:
@@ -87,8 +87,8 @@ def _world(question: Question, recipe: Recipe) -> tuple[str, World, str]:
 
         if any(not line.finish_reason for line in run.trajectories):
             warning = (
-                "the run stopped some completions before their end, so that long ones are missing from its record: "
-                "a record of synchronous rounds answers better"
+                "the run stopped some completions before their end; they are taken to be as long as others that were "
+                "longer: a record of synchronous rounds answers better"
             )
     else:
         warning = (

@@ -138,6 +138,9 @@ class SimulatedEngine:
         self._staged: WeightAnnouncement | None = None
         self._failure = ""
         self._generated_tokens = 0
+        self._decode_steps = 0
+        self._decode_s = 0.0
+        self._reported = (0, 0.0, 0)
         self._logprob = -math.log(options.vocabulary)
 
     async def start(self) -> EngineReady:
@@ -237,13 +240,21 @@ class SimulatedEngine:
         return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
 
     def load(self) -> EngineLoad:
-        """Requests beyond ``max_running`` wait; while paused all wait."""
+        """Requests beyond ``max_running`` wait; while paused all wait. Every token is one of a decode step."""
         running = 0 if self._paused else min(len(self._open), self._options.max_running)
+        steps, seconds, tokens = self._reported
+        self._reported = (self._decode_steps, self._decode_s, self._generated_tokens)
+        new_steps = self._decode_steps - steps
         return EngineLoad(
             running=running,
             waiting=len(self._open) - running,
             kv_cache_usage=running / self._options.max_running,
             generated_tokens=self._generated_tokens,
+            token_s=(self._decode_s - seconds) / new_steps if new_steps else 0.0,
+            mean_running=(self._generated_tokens - tokens) / new_steps if new_steps else 0.0,
+            decode_steps=self._decode_steps,
+            decode_s=self._decode_s,
+            decode_tokens=self._generated_tokens,
         )
 
     async def aclose(self) -> None:
@@ -284,10 +295,12 @@ class SimulatedEngine:
             await self._changed.wait()
             return
         batch = list(self._open.values())[: self._options.max_running]
-        changed = self._changed
+        changed, began_s = self._changed, self._clock()
         await self._sleep((self._options.base_ms + self._options.per_request_ms * len(batch)) / 1000)
         if self._paused or changed.is_set():  # paused meanwhile: the step never happened
             return
+        self._decode_steps += 1
+        self._decode_s += self._clock() - began_s
         for running in batch:
             if not running.finished:
                 running.sample(self._policy_version)

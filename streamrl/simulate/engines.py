@@ -23,7 +23,8 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds, and tokens.
 
     ``base_s`` (a), ``per_running_s`` (c), ``per_context_token_s`` (g): one decode step. ``per_running_squared_s``: a
-    term with the square of the running requests, for front ends that choke. ``max_running``: requests at once;
+    term with the square of the running requests, for front ends that choke; ``per_root_running_s``: one with their
+    root, for engines that few requests do not fill. ``max_running``: requests at once;
     ``kv_tokens``: KV capacity (0: no limit); when it is full the newest request is preempted and computed again.
     ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their prompt.
     ``arrival_s``: the front end takes one request so often; ``admission_s + admission_per_running_s x running``: for so
@@ -34,6 +35,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     per_running_s: float
     per_context_token_s: float = 0.0
     per_running_squared_s: float = 0.0
+    per_root_running_s: float = 0.0
     max_running: int = 256
     kv_tokens: int = 0
     prefill_tokens_s: float = 0.0
@@ -44,8 +46,10 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def step_s(self, running: float, context: float = 0.0) -> float:
         """Seconds of one decode step."""
-        quadratic = self.per_running_squared_s * running * running
-        return self.base_s + self.per_running_s * running + quadratic + self.per_context_token_s * context
+        curved = self.per_running_squared_s * running * running
+        if self.per_root_running_s:
+            curved += self.per_root_running_s * math.sqrt(running)
+        return self.base_s + self.per_running_s * running + curved + self.per_context_token_s * context
 
 
 class Request:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.control.trajectory_trace import RecordedRun
+from streamrl.control.trajectory_trace import RecordedRun, TrajectoryLine
 from streamrl.errors import StreamRLError
 
 Floats = NDArray[np.float64]
@@ -22,6 +22,9 @@ POOL_BITS = 19
 MOST_SAMPLES = 4096
 GRID = 1 << 15
 WIDEST = 9.0
+_MASK = (1 << 64) - 1
+NEIGHBOURS = 3
+"""Recorded prompts on either side, in order of length, that may stand in for one."""
 
 
 class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,33 +144,90 @@ class ModelledLengths:
 
 
 class RecordedLengths:
-    """Lengths of a real run. ``resample``: any recorded prompt and any of its completions; otherwise prompts and their
-    samples return in the order of the record, again from its start when it ends.
+    """Lengths of a real run, a prompt's together. ``resample``: any recorded prompt; otherwise they return in the order
+    of the record, again from its start when it ends, each with its own lengths in their order. One object then serves
+    one simulation, since the first draw of a prompt is the recorded one.
 
-    Completions that were stopped before their end are left out: of a run that raced, the long ones are missing.
+    What is drawn beyond the record (another attempt at a prompt, more samples) comes from recorded prompts of nearly
+    the same length. A completion that was stopped before its end is as long as a recorded one that is longer.
     """
 
     def __init__(self, run: RecordedRun, *, resample: bool = True, seed: int = 0) -> None:
-        by_prompt: dict[str, list[int]] = {}
-        for line in run.trajectories:
-            if line.finish_reason:
-                by_prompt.setdefault(line.prompt_id, []).append(max(line.tokens, 1))
-        if not by_prompt:
+        self._rows = recorded_rows(run, seed)
+        if not self._rows:
             raise StreamRLError(
                 f"run {run.header.run_id} recorded no finished trajectory: there are no lengths to replay"
             )
-        self._prompts = list(by_prompt.values())
+        means = [sum(map(math.log, row)) / len(row) for row in self._rows]
+        self._sorted = sorted(range(len(means)), key=means.__getitem__)
+        self._places = [0] * len(means)
+        for place, row in enumerate(self._sorted):
+            self._places[row] = place
+        self._near = min(NEIGHBOURS, len(means) // 20)
         self._resample = resample
         self._seed = seed
+        self._noises: dict[int, int] = {}
         self.cap = run.header.max_tokens
 
     def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
         """See ``LengthSource``. ``version`` does not matter: a record has its own drift."""
-        if not self._resample:
-            recorded = self._prompts[prompt % len(self._prompts)]
-            return [recorded[(sample + noise) % len(recorded)] for sample in range(samples)]
-        recorded = self._prompts[hash((self._seed, prompt)) % len(self._prompts)]
-        return [recorded[(hash((self._seed, prompt, noise, sample)) >> 7) % len(recorded)] for sample in range(samples)]
+        count = len(self._rows)
+        if not self._resample and self._noises.setdefault(prompt, noise) == noise:
+            return self._drawn(self._places[prompt % count], 0, samples)
+        mixed = _scattered(self._seed, prompt, noise)
+        place = self._places[prompt % count] if not self._resample else _scattered(self._seed, prompt) % count
+        place += mixed % (2 * self._near + 1) - self._near
+        # Reflected at both ends, so that every row is drawn as often.
+        place = -1 - place if place < 0 else place if place < count else 2 * count - 1 - place
+        return self._drawn(place, mixed >> 8, samples)
+
+    def _drawn(self, place: int, turn: int, samples: int) -> list[int]:
+        """The row at ``place`` in order of length, turned round, and as many of those beside it as it takes."""
+        row = self._rows[self._sorted[place]]
+        lengths: list[int] = []
+        beside = 0
+        while len(lengths) < samples:
+            turned = turn % len(row)
+            lengths += row[turned:] + row[:turned]
+            beside = beside % self._near + 1 if self._near else 0
+            other = place + beside if place + beside < len(self._rows) else place - beside
+            row = self._rows[self._sorted[other]]
+        return lengths[:samples]
+
+
+def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[int]]:
+    """The lengths of each prompt in the order of their launch; of several attempts the one that says most.
+
+    A completion that was stopped gets the length of a recorded one that is longer, or the cap where none is.
+    """
+    attempts: dict[str, dict[int, list[TrajectoryLine]]] = {}
+    for line in run.trajectories:
+        attempts.setdefault(line.prompt_id, {}).setdefault(line.group, []).append(line)
+    finished = np.sort([line.tokens for line in run.trajectories if line.finish_reason])
+    source = np.random.default_rng([seed, 11])
+    rows = []
+    for groups in sorted(attempts.values(), key=min):
+        # A replayed loser repeats its lengths: the attempt that got furthest has them all.
+        lines = max(groups.values(), key=lambda group: sum(bool(line.finish_reason) for line in group))
+        row = []
+        for line in sorted(lines, key=lambda line: line.sample):
+            if line.finish_reason:
+                row.append(max(line.tokens, 1))
+            elif line.tokens:
+                longer = int(np.searchsorted(finished, line.tokens, side="right"))
+                beyond = longer < len(finished)
+                row.append(int(source.choice(finished[longer:])) if beyond else run.header.max_tokens)
+        if row:
+            rows.append(row)
+    return rows
+
+
+def _scattered(*values: int) -> int:
+    """A hash in all of whose bits neighbours differ at random, which those of a tuple do not (murmur3's finisher)."""
+    mixed = hash(values) & _MASK
+    mixed = (mixed ^ mixed >> 33) * 0xFF51AFD7ED558CCD & _MASK
+    mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
+    return mixed ^ mixed >> 33
 
 
 def _erfc(values: Floats) -> Floats:

@@ -216,11 +216,10 @@ class Simulation:
         tokens = self.ledger.joined(requests, self.core.trainer_version, kind)
         trainer, slowdown = self._trainer, self.model.trainer.rollout_slowdown
         trainer.take(self.agenda.now, len(requests), tokens)
-        if trainer.speed and slowdown > 1:
+        if slowdown > 1 and trainer.idle_at > self.agenda.now:
             self.rollout.slow_down(slowdown)
             self._trainer_stamp += 1
-            idle = self.agenda.now + trainer.work_s / trainer.speed
-            self.agenda.add(idle, Kind.TRAINER_IDLE, None, self._trainer_stamp)
+            self.agenda.add(trainer.idle_at, Kind.TRAINER_IDLE, None, self._trainer_stamp)
 
     def _step(self, action: do.StepOptimizer) -> None:
         now = self.agenda.now

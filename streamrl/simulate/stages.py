@@ -31,7 +31,8 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     ``optimizer_s``: closing a batch; ``checkpoint_s``: writing a checkpoint. ``streaming_speed``: share of that speed
     at which groups are trained while the rollout goes on (0: only at the close), once ``streaming_from`` of the batch
-    is there. ``rollout_slowdown``: a decode step takes so many times as long while the trainer works, where they share
+    is there. What comes while it is busy waits; an idle trainer begins once ``streaming_tokens`` wait, and then takes
+    all of it. ``rollout_slowdown``: a decode step takes so many times as long while the trainer works, where they share
     cores.
     """
 
@@ -41,6 +42,7 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     checkpoint_s: float = 0.0
     streaming_speed: float = 0.0
     streaming_from: float = 0.0
+    streaming_tokens: int = 0
     rollout_slowdown: float = 1.0
 
 
@@ -100,38 +102,57 @@ def _logit(share: float) -> float:
 
 
 class TrainerClock:
-    """Work that waits for the trainer, in seconds at full speed, and how fast it goes away."""
+    """The work of the trainer, in seconds at full speed: what it is at, and what waits for it."""
 
     def __init__(self, model: TrainerModel, batch_trajectories: int) -> None:
         self.model = model
         self.speed = 0.0
-        self.work_s = 0.0
         self.worked_s = 0.0
+        self._work_s = 0.0
+        self._waiting_s = 0.0
+        self._waiting_tokens = 0
         self._time = 0.0
         self._samples = 0
         self._needed = model.streaming_from * batch_trajectories
 
+    @property
+    def idle_at(self) -> float:
+        """When it is done with all that it will begin before more comes."""
+        begins = self._waiting_tokens >= self.model.streaming_tokens
+        ahead = self._work_s + (self._waiting_s if begins else 0.0)
+        return self._time + (ahead / self.speed if self.speed else 0.0)
+
     def advance(self, now: float) -> None:
         """Train until ``now``."""
-        done = min(self.work_s, self.speed * (now - self._time))
-        self.work_s -= done
-        self.worked_s += done
+        able = self.speed * (now - self._time)
         self._time = now
+        while able > 0 and self._work_s > 0:
+            done = min(self._work_s, able)
+            able -= done
+            self.worked_s += done
+            self._work_s = self._work_s - done if done < self._work_s else 0.0
+            self._begin()
 
     def take(self, now: float, samples: int, tokens: int) -> None:
         """A group joined the batch; it is trained at once where enough of the batch is there."""
         self.advance(now)
-        self.work_s += tokens * self.model.token_s + samples * self.model.sequence_s
+        self._waiting_s += tokens * self.model.token_s + samples * self.model.sequence_s
+        self._waiting_tokens += tokens
         self._samples += samples
         if self._samples >= self._needed:
             self.speed = self.model.streaming_speed
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.speed and not self._work_s and self._waiting_tokens >= self.model.streaming_tokens:
+            self._work_s, self._waiting_s, self._waiting_tokens = self._waiting_s, 0.0, 0
 
     def close(self, now: float, *, engines_idle: bool) -> float:
         """The batch is complete: when the trainer has stepped. Where engines keep their cores, at streaming speed."""
         self.advance(now)
+        left = self._work_s + self._waiting_s
         full = engines_idle or not self.model.streaming_speed
-        ends = now + self.work_s / (1.0 if full else self.model.streaming_speed)
-        self.worked_s += self.work_s
-        self.work_s = self.speed = 0.0
-        self._samples = 0
-        return ends + self.model.optimizer_s
+        self.worked_s += left
+        self._work_s = self._waiting_s = self.speed = 0.0
+        self._waiting_tokens = self._samples = 0
+        return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s

@@ -21,7 +21,7 @@ from streamrl.config.toml_text import toml_key, toml_value
 from streamrl.control.settings import ControlSettings
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.lengths import LengthSource
+from streamrl.simulate.lengths import LengthSource, ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
 
@@ -101,8 +101,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World(msgspec.Struct, frozen=True, kw_only=True):
-    """What candidates are simulated in. ``settings``: what of a recipe decides. ``lengths``: those of a seed (None: the
-    model's own)."""
+    """What candidates are simulated in. ``settings``: what of a recipe decides. ``lengths``: those of a seed, which
+    draws do not change (None: the model's own)."""
 
     model: ClusterModel
     settings: Callable[[Recipe], ControlSettings]
@@ -123,6 +123,7 @@ class Search:
         self._progress = progress
         self._tried: dict[str, Tried] = {}
         self._reports: dict[str, list[SimulationReport]] = {}
+        self._sources: dict[int, LengthSource] = {}
         self._done = 0
         self._ahead = 0
 
@@ -208,7 +209,7 @@ class Search:
                 world.settings(recipe),
                 world.model,
                 world.steps,
-                lengths=world.lengths(seed) if world.lengths is not None else None,
+                lengths=self._lengths(seed),
                 in_flight=recipe.rollout.in_flight,
                 seed=seed,
                 warm_up=world.warm_up,
@@ -219,6 +220,14 @@ class Search:
         self._reports.setdefault(name, []).append(report)
         figures = _figures(self._reports[name])
         self._tried[name] = Tried(name=name, recipe=recipe, figures=figures, problem=self._breaks(figures))
+
+    def _lengths(self, seed: int) -> LengthSource:
+        """One for all candidates: what is drawn changes nothing in it."""
+        if seed not in self._sources:
+            world = self._world
+            made = world.lengths(seed) if world.lengths is not None else ModelledLengths(world.model.lengths, seed)
+            self._sources[seed] = made
+        return self._sources[seed]
 
     def _breaks(self, figures: Figures) -> str:
         if figures.staleness > self._budget.max_staleness:

@@ -46,6 +46,20 @@ async def test_time_is_affine_in_what_runs(make_request: MakeRequest) -> None:
     assert clock.now() == pytest.approx(100 * (2.0 + 4 * 0.5) / 1000, rel=0.02)  # the first step runs one alone
 
 
+async def test_its_load_counts_decode_steps(make_request: MakeRequest) -> None:
+    engine, clock = instant(base_ms=2.0, per_request_ms=0.5, max_running=4)
+    await generate_all(engine, [make_request(max_tokens=100) for _ in range(4)])
+    first = engine.load()
+    assert first.decode_s == pytest.approx(clock.now()) and first.decode_tokens == first.generated_tokens == 400
+    assert first.token_s == pytest.approx(clock.now() / first.decode_steps)
+    assert first.mean_running == pytest.approx(400 / first.decode_steps)
+    assert engine.load().token_s == 0.0, "nothing since"
+    await engine.generate(make_request(max_tokens=10))
+    later = engine.load()
+    assert later.decode_steps == first.decode_steps + 10
+    assert later.token_s == pytest.approx(2.5e-3) and later.mean_running == 1.0
+
+
 async def test_more_than_max_running_wait(make_request: MakeRequest) -> None:
     engine, clock = instant(base_ms=1.0, per_request_ms=0.0, max_running=4)
     await generate_all(engine, [make_request(max_tokens=50) for _ in range(8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 
 from streamrl.control.trajectory_trace import RecordedRun, TraceHeader, TrajectoryLine
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
-from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths
+from streamrl.simulate.length_fit import fit_lengths
+from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows
 
 # refs/scheduling-model.md 1 and refs/rollpacker.md 3.3: quantiles, and the share at the cap.
 EXPECTED = [
@@ -74,28 +76,86 @@ def test_impossible_models_are_refused(wrong: dict[str, object]) -> None:
         LengthModel(**{**values, **wrong})  # type: ignore[arg-type]
 
 
-def recorded_run(lengths: dict[str, list[int]]) -> RecordedRun:
+def recorded_run(attempts: list[tuple[str, list[int]]]) -> RecordedRun:
+    """One group each, in the order of their launch; a length below 0: stopped after so many tokens."""
     header = TraceHeader(
         schema=1, run_id="r", started_at=0.0, seed=0, max_tokens=99, max_context=200, temperature=1.0,
         prompts_per_batch=2, group_size=2, rounds="synchronous", max_staleness=0, engines=1, capacity=4,
     )  # fmt: skip
     lines = [
         TrajectoryLine(
-            prompt_id=prompt, group=0, sample=sample, attempt=0, prompt_tokens=3, tokens=tokens,
-            finish_reason="stop" if tokens else "", outcome="trained", round_kind="synchronous", launched_s=0.0,
+            prompt_id=prompt, group=group, sample=sample, attempt=0, prompt_tokens=3, tokens=abs(tokens),
+            finish_reason="stop" if tokens > 0 else "", outcome="trained", round_kind="synchronous", launched_s=0.0,
             ended_s=1.0, rollout_s=1.0,
         )
-        for prompt, values in lengths.items()
+        for group, (prompt, values) in enumerate(attempts)
         for sample, tokens in enumerate(values)
     ]  # fmt: skip
-    return RecordedRun(header=header, trajectories=tuple(lines), steps=(), engines=())
+    # Lines come in the order in which trajectories ended, which is any.
+    return RecordedRun(header=header, trajectories=tuple(reversed(lines)), steps=(), engines=())
 
 
 def test_recorded_lengths_return_in_order_or_resampled_by_prompt() -> None:
-    run = recorded_run({"a": [5, 6, 0], "b": [70, 80]})
+    run = recorded_run([("b", [5, 6, 0]), ("a", [70, 80])])
     in_order = RecordedLengths(run, resample=False)
-    assert [in_order.draw(prompt, 0, 2, 0) for prompt in range(3)] == [[5, 6], [70, 80], [5, 6]]
+    assert [in_order.draw(prompt, prompt, 2, 0) for prompt in range(3)] == [[5, 6], [70, 80], [5, 6]]
     drawn = [tuple(RecordedLengths(run).draw(prompt, 1, 4, 0)) for prompt in range(40)]
-    assert {value for draw in drawn for value in draw} == {5, 6, 70, 80}, "the stopped one has no length"
+    assert {value for draw in drawn for value in draw} == {5, 6, 70, 80}, "what never ran has no length"
     assert all(set(draw) <= {5, 6} or set(draw) <= {70, 80} for draw in drawn), "siblings of one prompt"
     assert drawn == [tuple(RecordedLengths(run).draw(prompt, 1, 4, 0)) for prompt in range(40)]
+
+
+def test_a_group_keeps_its_longest_when_prompts_are_resampled() -> None:
+    rows = [[1, 2, 3, 50 + number] for number in range(40)]
+    run = recorded_run([(f"p{number}", row) for number, row in enumerate(rows)])
+    source = RecordedLengths(run, seed=3)
+    drawn = [source.draw(prompt, prompt, 4, 0) for prompt in range(8000)]
+    assert all(sorted(lengths) in rows for lengths in drawn), "whole recorded groups"
+    counts = Counter(max(lengths) for lengths in drawn)
+    assert all(0.7 < counts[50 + number] / 200 < 1.3 for number in range(40)), "every prompt about as often"
+    for seed in range(4, 8):
+        other = RecordedLengths(run, seed=seed)
+        counts.update(max(other.draw(prompt, prompt, 4, 0)) for prompt in range(8000))
+    assert (counts[50] + counts[89]) / 2000 == pytest.approx(1, abs=0.08), "the shortest and the longest too"
+    blocks = [len({max(lengths) for lengths in drawn[first : first + 40]}) / 40 for first in range(0, 8000, 40)]
+    assert np.mean(blocks) == pytest.approx(1 - math.exp(-1), abs=0.015), "drawn independently of each other"
+
+
+def test_a_prompt_beyond_its_record_takes_after_its_neighbours_in_length() -> None:
+    run = recorded_run([(f"p{number}", [10 + number, 12 + number]) for number in range(60)])
+    source = RecordedLengths(run, resample=False)
+    assert source.draw(30, 7, 2, 0) == [40, 42], "its own at first"
+    again = {tuple(source.draw(30, noise, 2, 0)) for noise in range(100, 200)}
+    assert len(again) > 3 and all(36 <= value <= 46 for lengths in again for value in lengths)
+    assert source.draw(30, 7, 2, 0) == [40, 42], "a replayed loser keeps them"
+    longer = source.draw(30, 7, 5, 0)
+    assert longer[:2] == [40, 42] and all(37 <= value <= 47 for value in longer), "more samples than were recorded"
+
+
+def test_losers_are_counted_once_and_what_was_stopped_is_longer() -> None:
+    run = recorded_run(
+        [("loser", [5, -20, -8]), ("winner", [6, 7, 30]), ("loser", [5, 25, 9]), ("open", [4, -28]), ("last", [-60])]
+    )
+    rows = recorded_rows(run)
+    assert rows[:2] == [[5, 25, 9], [6, 7, 30]], "of two attempts the whole one"
+    assert rows[2] == [4, 30], "the only recorded length beyond 28"
+    assert rows[3] == [99], "none is beyond 60: the cap"
+
+
+def test_a_mixture_of_prompt_classes_is_fitted() -> None:
+    source = np.random.default_rng(5)
+    rows = []
+    for number in range(500):
+        mean, spread = (math.log(12), 0.1) if number % 2 else (math.log(60), 0.3)
+        level = source.normal(mean, spread)
+        rows.append((f"p{number}", [min(round(math.exp(source.normal(level, 0.1))), 99) for _ in range(4)]))
+    model = fit_lengths(recorded_run(rows))
+    assert len(model.weights) == 2 and model.weights[0] == pytest.approx(0.5, abs=0.06)
+    assert np.exp(model.mus) == pytest.approx([12, 58], rel=0.08)
+    assert model.cap_share == pytest.approx(np.mean([value == 99 for _, row in rows for value in row]))
+    assert model.correlation > 0.85, "nearly all that differs is the prompt"
+    drawn = ModelledLengths(model, 2)
+    lengths = np.array([value for prompt in range(2000) for value in drawn.draw(prompt, 0, 4, 0)])
+    recorded = np.array([value for _, row in rows for value in row])
+    for share in (0.1, 0.25, 0.75, 0.9):
+        assert np.quantile(lengths, share) == pytest.approx(np.quantile(recorded, share), rel=0.1)
