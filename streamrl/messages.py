@@ -228,11 +228,16 @@ class PublishAnchor(Message, frozen=True):
     policy_version: int
 
 
+class EnginesFreed(Message, frozen=True):
+    """``count`` engines do nothing until the next round (0: all serve again): their cores are for training."""
+
+    count: int
+
+
 class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
 
-    ``min_free_bytes``: refuse where less than this would be left on the disk. ``beside``: small files of control's, by
-    name; they are as safe as the rest.
+    ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: small files of control's, by name.
     """
 
     directory: str
@@ -241,7 +246,7 @@ class SaveCheckpoint(Message, frozen=True):
     beside: dict[str, bytes] = {}
 
 
-TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | SaveCheckpoint
+TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | EnginesFreed | SaveCheckpoint
 
 
 # ---- trainer rank -> controller ------------------------------------------------------------------

@@ -17,7 +17,7 @@ engine orders    rollout -> engine host   ``EngineOrder``, answered by ``EngineE
 batches          control -> trainer rank  ``TrainGroup`` ..., then ``CloseBatch``       one batch in flight
 reports          trainer rank -> control  ``StepReport``                             one per step
 weights          trainer rank -> engine   an anchor or a delta, as a transaction     one in flight
-steps            control -> parent        ``RunEvent``                               steps
+steps            control -> parent        ``ParentMessage``                          steps
 ===============  =======================  =========================================  ====================
 
 Every trajectory that control launches comes back on ``scored`` exactly once: as a value, a recorded failure, or lost.
@@ -44,13 +44,15 @@ import msgspec
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.supervisor_orders import ParentMessage
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Recipe
+from streamrl.config.recipe import Recipe, ReleaseKind
 from streamrl.config.topology import Topology
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.checkpoints import CheckpointKeeper
 from streamrl.control.control_file import read_control_file
 from streamrl.control.controller import Controller
+from streamrl.control.engine_release import EngineRelease, EngineSizes
 from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
@@ -60,12 +62,13 @@ from streamrl.control.settings import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.control.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.control.weight_audit import WeightAudit
+from streamrl.engines.engine_options import CPU_BLOCK_TOKENS
 from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.engines.engine_seat import EngineSeat, SeatedEngines
+from streamrl.engines.pool_service import PoolService
+from streamrl.errors import StreamRLError
 from streamrl.learning.durable_files import surviving
 from streamrl.messages import (
-    EngineEvent,
-    EngineOrder,
     EngineReady,
     EvaluationFinished,
     RewardOrder,
@@ -98,9 +101,8 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
     """Connect everything, run until training is done or drained, and end every stream."""
     async with AsyncExitStack() as streams:
         steps = await streams.enter_async_context(
-            zmq_sender(RunEvent, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
+            zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
         )
-        engines = [await _connect_engine(topology, index, streams) for index in range(recipe.engines.count)]
         ranks = [await _connect_rank(recipe, topology, index, streams) for index in range(recipe.training.ranks)]
         socket = PublishSink(
             recipe.metrics.endpoint or f"{topology.endpoint('controller', 'steps')}.metrics", run_id=run_directory.name
@@ -112,10 +114,11 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             _report(event, reporter)
             await steps.send(event)
 
-        trainer, pool = TrainerRanks(ranks), EnginePool(engines)
+        trainer, seats = TrainerRanks(ranks), _seats(recipe, topology)
         async with anyio.create_task_group() as nursery:
-            for engine in engines:
-                nursery.start_soon(engine.run)
+            for seat in seats.values():
+                nursery.start_soon(seat.run)
+            pool = EnginePool([await seat.open() for seat in seats.values()])
             ready = await pool.start()
             greetings = await trainer.ready()
             tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
@@ -133,10 +136,13 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 )
             )
             version = greetings[0].policy_version
-            parts = _Parts(tokenizer, pool, engines, trainer, ready, greetings[0].parameters, emit)
+            hosts = SeatedEngines(seats, pool, steps.send)
+            parts = _Parts(tokenizer, pool, hosts, trainer, ready, greetings[0].parameters, emit)
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
             await pool.aclose()
+            for seat in seats.values():
+                seat.retire()
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -144,7 +150,7 @@ class _Parts(msgspec.Struct, frozen=True):
 
     tokenizer: Tokenizer
     pool: EnginePool
-    engines: list[RemoteEngine]
+    hosts: SeatedEngines
     trainer: TrainerRanks
     ready: EngineReady
     parameters: int
@@ -178,17 +184,20 @@ async def _run_stages(
         max_tokens=None,
         start=kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch,
     )
+    # Whoever frees engines late in a round readmits them itself: those runs end with a tainted engine, as ever.
+    service = PoolService(parts.pool) if recipe.engines.release is ReleaseKind.NEVER else None
     publisher = WeightPublisher(
-        parts.engines,
+        list(parts.pool.attached.values()),
         parts.trainer.publish_anchor,
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
         on_hold=rollout.stand_still,
+        service=service,
+        patience_s=recipe.weights.engine_patience_s,
     )
     keeper = CheckpointKeeper(parts.trainer, run_directory / "checkpoints", recipe.checkpoint, forget=_remove_directory)
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
-    engines = {f"engine-{index}": engine for index, engine in enumerate(parts.engines)}
-    audit = WeightAudit(engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
+    audit = WeightAudit(parts.pool.attached, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     report = _run_report(recipe, run_directory, parts, rollout)
     controller = Controller(
         settings,
@@ -205,6 +214,7 @@ async def _run_stages(
         store=samples.write if recipe.evaluation.store_samples else None,
         alarms=Alarms(alarm_rules(recipe.off_policy.alarm)),
         load=parts.pool.load,
+        release=_release(recipe, parts, publisher),
         start_version=start_version,
         kept=kept,
     )
@@ -216,6 +226,8 @@ async def _run_stages(
     try:
         async with anyio.create_task_group() as stages:
             stages.start_soon(_stop_on_sigterm, controller)
+            if service is not None:
+                stages.start_soon(service.run)
             stages.start_soon(rollout.run, orders_ends[1], trajectories_ends[0])
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
             reason = await controller.run(orders_ends[0], scored_ends[1])
@@ -240,22 +252,40 @@ def _run_report(recipe: Recipe, run_directory: Path, parts: _Parts, rollout: Rol
         parameters=parts.parameters,
     )
     trace = TrajectoryTrace(run_directory / "trace.jsonl", header)
-    return RunReport(parts.emit, rollout.statistics, capacity, engines=len(parts.engines), trace=trace)
+    return RunReport(parts.emit, rollout.statistics, capacity, engines=recipe.engines.count, trace=trace)
+
+
+def _release(recipe: Recipe, parts: _Parts, publisher: WeightPublisher) -> EngineRelease | None:
+    """Who frees engines late in a round, where the recipe wants it."""
+    engines = recipe.engines
+    if engines.release is ReleaseKind.NEVER:
+        return None
+    if not parts.ready.kv_tokens:
+        raise StreamRLError(
+            f'engines.release = "{engines.release}" must know how many tokens a KV cache holds, and these engines do '
+            'not say it: set release = "never"'
+        )
+    return EngineRelease(
+        parts.pool,
+        EngineSizes(
+            kv_tokens=parts.ready.kv_tokens // engines.count,
+            max_running=engines.max_running,
+            cap=recipe.sampling.max_tokens,
+            block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there it is the more careful figure
+        ),
+        publisher=publisher,
+        share_cores=parts.trainer.engines_freed,
+        hosts=parts.hosts if engines.release is ReleaseKind.STOP else None,
+        start_timeout_s=engines.start_timeout_s,
+    )
 
 
 # ---- connecting ----------------------------------------------------------------------------------
 
 
-async def _connect_engine(topology: Topology, index: int, streams: AsyncExitStack) -> RemoteEngine:
-    name = f"engine-{index}"
-    orders_at, completions_at = topology.endpoint(name, "orders"), topology.endpoint(name, "completions")
-    orders = await streams.enter_async_context(
-        zmq_sender(EngineOrder, orders_at, bind=True, window=4096, name=f"{name}.orders")
-    )
-    events = await streams.enter_async_context(
-        zmq_receiver(EngineEvent, completions_at, bind=True, window=4096, name=f"{name}.completions")
-    )
-    return RemoteEngine(name, orders, events)
+def _seats(recipe: Recipe, topology: Topology) -> dict[str, EngineSeat]:
+    names = [f"engine-{index}" for index in range(recipe.engines.count)]
+    return {n: EngineSeat(n, topology.endpoint(n, "orders"), topology.endpoint(n, "completions")) for n in names}
 
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:

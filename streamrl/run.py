@@ -19,12 +19,18 @@ import anyio
 import anyio.to_thread
 
 from streamrl.comm.stream import ReceiveStream
+from streamrl.comm.supervisor_orders import ParentMessage, StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.errors import ProcessDied, StreamBroken
-from streamrl.messages import RunEvent, RunFinished, RunProgress, StepFinished
+from streamrl.messages import (
+    RunEvent,
+    RunFinished,
+    RunProgress,
+    StepFinished,
+)
 from streamrl.preflight import preflight
 from streamrl.processes.supervisor import Supervisor
 
@@ -45,6 +51,7 @@ class Pipeline:
         self._open = AsyncExitStack()
         self._watching = anyio.CancelScope()
         self._receiving = anyio.CancelScope()
+        self._obeying = anyio.CancelScope()
 
     async def __aenter__(self) -> Self:
         await anyio.to_thread.run_sync(preflight, self.recipe)
@@ -52,18 +59,22 @@ class Pipeline:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
+        self._order, self._ordered = anyio.create_memory_object_stream[SupervisorOrder](math.inf)
         topology = plan_topology(self.recipe, sockets)
         self._supervisor = Supervisor(topology, self.run_directory, sockets)
         async with AsyncExitStack() as entered:
-            entered.callback(self._give.close)
-            entered.callback(self._take.close)
+            for stream in (self._give, self._take, self._order, self._ordered):
+                entered.callback(stream.close)
             tasks = await entered.enter_async_context(anyio.create_task_group())
             await entered.enter_async_context(self._supervisor)
             steps = await entered.enter_async_context(
-                zmq_receiver(RunEvent, topology.endpoint("controller", "steps"), bind=True, name="controller.steps")
+                zmq_receiver(
+                    ParentMessage, topology.endpoint("controller", "steps"), bind=True, name="controller.steps"
+                )
             )
             tasks.start_soon(self._watch)
             tasks.start_soon(self._receive, steps)
+            tasks.start_soon(self._obey)
             self._open = entered.pop_all()
         return self
 
@@ -77,6 +88,7 @@ class Pipeline:
         await self._supervisor.kill()
         self._watching.cancel()
         self._receiving.cancel()
+        self._obeying.cancel()
         await self._open.__aexit__(None, None, None)
 
     def drain(self) -> None:
@@ -109,15 +121,27 @@ class Pipeline:
         self._ended.set()
         self._give.close()
 
-    async def _receive(self, steps: ReceiveStream[RunEvent]) -> None:
+    async def _receive(self, steps: ReceiveStream[ParentMessage]) -> None:
         with self._receiving:
             try:
                 async for event in steps:
+                    if isinstance(event, StopEngine | StartEngine):
+                        await self._order.send(event)
+                        continue
                     backlog = self._give.statistics().current_buffer_used
                     if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
                         await self._give.send(event)
             except (StreamBroken, anyio.ClosedResourceError):
                 return  # the controller is gone, and the supervisor says why
+
+    async def _obey(self) -> None:
+        """One after the other: an engine is started again only when its last host and all it started are gone."""
+        with self._obeying:
+            async for order in self._ordered:
+                if isinstance(order, StopEngine):
+                    await self._supervisor.stop_engine(order.engine, patience_s=order.patience_s)
+                else:
+                    self._supervisor.start_engine(order.engine)
 
 
 def _make_run_directory(recipe: Recipe) -> Path:

@@ -73,7 +73,7 @@ def _count_weights(directory: Path) -> tuple[int, int]:
         raise ModelDirectoryError("has no *.safetensors weights")
     parameters = weight_bytes = 0
     for file in files:
-        for entry in _read_header(file).values():
+        for entry in read_safetensors_header(file).values():
             count = math.prod(entry["shape"])
             parameters += count
             weight_bytes += count * _BYTES.get(entry["dtype"], 1)
@@ -82,8 +82,11 @@ def _count_weights(directory: Path) -> tuple[int, int]:
     return parameters, weight_bytes
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """The tensor table of one safetensors file: name to dtype, shape and offsets. The tensors are not read."""
+def read_safetensors_header(file: Path) -> dict[str, Any]:
+    """The tensor table of one safetensors file: name to dtype, shape and offsets. The tensors are not read.
+
+    Raises ``ModelDirectoryError``, also for a file that ends before its tensors do.
+    """
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -127,8 +127,20 @@ class Lora(Section, frozen=True):
     targets: tuple[str, ...] = ()
 
 
+class ReleaseKind(StrEnum):
+    """What late in a round becomes of engines whose requests fit on the others. ``drain``: they stand idle until the
+    next round, and their cores are for training. ``stop``: their processes end as well, which frees their memory;
+    to start them again takes as long as at the start of the run."""
+
+    NEVER = "never"
+    DRAIN = "drain"
+    STOP = "stop"
+
+
 class Engines(Section, frozen=True):
-    """The vLLM engines. ``max_context`` 0: prompt and completion limits of this recipe decide."""
+    """The vLLM engines. ``max_context`` 0: prompt and completion limits of this recipe decide. ``release``: what
+    becomes of engines that can be spared late in a round (rounds that train on-policy); ``start_timeout_s``: for one
+    that was stopped to be ready again."""
 
     count: Positive = 1
     max_running: Positive = 256
@@ -137,14 +149,20 @@ class Engines(Section, frozen=True):
     cores: tuple[str, ...] = ()
     gpu_memory_share: Share = 0.85
     start_timeout_s: PositiveFloat = 300.0
+    release: ReleaseKind = ReleaseKind.NEVER
 
 
 class Weights(Section, frozen=True):
     """The weight path. ``audit_interval``: every so many versions the engines' own checksums of all live parameters are
-    written to ``audits.jsonl`` (0: never; slow)."""
+    written to ``audits.jsonl`` (0: never; slow). ``bandwidth_mbit``: what each trainer rank sends to all engines
+    together, in million bits a second, at most (0: no limit), so that a slow link can be tried. ``engine_patience_s``:
+    how long after the first engine another one may go on fetching before it leaves service and catches up beside the
+    run (0: all are waited for)."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
+    bandwidth_mbit: NaturalFloat = 0.0
+    engine_patience_s: NaturalFloat = 0.0
 
 
 class Evaluation(Section, frozen=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from streamrl.config import objective_rules, scheduling_rules, sizing_rules
 from streamrl.config.problems import shown
-from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, TransportKind
+from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind, TransportKind
 
 DEVICES = ("auto", "cpu", "cuda")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -194,6 +194,40 @@ def _engine_context(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
+def _released_engines(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Engines are freed late in a round and are back before the next: there must be such a time, and others."""
+    release, field = recipe.engines.release, "engines.release"
+    if release is ReleaseKind.NEVER:
+        return
+    said = f'"{release}"'
+    if recipe.engines.count < 2:
+        yield field, f'{said} needs an engine that goes on: set engines.count = 2 or more, or release = "never"'
+    if not recipe.on_policy:
+        yield (
+            field,
+            (
+                f'{said} does not fit rounds = "{recipe.rollout.rounds}" at staleness {recipe.rollout.max_staleness}, '
+                'where one round runs into the next: set release = "never", or rounds that train on-policy'
+            ),
+        )
+    if recipe.rollout.presubmit:
+        yield (
+            field,
+            (
+                f"{said} does not fit rollout.presubmit, which needs all engines while the step ends: "
+                'set presubmit = false, or release = "never"'
+            ),
+        )
+    if release is ReleaseKind.STOP and recipe.transport.engines is Launch.EXTERNAL:
+        yield (
+            field,
+            (
+                f'{said} does not fit transport.engines = "external", whose processes this run does not start: '
+                'set release = "drain"'
+            ),
+        )
+
+
 def _external_needs_tcp(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.transport.kind is TransportKind.TCP:
         return
@@ -252,6 +286,7 @@ RULES = (
     Rule(("engines.dtype",), _engine_dtype),
     Rule(("engines.cores", "engines.count"), _engine_cores),
     Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),
+    Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
     Rule(("transport",), _external_needs_tcp),
     Rule(("metrics.endpoint",), _metrics_endpoint),
 )

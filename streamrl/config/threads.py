@@ -15,10 +15,13 @@ def idle_threads(recipe: Recipe, cores: int) -> int:
     return recipe.training.threads or max(cores // recipe.training.ranks, 1)
 
 
-def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool) -> int:
-    """Torch threads of one rank: ``training.threads``, or what the engines of this host leave, shared by the ranks."""
+def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
+    """Torch threads of one rank: ``training.threads``, or what the engines of this host leave, shared by the ranks.
+
+    ``freed``: so many of the engines do nothing until the next round.
+    """
     if recipe.training.threads:
         return recipe.training.threads
     shared = engines_on_cpu and recipe.transport.engines is Launch.LOCAL
-    left = cores - recipe.engines.count * engine_threads(recipe, cores) if shared else cores
+    left = cores - (recipe.engines.count - freed) * engine_threads(recipe, cores) if shared else cores
     return max(left // recipe.training.ranks, 1)

@@ -18,6 +18,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.alarms import Alarms
 from streamrl.control.control_file import control_file
+from streamrl.control.engine_release import EngineRelease
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.event_log import EventLog
 from streamrl.control.kept_state import KeptControl
@@ -74,6 +75,7 @@ class Controller:
         store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None,
         alarms: Alarms,
         load: Callable[[], EngineLoad],
+        release: EngineRelease | None = None,
         start_version: int = 0,
         kept: KeptControl | None = None,
     ) -> None:
@@ -91,6 +93,7 @@ class Controller:
         self._store = store
         self._alarms = alarms
         self._load = load
+        self._release = release
         # Others decide nothing from it, and a log of a run of days is long enough.
         self._tells_load = settings.rounds in (RoundKind.AUTO, RoundKind.CUSTOM)
         self._start_version = start_version
@@ -107,6 +110,8 @@ class Controller:
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
+        self._freeing = anyio.CancelScope()
+        self._served_late = 0
         # Bounded by the slots and by one answer for each kind of order.
         self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)
 
@@ -124,16 +129,20 @@ class Controller:
             await self._audit(version)
             self._report.began()
             children.start_soon(self._measure_engines)
+            children.start_soon(self._free_engines)
             self._tell.send_nowait(on.RunBegan(policy_version=version, kept=self._kept))
             while not reason:
                 event = await self._events.receive()
                 self._log.append(event, self._report.elapsed())
+                if isinstance(event, on.StopRequested) and self._release is not None:
+                    self._release.give_up()
                 for action in self.state.handle(event):
                     reason = await self._perform(action, orders, children) or reason
                 await self._report.progress(self.state, self._evaluation)
+            self._measuring.cancel()
+            self._freeing.cancel()
             await orders.aclose()
             await self._trainer.aclose()
-            self._measuring.cancel()
         return reason
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
@@ -174,6 +183,8 @@ class Controller:
                 self._report.batch_closed(self.state.round_kind)
                 batch, self._batch = self._batch, []
                 children.start_soon(self._step, action, gather, batch)
+                if self._release is not None and not self._is_last(action.policy_version):
+                    children.start_soon(self._release.call_back)
             case do.PublishWeights():
                 children.start_soon(self._publish, action.policy_version)
             case do.Evaluate():
@@ -201,6 +212,8 @@ class Controller:
                 await self._report.progress(self.state, self._evaluation)
                 continue
             self._report.came_back(item)
+            if self._release is not None and not isinstance(item, TrajectoryHeld):
+                self._release.ended(*_end_of(item))
             event = self._event_of(item)
             if event is not None:
                 await self._tell.send(event)
@@ -245,6 +258,8 @@ class Controller:
         prompt = self._shelf[action.ids[0].prompt_id]
         group = self.state.buffer.groups[action.group_id]
         self._report.launched(action, group.round_kind, len(prompt.token_ids))
+        if self._release is not None:
+            self._release.launched(group.round_kind, action.ids)
         for trajectory in action.ids:
             # Of the noise and not of the group: a loser that is replayed draws what it drew before.
             seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)
@@ -284,6 +299,7 @@ class Controller:
         self._report.publishing()
         push = await self._publisher.push(self._announced.pop(policy_version))
         await self._trainer.acknowledge(policy_version)
+        await self._begin_round(policy_version)
         await self._audit(policy_version)
         metrics = await self._report.step_finished(push, self.state)
         for message in self._alarms.check(policy_version, metrics):
@@ -300,6 +316,35 @@ class Controller:
                 if self._tells_load:
                     await self._tell.send(measured)
 
+    async def _free_engines(self) -> None:
+        if self._release is not None:
+            with self._freeing:
+                await self._release.run(self._engines_decided)
+
+    async def _engines_decided(self, decision: do.Explain, done: bool) -> None:
+        assert self._release is not None
+        self._log.decided(decision, self._report.elapsed())
+        if not done:
+            return
+        serving = self._release.serving
+        self._report.engines_serve(serving)
+        if serving != self._served_late:  # it will be much the same in every round: people need not be told of each
+            self._served_late = serving
+            await self._report.decided(decision, self.state.trainer_version + 1)
+
+    async def _begin_round(self, policy_version: int) -> None:
+        """All engines serve again: only then is a version live everywhere. After the last one nobody needs them."""
+        if self._release is None:
+            return
+        if self._is_last(policy_version):
+            self._release.give_up()
+        await self._release.begin_round(policy_version)
+        self._report.engines_serve(self._release.serving)
+
+    def _is_last(self, policy_version: int) -> bool:
+        """Whether nothing will be sampled for training by ``policy_version``."""
+        return self.state.stopping is not None or policy_version >= self.state.settings.steps
+
     async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
         figures = await evaluation.run(orders)
         version, self._evaluation = evaluation.policy_version, None
@@ -315,3 +360,11 @@ class Controller:
     async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         await self._save(policy_version, beside)
         await self._tell.send(on.CheckpointDone(policy_version=policy_version))
+
+
+def _end_of(item: EndedOutcome) -> tuple[TrajectoryId, int | None]:
+    """Which trajectory it is, and the length of its completion, if it has one."""
+    if isinstance(item, TrajectoryLost):
+        return item.id, None
+    trajectory = item.outcome.trajectory
+    return trajectory.id, trajectory.generated_tokens

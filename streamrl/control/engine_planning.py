@@ -266,7 +266,7 @@ def plan_release(
             moves, peak_share = placed
             reason = (
                 f"{round_now.finished} of {round_now.launched} are finished ({progress:.0%}); {len(moves)} requests of"
-                f" {', '.join(sorted(names))} fit on the other {len(remaining)} engines, which will be at most"
+                f" {', '.join(sorted(names))} fit on the {len(remaining)} that go on, which will be at most"
                 f" {peak_share:.0%} full"
             )
             figures = {"progress": progress, "peak_share": peak_share, "moved": float(len(moves))}

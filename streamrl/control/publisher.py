@@ -1,8 +1,12 @@
 """A weight push, as one transaction over all engines.
 
-Stage on every engine while it generates; pause; apply and verify on the live weights; resume. An engine that
-refuses the delta (wrong base, wrong digest, a commit that failed half-way) is re-anchored before it serves again;
-one that refuses the anchor too ends the run. The ranks' shadow advances only when every engine acknowledged.
+Each engine for itself: stage while it generates; pause; apply and verify on the live weights; resume. One that refuses
+the delta (wrong base, wrong digest, a commit that failed half-way) is re-anchored before it serves again. The ranks'
+shadow advances only when every engine that serves acknowledged.
+
+With an ``EngineService``, an engine that refuses the anchor too, or that is still fetching long after the others went
+on, leaves service instead of ending the run or holding it up: its requests go on elsewhere, and beside the run it takes
+an anchor of the live version, at each push anew, until it holds what the others hold. Then it serves again.
 
 ``hold`` pauses the engines ahead of a push, so that requests for the next version may be submitted while the step
 ends: they queue, and their first token is computed after the commit.
@@ -34,9 +38,26 @@ class PushedEngine(Protocol):
     async def resume(self) -> None: ...
 
 
+class EngineService(Protocol):
+    """Keeps requests away from engines that are behind, and lets them catch up."""
+
+    async def take_out(self, engine: PushedEngine, reason: str) -> None:
+        """Send it no requests; what it served goes on elsewhere. Raises ``EngineError`` when nobody else serves."""
+        ...
+
+    async def take_back(self, engine: PushedEngine) -> None:
+        """It holds the live version: send it requests again."""
+        ...
+
+    def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Run ``work`` as a child of the run."""
+        ...
+
+
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One push. Seconds are of wall time. ``paused_s``: the longest pause of an engine for its commit; ``held_s``: how
-    long engines had been held when the push began."""
+    """One push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the longest
+    pause of an engine for its commit; ``held_s``: how long engines had been held when the push began; ``behind``:
+    engines that are out of service after it."""
 
     policy_version: int
     staged_s: float
@@ -46,11 +67,21 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     changed_share: float
     reanchored: int
     held_s: float = 0.0
+    behind: int = 0
+
+
+class _CatchingUp:
+    """An engine that takes an anchor beside the run. ``staging`` may be cancelled; a commit is seen to its end."""
+
+    def __init__(self) -> None:
+        self.staging = anyio.CancelScope()
+        self.ended = anyio.Event()
 
 
 class WeightPublisher:
     """Pushes announced versions to ``engines``. ``anchor`` has the trainer publish a version complete; ``on_hold`` is
-    told when a hold begins and when it has ended.
+    told when a hold begins and when it has ended. ``service``: see above; ``patience_s``: how long after the first
+    engine another one may go on staging before it leaves service (0: until the push is late).
 
     ``push``, ``hold``, ``release``, ``admit`` and ``leave`` wait for each other.
     """
@@ -63,12 +94,20 @@ class WeightPublisher:
         in_flight: InFlight,
         timeout_s: float,
         on_hold: Callable[[bool], None] | None = None,
+        service: EngineService | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         self._engines = list(engines)
+        self._behind: dict[PushedEngine, _CatchingUp | None] = {}
+        self._staging: dict[PushedEngine, anyio.CancelScope] = {}
+        self._refusals: dict[PushedEngine, WeightError] = {}
+        self._service = service
+        self._patience_s = patience_s
+        self._first_live = anyio.Event()
+        self._staged_at = 0.0
         self._anchor = anchor
         self._in_flight = in_flight
         self._timeout_s = timeout_s
-        self._refusal: WeightError | None = None
         self._one_at_a_time = anyio.Lock()
         self._paused_at: dict[PushedEngine, float] = {}
         self._held = False
@@ -106,7 +145,7 @@ class WeightPublisher:
             with self._in_time(f"version {policy_version} was not live on an engine that joined"):
                 anchor = await self._anchor(policy_version)
                 try:
-                    await self._stage_one(engine, anchor)
+                    await engine.stage(anchor)
                     await self._verified_commit(engine, anchor)
                 except WeightError as error:
                     raise EngineError(f"an engine that joined refused version {policy_version}: {error}") from error
@@ -117,7 +156,12 @@ class WeightPublisher:
     async def leave(self, engine: PushedEngine) -> None:
         """Leave an engine out of later pushes: its process is about to be stopped."""
         async with self._one_at_a_time:
-            self._engines.remove(engine)
+            if engine in self._behind:
+                await self._stop_catching_up([engine])
+            if engine in self._behind:
+                del self._behind[engine]
+            else:
+                self._engines.remove(engine)
             self._paused_at.pop(engine, None)
 
     def _hold(self, held: bool) -> None:
@@ -134,14 +178,19 @@ class WeightPublisher:
             raise EngineError(f"{failure} within {self._timeout_s:g} s (weights.push_timeout_s)") from error
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
-        started = anyio.current_time()
-        held_since = min(self._paused_at.values(), default=started)
-        staged = await self._on_all(self._stage_one, announced)
-        staged_s = anyio.current_time() - started
-        pauses = await self._on_all(self._commit_one, announced, only=staged)
-        refused = [engine for engine in self._engines if engine not in pauses]
-        if refused:
-            pauses |= await self._reanchor(announced, refused)
+        started = self._staged_at = anyio.current_time()
+        held_since = min((at for engine, at in self._paused_at.items() if engine not in self._behind), default=started)
+        await self._stop_catching_up(list(self._behind))
+        self._first_live, self._refusals = anyio.Event(), {}
+        pauses = await self._on_all(announced, self._engines)
+        staged_s = self._staged_at - started
+        refused = [engine for engine in self._engines if engine in self._refusals]
+        late = [engine for engine in self._engines if engine not in pauses and engine not in refused]
+        anchor = None
+        if refused or late or self._behind:
+            anchor = await self._anchor(announced.policy_version)
+            pauses |= await self._on_all(anchor, refused)
+            await self._leave_service([engine for engine in self._engines if engine not in pauses], anchor)
         self._hold(False)
         changed = sum(s.changed_elements for s in announced.sources)
         return PushReport(
@@ -153,30 +202,101 @@ class WeightPublisher:
             changed_share=changed / max(sum(s.total_elements for s in announced.sources), 1),
             reanchored=len(refused),
             held_s=started - held_since,
+            behind=len(self._behind),
         )
 
     async def _on_all(
-        self,
-        step: Callable[[PushedEngine, WeightAnnouncement], Awaitable[float]],
-        announced: WeightAnnouncement,
-        only: dict[PushedEngine, float] | None = None,
+        self, announced: WeightAnnouncement, engines: Sequence[PushedEngine]
     ) -> dict[PushedEngine, float]:
-        """Seconds of ``step`` for each engine that took it; engines that refused are left out."""
-        done: dict[PushedEngine, float] = {}
+        """Seconds that each engine stood still for its commit; those that refused or were late are left out."""
+        pauses: dict[PushedEngine, float] = {}
 
         async def one(engine: PushedEngine) -> None:
             try:
-                done[engine] = await step(engine, announced)
+                if await self._stage_in_time(engine, announced):
+                    pauses[engine] = await self._commit_one(engine, announced)
+                    self._first_live.set()
             except WeightError as error:
-                self._refusal = error
+                self._refusals[engine] = error
 
-        async with anyio.create_task_group() as group:
-            for engine in self._engines if only is None else only:
-                group.start_soon(one, engine)
-        return done
+        async with anyio.create_task_group() as watch:
+            if self._service is not None and self._patience_s:
+                watch.start_soon(self._give_up_staging)
+            async with anyio.create_task_group() as group:
+                for engine in engines:
+                    group.start_soon(one, engine)
+            watch.cancel_scope.cancel()
+        return pauses
 
-    async def _stage_one(self, engine: PushedEngine, announced: WeightAnnouncement) -> float:
-        return (await engine.stage(announced)).seconds
+    async def _stage_in_time(self, engine: PushedEngine, announced: WeightAnnouncement) -> bool:
+        with anyio.CancelScope() as scope:
+            self._staging[engine] = scope
+            try:
+                await engine.stage(announced)
+            finally:
+                del self._staging[engine]
+        self._staged_at = max(self._staged_at, anyio.current_time())
+        return not scope.cancelled_caught
+
+    async def _give_up_staging(self) -> None:
+        await self._first_live.wait()
+        await anyio.sleep(self._patience_s)
+        for scope in self._staging.values():
+            scope.cancel()
+
+    # ---- engines that are behind -------------------------------------------------------------------
+
+    async def _leave_service(self, leaving: Sequence[PushedEngine], anchor: WeightAnnouncement) -> None:
+        for engine in leaving:
+            refusal = self._refusals.get(engine)
+            if self._service is None or len(leaving) == len(self._engines):
+                raise EngineError(
+                    f"an engine refused version {anchor.policy_version} as delta and as anchor: {refusal}"
+                ) from refusal
+        for engine in leaving:
+            assert self._service is not None
+            self._engines.remove(engine)
+            self._behind[engine] = None
+            late = f"it was still fetching version {anchor.policy_version} {self._patience_s:g} s after others had it"
+            await self._service.take_out(engine, str(self._refusals.get(engine, late)))
+        for engine in self._behind:
+            self._catch_up(engine, anchor)
+
+    def _catch_up(self, engine: PushedEngine, anchor: WeightAnnouncement) -> None:
+        catching = self._behind[engine] = _CatchingUp()
+        service = self._service
+        assert service is not None
+
+        async def work() -> None:
+            try:
+                with catching.staging:
+                    await engine.stage(anchor)
+                if not catching.staging.cancelled_caught:
+                    await self._verified_commit(engine, anchor)
+                    await self._back_in_service(service, engine)
+            except WeightError:
+                self._behind[engine] = None  # the next push tries again, with its own version
+            finally:
+                catching.ended.set()
+
+        service.beside(work)
+
+    async def _back_in_service(self, service: EngineService, engine: PushedEngine) -> None:
+        if not self._held:
+            await self._resume_one(engine)
+        del self._behind[engine]
+        self._engines.append(engine)
+        await service.take_back(engine)
+
+    async def _stop_catching_up(self, engines: Sequence[PushedEngine]) -> None:
+        """Give up what is being fetched; wait for what is being committed."""
+        for engine in engines:
+            catching = self._behind.get(engine)
+            if catching is not None:
+                catching.staging.cancel()
+                await catching.ended.wait()
+
+    # ---- one engine --------------------------------------------------------------------------------
 
     async def _commit_one(self, engine: PushedEngine, announced: WeightAnnouncement) -> float:
         """Seconds that the engine stood still for it. Never resumed on weights that were not verified."""
@@ -214,14 +334,3 @@ class WeightPublisher:
         async with anyio.create_task_group() as group:
             for engine in engines:
                 group.start_soon(step, engine)
-
-    async def _reanchor(self, announced: WeightAnnouncement, refused: list[PushedEngine]) -> dict[PushedEngine, float]:
-        anchor = await self._anchor(announced.policy_version)
-        only = dict.fromkeys(refused, 0.0)
-        staged = await self._on_all(self._stage_one, anchor, only=only)
-        pauses = await self._on_all(self._commit_one, anchor, only=staged)
-        if len(pauses) < len(refused):
-            raise EngineError(
-                f"an engine refused version {announced.policy_version} as delta and as anchor: {self._refusal}"
-            )
-        return pauses

@@ -121,6 +121,10 @@ class RunReport:
 
     # ---- engines ---------------------------------------------------------------------------------
 
+    def engines_serve(self, count: int) -> None:
+        """So many engines serve requests from now on; the others do nothing."""
+        self._engines = count
+
     def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
         """What the engines did since this was asked before, for control and the trace. ``load``: of all together.
 

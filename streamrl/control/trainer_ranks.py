@@ -15,6 +15,7 @@ from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
+    EnginesFreed,
     PublishAnchor,
     SaveCheckpoint,
     StepReport,
@@ -94,6 +95,11 @@ class TrainerRanks:
         """Every engine holds ``policy_version`` live."""
         for batches, _ in self._ranks:
             await batches.send(WeightsAcknowledged(policy_version=policy_version))
+
+    async def engines_freed(self, count: int) -> None:
+        """``count`` engines do nothing until the next round: their cores are for training."""
+        for batches, _ in self._ranks:
+            await batches.send(EnginesFreed(count=count))
 
     async def save_checkpoint(
         self, directory: str, policy_version: int, min_free_bytes: int = 0, beside: Mapping[str, bytes] | None = None

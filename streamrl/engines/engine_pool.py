@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import anyio
@@ -60,10 +61,12 @@ class EnginePool:
         self._requests: dict[str, ServedRequest] = {}
         self._siblings: dict[bytes, int] = {}
         self._moves: dict[str, int] = {}
-        self._drained: set[int] = set()
+        self._drained: dict[int, set[str]] = {}
         self._detached: set[int] = set()
         self._emptied = [anyio.Event() for _ in engines]
         self._readiness: EngineReady | None = None
+        self._by_name: dict[str, Engine] = {}
+        self._list_attached()
         self._past = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
 
     @property
@@ -71,10 +74,16 @@ class EnginePool:
         """Names of all engines, also of those that are drained or detached."""
         return tuple(self._names)
 
+    @property
+    def attached(self) -> Mapping[str, Engine]:
+        """The engines that are not detached, by name: a view, which follows every change."""
+        return MappingProxyType(self._by_name)
+
     async def start(self) -> EngineReady:
         """Start all. Raises ``EngineError`` when they do not hold the same model and version."""
         readiness = await all_of([engine.start for engine in self._attached])
         self._names = [ready.engine for ready in readiness]
+        self._list_attached()
         first = self._readiness = readiness[0]
         for ready in readiness[1:]:
             _refuse_difference(first, ready, ("policy_version", "max_context", "tokenizer_digest"))
@@ -111,6 +120,11 @@ class EnginePool:
             self._moves.pop(whole_of(request.request_id), None)
         return completion
 
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Names of the engines that are sent requests."""
+        return tuple(name for index, name in enumerate(self._names) if index not in self._drained)
+
     def served(self) -> dict[str, tuple[ServedRequest, ...]]:
         """What each attached engine serves, by name: who plans which engines to free looks at it."""
         found: dict[str, list[ServedRequest]] = {name: [] for name in self._attached_names}
@@ -139,15 +153,16 @@ class EnginePool:
         _forget_oldest(self._siblings)
         return chosen
 
-    async def drain(self, name: str) -> None:
+    async def drain(self, name: str, *, by: str = "") -> None:
         """Send ``name`` no more requests and cut those that it serves; returns when it serves none.
 
+        ``by``: who drains it. It is sent requests again when everybody who drained it has readmitted it.
         Raises ``EngineError`` for the last engine that serves, and for an unknown name.
         """
         index = self._index(name)
-        if len(self._drained | {index}) == len(self._engines):
+        if len(self._drained.keys() | {index}) == len(self._engines):
             raise EngineError(f"{name} is the last engine that serves requests; readmit another one before draining it")
-        self._drained.add(index)
+        self._drained.setdefault(index, set()).add(by)
         while self._open_requests[index] and index in self._drained:
             self._emptied[index] = anyio.Event()
             await self._engines[index].abort([i for i, serving in self._serving.items() if serving == index])
@@ -155,12 +170,16 @@ class EnginePool:
                 if self._open_requests[index]:
                     await self._emptied[index].wait()
 
-    def readmit(self, name: str) -> None:
-        """Send ``name`` requests again. Raises ``EngineError`` while it is detached."""
+    def readmit(self, name: str, *, by: str = "") -> None:
+        """Send ``name`` requests again, unless somebody else drained it too. Raises ``EngineError`` while it is
+        detached."""
         index = self._index(name)
         if index in self._detached:
             raise EngineError(f"{name} is detached; attach an engine that holds the live version first")
-        self._drained.discard(index)
+        reasons = self._drained.get(index, set())
+        reasons.discard(by)
+        if not reasons:
+            self._drained.pop(index, None)
 
     async def migrate(self, request_ids: Sequence[str], to: str) -> None:
         """Cut requests that other engines serve and send the rest of each, its next part, to ``to``.
@@ -185,6 +204,7 @@ class EnginePool:
         if index not in self._drained or self._open_requests[index]:
             raise EngineError(f"{name} serves {self._open_requests[index]} requests; drain it before it is detached")
         self._detached.add(index)
+        self._list_attached()
         self._past = _with_counters(self._past, [self._past, self._engines[index].load()])
         return self._engines[index]
 
@@ -201,6 +221,7 @@ class EnginePool:
             _refuse_difference(self._readiness, ready, ("max_context", "tokenizer_digest"))
         self._engines[index] = engine
         self._detached.discard(index)
+        self._list_attached()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engines that serve them; unknown ids are ignored."""
@@ -269,6 +290,10 @@ class EnginePool:
     @property
     def _attached_names(self) -> list[str]:
         return [name for index, name in enumerate(self._names) if index not in self._detached]
+
+    def _list_attached(self) -> None:
+        self._by_name.clear()
+        self._by_name.update(zip(self._attached_names, self._attached, strict=True))
 
     def _index(self, name: str) -> int:
         if name not in self._names:

@@ -1,20 +1,31 @@
-"""The controller's place for an engine host that may be stopped and started again while the run goes on."""
+"""The controller's places for engine hosts, which may be stopped and started again while the run goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
 import anyio
 
+from streamrl.comm.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.engines.engine import Engine
+from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, StreamBroken
 from streamrl.messages import EngineEvent, EngineOrder
+
+PATIENCE_SECONDS = 20.0
+"""For vLLM to stop when its orders have ended. The supervisor ends what takes longer."""
+STOP_SECONDS = 60.0
+"""Then, too, the stream of a host that was killed has long been broken."""
 
 
 class EngineSeat:
     """Binds the two streams of ``name`` anew for each host that takes the seat. ``run`` must run beside it.
 
-    To empty it: ``aclose`` of the engine, which ends its host, then ``emptied``. To fill it again: ``open``, and a new
-    host at the same endpoints.
+    To empty it: ``aclose`` of the engine, which ends its host, then ``emptied``; or ``abandon``, when somebody else
+    ends the host. To fill it again: ``open``, and a new host at the same endpoints.
     """
 
     def __init__(self, name: str, orders_at: str, completions_at: str, *, window: int = 4096) -> None:
@@ -27,25 +38,35 @@ class EngineSeat:
         self._left = anyio.Event()
         self._left.set()
         self._engine: RemoteEngine | None = None
+        self._serving = anyio.CancelScope()
+        self._retired = False
 
     async def run(self) -> None:
-        """Serve one host after another until cancelled. Raises ``EngineError`` naming the engine when a host died."""
+        """Serve one host after another until retired. Raises ``EngineError`` naming the engine when a host died."""
         while True:
             await self._wanted.wait()
             self._wanted = anyio.Event()
-            async with (
-                zmq_sender(
-                    EngineOrder, self._orders_at, bind=True, window=self._window, name=f"{self._name}.orders"
-                ) as orders,
-                zmq_receiver(
-                    EngineEvent, self._completions_at, bind=True, window=self._window, name=f"{self._name}.completions"
-                ) as completions,
-            ):
-                self._engine = RemoteEngine(self._name, orders, completions)
-                self._taken.set()
-                await self._engine.run()
-            self._engine = None
-            self._left.set()
+            if self._retired:
+                return
+            try:
+                with anyio.CancelScope() as self._serving:
+                    await self._serve()
+            finally:
+                self._engine = None
+                self._left.set()  # whoever waits for its end waits for nothing more, however it ended
+
+    async def _serve(self) -> None:
+        async with (
+            zmq_sender(
+                EngineOrder, self._orders_at, bind=True, window=self._window, name=f"{self._name}.orders"
+            ) as orders,
+            zmq_receiver(
+                EngineEvent, self._completions_at, bind=True, window=self._window, name=f"{self._name}.completions"
+            ) as completions,
+        ):
+            self._engine = RemoteEngine(self._name, orders, completions)
+            self._taken.set()
+            await self._engine.run()
 
     async def open(self) -> RemoteEngine:
         """Bind the streams; ``start`` of what it returns waits for the host. Raises ``EngineError`` when taken."""
@@ -61,3 +82,59 @@ class EngineSeat:
     async def emptied(self) -> None:
         """Wait until the host ended its stream and the endpoints are free."""
         await self._left.wait()
+
+    async def abandon(self) -> None:
+        """Listen to the host no more, whatever it does: it is being ended, perhaps before it ever was ready."""
+        self._serving.cancel()
+        await self._left.wait()
+
+    def retire(self) -> None:
+        """Nobody will take the seat again: ``run`` returns when it is empty."""
+        self._retired = True
+        self._wanted.set()
+
+
+class SeatedEngines:
+    """Stops and starts the hosts of a pool's engines. ``tell`` reaches the supervisor, whose the processes are."""
+
+    def __init__(
+        self,
+        seats: Mapping[str, EngineSeat],
+        pool: EnginePool,
+        tell: Callable[[SupervisorOrder], Awaitable[None]],
+    ) -> None:
+        self._seats = seats
+        self._pool = pool
+        self._tell = tell
+        self._left: dict[str, Engine] = {}
+
+    def detach(self, name: str) -> Engine:
+        """Leave a drained engine out of the pool. Raises ``EngineError`` while it serves requests."""
+        engine = self._left[name] = self._pool.detach(name)
+        return engine
+
+    async def stop(self, name: str) -> None:
+        """End the host of ``name``, which was detached. Raises ``EngineError`` when it does not end."""
+        await self._tell(StopEngine(engine=name, patience_s=PATIENCE_SECONDS))
+        try:
+            with anyio.fail_after(STOP_SECONDS):
+                with suppress(StreamBroken):  # it ended before it was told to: so it is gone, too
+                    await self._left.pop(name).aclose()
+                await self._seats[name].emptied()
+        except TimeoutError as error:
+            raise EngineError(f"{name} did not end within {STOP_SECONDS:g} s of being told; see its log") from error
+
+    async def start(self, name: str) -> Engine:
+        """Start a host for ``name`` and wait until it is ready: drained, and with the weights of the model directory.
+
+        Raises ``EngineError`` when it dies meanwhile. Cancelled, the host goes on starting: see ``give_up``.
+        """
+        engine = await self._seats[name].open()
+        await self._tell(StartEngine(engine=name))
+        await self._pool.attach(name, engine)
+        return engine
+
+    async def give_up(self, name: str) -> None:
+        """End a host that is starting, at once."""
+        await self._tell(StopEngine(engine=name))
+        await self._seats[name].abandon()

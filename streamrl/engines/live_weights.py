@@ -2,12 +2,15 @@
 
 Everything is done on integer views. A runtime parameter holds either the published type, or float32 holding
 published bfloat16: the upper half of its bits, with the lower half zero.
+
+What can be known before the engine pauses is made ready by ``prepare``: where every element goes, what is there now,
+what it adds to the state hash. ``apply`` then only compares, writes and reads back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,36 +18,38 @@ import numpy.typing as npt
 import torch
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
-from streamrl.comm.weights.mirror import CheckpointMirror, StagedVersion, TensorSpec
+from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
+from streamrl.engines.live_weights_scatter import HELD, scatter_checked
 from streamrl.engines.load_plan import LoadPlan, Rectangle, Route
 from streamrl.errors import WeightError
 
 _UPPER_HALF = 16
+_SMALL_STORAGE = 2**32  # elements; below it they are counted in 4 bytes, which is what the scatter reads most
 
 
 class RouteWrite(msgspec.Struct, frozen=True, eq=False):
     """What one route writes: its whole rectangle, or the elements listed.
 
-    ``positions``: int64 [n] flat in the checkpoint tensor, ``elements``: int64 [n] in the runtime storage, both
-    None for the whole rectangle, in its order. ``old_bits`` is None when nothing is known of what is there.
-    ``counted``: whether this worker counts these elements in its part of the state hash.
+    ``positions``: int64 [n] flat in the checkpoint tensor, ``elements``: uint32 or int64 [n] in the runtime storage,
+    both None for the whole rectangle, in its order. ``old_bits`` is None when nothing is known of what is there.
+    ``hash_change``: what it adds to this worker's part of the state hash, 0 where another route counts the elements.
     """
 
     route: Route
     tensor: TensorSpec
     positions: PositionArray | None
-    elements: PositionArray | None
+    elements: npt.NDArray[Any] | None
     new_bits: BitArray
     old_bits: BitArray | None
-    counted: bool
+    hash_change: int
 
 
 class LiveWeights:
     """The runtime parameters of one worker, seen through its load plan.
 
     ``counted``: the routes whose elements this worker counts, so that the parts of all workers add up.
-    ``state_hash`` is this worker's part, always computed from bits read back from the live parameters.
+    ``state_hash`` is this worker's part. It is the sum over bits that were found, each one, in the live parameters.
     """
 
     def __init__(self, plan: LoadPlan, counted: frozenset[tuple[str, int]]) -> None:
@@ -52,29 +57,31 @@ class LiveWeights:
         self.state_hash = 0
         self._counted = counted
         self._storages = {name: _integer_view(storage) for name, storage in plan.storages.items()}
+        self._in_host_memory = {
+            name: storage.numpy().view(f"<u{storage.element_size()}")
+            for name, storage in self._storages.items()
+            if storage.device.type == "cpu"
+        }
+        self._compile()
 
     def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[RouteWrite]:
         """Where every staged element goes. Reads the mirror; touches nothing live."""
-        return list(self._writes(staged, mirror))
+        return [
+            write
+            for name, patch in staged.patches.items()
+            for index, route in enumerate(self.plan.routes[name])
+            if (write := self._write_of(staged.tensors[name], patch, index, route, mirror)) is not None
+        ]
 
     def apply(self, writes: Sequence[RouteWrite], *, anchor: bool) -> int:
-        """Write, read back, and return this worker's new part of the state hash (full recomputation for an anchor).
+        """Write, read back, and return this worker's new part of the state hash.
 
         Raises ``WeightError`` naming the parameter when a live element is not what the mirror says it was, or
         not what was just written: the caller must then undo.
         """
-        total = 0 if anchor else self.state_hash
         for write in writes:
-            if write.old_bits is not None:
-                before = self._read(write)
-                _check_equal(write, before, write.old_bits, "before the commit")
-                total -= _hash(write, before)
-            self._write(write, write.new_bits)
-        for write in writes:
-            after = self._read(write)
-            _check_equal(write, after, write.new_bits, "after the commit")
-            total += _hash(write, after)
-        return total % MODULUS
+            self._write_and_check(write)
+        return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
 
     def undo(self, writes: Sequence[RouteWrite], mirror: CheckpointMirror) -> None:
         """Write the mirror's bits back to every element that ``writes`` may have touched."""
@@ -83,23 +90,71 @@ class LiveWeights:
             source = write.route.checkpoint
             self._write(write, _inside(source, bits) if write.positions is None else bits[write.positions])
 
+    def audit(self, mirror: CheckpointMirror) -> int:
+        """Compare every live element with the mirror, and hash anew: this worker's part of the state hash.
+
+        Raises ``WeightError`` naming the first parameter and element that differ.
+        """
+        total = 0
+        for name, spec in mirror.tensors.items():
+            for index, route in enumerate(self.plan.routes[name]):
+                complete = StagedPatch(None, mirror.bits(name))
+                write = self._write_of(spec, complete, index, route, mirror)
+                assert write is not None
+                _check_equal(write, self._read(write), "in an audit")
+                total += write.hash_change
+        return total % MODULUS
+
     def storages_of(self, writes: Sequence[RouteWrite]) -> set[int]:
         """``data_ptr()`` of the storages that ``writes`` touch."""
         return {self._storages[write.route.parameter].untyped_storage().data_ptr() for write in writes}
 
-    def _writes(self, staged: StagedVersion, mirror: CheckpointMirror) -> Iterator[RouteWrite]:
-        for name, patch in staged.patches.items():
-            spec = staged.tensors[name]
-            for index, route in enumerate(self.plan.routes[name]):
-                counted = (name, index) in self._counted
-                if patch.positions is None:
-                    yield RouteWrite(route, spec, None, None, _inside(route.checkpoint, patch.new_bits), None, counted)
-                    continue
-                chosen, elements = route.locate(patch.positions)
-                if chosen.size:
-                    positions = patch.positions[chosen]
-                    old = mirror.bits(name)[positions]
-                    yield RouteWrite(route, spec, positions, elements, patch.new_bits[chosen], old, counted)
+    def _write_of(
+        self, spec: TensorSpec, patch: StagedPatch, index: int, route: Route, mirror: CheckpointMirror
+    ) -> RouteWrite | None:
+        """What a patch writes through one route; None when none of its elements lie there."""
+        counted = (spec.name, index) in self._counted
+        if patch.positions is None:
+            bits = _inside(route.checkpoint, patch.new_bits)
+            change = _hash_rectangle(spec.name, route.checkpoint, bits) if counted else 0
+            return RouteWrite(route, spec, None, None, bits, None, change)
+        chosen, elements = route.locate(patch.positions)
+        if not chosen.size:
+            return None
+        positions, new = patch.positions[chosen], patch.new_bits[chosen]
+        old = mirror.bits(spec.name)[positions]
+        change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old) if counted else 0
+        if self._storages[route.parameter].numel() < _SMALL_STORAGE:
+            elements = elements.astype(np.uint32)
+        return RouteWrite(route, spec, positions, elements, new, old, change)
+
+    def _write_and_check(self, write: RouteWrite) -> None:
+        live = self._in_host_memory.get(write.route.parameter)
+        if live is not None and write.elements is not None and write.old_bits is not None:
+            first, written = scatter_checked(live, write.elements, write.old_bits, write.new_bits)
+            if first != HELD:
+                self._raise_difference(write, first, written)
+            return
+        if write.old_bits is not None:
+            _check_equal(write, self._read(write), "before the commit", write.old_bits)
+        self._write(write, write.new_bits)
+        _check_equal(write, self._read(write), "after the commit")
+
+    def _raise_difference(self, write: RouteWrite, first: int, written: bool) -> None:
+        """Name what the scatter found at element ``first`` or soon after it; nothing from there on is written."""
+        assert write.elements is not None
+        assert write.positions is not None
+        assert write.old_bits is not None
+        rest = msgspec.structs.replace(
+            write,
+            positions=write.positions[first:],
+            elements=write.elements[first:],
+            new_bits=write.new_bits[first:],
+            old_bits=write.old_bits[first:],
+        )
+        moment = "after the commit" if written else "before the commit"
+        _check_equal(rest, self._read(rest), moment, None if written else rest.old_bits)
+        raise WeightError(f"runtime parameter {write.route.parameter!r} changed while a version was committed to it")
 
     def _write(self, write: RouteWrite, bits: BitArray) -> None:
         storage = self._storages[write.route.parameter]
@@ -108,7 +163,7 @@ class LiveWeights:
             target = write.route.runtime
             storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
         else:
-            storage[torch.from_numpy(write.elements).to(storage.device)] = values
+            storage[_indices(write.elements, storage)] = values
 
     def _read(self, write: RouteWrite) -> BitArray:
         storage = self._storages[write.route.parameter]
@@ -116,23 +171,35 @@ class LiveWeights:
             target = write.route.runtime
             live = storage.as_strided(target.sizes, target.strides, target.offset).reshape(-1)
         else:
-            live = storage[torch.from_numpy(write.elements).to(storage.device)]
+            live = storage[_indices(write.elements, storage)]
         return _from_runtime(live.cpu().numpy(), write)
 
+    def _compile(self) -> None:
+        """Compile the scatter for the types at hand: now, and not while the engine is paused."""
+        nothing = np.zeros(0, dtype=np.uint32)
+        for live in {live.dtype: live for live in self._in_host_memory.values()}.values():
+            for bits in (np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=live.dtype)):
+                for elements in (nothing, nothing.astype(np.int64)):
+                    scatter_checked(live, elements, bits, bits)
 
-def rectangle_positions(rectangle: Rectangle) -> PositionArray:
-    """Flat positions of a rectangle's elements, int64 [n], in the order of its dimensions."""
-    positions = np.full((), rectangle.offset, dtype=np.int64)
-    for size, stride in zip(rectangle.sizes, rectangle.strides, strict=True):
-        positions = positions[..., None] + np.arange(size, dtype=np.int64) * stride
-    return positions.reshape(-1)
+
+def _indices(elements: npt.NDArray[Any], storage: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(elements.astype(np.int64, copy=False)).to(storage.device)
 
 
 def _inside(rectangle: Rectangle, bits: BitArray) -> BitArray:
     """The elements of ``bits`` inside the rectangle, flat: a view where they are contiguous, else a copy."""
     if rectangle.strides == (1,):
         return bits[rectangle.offset : rectangle.offset + rectangle.elements]
-    return bits[rectangle_positions(rectangle)]
+    strides = tuple(stride * bits.itemsize for stride in rectangle.strides)
+    view = np.lib.stride_tricks.as_strided(bits[rectangle.offset :], rectangle.sizes, strides, writeable=False)
+    return cast("BitArray", view.reshape(-1))
+
+
+def _hash_rectangle(name: str, rectangle: Rectangle, bits: BitArray) -> int:
+    if rectangle.strides == (1,):
+        return hash_range(name, rectangle.offset, bits)
+    return hash_elements(name, rectangle.positions(), bits)
 
 
 def count_routes(
@@ -187,23 +254,15 @@ def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:
     return (unsigned >> np.uint32(_UPPER_HALF)).astype(np.uint16)
 
 
-def _check_equal(write: RouteWrite, live: BitArray, expected: BitArray, moment: str) -> None:
-    wrong = np.flatnonzero(live != expected)
+def _check_equal(write: RouteWrite, live: BitArray, moment: str, expected: BitArray | None = None) -> None:
+    """``expected`` None: the new bits."""
+    wanted = write.new_bits if expected is None else expected
+    wrong = np.flatnonzero(live != wanted)
     if wrong.size:
         first = int(wrong[0])
-        positions = rectangle_positions(write.route.checkpoint) if write.positions is None else write.positions
+        positions = write.route.checkpoint.positions() if write.positions is None else write.positions
         raise WeightError(
             f"runtime parameter {write.route.parameter!r}: {wrong.size} of {live.size} elements differ {moment}; "
             f"element {int(positions[first])} of {write.tensor.name!r} is {int(live[first]):#x}, expected "
-            f"{int(expected[first]):#x}"
+            f"{int(wanted[first]):#x}"
         )
-
-
-def _hash(write: RouteWrite, bits: BitArray) -> int:
-    if not write.counted:
-        return 0
-    source = write.route.checkpoint
-    if write.positions is None and source.strides == (1,):
-        return hash_range(write.tensor.name, source.offset, bits)
-    positions = rectangle_positions(source) if write.positions is None else write.positions
-    return hash_elements(write.tensor.name, positions, bits)

@@ -2,13 +2,14 @@
 
 The model's own ``load_weights`` is run once over meta tensors under a dispatch mode that records the
 source view and the destination view of each copy and suppresses the write. Each pair is an affine map from
-flat checkpoint positions to runtime elements: fused projections, tensor-parallel shards and tied embeddings
-need no code of their own. What is not such a copy is refused by name; nothing is guessed.
+flat checkpoint positions to runtime elements: fused projections, tensor-parallel shards, experts and tied
+embeddings need no code of their own. Where the engine packed a parameter after loading it, the map is carried on to
+the packed places (``load_plan_layouts``). What is not such a copy is refused by name; nothing is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.comm.weights.bit_patterns import PositionArray
 from streamrl.comm.weights.mirror import TensorSpec
+from streamrl.engines.load_plan_layouts import BlockPermutation, fit_rectangles, permutations_of
 from streamrl.errors import WeightError
 
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -28,6 +30,15 @@ _EXACT = {  # (published, runtime): how the runtime type holds every published b
     ("float32", torch.float32),
     ("bfloat16", torch.float32),
 }
+
+
+_MOVES = {  # what a loader may do to a published tensor before it copies it: elements change places, not values
+    torch.ops.aten.clone.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.index_select.default,
+}
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
 
 class Rectangle(msgspec.Struct, frozen=True):
@@ -41,6 +52,13 @@ class Rectangle(msgspec.Struct, frozen=True):
     def elements(self) -> int:
         """Number of elements."""
         return int(np.prod(self.sizes, dtype=np.int64))
+
+    def positions(self) -> PositionArray:
+        """Flat positions of the elements, int64 [n], in the order of the dimensions."""
+        found = np.full((), self.offset, dtype=np.int64)
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            found = found[..., None] + np.arange(size, dtype=np.int64) * stride
+        return found.reshape(-1)
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -86,19 +104,24 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
     """Run ``model.load_weights`` over the published ``tensors`` without writing, and keep where each copy went.
 
     Raises ``WeightError`` naming the tensor or parameter: a loader that does more than copy, a runtime dtype
-    that cannot hold the published bits, a parameter that no published tensor covers (packed or emptied
-    parameters among them).
+    that cannot hold the published bits, a parameter that no published tensor covers or two write to (emptied
+    parameters among them), one that was rearranged after loading in a way that is not known.
     """
     parameters = _runtime_parameters(model)
+    permutations = permutations_of(model)
     sources = {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
     recorder = _CopyRecorder(sources, parameters)
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # type: ignore[operator]
+    _check_same_memory(model, parameters)
+    carry = _Carrier(permutations)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
-    for name, route in recorder.routes:
-        _check_exact(tensors[name], route.parameter, parameters[route.parameter])
-        routes[name].append(route)
-    _check_covered(parameters, recorder)
+    for name, loaded in recorder.routes:
+        _check_exact(tensors[name], loaded.parameter, parameters[loaded.parameter])
+        route = carry.to_runtime(name, loaded)
+        if route not in routes[name]:  # a loader may write a tied tensor twice
+            routes[name].append(route)
+    _check_covered(parameters, routes, recorder.filled, permutations.keys())
     storages = {name: _flat_storage(parameter) for name, parameter in parameters.items()}
     return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages)
 
@@ -112,27 +135,34 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.filled: list[tuple[str, Rectangle]] = []
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._parameters = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
+        self._moved: dict[int, _MovedTensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        written = args[0] if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) else None
-        parameter = None if written is None else self._parameters.get(written.untyped_storage()._cdata)
-        if written is None or parameter is None:
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            self._record_copy(parameter, written, args[1])
-        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
-            self.filled.append((parameter, _rectangle(written)))
-        else:
-            raise WeightError(
-                f"the loader of runtime parameter {parameter!r} calls {func} on it; only copies of published "
-                "tensors can be mapped"
-            )
-        return written
+        options = kwargs or {}
+        for written in _written_by(func, args, options):
+            parameter = self._parameters.get(written.untyped_storage()._cdata)
+            if parameter is None:
+                self._forget(written)
+            elif func is torch.ops.aten.copy_.default:
+                self._record_copy(parameter, written, args[1])
+                return written
+            elif func in _FILLS:
+                self.filled.append((parameter, _rectangle(written)))
+                return written
+            else:
+                raise WeightError(
+                    f"the loader of runtime parameter {parameter!r} calls {func} on it; only copies of published "
+                    "tensors can be mapped"
+                )
+        result = func(*args, **options)
+        if func in _MOVES:
+            self._follow(func, args, options, result)
+        return result
 
     def _record_copy(self, parameter: str, written: torch.Tensor, value: torch.Tensor) -> None:
-        name = self._sources.get(value.untyped_storage()._cdata)
+        name = self._origin(value)
         if name is None:
             raise WeightError(
                 f"runtime parameter {parameter!r} is loaded with a value computed from published tensors "
@@ -143,8 +173,116 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{name!r} is broadcast from {tuple(value.shape)} to {tuple(written.shape)} when it is loaded into "
                 f"runtime parameter {parameter!r}: it cannot be mapped"
             )
-        source, target = _merge(_rectangle(value), _rectangle(written))
-        self.routes.append((name, Route(parameter, source, target)))
+        if value.untyped_storage()._cdata not in self._moved:
+            source, target = _merge(_rectangle(value), _rectangle(written))
+            self.routes.append((name, Route(parameter, source, target)))
+        elif value.numel():
+            self.routes.append((name, _fit(name, parameter, self._positions(value), _rectangle(written).positions())))
+
+    def _forget(self, written: torch.Tensor) -> None:
+        """What a loader changes is no published value any more."""
+        storage = written.untyped_storage()._cdata
+        self._sources.pop(storage, None)
+        if storage in self._moved:
+            self._moved[storage] = msgspec.structs.replace(self._moved[storage], tensor=None)
+
+    def _origin(self, value: torch.Tensor) -> str | None:
+        """The published tensor that all of ``value`` is from."""
+        storage = value.untyped_storage()._cdata
+        moved = self._moved.get(storage)
+        return self._sources.get(storage) if moved is None else moved.tensor
+
+    def _positions(self, value: torch.Tensor) -> PositionArray:
+        """Where the elements of ``value``, in the order of its dimensions, are in their published tensor: int64 [n]."""
+        places = _rectangle(value).positions()
+        moved = self._moved.get(value.untyped_storage()._cdata)
+        return places if moved is None else moved.positions[places]
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
+        """Do with positions what the loader does with elements, so that a copy from ``result`` can be mapped."""
+        parts = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+        origins = {self._origin(part) for part in parts}
+        name = origins.pop()
+        if name is None or origins or result.dtype != parts[0].dtype:
+            return
+        if any(isinstance(other, torch.Tensor) and other.is_meta for other in args[1:]):
+            return  # an index that nobody knows
+        moved = [torch.from_numpy(self._positions(part)).view(part.shape) for part in parts]
+        if func in (torch.ops.aten.cat.default, torch.ops.aten.index_select.default):
+            indices = func(moved if func is torch.ops.aten.cat.default else moved[0], *args[1:], **kwargs)
+        else:
+            (indices,) = moved
+        positions = np.zeros(result.untyped_storage().nbytes() // result.element_size(), dtype=np.int64)
+        positions[_rectangle(result).positions()] = indices.reshape(-1).numpy()
+        self._moved[result.untyped_storage()._cdata] = _MovedTensor(name, positions, result)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of ``func`` writes to."""
+    if not func._schema.is_mutable:
+        return []
+    given = (
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return [value for value in given if isinstance(value, torch.Tensor)]
+
+
+class _MovedTensor(msgspec.Struct, frozen=True, eq=False):
+    """A copy that the loader made of (parts of) one published tensor: where each element of its storage is from.
+
+    ``tensor``: None once its values were changed. ``kept``: the copy, so that no other takes its place in memory.
+    """
+
+    tensor: str | None
+    positions: PositionArray
+    kept: torch.Tensor
+
+
+def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionArray) -> Route:
+    """The route that takes ``source`` (flat in the checkpoint tensor) to ``runtime``, int64 [n] both."""
+    fitted = fit_rectangles(source, runtime)
+    if fitted is not None:
+        sizes, *strides = fitted
+        first, second = (Rectangle(int(walk[0]), sizes, s) for walk, s in zip((source, runtime), strides, strict=True))
+        route = Route(parameter, first, second)
+        chosen, found = route.locate(source)
+        if chosen.size == source.size and np.array_equal(found, runtime):
+            return route
+    raise WeightError(
+        f"{tensor!r} lies in runtime parameter {parameter!r} in a way that is no rectangle: it cannot be mapped"
+    )
+
+
+class _Carrier:
+    """Carries routes on from the places that the loader writes to those where a packed parameter keeps them."""
+
+    def __init__(self, permutations: Mapping[str, BlockPermutation]) -> None:
+        self._permutations = permutations
+        self._fitted: dict[tuple[int, Rectangle, Rectangle], tuple[Rectangle, Rectangle]] = {}
+
+    def to_runtime(self, tensor: str, route: Route) -> Route:
+        permutation = self._permutations.get(route.parameter)
+        if permutation is None:
+            return route
+        block, first = divmod(route.runtime.offset, permutation.places.size)
+        source, target = (
+            _moved(route.checkpoint, -route.checkpoint.offset),
+            _moved(route.runtime, first - route.runtime.offset),
+        )
+        key = (id(permutation), source, target)  # experts are alike: fitted once
+        if key not in self._fitted:
+            elements = permutation.runtime_elements(target.positions())
+            fitted = _fit(tensor, route.parameter, source.positions(), elements)
+            self._fitted[key] = fitted.checkpoint, fitted.runtime
+        source, target = self._fitted[key]
+        runtime = _moved(target, block * permutation.places.size)
+        return Route(route.parameter, _moved(source, route.checkpoint.offset), runtime)
+
+
+def _moved(rectangle: Rectangle, by: int) -> Rectangle:
+    return Rectangle(rectangle.offset + by, rectangle.sizes, rectangle.strides)
 
 
 def _rectangle(view: torch.Tensor) -> Rectangle:
@@ -177,6 +315,17 @@ def _runtime_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]
     return {name: p for name, p in model.named_parameters() if first_names[p.untyped_storage()._cdata] == name}
 
 
+def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """The loader was to copy into the parameters, and not to put others in their place."""
+    storages = {parameter.untyped_storage()._cdata for parameter in parameters.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.untyped_storage()._cdata not in storages:
+            raise WeightError(
+                f"the loader replaces runtime parameter {name!r} instead of copying into it: it cannot be mapped, and "
+                "the engine must be started again"
+            )
+
+
 def _flat_storage(parameter: torch.nn.Parameter) -> torch.Tensor:
     storage = parameter.untyped_storage()
     count = storage.nbytes() // parameter.element_size()
@@ -192,13 +341,23 @@ def _check_exact(tensor: TensorSpec, parameter: str, runtime: torch.nn.Parameter
         )
 
 
-def _check_covered(parameters: Mapping[str, torch.nn.Parameter], recorder: _CopyRecorder) -> None:
-    """Every element of every parameter is written by exactly the published tensors or a constant fill."""
-    rectangles: dict[str, list[Rectangle]] = {name: [] for name in parameters}
-    for _, route in recorder.routes:
-        rectangles[route.parameter].append(route.runtime)
-    for name, filled in recorder.filled:
-        rectangles[name].append(filled)
+def _check_covered(
+    parameters: Mapping[str, torch.nn.Parameter],
+    routes: Mapping[str, Sequence[Route]],
+    filled: Sequence[tuple[str, Rectangle]],
+    packed: Container[str],
+) -> None:
+    """Every element of every parameter is written by one published tensor, or by a constant fill.
+
+    What packing added to a parameter is neither; it holds zeros.
+    """
+    written_by: dict[str, list[Rectangle]] = {name: [] for name in parameters}
+    for ways in routes.values():
+        for route in ways:
+            written_by[route.parameter].append(route.runtime)
+    fills: dict[str, list[Rectangle]] = {name: [] for name in parameters}
+    for name, rectangle in filled:
+        fills[name].append(rectangle)
     for name, parameter in parameters.items():
         if parameter.numel() == 0:
             raise WeightError(
@@ -206,11 +365,19 @@ def _check_covered(parameters: Mapping[str, torch.nn.Parameter], recorder: _Copy
                 "streamrl's vLLM plugin (VLLM_PLUGINS=streamrl, STREAMRL_ENGINE=1)"
             )
         written = torch.zeros(_flat_storage(parameter).numel(), dtype=torch.bool)
-        for part in rectangles[name]:
+        for part in written_by[name]:
+            written.as_strided(part.sizes, part.strides, part.offset).fill_(True)
+        routed = sum(part.elements for part in written_by[name])
+        if routed != int(written.count_nonzero()):
+            raise WeightError(
+                f"published tensors write some elements of runtime parameter {name!r} more than once: publish one name "
+                "for tied weights"
+            )
+        for part in fills[name]:
             written.as_strided(part.sizes, part.strides, part.offset).fill_(True)
         own = written.as_strided(tuple(parameter.shape), tuple(parameter.stride()), int(parameter.storage_offset()))
         missing = own.numel() - int(own.count_nonzero())
-        if missing:
+        if missing and not (name in packed and not parameter.detach().cpu()[~own].count_nonzero()):
             raise WeightError(
                 f"no published tensor covers {missing} of {own.numel()} elements of runtime parameter {name!r} "
                 f"(shape {tuple(parameter.shape)})"

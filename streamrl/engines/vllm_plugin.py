@@ -6,16 +6,20 @@ plugin, also in engines that are none of ours.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 ENGINE_VARIABLE = "STREAMRL_ENGINE"
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default) or "packed": see keep_linear_weights
 WEIGHT_BACKEND = "streamrl"
+TEXT_METHODS = {"streamrl_begin_stage": "streamrl_begin_stage_from_text"}
+"""Worker methods that take bytes, and those that take the same in base64: ``vllm serve`` passes on text only."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -24,8 +28,11 @@ def register() -> None:
     if os.environ.get(ENGINE_VARIABLE) != "1":
         return
     die_with_parent()
+    make_numba_harmless()
     register_weight_backend()
     keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
+    watch_after_loading()
+    add_text_methods()
 
 
 def die_with_parent() -> None:
@@ -42,6 +49,27 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def make_numba_harmless() -> None:
+    """Let a worker start in a process that has imported numba (the main module of its owner did, say).
+
+    vLLM's CPU worker looks at the instance dictionary of everything in every module. That of llvmlite's wrapper of its
+    library is looked up in the library, and the worker dies. The wrapper has no such dictionary, so it shall say so.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    wrapper = getattr(ffi, "_lib_wrapper", None)
+    if wrapper is None or hasattr(wrapper, "streamrl_original"):
+        return
+    original = wrapper.__getattr__
+
+    def look_up(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return original(library, name)
+
+    wrapper.streamrl_original = original
+    wrapper.__getattr__ = look_up
+
+
 def register_weight_backend() -> None:
     """Make ``WeightTransferConfig(backend="streamrl")`` known to this process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -50,6 +78,34 @@ def register_weight_backend() -> None:
         WeightTransferEngineFactory.register_engine(
             WEIGHT_BACKEND, "streamrl.engines.weight_receiver", "StreamrlWeightTransfer"
         )
+
+
+def add_text_methods() -> None:
+    """Give every worker the ``TEXT_METHODS``."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def from_text(method: str) -> Callable[[Any, str], Any]:
+        return lambda worker, encoded: getattr(worker, method)(base64.b64decode(encoded, validate=True))
+
+    for method, name in TEXT_METHODS.items():
+        setattr(WorkerBase, name, from_text(method))
+
+
+def watch_after_loading() -> None:
+    """Note on every model what vLLM changed in its parameters after they were loaded: the load plan asks for it."""
+    from vllm.model_executor.model_loader import base_loader
+
+    original = base_loader.process_weights_after_loading
+    if hasattr(original, "streamrl_original"):
+        return
+
+    def watched(model: Any, *arguments: Any, **options: Any) -> None:
+        from streamrl.engines.load_plan_layouts import observe_after_loading
+
+        observe_after_loading(model, lambda: original(model, *arguments, **options))
+
+    watched.streamrl_original = original  # type: ignore[attr-defined]
+    base_loader.process_weights_after_loading = watched
 
 
 def keep_linear_weights(*, packed: bool) -> None:

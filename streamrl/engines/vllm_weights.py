@@ -1,30 +1,65 @@
-"""The owner's side of a weight push into one ``AsyncLLM``: stage while it samples, commit while it is paused.
+"""The owner's side of a weight push into one engine: stage while it samples, commit while it is paused.
 
-The worker's side is ``weight_receiver``. ``AsyncLLM`` must have been made with
-``weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND)`` and under ``engine_environment()``.
+The worker's side is ``weight_receiver``. The engine is an ``AsyncLLM`` that was made with
+``weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND)`` and under ``engine_environment()``, or a
+``vllm_server.VllmServer``. Nothing here imports vllm: a trainer may call it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import msgspec
 
+from streamrl.comm.weights.publisher import Published
 from streamrl.comm.weights.state_hash import MODULUS
 from streamrl.engines.vllm_plugin import ENGINE_VARIABLE, WEIGHT_BACKEND
 from streamrl.errors import EngineError, WeightError
 from streamrl.messages import OrderDone, WeightAnnouncement
 
-__all__ = ["WEIGHT_BACKEND", "commit", "engine_environment", "stage"]
+__all__ = ["WEIGHT_BACKEND", "announcement_of", "commit", "engine_environment", "push", "stage"]
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
+
+
+class _UpdateRequest(msgspec.Struct, frozen=True):
+    """vLLM's ``WeightTransferUpdateRequest``, for a process without vllm."""
+
+    update_info: dict[str, int]
 
 
 def engine_environment() -> dict[str, str]:
     """Environment of the process that owns an engine, to be set before vllm is imported."""
     return {"VLLM_PLUGINS": "streamrl", ENGINE_VARIABLE: "1"}
+
+
+def announcement_of(policy_version: int, parts: Sequence[Published]) -> WeightAnnouncement:
+    """What engines are told of a version that every trainer rank has published; ``parts``: one of each rank."""
+    return WeightAnnouncement(
+        policy_version=policy_version,
+        base_version=parts[0].base_version,
+        state_hash=sum(part.state_hash for part in parts) % MODULUS,
+        sources=tuple(part.source for part in parts),
+    )
+
+
+async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool = True) -> OrderDone:
+    """Stage, pause (requests in flight are kept), commit, resume: the whole push into one engine.
+
+    ``clear_cache``: compute the KV of what was sampled so far anew under the new weights. Raises as ``stage`` and
+    ``commit`` do; the engine goes on with what it holds then. ``seconds`` of the answer are those of the commit.
+    """
+    staged = await stage(llm, announcement)
+    await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+    try:
+        done = await commit(llm, announcement.policy_version)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await llm.resume_generation()
+    return msgspec.structs.replace(done, payload_bytes=staged.payload_bytes)
 
 
 async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
@@ -52,12 +87,10 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
     ``state_hash`` of the answer is computed from the live weights. Raises ``WeightError`` when the version is not
     staged or does not verify; the engine then holds what it held. Raises ``EngineError`` when that cannot be said.
     """
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
     started = time.monotonic()
     await llm.start_weight_update()
     try:
-        await llm.update_weights(WeightTransferUpdateRequest(update_info={"policy_version": policy_version}))
+        await llm.update_weights(_UpdateRequest({"policy_version": policy_version}))
     except Exception as error:
         reports = await llm.collective_rpc("streamrl_live_report")
         await llm.collective_rpc("streamrl_roll_back")

@@ -19,7 +19,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``rendezvous``: ``tcp://host:port`` or ``file:///path`` where the ranks meet; empty with one rank.
     ``temperature`` and ``top_p`` are those of the engines: the policy that is differentiated is the one that sampled.
-    ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many).
+    ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many);
+    ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
     """
@@ -27,6 +28,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     run_id: str
     weights_endpoint: str
+    weights_bandwidth_mbit: float = 0.0
     seed: int = 0
     rank: int = 0
     ranks: int = 1
@@ -34,6 +36,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     threads: int = 0
     idle_threads: int = 0
+    freed_threads: tuple[int, ...] = ()
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 512
@@ -56,6 +59,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 600.0
     resume_from: str = ""
 
+    def threads_while(self, freed: int) -> int:
+        """Torch's threads while ``freed`` engines of the host do nothing."""
+        return self.freed_threads[freed - 1] if 0 < freed <= len(self.freed_threads) else self.threads
+
 
 def trainer_options(
     recipe: Recipe, rank: int, run_id: str, weights_endpoint: str, *, rendezvous: str = "", resume_from: str = ""
@@ -74,17 +81,24 @@ def trainer_options(
             )
         directory = weights_endpoint.removeprefix("ipc://").rpartition("/")[0]
         rendezvous = f"file://{directory}/trainer.rendezvous"
+
+    def threads(freed: int) -> int:
+        on_cpu = not torch.cuda.is_available()
+        return trainer_threads(recipe, os.cpu_count() or 1, engines_on_cpu=on_cpu, freed=freed)
+
     return TrainerOptions(
         model_path=recipe.model.path,
         run_id=run_id,
         seed=recipe.run.seed,
         weights_endpoint=weights_endpoint,
+        weights_bandwidth_mbit=recipe.weights.bandwidth_mbit,
         rank=rank,
         ranks=ranks,
         rendezvous=rendezvous,
         device=training.device,
-        threads=trainer_threads(recipe, os.cpu_count() or 1, engines_on_cpu=not torch.cuda.is_available()),
+        threads=threads(0),
         idle_threads=idle_threads(recipe, os.cpu_count() or 1),
+        freed_threads=tuple(threads(freed) for freed in range(1, recipe.engines.count + 1)),
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
         max_tokens=recipe.sampling.max_tokens,

@@ -22,7 +22,7 @@ import numpy as np
 import torch.distributed as dist
 
 from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.publisher import Published, WeightPublisher
+from streamrl.comm.weights.publisher import Published
 from streamrl.comm.weights.state_hash import MODULUS, hash_range
 from streamrl.config.algorithms import WHOLE_BATCH
 from streamrl.config.objective import AdvantageKind
@@ -49,6 +49,7 @@ from streamrl.learning.preparation import (
     worth_training,
 )
 from streamrl.learning.published_weights import global_norm, make_weights
+from streamrl.learning.publishing import start_publisher
 from streamrl.learning.scoring import score_samples
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.messages import AnchorPublished, CheckpointSaved, CloseBatch, SaveCheckpoint, StepReport, TrainerReady
@@ -72,11 +73,7 @@ class TorchTrainer:
         self._critic: ValueHead | None = None
         # The batch before this one and so on: with the open one they are the cohort.
         self._cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
-        self._batch_id: int | None = None
-        self._sums = BatchSums()
-        self._waiting: list[TrainingGroup] = []
-        self._waiting_tokens = 0
-        self._sample_ids: list[str] = []
+        self._threads = options.threads
 
     @property
     def policy_version(self) -> int:
@@ -102,10 +99,7 @@ class TorchTrainer:
         if options.resume_from:
             self._resume(Path(options.resume_from))
         self._open_batch()
-        self._publisher = WeightPublisher(
-            options.weights_endpoint, run_id=options.run_id, rank=options.rank, shards=self._weights.shard_specs
-        )
-        self._publisher.start()
+        self._publisher = start_publisher(options, self._weights.shard_specs)
         return TrainerReady(
             rank=options.rank,
             ranks=options.ranks,
@@ -155,8 +149,10 @@ class TorchTrainer:
 
     def _open_batch(self) -> None:
         self._sums = BatchSums()
-        self._batch_id = None
-        self._waiting, self._waiting_tokens, self._sample_ids = [], 0, []
+        self._batch_id: int | None = None
+        self._waiting: list[TrainingGroup] = []
+        self._waiting_tokens = 0
+        self._sample_ids: list[str] = []
         self._open_gradients()
 
     def _open_gradients(self) -> None:
@@ -165,6 +161,11 @@ class TorchTrainer:
         # gathered here, once, and gradients are reduced by the one synced backward of the close.
         set_sharded(self._policy, False)
         set_gradient_sync(self._policy, False)
+
+    def engines_freed(self, count: int) -> None:
+        """``count`` engines of the host do nothing until the next round: their cores are for training."""
+        self._threads = self._options.threads_while(count)
+        process_group.use_threads(self._threads)
 
     # ---- a batch ---------------------------------------------------------------------------------
 
@@ -240,8 +241,7 @@ class TorchTrainer:
                 f"but batch {self._batch_id} is open at version {self._policy_version}"
             )
         check_totals(self._sums, close, self._device)
-        threads = self._options.idle_threads if close.engines_idle else 0
-        process_group.use_threads(threads or self._options.threads)
+        process_group.use_threads((self._options.idle_threads if close.engines_idle else 0) or self._threads)
         if self._options.updates_per_batch > 1:
             stepped = self._update_several_times(close)
         else:
@@ -257,7 +257,7 @@ class TorchTrainer:
         published = self._publish(close.policy_version)
         metrics["time/publish_s"] = time.perf_counter() - started
         metrics |= publishing_metrics(published.source, self._device)
-        process_group.use_threads(self._options.threads)
+        process_group.use_threads(self._threads)
         self._open_batch()
         return StepReport(
             rank=self._options.rank,
@@ -343,10 +343,7 @@ class TorchTrainer:
             raise StreamRLError(
                 f"anchor of version {policy_version} was asked for; the trainer holds {self._policy_version}"
             )
-        if self._published_once:
-            published = self._publisher.publish_anchor(policy_version)
-        else:
-            published = self._publish(policy_version)
+        published = (self._publisher.publish_anchor if self._published_once else self._publish)(policy_version)
         return AnchorPublished(
             rank=self._options.rank,
             policy_version=policy_version,

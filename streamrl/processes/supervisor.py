@@ -130,20 +130,24 @@ class Supervisor:
         if controller is not None and controller.running:
             controller.process.send_signal(signal.SIGTERM)
 
-    async def stop_engine(self, name: str, grace_s: float = 10.0) -> None:
+    async def stop_engine(self, name: str, grace_s: float = 10.0, *, patience_s: float = 0.0) -> None:
         """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
 
-        The controller has drained it, left it out of pushes, and ended its orders. Raises ``StreamRLError`` unless
-        ``name`` is a local engine.
+        The controller has drained it, left it out of pushes, and ended its orders: it has ``patience_s`` to end by
+        itself, then ``grace_s`` from SIGTERM to SIGKILL. One that had died before is left to ``watch``. Raises
+        ``StreamRLError`` unless ``name`` is a local engine.
         """
+        if self._ending:
+            return
         child = self._engine(name)
+        if name not in self._resting and not child.running and child.exit_code != 0:
+            return
         self._resting.add(name)  # before anything ends: the watch must not take it for a death
         with anyio.CancelScope(shield=True):
+            await _ended_within(patience_s, child)
             if child.running:
                 child.process.terminate()
-            with anyio.move_on_after(grace_s):
-                while child.running:  # noqa: ASYNC110 - ends of processes are polled
-                    await anyio.sleep(_POLL_S)
+            await _ended_within(grace_s, child)
             survivors = await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid)
             if survivors:
                 log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, name)
@@ -156,10 +160,12 @@ class Supervisor:
         It holds the weights of the model directory: the controller brings it to the live version. Raises
         ``StreamRLError`` unless it was stopped.
         """
+        if self._ending:
+            return
         child = self._engine(name)
         if name not in self._resting or child.running:
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
-        if self._ending or child.plan is None:
+        if child.plan is None:
             return
         self._start_child(child.plan)
         self._resting.discard(name)
@@ -189,9 +195,7 @@ class Supervisor:
         for child in children:
             if child.running:
                 child.process.terminate()
-        with anyio.move_on_after(grace_s):
-            while any(child.running for child in children):  # noqa: ASYNC110 - ends of processes are polled
-                await anyio.sleep(_POLL_S)
+        await _ended_within(grace_s, *children)
         survivors = await anyio.to_thread.run_sync(sweep, self._traces)
         if survivors:
             log.error("processes %s of the run survived SIGKILL; look at them with ps", survivors)
@@ -291,6 +295,12 @@ class Supervisor:
                 owner = owners.get(session_of(process))
                 if owner is not None:
                     self.resource_trackers[process] = owner
+
+
+async def _ended_within(seconds: float, *children: ChildProcess) -> None:
+    with anyio.move_on_after(seconds):
+        while any(child.running for child in children):  # noqa: ASYNC110 - ends of processes are polled
+            await anyio.sleep(_POLL_S)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -20,6 +20,7 @@ from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
+    EnginesFreed,
     PublishAnchor,
     SaveCheckpoint,
     StepReport,
@@ -59,6 +60,8 @@ class Trainer(Protocol):
     def publish_anchor(self, policy_version: int) -> AnchorPublished: ...
 
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved: ...
+
+    def engines_freed(self, count: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -151,6 +154,8 @@ def _carry_out(trainer: Trainer, order: TrainingOrder) -> TrainingEvent | None:
             trainer.acknowledge(version)
         case PublishAnchor(policy_version=version):
             return trainer.publish_anchor(version)
+        case EnginesFreed(count=count):
+            trainer.engines_freed(count)
         case SaveCheckpoint():
             return trainer.save_checkpoint(order)
     return None

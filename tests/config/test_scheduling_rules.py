@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.objective import Algorithm
-from streamrl.config.recipe import Model, Objective, Prompts, Recipe, Reward
+from streamrl.config.recipe import Engines, Launch, Model, Objective, Prompts, Recipe, ReleaseKind, Reward, Transport
+from streamrl.config.recipe import TransportKind as Kind
 from streamrl.config.rules import broken_rules
 from streamrl.config.scheduling import (
     GroupSizing,
@@ -20,6 +21,7 @@ from streamrl.config.scheduling import (
     StalePolicy,
     TailBatching,
 )
+from streamrl.config.threads import trainer_threads
 from streamrl.control.state import ControlState
 from streamrl.pipeline import control_settings
 
@@ -61,6 +63,7 @@ FITTING: dict[str, dict[str, object]] = {
     },
     "sized": {"rollout": TAIL, "group_sizing": GroupSizing(kind=SizingKind.SAGC)},
     "auto": {"rollout": Rollout(rounds=RoundKind.AUTO)},
+    "engines freed": {"rollout": TAIL, "engines": Engines(count=2, release=ReleaseKind.STOP)},
 }
 
 
@@ -113,6 +116,28 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         "length_sorted.oversubscription",
         "set 1 or more",
     ),
+    ({"engines": Engines(release=ReleaseKind.DRAIN)}, "engines.release", "set engines.count = 2 or more"),
+    (
+        {
+            "engines": Engines(count=2, release=ReleaseKind.DRAIN),
+            "rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=1),
+        },
+        "engines.release",
+        "rounds that train on-policy",
+    ),
+    (
+        {"engines": Engines(count=2, release=ReleaseKind.STOP), "rollout": Rollout(presubmit=True)},
+        "engines.release",
+        "set presubmit = false",
+    ),
+    (
+        {
+            "engines": Engines(count=2, release=ReleaseKind.STOP),
+            "transport": Transport(kind=Kind.TCP, engines=Launch.EXTERNAL),
+        },
+        "engines.release",
+        'set release = "drain"',
+    ),
 ]
 
 
@@ -127,3 +152,11 @@ def test_a_policy_of_the_users_is_a_file() -> None:
     made = recipe(rollout=Rollout(rounds=RoundKind.CUSTOM, policy=f"{EXAMPLE}:EarlyRace"))
     assert broken_rules(made) == []
     assert type(ControlState(control_settings(made)).policy).__name__ == "EarlyRace"
+
+
+def test_the_cores_of_a_freed_engine_are_for_training() -> None:
+    made = recipe(engines=Engines(count=4))
+    threads = [trainer_threads(made, 16, engines_on_cpu=True, freed=freed) for freed in range(5)]
+    assert threads == [8, 10, 12, 14, 16]
+    elsewhere = recipe(engines=Engines(count=4), transport=Transport(kind=Kind.TCP, engines=Launch.EXTERNAL))
+    assert trainer_threads(elsewhere, 16, engines_on_cpu=True, freed=1) == 16

@@ -159,7 +159,7 @@ def test_the_engines_with_the_least_to_move_are_freed_and_each_request_is_told_w
     assert sorted(move.request_id for move in plan.moves) == ["1.0", "3.0", "3.1"]
     assert {move.to for move in plan.moves} <= {"e0", "e2"}
     assert plan.because is not None and plan.because.subject == "engines_freed"
-    assert "30 of 100 are finished (30%); 3 requests of e1, e3 fit on the other 2 engines" in plan.because.reason
+    assert "30 of 100 are finished (30%); 3 requests of e1, e3 fit on the 2 that go on" in plan.because.reason
 
 
 def test_an_engine_that_serves_nothing_is_free_at_once() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 
 from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
@@ -227,3 +228,154 @@ async def test_a_hold_is_told_once_when_it_begins_and_once_when_it_ended() -> No
     await publisher.hold()
     await publisher.release()
     assert told == [True, False, True, False]
+
+
+# ---- engines that are behind -----------------------------------------------------------------------
+
+
+class Service:
+    """Remembers who was taken out and back; what catches up runs in a task group of the test."""
+
+    def __init__(self, group: TaskGroup) -> None:
+        self.group = group
+        self.out: dict[SimulatedEngine, str] = {}
+        self.told: list[str] = []
+        self.changed = anyio.Event()
+
+    async def take_out(self, engine: SimulatedEngine, reason: str) -> None:
+        self.out[engine] = reason
+        self.told.append("out")
+
+    async def take_back(self, engine: SimulatedEngine) -> None:
+        del self.out[engine]
+        self.told.append("back")
+        self.changed.set()
+
+    def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        self.group.start_soon(work)
+
+    async def until_back(self) -> None:
+        with anyio.fail_after(5):
+            await self.changed.wait()
+        self.changed = anyio.Event()
+
+
+class StubbornEngine(CountingEngine):
+    """Stages only when it is let; ``staging`` is set while somebody waits for that."""
+
+    def __init__(self, version: int, refusals: int = 0) -> None:
+        super().__init__(version, refusals)
+        self.let, self.staging, self.cancelled = anyio.Event(), anyio.Event(), 0
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        self.staging.set()
+        try:
+            await self.let.wait()
+        except BaseException:
+            self.cancelled += 1
+            raise
+        return await super().stage(announcement)
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.staging = anyio.Event()
+
+
+async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others_do() -> None:
+    fast, slow = StubbornEngine(4), StubbornEngine(4)
+    publisher, _ = publisher_of(fast, slow)
+    fast.let.set()
+    async with anyio.create_task_group() as group:
+        group.start_soon(publisher.push, announced(5, 4))
+        with anyio.fail_after(5):
+            while "resume" not in fast.told:
+                await anyio.lowlevel.checkpoint()
+        assert slow.told == [], "it generates while it fetches"
+        slow.let.set()
+    assert slow.told == fast.told == ["pause keep", "commit 5", "resume"]
+
+
+async def test_an_engine_that_refuses_the_anchor_too_leaves_service_and_comes_back_by_the_next_one() -> None:
+    sound, tainted = CountingEngine(4), CountingEngine(4, refusals=3)
+    anchors = Anchors()
+    async with anyio.create_task_group() as group:
+        service = Service(group)
+        publisher = WeightPublisher(
+            [sound, tainted], anchors.publish, in_flight=InFlight.KEEP, timeout_s=5, service=service
+        )
+        report = await publisher.push(announced(5, 4))
+        assert (report.reanchored, report.behind, list(service.out)) == (1, 1, [tainted])
+        assert "planted" in service.out[tainted]
+        assert anchors.asked == [5]
+        await anyio.wait_all_tasks_blocked()
+        assert tainted.refusals == 0, "beside the run it refused once more"
+        assert tainted.told == ["pause keep", "commit 5", "commit 5", "commit 5"], "never resumed on what it holds"
+        report = await publisher.push(announced(6, 5))
+        assert (report.reanchored, report.behind, anchors.asked) == (0, 1, [5, 6])
+        assert report.held_s == 0, "that one stands still is no hold of the others"
+        await service.until_back()
+        assert tainted.told[-2:] == ["commit 6", "resume"]
+        report = await publisher.push(announced(7, 6))
+        assert (report.reanchored, report.behind, anchors.asked) == (0, 0, [5, 6])
+        assert tainted.told[-3:] == ["pause keep", "commit 7", "resume"], "a delta again"
+    assert service.told == ["out", "back"]
+
+
+async def test_an_engine_that_is_late_leaves_service_and_catches_up_beside_the_run() -> None:
+    fast, slow = CountingEngine(4), StubbornEngine(4)
+    anchors = Anchors()
+    async with anyio.create_task_group() as group:
+        service = Service(group)
+        publisher = WeightPublisher(
+            [fast, slow], anchors.publish, in_flight=InFlight.KEEP, timeout_s=5, service=service, patience_s=0.01
+        )
+        assert (await publisher.push(announced(5, 4))).behind == 1
+        assert "still fetching version 5" in service.out[slow]
+        assert slow.cancelled == 1
+        assert (await publisher.push(announced(6, 5))).behind == 1, "nothing waits for it"
+        await slow.staging.wait()
+        assert slow.cancelled == 2, "it fetched an anchor of version 5, which is of no use any more"
+        assert slow.told == []
+        slow.let.set()
+        await service.until_back()
+        assert slow.told == ["pause keep", "commit 6", "resume"]
+        assert anchors.asked == [5, 6]
+        await publisher.hold()
+        assert slow.told[-1] == "pause keep", "it is held with the others"
+        assert (await publisher.push(announced(7, 6))).behind == 0
+
+
+async def test_an_engine_that_is_behind_may_be_stopped_or_caught_by_a_hold() -> None:
+    fast, gone, held = CountingEngine(4), StubbornEngine(4), StubbornEngine(4)
+    async with anyio.create_task_group() as group:
+        service = Service(group)
+        publisher = WeightPublisher(
+            [fast, gone, held],
+            Anchors().publish,
+            in_flight=InFlight.KEEP,
+            timeout_s=5,
+            service=service,
+            patience_s=0.01,
+        )
+        assert (await publisher.push(announced(5, 4))).behind == 2
+        await publisher.leave(gone)
+        assert gone.cancelled == 2
+        await publisher.hold()
+        held.let.set()
+        await service.until_back()
+        assert held.told == ["pause keep", "commit 5"], "the others are held, and so is it"
+        assert (await publisher.push(announced(6, 5))).behind == 0
+        assert held.told[-2:] == ["commit 6", "resume"]
+
+
+async def test_when_nobody_is_left_to_serve_the_run_ends_with_the_reason() -> None:
+    async with anyio.create_task_group() as group:
+        publisher = WeightPublisher(
+            [CountingEngine(4, refusals=9)],
+            Anchors().publish,
+            in_flight=InFlight.KEEP,
+            timeout_s=5,
+            service=Service(group),
+        )
+        with pytest.raises(EngineError, match="refused version 5 as delta and as anchor: planted"):
+            await publisher.push(announced(5, 4))

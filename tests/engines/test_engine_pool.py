@@ -246,6 +246,20 @@ async def test_a_readmitted_engine_gets_requests_again_and_the_last_one_cannot_b
     await roll.run(during)
 
 
+async def test_an_engine_that_two_have_drained_serves_when_both_have_readmitted_it(make_request: MakeRequest) -> None:
+    engines = [RecordingEngine(0), RecordingEngine(1)]
+    pool = EnginePool(engines)
+    for by in ("release", "weights"):
+        await pool.drain("engine-0", by=by)
+    pool.readmit("engine-0", by="release")
+    await generate_all(pool, [make_request() for _ in range(8)])
+    assert not engines[0].asked and pool.serving == ("engine-1",)
+    pool.readmit("engine-0", by="weights")
+    await pool.drain("engine-1", by="release")
+    await generate_all(pool, [make_request()])
+    assert len(engines[0].asked) == 1 and pool.serving == ("engine-0",)
+
+
 async def test_single_requests_migrate_to_the_engine_that_is_named() -> None:
     roll = Roll(3, 12)
 
@@ -338,7 +352,7 @@ async def test_whatever_is_drained_or_moved_nothing_is_lost_or_sampled_twice(scr
         for word, index in script:
             name = f"engine-{index}"
             match word:
-                case "drain" if len(roll.pool._drained | {index}) < 3:
+                case "drain" if len(roll.pool._drained.keys() | {index}) < 3:
                     await roll.pool.drain(name)
                     assert roll.engines[index].load().running == 0
                 case "readmit":

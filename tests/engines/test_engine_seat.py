@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 
+from streamrl.comm.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.engine_seat import EngineSeat
+from streamrl.engines.engine_seat import PATIENCE_SECONDS, EngineSeat, SeatedEngines
+from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError
-from streamrl.messages import EngineEvent, EngineOrder, Generate, WeightAnnouncement
+from streamrl.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
 from streamrl.types import Completion
 
 pytestmark = pytest.mark.asyncio
@@ -28,11 +32,15 @@ MakeRequest = Callable[..., Generate]
 class Hosts:
     """Engine hosts as tasks, each with an engine of its own that holds no committed version."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, tcp: bool = False) -> None:
         self.directory = directory
         self.engines: list[SimulatedEngine] = []
+        self.tcp = tcp
+        self.ports: dict[str, int] = {}
 
     def at(self, name: str, stream: str) -> str:
+        if self.tcp:
+            return f"tcp://127.0.0.1:{self.ports.setdefault(f'{name}.{stream}', free_port())}"
         return f"ipc://{self.directory}/{name}.{stream}"
 
     def seat(self, name: str) -> EngineSeat:
@@ -47,6 +55,12 @@ class Hosts:
             zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, name="orders") as orders,
         ):
             await serve_engine(engine, orders, completions)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+        return port
 
 
 async def anchor(policy_version: int) -> WeightAnnouncement:
@@ -112,3 +126,136 @@ async def test_a_host_that_dies_is_named() -> None:
             await engine.start()
             hosts.engines[0].fail("planted")
         assert died == ["engine-0: planted"]
+
+
+# ---- hosts that a supervisor stops and starts as it is told ---------------------------------------------
+
+
+class Seated:
+    """Two seated engines; a supervisor that starts hosts as tasks, and ends one by cancelling it.
+
+    ``host_lives``: what becomes of a host that is started again: it ``serves``, ``loads`` for ever, or ``dies``.
+    """
+
+    def __init__(self, hosts: Hosts, group: anyio.abc.TaskGroup) -> None:
+        self.hosts, self.group = hosts, group
+        self.seats = {name: hosts.seat(name) for name in ("engine-0", "engine-1")}
+        self.scopes: dict[str, anyio.CancelScope] = {}
+        self.told: list[SupervisorOrder] = []
+        self.loading = anyio.Event()
+        self.host_lives = "serves"
+
+    async def open(self) -> None:
+        for seat in self.seats.values():
+            self.group.start_soon(seat.run)
+        self.pool = EnginePool([await seat.open() for seat in self.seats.values()])
+        self.engines = SeatedEngines(self.seats, self.pool, self.tell)
+        for name in self.seats:
+            self.group.start_soon(self.host, name, "serves")
+        await self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.aclose()
+        for seat in self.seats.values():
+            seat.retire()
+
+    async def host(self, name: str, lives: str) -> None:
+        with anyio.CancelScope() as self.scopes[name]:
+            if lives == "serves":
+                await self.hosts.serve(name)
+                return
+            async with (
+                zmq_sender(EngineEvent, self.hosts.at(name, "completions"), bind=False, name="completions") as events,
+                zmq_receiver(EngineOrder, self.hosts.at(name, "orders"), bind=False, name="orders"),
+            ):
+                if lives == "dies":
+                    await events.send(OrderFailed(order_id=ENGINE_FAILURE, reason="the model cannot be loaded"))
+                    return
+                self.loading.set()
+                await anyio.sleep_forever()
+
+    async def tell(self, order: SupervisorOrder) -> None:
+        self.told.append(order)
+        if isinstance(order, StartEngine):
+            self.group.start_soon(self.host, order.engine, self.host_lives)
+        elif not order.patience_s:
+            self.scopes[order.engine].cancel()
+
+
+@asynccontextmanager
+async def seated(*, tcp: bool = False) -> AsyncIterator[Seated]:
+    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            one = Seated(Hosts(Path(directory), tcp=tcp), group)
+            await one.open()
+            yield one
+            await one.close()  # what runs beside it ends by itself
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(tcp: bool, make_request: MakeRequest) -> None:
+    async with seated(tcp=tcp) as one:
+        await one.pool.drain("engine-1")
+        one.engines.detach("engine-1")
+        await one.engines.stop("engine-1")
+        assert one.told == [StopEngine(engine="engine-1", patience_s=PATIENCE_SECONDS)]
+        assert sorted(one.pool.attached) == ["engine-0"]
+        await one.engines.start("engine-1")
+        assert one.told[1:] == [StartEngine(engine="engine-1")]
+        one.pool.readmit("engine-1")
+        await one.pool.drain("engine-0")
+        assert await one.pool.generate(make_request())
+        one.pool.readmit("engine-0")
+        assert len(one.hosts.engines) == 3 and one.hosts.engines[2].load().generated_tokens == 30
+
+
+async def test_a_host_that_is_given_up_while_it_loads_is_no_death_and_the_run_ends_without_it() -> None:
+    async with seated() as one:
+        await one.pool.drain("engine-1")
+        one.engines.detach("engine-1")
+        await one.engines.stop("engine-1")
+        one.host_lives = "loads"
+        with anyio.CancelScope() as starting:
+            one.group.start_soon(cancel_when, starting, one.loading)
+            await one.engines.start("engine-1")
+        await one.engines.give_up("engine-1")
+        assert one.told[-1] == StopEngine(engine="engine-1")
+        assert sorted(one.pool.attached) == ["engine-0"]
+
+
+async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+async def test_a_host_that_is_given_up_before_it_ever_connected() -> None:
+    async with seated() as one:
+        await one.pool.drain("engine-1")
+        one.engines.detach("engine-1")
+        await one.engines.stop("engine-1")
+        one.host_lives = "loads"
+        with anyio.CancelScope() as starting:
+            starting.cancel()
+            await one.engines.start("engine-1")
+        await one.engines.give_up("engine-1")
+
+
+async def test_a_host_that_dies_while_it_starts_is_an_error() -> None:
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with seated() as one:
+            await one.pool.drain("engine-1")
+            one.engines.detach("engine-1")
+            await one.engines.stop("engine-1")
+            one.host_lives = "dies"
+            await one.engines.start("engine-1")
+    assert any("engine-1" in str(e) and "cannot be loaded" in str(e) for e in raised.value.exceptions), raised.value
+
+
+async def test_a_host_that_dies_when_it_is_told_to_end_is_gone_all_the_same() -> None:
+    async with seated() as one:
+        await one.pool.drain("engine-1")
+        one.engines.detach("engine-1")
+        one.scopes["engine-1"].cancel()  # before its orders end
+        await one.engines.stop("engine-1")
+        await one.engines.start("engine-1")
+        assert sorted(one.pool.attached) == ["engine-0", "engine-1"]

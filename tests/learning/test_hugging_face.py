@@ -1,4 +1,4 @@
-"""What training imports of transformers, each in a fresh interpreter: without the compiler, and none the worse for it."""
+"""What training imports of transformers, in fresh interpreters: without the compiler, and none the worse for it."""
 
 from __future__ import annotations
 

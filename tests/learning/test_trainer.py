@@ -37,6 +37,24 @@ def test_arrival_order_and_streaming_change_no_gradient(start_trainer: StartTrai
         assert relative_error(stepped_gradient(trainer, shuffled), whole) < 5e-6
 
 
+def test_training_takes_the_threads_of_freed_engines_and_gives_them_back(start_trainer: StartTrainer) -> None:
+    groups = make_groups(0, SIZES)
+    trainer = start_trainer(threads=1, freed_threads=(2, 3))
+    seen = []
+    for version, freed in enumerate((0, 1, 2, 0)):
+        trainer.engines_freed(freed)
+        for group in groups:
+            trainer.train_group(msgspec.structs.replace(group, batch_id=version))
+        seen.append(torch.get_num_threads())
+        trainer.close_batch(msgspec.structs.replace(close_of(groups, version + 1), batch_id=version))
+        seen.append(torch.get_num_threads())
+        trainer.acknowledge(version + 1)
+    assert seen == [1, 1, 2, 2, 3, 3, 1, 1]
+    trainer = start_trainer(threads=1)  # as of somebody who says nothing of freed engines
+    trainer.engines_freed(1)
+    assert torch.get_num_threads() == 1
+
+
 def with_behavior(groups: list[TrainingGroup], model: Any, temperature: float) -> list[TrainingGroup]:
     """The same groups as if this model had sampled them."""
     changed = []

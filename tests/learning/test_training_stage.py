@@ -15,6 +15,7 @@ from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
+    EnginesFreed,
     PublishAnchor,
     SaveCheckpoint,
     StepReport,
@@ -87,6 +88,9 @@ class RecordingTrainer:
         self._note("checkpoint")
         return CheckpointSaved(rank=0, directory=order.directory, policy_version=order.policy_version, seconds=0.0)
 
+    def engines_freed(self, count: int) -> None:
+        self._note(f"freed {count}")
+
     def close(self) -> None:
         self._note("close")
 
@@ -111,6 +115,7 @@ async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
                 PublishAnchor(policy_version=0),
                 WeightsAcknowledged(policy_version=0),
                 TrainGroup(group=group),
+                EnginesFreed(count=1),
                 close_of([group], 1),
                 SaveCheckpoint(directory="d", policy_version=1),
             ):
@@ -123,6 +128,7 @@ async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
         "anchor",
         "acknowledge 0",
         "group 0",
+        "freed 1",
         "close batch",
         "checkpoint",
         "close",

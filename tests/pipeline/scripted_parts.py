@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import anyio
+import msgspec
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.config.recipe import ReleaseKind
 from streamrl.config.scheduling import InFlight
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.controller import Controller
+from streamrl.control.engine_release import EngineRelease, EngineSizes
 from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
@@ -30,6 +33,8 @@ from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
+    EngineLoad,
+    EnginesFreed,
     EvaluationFinished,
     GroupScored,
     PublishAnchor,
@@ -85,6 +90,7 @@ class CountingRank:
         self.acknowledged = -1
         self.mismatch = 0.0
         self.saved: list[str] = []
+        self.freed: list[int] = []
 
     async def run(self, orders: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]) -> None:
         await reports.send(
@@ -128,6 +134,8 @@ class CountingRank:
                             rank=self.rank, directory=order.directory, policy_version=order.policy_version, seconds=0.0
                         )
                     )
+                case EnginesFreed():
+                    self.freed.append(order.count)
                 case _:
                     self.acknowledged = order.policy_version
         await reports.aclose()
@@ -173,6 +181,40 @@ class ParityScorer:
         await results.aclose()
 
 
+class PacedEngine(SimulatedEngine):
+    """Says that a token takes a second, of the real clock: what runs has no token yet, as far as is known."""
+
+    def load(self) -> EngineLoad:
+        return msgspec.structs.replace(super().load(), token_s=1.0)
+
+
+class MemoryHosts:
+    """Stops engines of ``run`` and makes new ones; ``happened`` is told ``("stop", engine)``, ``("start", engine)``."""
+
+    def __init__(self, run: SimulatedRun, pool: EnginePool) -> None:
+        self.run, self.pool = run, pool
+
+    def detach(self, name: str) -> SimulatedEngine:
+        engine = self.pool.detach(name)
+        assert isinstance(engine, SimulatedEngine) and not engine.load().running, "it was not drained"
+        return engine
+
+    async def stop(self, name: str) -> None:
+        self.run.happened("stop", int(name[-1]))
+        await anyio.lowlevel.checkpoint()
+
+    async def start(self, name: str) -> SimulatedEngine:
+        index = int(name[-1])
+        self.run.happened("start", index)
+        await anyio.lowlevel.checkpoint()
+        engine = self.run.engines[index] = self.run.make_engine(index)
+        await self.pool.attach(name, engine)
+        return engine
+
+    async def give_up(self, name: str) -> None:
+        self.run.happened("give up", int(name[-1]))
+
+
 class SimulatedRun:
     """One run of the real control and stages on simulated engines. ``run`` once; then look at the attributes."""
 
@@ -191,17 +233,23 @@ class SimulatedRun:
         start: int = 0,
         in_flight: InFlight = InFlight.KEEP,
         lengths: LengthMixture | None = None,
+        release: ReleaseKind = ReleaseKind.NEVER,
     ) -> None:
         self.clock = clock = InstantClock()
         mixture = lengths or LengthMixture(median=8, long_median=40)
-        self.engines = [
-            SimulatedEngine(SimulationOptions(name=f"engine-{i}", lengths=mixture), clock=clock.now, sleep=clock.sleep)
-            for i in range(engines)
-        ]
+        kind = SimulatedEngine if release is ReleaseKind.NEVER else PacedEngine
+
+        def make_engine(index: int) -> SimulatedEngine:
+            options = SimulationOptions(name=f"engine-{index}", lengths=mixture)
+            return kind(options, clock=clock.now, sleep=clock.sleep)
+
+        self.make_engine = make_engine
+        self.engines = [make_engine(index) for index in range(engines)]
+        self._release = release
         self.settings = settings
         self.history: list[tuple[str, int]] = []
         self._stop_at: tuple[str, int] | None = None
-        self.ranks = [CountingRank(i, ranks, start, self._happened) for i in range(ranks)]
+        self.ranks = [CountingRank(i, ranks, start, self.happened) for i in range(ranks)]
         self.scorer = ParityScorer(failing)
         self.events: list[RunEvent] = []
         self.log_path = directory / "events.jsonl"
@@ -233,8 +281,9 @@ class SimulatedRun:
                 self.events.append(event)
                 if isinstance(event, StepFinished | EvaluationFinished):
                     kind = "live" if isinstance(event, StepFinished) else "evaluated"
-                    self._happened(kind, event.policy_version)
+                    self.happened(kind, event.policy_version)
 
+            publisher = WeightPublisher(self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
             self.controller = Controller(
                 self.settings,
                 prompts=self._prompts,
@@ -244,7 +293,7 @@ class SimulatedRun:
                     in_flight=self._evaluation_in_flight,
                 ),
                 trainer=trainer,
-                publisher=WeightPublisher(self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5),
+                publisher=publisher,
                 log=log,
                 report=RunReport(emit, rollout.statistics, 64, clock=self.clock.now),
                 seed=0,
@@ -254,6 +303,7 @@ class SimulatedRun:
                 store=EvaluationSamples(self.log_path.with_name("evaluations")).write,
                 alarms=Alarms(alarm_rules(0.05)),
                 load=pool.load,
+                release=self._make_release(pool, publisher, trainer),
                 start_version=self._start,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
@@ -274,7 +324,20 @@ class SimulatedRun:
         """How often each trajectory was given to a rank in a batch that was closed."""
         return Counter(str(s.id) for rank in self.ranks for batch in rank.batches for s in batch)
 
-    def _happened(self, kind: str, number: int) -> None:
+    def _make_release(
+        self, pool: EnginePool, publisher: WeightPublisher, trainer: TrainerRanks
+    ) -> EngineRelease | None:
+        if self._release is ReleaseKind.NEVER:
+            return None
+        return EngineRelease(
+            pool,
+            EngineSizes(kv_tokens=4000, max_running=64, cap=64),
+            publisher=publisher,
+            share_cores=trainer.engines_freed,
+            hosts=MemoryHosts(self, pool) if self._release is ReleaseKind.STOP else None,
+        )
+
+    def happened(self, kind: str, number: int) -> None:
         self.history.append((kind, number))
         if self.history[-1] == self._stop_at:
             self.controller.stop("drained")

@@ -11,12 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun
 
+from streamrl.config.recipe import ReleaseKind
 from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.control.event_log import read_log, replay
 from streamrl.control.events import AlarmRaised
 from streamrl.control.state import ControlSettings
 from streamrl.errors import RewardFailureLimit, StreamRLError
-from streamrl.messages import EvaluationFinished, RunWarning, StepFinished
+from streamrl.messages import EvaluationFinished, RunDecided, RunWarning, StepFinished
 
 pytestmark = pytest.mark.asyncio
 
@@ -193,3 +194,75 @@ async def test_an_exhausted_source_ends_the_run(tmp_path: Path) -> None:
     run = SimulatedRun(run_settings(steps=100), tmp_path, prompts=10)
     assert await run.run() == "prompts exhausted"
     assert run.controller.state.accounting().trained == 40
+
+
+# ---- engines that are freed late in a round -------------------------------------------------------------
+
+TAIL = {"rounds": RoundKind.TAIL_BATCHING}
+
+
+@pytest.mark.parametrize("rounds", [{}, TAIL])
+@pytest.mark.parametrize("release", [ReleaseKind.DRAIN, ReleaseKind.STOP])
+async def test_engines_are_freed_in_rounds_and_serve_in_the_next(
+    release: ReleaseKind, rounds: dict[str, object], tmp_path: Path
+) -> None:
+    chosen = run_settings(batch_groups=8, steps=8, **rounds)
+    run = SimulatedRun(chosen, tmp_path, engines=3, ranks=2, release=release)
+    assert await run.run() == "finished"
+    accounting = run.controller.state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    trained = run.trained()
+    assert len(trained) == accounting.trained == 8 * 32 and set(trained.values()) == {1}
+    assert len([e for e in run.events if isinstance(e, RunDecided) and e.subject == "engines_freed"]) == 1
+    logged = [json.loads(line) for line in run.log_path.read_text().splitlines() if '{"decision"' in line]
+    decisions = [line["decision"]["figures"] for line in logged if "moved" in line["decision"]["figures"]]
+    assert 3 <= len(decisions) <= 8, "at most once a round, and not before lengths are known"
+    assert all(figures["peak_share"] <= 0.9 for figures in decisions)
+    for rank in run.ranks:
+        assert rank.freed == ([1, 0] * 8)[: len(rank.freed)] and len(rank.freed) >= 2 * len(decisions) - 1
+        for version, batch in enumerate(rank.batches):
+            assert all(sample.oldest_version == sample.newest_version == version for sample in batch)
+    assert replay(run.log_path).accounting() == accounting
+    stops = [e for e in run.history if e[0] == "stop"]
+    starts = [e for e in run.history if e[0] == "start"]
+    assert len(stops) == (len(decisions) if release is ReleaseKind.STOP else 0)
+    # What the last round freed is not started again: there is no round that needs it.
+    assert [n for _, n in starts] == [n for _, n in stops][: len(starts)] and len(stops) - len(starts) in (0, 1)
+    if release is ReleaseKind.STOP:
+        assert run.history.index(stops[0]) < run.history.index(starts[0])
+        after = run.history[run.history.index(("close", 8)) :]
+        assert not [e for e in after if e[0] == "start"], "nobody needs an engine after the last round"
+        held = [(await engine.start()).policy_version for engine in run.engines]
+        assert sorted(held, reverse=True)[:2] == [8, 8], "all that serve hold the last version"
+    else:
+        assert [(await engine.start()).policy_version for engine in run.engines] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("when", ["stop", "start"])
+async def test_a_drain_while_an_engine_stops_or_starts(when: str, tmp_path: Path) -> None:
+    chosen = run_settings(batch_groups=8, steps=50, checkpoint_at_end=True)
+    for engine in range(3):
+        run = SimulatedRun(chosen, tmp_path / str(engine), engines=3, release=ReleaseKind.STOP)
+        (tmp_path / str(engine)).mkdir()
+        assert await run.run(stop_at=(when, engine)) == "drained"
+        accounting = run.controller.state.accounting()
+        assert accounting.balanced and accounting.in_flight == 0
+        assert run.controller.state.live_version == run.controller.state.trainer_version < 50
+        assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
+        assert (("give up", engine) in run.history) == (when == "start")
+
+
+async def test_evaluations_beside_rounds_that_free_engines_see_one_version(tmp_path: Path) -> None:
+    chosen = run_settings(batch_groups=8, evaluate_every=2, evaluate_at_start=True)
+    run = SimulatedRun(
+        chosen, tmp_path, engines=3, held_out=120, samples=2, evaluation_in_flight=24, release=ReleaseKind.STOP
+    )
+    assert await run.run() == "finished"
+    early = 0
+    for version in (2, 4):  # weights wait for the evaluation; the engines that are started again need not
+        closed, evaluated = run.history.index(("close", version + 1)), run.history.index(("evaluated", version))
+        early += any(e[0] == "start" for e in run.history[closed:evaluated])
+    assert early, "engines were started only when the weights could be pushed"
+    assert len(run.scorer.held_out) == 4 * 240
+    for trajectory in run.scorer.held_out:
+        assert trajectory.oldest_version == trajectory.newest_version == trajectory.id.attempt

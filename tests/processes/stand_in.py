@@ -9,6 +9,7 @@ raise    end with a ValueError when ``DIR/go`` appears
 restart  end with exit code 75 at once
 orphan   start a grandchild that ignores everything, has shared memory and a session of its own, then serve
 finish   end with 0 when ``DIR/go`` appears
+leave    end with 0 when ``DIR/leave`` appears, and on SIGTERM leave the file ``DIR/was-terminated``
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
             (directory / "end").touch()
             return
         if terminated:
+            (directory / "was-terminated").touch()
             raise Terminated
+        if behaviour == "leave" and (directory / "leave").exists():
+            return
         if (directory / "end").exists() and behaviour != "hang":
             return
         if behaviour == "follow" and not lives(int((directory / "follow").read_text())):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -381,4 +382,46 @@ async def test_the_death_of_an_engine_that_was_started_again_is_a_death(trial: C
         await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
         os.kill(one.pid("engine-0", start=1), signal.SIGKILL)
         assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_engine_has_time_to_end_by_itself(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="leave")
+    async with running(one) as supervisor:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(supervisor.stop_engine, "engine-0", patience_s=20))
+                await anyio.lowlevel.checkpoint()
+                (one.directory / "leave").touch()
+        assert not lives(one.pid("engine-0")) and not (one.directory / "was-terminated").exists()
+        await supervisor.stop_engine("engine-0")  # told again: nothing is left to end
+        supervisor.start_engine("engine-0")
+        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_was_dead_before_it_should_stop_is_a_death(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with running(one) as supervisor:
+        os.kill(one.pid("engine-0"), signal.SIGKILL)
+        await until(lambda: not lives(one.pid("engine-0")))
+        await supervisor.stop_engine("engine-0")
+        assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_run_may_end_while_an_engine_is_stopped_or_starts(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="finish")
+    async with running(one) as supervisor:
+        await supervisor.stop_engine("engine-0")
+        supervisor.start_engine("engine-0")
+        await supervisor.stop_engine("engine-0")  # at once, before it did anything
+        (one.directory / "go").touch()
+        with anyio.fail_after(ENDS_WITHIN_S):
+            await supervisor.watch()
+    await supervisor.stop_engine("engine-0")  # an order that arrives after the end is for nobody
+    supervisor.start_engine("engine-0")
     one.assert_nothing_left()

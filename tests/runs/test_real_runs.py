@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -56,13 +57,27 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         """Until ``step`` is in metrics.jsonl."""
+        self.wait_until(lambda: self.text("metrics.jsonl").count('"kind":"step"') >= step, f"step {step}")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Until ``condition`` holds. Raises ``AssertionError`` when the run ends before, or it takes too long."""
         deadline = time.monotonic() + 150
         while time.monotonic() < deadline and self.process.poll() is None:
-            path = self.files / "metrics.jsonl"
-            if path.exists() and path.read_text().count('"kind":"step"') >= step:
+            if condition():
                 return
-            time.sleep(0.1)
-        raise AssertionError(f"step {step} was not reached:\n{self.end(kill=True)}")
+            time.sleep(0.05)
+        raise AssertionError(f"{what} was not reached:\n{self.end(kill=True)}")
+
+    def text(self, name: str) -> str:
+        """Of one of its files; empty while there is none."""
+        path = self.files / name
+        return path.read_text() if path.exists() else ""
+
+    def decisions(self, subject: str) -> list[dict[str, float]]:
+        """The figures of control's decisions about ``subject`` that something was done for."""
+        lines = [json.loads(line) for line in self.text("events.jsonl").split("\n")[:-1] if '{"decision"' in line]
+        found = [line["decision"] for line in lines if line["decision"]["subject"] == subject]
+        return [decision["figures"] for decision in found if "moved" in decision["figures"]]
 
     def tree(self) -> list[psutil.Process]:
         """Every process of the run, the command itself first."""
@@ -211,6 +226,51 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     samples = second.files / "evaluations" / f"step-{done + 1:06d}.jsonl"
     assert len(samples.read_text().splitlines()) == 8
     assert '"eval/held_out/pass@2"' in (second.files / "metrics.jsonl").read_text()
+
+
+FREED = {
+    "engines__count": 2,
+    "engines__release": "stop",
+    "rollout__prompts_per_batch": 8,
+    "rollout__group_size": 8,
+    "sampling__max_tokens": 256,
+}
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_engine_is_stopped_late_in_a_round_and_is_back_with_the_weights_of_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path, run__steps=500, weights__audit_interval=1, **FREED)
+    run.wait_until(lambda: len(run.decisions("engines_freed")) >= 2, "a second release")
+    before = engine_hosts(run)
+    run.wait_until(lambda: bool(engine_hosts(run) - before), "another process for the freed engine")
+    assert len(engine_hosts(run) & before) == 1, "the one before it has ended"
+    os.killpg(run.process.pid, signal.SIGINT)  # while it loads the model
+    output = run.end(within=60)
+    assert run.process.returncode == 0, output
+    steps, freed = run.metrics(), run.decisions("engines_freed")
+    assert all(0.2 <= figures["progress"] <= 0.5 and figures["peak_share"] <= 0.9 for figures in freed)
+    assert sum(figures["moved"] for figures in freed) > 0, "nothing migrated"
+    for step in steps:
+        assert abs(step["policy/is_weight_mean"] - 1) < 1e-3, "a migrated completion is one of its version"
+        assert step["async/staleness_oldest_max"] == 0
+    accounting = replay(run.files / "events.jsonl").accounting()
+    assert accounting.balanced and accounting.in_flight == 0 and accounting.trained == 64 * len(steps)
+    audits = [json.loads(line)["checksums"] for line in run.text("audits.jsonl").splitlines()]
+    assert [len(checksums) for checksums in audits[: len(steps)]] == [2] * len(steps), "all are back before a round"
+    assert all(checksums["engine-0"] == checksums["engine-1"] for checksums in audits if len(checksums) == 2)
+    held = {json.dumps(next(iter(checksums.values()))) for checksums in audits}
+    assert len(held) == len(audits), "every version has weights of its own"
+
+
+def engine_hosts(run: Run) -> set[psutil.Process]:
+    """Processes of the run that host an engine."""
+    found = set()
+    for process in run.tree():
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if "streamrl.processes" in line and "engine" in line:
+                found.add(process)
+    return found
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -19,7 +19,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from streamrl.engines.live_weights import LiveWeights, count_routes  # noqa: E402
-from streamrl.engines.load_plan import LoadPlan, record_load_plan  # noqa: E402
+from streamrl.engines.load_plan import LoadPlan, Rectangle, record_load_plan  # noqa: E402
+from streamrl.engines.load_plan_layouts import fit_rectangles, observe_after_loading  # noqa: E402
 
 ROWS, COLUMNS = 6, 8
 TENSORS = {
@@ -156,6 +157,42 @@ def refusing(load: object) -> Worker:
     return worker
 
 
+def copies_first(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    """What loaders do that rearrange a fused projection before they copy its parts."""
+    if name == "turned":
+        self.turned.data.copy_(tensor.t().contiguous())
+    elif name == "column":
+        by_head = tensor.view(3, 2, COLUMNS).transpose(0, 1).reshape(ROWS, COLUMNS)  # a copy: no longer strided
+        for part, rows in enumerate(by_head.split(3)):
+            self.fused.data[3 * part : 3 * part + 3].copy_(rows)
+        self.fused.data[ROWS:].fill_(0)
+    else:
+        self.norm.data.copy_(tensor.clone().to(tensor.dtype))
+
+
+def test_follows_copies_that_a_loader_makes_on_the_way() -> None:
+    def in_two_halves(self: Worker, name: str, tensor: torch.Tensor) -> None:
+        if name != "row":
+            return copies_first(self, name, tensor)
+        joined = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+        self.row_parallel.data[:, COLUMNS // 2 :].copy_(joined[:, : COLUMNS // 2])
+        return self.row_parallel.data[:, : COLUMNS // 2].copy_(joined[:, COLUMNS // 2 :])
+
+    worker, reference = refusing(in_two_halves), refusing(in_two_halves)
+    plan = record_load_plan(worker, TENSORS)
+    live = LiveWeights(plan, count_routes([rectangles(plan)], 0, TENSORS))
+    mirror, old = CheckpointMirror(), None
+    for version, new in enumerate((random_bits(0), random_bits(1))):
+        staged = mirror.stage(fetched(version, old, new))
+        live.state_hash = live.apply(live.prepare(staged, mirror), anchor=staged.is_anchor)
+        mirror.advance(staged)
+        assert live.state_hash == state_hash(new)
+        reference.load_weights((name, as_tensor(name, bits)) for name, bits in new.items())
+        for name, parameter in worker.named_parameters():
+            assert torch.equal(parameter, reference.get_parameter(name)), (version, name)
+        old = new
+
+
 def scales(self: Worker, name: str, tensor: torch.Tensor) -> None:
     Worker.load(self, name, tensor * 2 if name == "norm" else tensor)
 
@@ -164,6 +201,42 @@ def adds(self: Worker, name: str, tensor: torch.Tensor) -> None:
     Worker.load(self, name, tensor)
     if name == "norm":
         self.norm.data.add_(1)
+
+
+def mixes_two(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    """A value that is part of no single published tensor."""
+    self.seen = [*getattr(self, "seen", []), tensor]
+    if name == "norm":
+        first = next(seen for seen in self.seen if seen.ndim == 2)
+        self.norm.data.copy_(torch.cat([tensor[:4], first[0, :4]]))
+    else:
+        Worker.load(self, name, tensor)
+
+
+def scales_in_place(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor.mul_(2) if name == "norm" else tensor)
+
+
+def scales_a_copy(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor.clone().mul_(2) if name == "norm" else tensor)
+
+
+def writes_out(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor)
+    if name == "norm":
+        torch.add(torch.ones(COLUMNS), 1, out=self.norm.data)
+
+
+def replaces(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    Worker.load(self, name, tensor)
+    if name == "norm":
+        self.norm = torch.nn.Parameter(tensor)
+
+
+def shuffles(self: Worker, name: str, tensor: torch.Tensor) -> None:
+    if name == "norm":
+        tensor = torch.cat([tensor[2:3], tensor[0:1], tensor[5:], tensor[1:2], tensor[3:5]])
+    Worker.load(self, name, tensor)
 
 
 def broadcasts(self: Worker, name: str, tensor: torch.Tensor) -> None:
@@ -179,6 +252,12 @@ def forgets(self: Worker, name: str, tensor: torch.Tensor) -> None:
     ("load", "message"),
     [
         (scales, "'norm' is loaded with a value computed"),
+        (mixes_two, "'norm' is loaded with a value computed"),
+        (scales_in_place, "'norm' is loaded with a value computed"),
+        (scales_a_copy, "'norm' is loaded with a value computed"),
+        (writes_out, "'norm' calls aten.add.out"),
+        (replaces, "replaces runtime parameter 'norm'"),
+        (shuffles, "'norm' lies in runtime parameter 'norm' in a way that is no rectangle"),
         (adds, "'norm' calls aten.add_"),
         (broadcasts, "'norm' is broadcast"),
         (forgets, "covers 8 of 8 elements of runtime parameter 'norm'"),
@@ -212,3 +291,108 @@ def test_refuses_a_published_tensor_that_the_model_does_not_load() -> None:
     plan = record_load_plan(Tied(), tensors)
     with pytest.raises(WeightError, match="0 of 4 elements of published tensor 'head'"):
         count_routes([rectangles(plan)], 0, tensors)
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc]
+    """As vLLM's layers look from outside: they have a quantisation method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = object()
+        self.weight = torch.nn.Parameter(torch.zeros(COLUMNS, ROWS))
+        self.norm = torch.nn.Parameter(torch.zeros(COLUMNS))
+        self.scales = torch.ones(4)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self, "weight" if name == "turned" else name).data.copy_(tensor.t())
+
+
+def loaded_layer(finish: object = None) -> Layer:
+    layer = Layer()
+    tensors = {name: as_tensor(name, bits) for name, bits in random_bits(0).items() if name in ("turned", "norm")}
+    layer.load_weights(tensors.items())
+    observe_after_loading(layer, lambda: finish(layer) if finish else None)  # type: ignore[operator]
+    return layer
+
+
+LAYER_TENSORS = {name: TENSORS[name] for name in ("turned", "norm")}
+
+
+def swaps_two(layer: Layer) -> None:
+    flat = layer.weight.data.view(-1)
+    flat[[7, 30]] = flat[[30, 7]]
+
+
+def repoints(layer: Layer) -> None:
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+def derives(layer: Layer) -> None:
+    layer.absorbed = layer.weight.data @ layer.weight.data.t()
+
+
+def changes_a_scale(layer: Layer) -> None:
+    layer.scales[1] = 2
+
+
+def test_accepts_a_layer_that_was_left_as_it_was_loaded() -> None:
+    plan = record_load_plan(loaded_layer(), LAYER_TENSORS)
+    assert {name: len(routes) for name, routes in plan.routes.items()} == {"turned": 1, "norm": 1}
+
+
+@pytest.mark.parametrize(
+    ("finish", "message"),
+    [
+        (swaps_two, "'weight' is rearranged after loading by object"),
+        (repoints, "'weight' is rearranged after loading"),
+        (derives, r"'\.absorbed' .* was computed from weights"),
+        (changes_a_scale, r"'\.scales' .* was computed from weights"),
+    ],
+)
+def test_refuses_what_the_engine_did_after_loading(finish: object, message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        record_load_plan(loaded_layer(finish), LAYER_TENSORS)
+
+
+def test_refuses_layers_that_were_loaded_unwatched() -> None:
+    with pytest.raises(WeightError, match=r"nobody watched how layer '<root>' was rearranged.*VLLM_PLUGINS=streamrl"):
+        record_load_plan(Layer(), LAYER_TENSORS)
+
+
+def test_refuses_two_published_tensors_in_one_place() -> None:
+    def both(self: Worker, name: str, tensor: torch.Tensor) -> None:
+        Worker.load(self, "norm" if name == "head" else name, tensor)
+
+    tensors = {**TENSORS, "head": TensorSpec("head", "bfloat16", (COLUMNS,))}
+    with pytest.raises(WeightError, match="'norm' more than once: publish one name"):
+        record_load_plan(refusing(both), tensors)
+
+
+@pytest.mark.parametrize("shape", [(1,), (24,), (2, 3, 4), (4, 1, 5), (3, 5)])
+def test_a_lattice_is_found_again_and_nothing_else_is(shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(len(shape))
+    first = np.arange(np.prod(shape), dtype=np.int64)
+    order = random.permutation(len(shape))
+    second = first.reshape(shape).transpose(order).reshape(-1)  # another order of the same dimensions
+    fitted = fit_rectangles(second, np.argsort(second))
+    if fitted is not None:
+        sizes, *strides = fitted
+        for walk, steps in zip((second, np.argsort(second)), strides, strict=True):
+            assert np.array_equal(Rectangle(int(walk[0]), sizes, steps).positions(), walk)
+    assert fit_rectangles(first, second) is not None
+    if first.size > 4:
+        assert fit_rectangles(first, random.permutation(first)) is None
+
+
+def test_an_audit_finds_one_wrong_bit() -> None:
+    worker = Worker()
+    live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
+    mirror, new = CheckpointMirror(), random_bits(0)
+    staged = mirror.stage(fetched(0, None, new))
+    live.state_hash = live.apply(live.prepare(staged, mirror), anchor=True)
+    mirror.advance(staged)
+    assert live.audit(mirror) == live.state_hash == state_hash(new)
+    worker.fused.data[2, 5] *= -1
+    with pytest.raises(WeightError, match="'fused': 1 of 48 elements differ in an audit; element 21 of 'column'"):
+        live.audit(mirror)

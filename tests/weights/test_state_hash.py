@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.comm.weights import compiled_paths
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
 
 
@@ -60,6 +62,20 @@ def test_every_pattern_at_one_place_differs() -> None:
 def test_value_is_fixed() -> None:
     """The hash is on the wire: another value means another protocol version."""
     assert hash_range("model.embed_tokens.weight", 5, np.array([0, 1, 0x3F80], np.uint16)) == FIXED
+
+
+@pytest.mark.timeout(240)  # compiles
+@pytest.mark.parametrize("bits", [np.uint16, np.uint32])
+def test_compiled_sums_are_the_plain_ones(bits: type[np.generic], monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    values = random.integers(0, 2**32, 5000, dtype=np.uint64).astype(bits)
+    positions = np.sort(random.choice(2**40, 5000, replace=False))
+    sums = []
+    for limit in (1, 1 << 40):
+        monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", limit)
+        monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", limit)
+        sums.append((hash_range("t", 2**35, values), hash_elements("t", positions, values)))
+    assert sums[0] == sums[1]
 
 
 FIXED = 0xAA8E3D95D1259493

@@ -1,4 +1,5 @@
-"""The plugin does nothing in a process that streamrl did not start; in one it did, a child dies with its parent."""
+"""The plugin does nothing in a process that streamrl did not start; in one it did, a child dies with its parent, and
+vLLM's workers can do what a push asks of them."""
 
 from __future__ import annotations
 
@@ -45,3 +46,36 @@ def test_a_child_dies_with_a_killed_parent() -> None:
     finally:
         if child.is_running():
             child.kill()
+
+
+@pytest.mark.vllm
+def test_a_worker_can_start_where_numba_was_imported() -> None:
+    """What vLLM's CPU worker does to every module when it starts, in a process of its own."""
+    pytest.importorskip("numba")
+    script = textwrap.dedent("""
+        import numba, sys
+        from streamrl.engines.vllm_plugin import make_numba_harmless
+        from vllm.triton_utils.dispatcher import _rebind_kernels
+        make_numba_harmless()
+        make_numba_harmless()
+        _rebind_kernels([(object(), object())])
+        assert numba.njit(lambda x: x + 1)(1) == 2
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_places_of_packed_experts_are_those_where_vllm_puts_them(dtype: str) -> None:
+    torch, operations = pytest.importorskip("torch"), pytest.importorskip("vllm._custom_ops")
+    import numpy as np
+
+    from streamrl.engines.load_plan_layouts import _permutation_of_experts
+
+    shape = (3, 320, 224)  # 71,680 elements an expert: more than 16 bits count
+    experts = torch.nn.Parameter(torch.randn(shape).to(getattr(torch, dtype)), requires_grad=False)
+    packed = operations.cpu_prepack_moe_weight(experts.data, "vec").view(-1)
+    places = _permutation_of_experts("experts", experts, "vec").runtime_elements(np.arange(experts.numel()))
+    assert torch.equal(packed[torch.from_numpy(places)], experts.view(-1))
+    assert not torch.equal(packed, experts.view(-1)), "vLLM did not pack: this test says nothing"

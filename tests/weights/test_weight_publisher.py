@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
+from streamrl.comm.weights import manifest
+from streamrl.comm.weights import publisher as publisher_module
 from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.fetch import CHUNK_ATTEMPTS, FetchedVersion, fetch_version
+from streamrl.comm.weights.codec import WeightPatch
+from streamrl.comm.weights.fetch import FetchedVersion, fetch_version
 from streamrl.comm.weights.manifest import CHUNK_BYTES, ShardSpec
 from streamrl.comm.weights.mirror import CheckpointMirror
 from streamrl.comm.weights.publisher import MAXIMUM_PENDING, Published, WeightPublisher
+from streamrl.comm.weights.received_part import CHUNK_ATTEMPTS
 from streamrl.comm.weights.serving import ServedPart, ServingThread
 from streamrl.comm.weights.state_hash import MODULUS
 from streamrl.errors import WeightError
@@ -80,7 +84,7 @@ class Ranks:
         return announce(version, [publisher.publish_anchor(version) for publisher in self.publishers])
 
     def commit(self, announcement: WeightAnnouncement, *, acknowledge: bool = True) -> FetchedVersion:
-        fetched = fetch_version(announcement, progress_seconds=5.0)
+        fetched = fetch_version(announcement, held=self.mirror, progress_seconds=5.0)
         self.mirror.advance(self.mirror.stage(fetched))
         if acknowledge:
             for publisher in self.publishers:
@@ -241,6 +245,77 @@ def test_what_is_published_may_be_changed_afterwards(make_ranks: Callable[[int],
         b[:] = 1
     run.commit(delta)
     run.assert_holds(1, {name: np.zeros_like(b) for name, b in bits.items()})
+
+
+def test_large_shards_are_published_in_pieces_by_several_threads(
+    endpoint: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits arrive, and the same state hash, as in one piece; pieces without a change are not sent."""
+    monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 70_001)
+    monkeypatch.setattr(publisher_module, "_ELEMENTS_WORTH_THREADS", 1)
+    bits = random_bits(0)
+    mirror = CheckpointMirror()
+    with publisher_of(endpoint(), threads=3) as publisher:
+        anchor = announce(0, [publisher.publish(0, bits)])
+        fetched = fetch_version(anchor)
+        assert len(fetched.patches) == 3 + 13 + 8
+        mirror.advance(mirror.stage(fetched))
+        publisher.acknowledge(0)
+        next_bits = {name: b.copy() for name, b in bits.items()}
+        next_bits["embed"][[0, 70_001, 70_002, 899_999]] ^= 1
+        next_bits["head"][-3:] ^= 7
+        delta = announce(1, [publisher.publish(1, next_bits)])
+        assert delta.sources[0].changed_elements == 7
+        fetched = fetch_version(delta, held=mirror)
+        assert [(p.shard.name, p.shard.offset) for p in fetched.patches] == [
+            ("embed", 0),
+            ("embed", 70_001),
+            ("embed", 840_012),
+            ("head", 490_007),
+        ]
+        mirror.advance(mirror.stage(fetched))
+    for name, expected in next_bits.items():
+        assert np.array_equal(mirror.bits(name), expected), name
+
+
+@contextmanager
+def publisher_of(endpoint: str, threads: int) -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher(endpoint, run_id="run", rank=0, shards=shards_of(0, 1), threads=threads)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize("acknowledged", [1, 2, 3])
+def test_versions_under_way_are_kept_right_when_one_is_acknowledged(
+    make_ranks: Callable[[int], Ranks], acknowledged: int
+) -> None:
+    """Elements that go back to what they were, change twice, or change in one version only."""
+    run, bits = make_ranks(1), random_bits(0)
+    run.commit(run.publish(0, bits))
+    versions = [bits]
+    for version in (1, 2, 3):
+        new = changed(versions[-1], version, density=0.05)
+        back = np.random.default_rng(version).random(bits["embed"].size) < 0.02
+        new["embed"][back] = bits["embed"][back]
+        new["norm"] = bits["norm"] ^ np.uint16(version % 2)  # a whole tensor that changes and goes back
+        versions.append(new)
+    announced = [run.publish(version, versions[version]) for version in (1, 2, 3)]
+    run.commit(announced[acknowledged - 1])
+    run.assert_holds(acknowledged, versions[acknowledged])
+    (publisher,) = run.publishers
+    for version, pending in publisher._pending.items():
+        for unit, spec in enumerate(publisher._units):
+            nothing = WeightPatch(np.zeros(0, np.int64), np.zeros(0, bit_type(spec.dtype, spec.name)))
+            patch = pending.patches.get(unit, nothing)
+            before = versions[acknowledged][spec.name][spec.offset : spec.offset + spec.count]
+            after = versions[version][spec.name][spec.offset : spec.offset + spec.count]
+            assert np.array_equal(patch.positions, np.flatnonzero(before != after))
+            assert np.array_equal(patch.values, after[before != after])
+    run.commit(run.publish(4, versions[1]))
+    run.assert_holds(4, versions[1])
 
 
 def test_memory_does_not_grow_while_nothing_is_acknowledged(make_ranks: Callable[[int], Ranks]) -> None:

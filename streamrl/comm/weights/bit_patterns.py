@@ -8,16 +8,23 @@ import numpy.typing as npt
 from streamrl.errors import WeightError
 
 BitArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+BitType = np.dtype[np.uint16] | np.dtype[np.uint32]
 PositionArray = npt.NDArray[np.int64]
 
-_BIT_TYPES: dict[str, np.dtype[np.uint16] | np.dtype[np.uint32]] = {
+_BIT_TYPES: dict[str, BitType] = {
     "bfloat16": np.dtype("<u2"),
     "float16": np.dtype("<u2"),
     "float32": np.dtype("<u4"),
 }
+_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 
 
-def bit_type(dtype: str, tensor: str) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+def mantissa_bits(dtype: str) -> int:
+    """Bits of a published dtype below its exponent."""
+    return _MANTISSA_BITS[dtype]
+
+
+def bit_type(dtype: str, tensor: str) -> BitType:
     """The integer type that holds one element of ``dtype``. ``tensor`` names the tensor in the error."""
     found = _BIT_TYPES.get(dtype)
     if found is None:

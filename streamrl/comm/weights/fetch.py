@@ -1,48 +1,43 @@
-"""The receiver's side of a push: pull one announced version from every rank, check it, decode it.
+"""The receiver's side of a push: pull one announced version from every rank, check it, decode it while it arrives.
 
 Runs in a thread of the engine's worker process, which has no event loop: plain blocking ZeroMQ with polls
-and deadlines. Nothing here touches a model.
+and deadlines. Nothing here touches a model, or changes the base that a delta is decoded against.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from streamrl.comm.weights.bit_patterns import bit_type
+from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
 from streamrl.comm.weights.codec import WeightPatch, decode_patch
-from streamrl.comm.weights.manifest import (
-    CHUNK_BYTES,
-    MANIFEST_LIMIT,
-    Manifest,
-    ShardSpec,
-    decode_manifest,
-    digest_of,
-)
+from streamrl.comm.weights.manifest import MANIFEST_LIMIT, Manifest, ShardSpec, TensorEntry
 from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
-from streamrl.comm.weights.requests import (
-    ChunkReply,
-    GetChunk,
-    GetManifest,
-    ManifestReply,
-    NotServed,
-    Request,
-    encoder,
-    reply_decoder,
-)
+from streamrl.comm.weights.received_part import ReceivedPart
+from streamrl.comm.weights.requests import encoder
 from streamrl.comm.weights.state_hash import MODULUS
-from streamrl.comm.zmq_sockets import connect
+from streamrl.comm.zmq_sockets import ConnectionMonitor, connect
 from streamrl.errors import StreamRLError, WeightError
 from streamrl.messages import WeightAnnouncement, WeightSource
 
-CREDITS = 32  # chunks asked for and not received yet, for one source: at most 32 MiB in flight
-CHUNK_ATTEMPTS = 3
+CREDIT_BYTES = 32 << 20
+"""Bytes asked for and not received yet, over all sources of one receiver."""
+
+RETRY_SECONDS = 5.0
+"""A source of which nothing came for so long is asked again, then after twice as long, and so on: a backstop, since
+a lost connection is noticed when the next one stands, and a live one loses nothing."""
+
+DECODING_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 _POLL_MILLISECONDS = 100
+_REPLIES_AT_ONCE = 8  # then what they freed is asked for, so that the source always has something to send
 
 
 class ShardPatch(msgspec.Struct, frozen=True, eq=False):
@@ -53,184 +48,297 @@ class ShardPatch(msgspec.Struct, frozen=True, eq=False):
 
 
 class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
-    """A version as it was announced, checked against every digest, decoded."""
+    """A version as it was announced, checked against every digest, decoded. ``run_id``: of who published it."""
 
     announcement: WeightAnnouncement
     base_hash: int
     patches: Sequence[ShardPatch]
     payload_bytes: int
+    run_id: str = ""
+
+
+class HeldWeights(Protocol):
+    """The committed version of the receiver, by which deltas are decoded (``CheckpointMirror`` is one)."""
+
+    policy_version: int | None
+    state_hash: int
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By name: ``dtype`` and ``shape``."""
+        ...
+
+    def bits(self, name: str) -> BitArray:
+        """All elements of a tensor, flat."""
+        ...
+
+
+class KeptParts:
+    """What transfers that were cut off had verified: another fetch of the same version goes on from there."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, ReceivedPart] = {}
+
+    def of(self, announcement: WeightAnnouncement) -> list[ReceivedPart]:
+        """One part for each source; those of other versions are forgotten."""
+        parts = {}
+        for source in announcement.sources:
+            part = self._parts.get(source.manifest_digest) or ReceivedPart(source, announcement)
+            part.begin(source, announcement)
+            parts[source.manifest_digest] = part
+        self._parts = parts
+        return list(parts.values())
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self._parts = {}
 
 
 def fetch_version(
     announcement: WeightAnnouncement,
     *,
+    held: HeldWeights | None = None,
+    kept: KeptParts | None = None,
     progress_seconds: float = 30.0,
+    retry_seconds: float = RETRY_SECONDS,
+    credit_bytes: int = CREDIT_BYTES,
     stop: threading.Event | None = None,
 ) -> FetchedVersion:
-    """Pull and decode an announced version from all its sources at once.
+    """Pull an announced version from all its sources at once; decode each patch as soon as it is there.
 
-    ``progress_seconds``: how long no byte may arrive from a source that is still needed. ``stop``: give up when set.
+    ``held``: what the receiver holds; a delta on anything else is refused before its bytes are asked for. ``kept``:
+    what earlier attempts received. ``progress_seconds``: how long nothing new may arrive from a source that is still
+    needed. ``credit_bytes``: what may be under way, over all sources (a chunk of each at least). ``stop``: give up when
+    it is set.
     Raises ``WeightError``: nothing arrives, a digest or a version differs (expected and actual are named),
     a patch does not decode, or the hashes of the parts do not add up to the announced one.
     """
+    version = announcement.policy_version
     if not announcement.sources:
-        raise WeightError(f"version {announcement.policy_version} was announced without a source")
-    context: WeightContext = zmq.Context(io_threads=1)
-    try:
-        pulls = [_Pull(context, source, announcement) for source in announcement.sources]
-        _run(pulls, progress_seconds, stop or threading.Event())
-    finally:
-        context.destroy(linger=0)
-    manifests = [pull.complete_manifest() for pull in pulls]
-    part_hash = sum(manifest.part_hash for manifest in manifests) % MODULUS
-    if part_hash != announcement.state_hash:
-        raise WeightError(
-            f"version {announcement.policy_version}: the parts of {len(pulls)} sources add up to state hash "
-            f"{part_hash:#018x}; announced was {announcement.state_hash:#018x}"
-        )
+        raise WeightError(f"version {version} was announced without a source")
+    if len({source.manifest_digest for source in announcement.sources}) != len(announcement.sources):
+        raise WeightError(f"version {version} was announced with the same manifest from two sources")
+    parts = (kept or KeptParts()).of(announcement)
+    stop = stop or threading.Event()
+    credit = credit_bytes // len(parts)
+    decoding = _Decoding(held, anchor=announcement.base_version is None)
+    with _pulls_of(parts, progress_seconds, retry_seconds) as pulls, decoding.pool:
+        _receive(pulls, stop, credit_bytes=0, until=lambda part: part.manifest is not None)
+        manifests = [part.manifest for part in parts if part.manifest is not None]
+        base_hash = _check_manifests(announcement, manifests, held)
+        try:
+            _receive(pulls, stop, credit, until=lambda part: part.complete, arrived=decoding.offer)
+            patches = decoding.finish(parts)
+        finally:
+            decoding.cancel()
     return FetchedVersion(
         announcement=announcement,
-        base_hash=sum(manifest.base_part_hash for manifest in manifests) % MODULUS,
-        patches=[patch for pull in pulls for patch in pull.decode()],
+        base_hash=base_hash,
+        patches=patches,
         payload_bytes=sum(manifest.payload_bytes for manifest in manifests),
+        run_id=manifests[0].run_id,
     )
 
 
-def _run(pulls: Sequence[_Pull], progress_seconds: float, stop: threading.Event) -> None:
+def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest], held: HeldWeights | None) -> int:
+    """The base hash of a version whose parts belong together and fit on what is held."""
+    version = announced.policy_version
+    part_hash = sum(manifest.part_hash for manifest in manifests) % MODULUS
+    if part_hash != announced.state_hash:
+        raise WeightError(
+            f"version {version}: the parts of {len(manifests)} sources add up to state hash "
+            f"{part_hash:#018x}; announced was {announced.state_hash:#018x}"
+        )
+    runs = sorted({manifest.run_id for manifest in manifests})
+    if len(runs) > 1:
+        raise WeightError(f"version {version} was announced with parts of different runs: {', '.join(runs)}")
+    base_hash = sum(manifest.base_part_hash for manifest in manifests) % MODULUS
+    if announced.base_version is not None:
+        require_base(announced, base_hash, held)
+    return base_hash
+
+
+def require_base(announced: WeightAnnouncement, base_hash: int, held: HeldWeights | None) -> None:
+    """Raise ``WeightError`` unless ``held`` is the version and the weights that the announced delta was made on."""
+    if held is None or held.policy_version is None:
+        raise WeightError(
+            f"version {announced.policy_version} is a delta on {announced.base_version}; this engine holds no "
+            "published version yet and needs an anchor"
+        )
+    if (announced.base_version, base_hash) != (held.policy_version, held.state_hash):
+        raise WeightError(
+            f"version {announced.policy_version} is a delta on version {announced.base_version} with state hash "
+            f"{base_hash:#018x}; this engine holds version {held.policy_version} with "
+            f"{held.state_hash:#018x}: publish an anchor"
+        )
+
+
+# ---- receiving -------------------------------------------------------------------------------------
+
+
+def _receive(
+    pulls: Sequence[_Pull],
+    stop: threading.Event,
+    credit_bytes: int,
+    *,
+    until: Callable[[ReceivedPart], bool],
+    arrived: Callable[[ReceivedPart], None] = lambda _: None,
+) -> None:
+    """Ask and take until every part has what it needs."""
     poller = zmq.Poller()
     for pull in pulls:
-        poller.register(pull.socket, zmq.POLLIN)
-        pull.ask_manifest()
-    while any(not pull.done for pull in pulls):
+        pull.register(poller)
+        arrived(pull.part)
+    while waiting := [pull for pull in pulls if not until(pull.part)]:
         if stop.is_set():
             raise WeightError("fetching weights was stopped: the engine shuts down or a newer version was announced")
-        for socket, _ in poller.poll(_POLL_MILLISECONDS):
-            next(pull for pull in pulls if pull.socket is socket).receive()
+        for pull in waiting:
+            pull.ask(credit_bytes)
+        poller.poll(_POLL_MILLISECONDS)
         for pull in pulls:
-            if not pull.done and time.monotonic() - pull.progressed_at > progress_seconds:
-                raise WeightError(
-                    f"nothing arrived from {pull.source.endpoint} (trainer rank {pull.source.rank}) for "
-                    f"{progress_seconds:g} s: {pull.describe()}. Is the trainer alive and its address reachable?"
-                )
+            if pull.receive():
+                arrived(pull.part)
+            if not until(pull.part):
+                pull.watch()
+
+
+@contextmanager
+def _pulls_of(
+    parts: Sequence[ReceivedPart], progress_seconds: float, retry_seconds: float
+) -> Iterator[Sequence[_Pull]]:
+    context: WeightContext = zmq.Context(io_threads=1)
+    pulls: list[_Pull] = []
+    try:
+        pulls.extend(_Pull(context, part, progress_seconds, retry_seconds) for part in parts)
+        yield pulls
+    finally:
+        for pull in pulls:
+            pull.monitor.close()
+        context.destroy(linger=0)
 
 
 class _Pull:
-    """One source: its socket, what was asked for, what came."""
+    """The socket of one source, and how long ago something came from there."""
 
-    def __init__(self, context: WeightContext, source: WeightSource, announced: WeightAnnouncement) -> None:
-        self.source = source
-        self.done = False
-        self.progressed_at = time.monotonic()
-        self._announced = announced
-        self._manifest: Manifest | None = None
-        self._payload = bytearray()
-        self._waiting: deque[int] = deque()
-        self._asked: set[int] = set()
-        self._attempts: dict[int, int] = {}
-        self._starts = [0]
+    def __init__(
+        self, context: WeightContext, part: ReceivedPart, progress_seconds: float, retry_seconds: float
+    ) -> None:
+        self.part = part
+        source: WeightSource = part.source
+        self._progress_seconds, self._retry_seconds = progress_seconds, retry_seconds
+        self._patience = retry_seconds
+        self._progressed_at = self._asked_at = time.monotonic()
+        self._connections = 0
         try:
             self.socket = pull_socket(context, zmq.DEALER, source.endpoint, max_frame_bytes=MANIFEST_LIMIT)
+            self.monitor = ConnectionMonitor(self.socket)
             connect(self.socket, source.endpoint)
         except StreamRLError as error:
             raise WeightError(f"trainer rank {source.rank} is announced at an impossible address: {error}") from error
 
-    def ask_manifest(self) -> None:
-        self._ask(GetManifest(self.source.manifest_digest))
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor.fd, zmq.POLLIN)
 
-    def describe(self) -> str:
-        if self._manifest is None:
-            return "its manifest is missing"
-        missing = len(self._waiting) + len(self._asked)
-        return f"{missing} of {len(self._manifest.chunks)} chunks are missing"
+    def ask(self, credit_bytes: int) -> None:
+        for request in self.part.requests(credit_bytes):
+            try:
+                self.socket.send(encoder.encode(request), zmq.NOBLOCK)
+            except zmq.Again:
+                # The queue of a connection that does not stand is full: all of it is asked for again when it does.
+                return
 
-    def complete_manifest(self) -> Manifest:
-        assert self._manifest is not None
-        return self._manifest
+    def receive(self) -> bool:
+        """Take what is there. Returns whether it brought something new."""
+        news = False
+        for _ in range(_REPLIES_AT_ONCE):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            news = self.part.take([frame.buffer for frame in frames]) or news
+        self.monitor.read()
+        again = self.monitor.take_handshakes()
+        if again and self._connections:
+            self.part.lost()
+        self._connections += again
+        if news:
+            self._progressed_at = self._asked_at = time.monotonic()
+            self._patience = self._retry_seconds
+        return news
 
-    def receive(self) -> None:
-        """Take one reply; ask for what the freed credit allows."""
-        header, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        try:
-            reply = reply_decoder.decode(header.buffer)
-        except msgspec.MsgspecError as error:
-            raise WeightError(f"{self.source.endpoint} does not speak this protocol: {error}") from error
-        if reply.manifest_digest not in (self.source.manifest_digest, ""):
-            raise WeightError(f"{self.source.endpoint} answered about {reply.manifest_digest}, which was not asked for")
-        if isinstance(reply, NotServed):
+    def watch(self) -> None:
+        """Ask again when nothing came for a while; give up when nothing came for long."""
+        now, source = time.monotonic(), self.part.source
+        if now - self._progressed_at > self._progress_seconds:
             raise WeightError(
-                f"{self.source.endpoint} does not serve version {self._announced.policy_version} "
-                f"(manifest {self.source.manifest_digest}): {reply.reason}"
+                f"nothing arrived from {source.endpoint} (trainer rank {source.rank}) for "
+                f"{self._progress_seconds:g} s: {self.part.describe()}. Is the trainer alive and its address reachable?"
             )
-        self.progressed_at = time.monotonic()
-        if isinstance(reply, ManifestReply):
-            self._take_manifest(frame.buffer)
-        else:
-            self._take_chunk(reply, frame.buffer)
-        self._spend_credits()
+        if now - self._asked_at > self._patience:
+            self._asked_at, self._patience = now, 2 * self._patience
+            self.part.lost()
 
-    def decode(self) -> list[ShardPatch]:
-        """Decode the patches of the complete payload (arrays share its memory)."""
-        patches: list[ShardPatch] = []
-        view, start = memoryview(self._payload).toreadonly(), 0
-        for entry in self.complete_manifest().tensors:
-            shard, stop = entry.shard, start + entry.payload_bytes
-            patch = decode_patch(view[start:stop], bit_type(shard.dtype, shard.name), shard.count, shard.name)
-            patches.append(ShardPatch(shard, patch))
-            start = stop
-        return patches
 
-    def _take_manifest(self, frame: memoryview) -> None:
-        if self._manifest is not None:
-            return
-        manifest = decode_manifest(frame, self.source.manifest_digest, self.source.endpoint)
-        actual = (manifest.rank, manifest.policy_version, manifest.base_version, manifest.payload_bytes)
-        announced = (
-            self.source.rank,
-            self._announced.policy_version,
-            self._announced.base_version,
-            self.source.payload_bytes,
-        )
-        if actual != announced:
+# ---- decoding --------------------------------------------------------------------------------------
+
+
+class _Decoding:
+    """Decodes patches in threads (numpy, numba and pcodec let go of the interpreter), while others still arrive."""
+
+    def __init__(self, held: HeldWeights | None, *, anchor: bool) -> None:
+        self.pool = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="weight decoding")
+        self._held = held
+        self._anchor = anchor
+        self._begun: dict[str, list[Future[ShardPatch]]] = {}
+
+    def offer(self, part: ReceivedPart) -> None:
+        """Begin to decode what is there now. Raises what a patch that is done raised."""
+        begun = self._begun.setdefault(part.source.manifest_digest, [])
+        whole = part.whole_patches()
+        if whole > len(begun):
+            for index, (entry, encoded) in enumerate(part.patch_bytes()):
+                if len(begun) <= index < whole:
+                    begun.append(self.pool.submit(self._decode, entry, encoded))
+        for future in begun:
+            if future.done():
+                future.result()
+
+    def finish(self, parts: Sequence[ReceivedPart]) -> list[ShardPatch]:
+        """All patches, in the order of the manifests."""
+        return [future.result() for part in parts for future in self._begun[part.source.manifest_digest]]
+
+    def cancel(self) -> None:
+        """What has not begun never will."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _decode(self, entry: TensorEntry, encoded: memoryview) -> ShardPatch:
+        shard = entry.shard
+        bits = bit_type(shard.dtype, shard.name)
+        patch = decode_patch(encoded, bits, shard.count, shard.name, self._base_of(shard))
+        changed = shard.count if patch.positions is None else patch.positions.size
+        if changed != entry.changed_elements:
             raise WeightError(
-                f"manifest {self.source.manifest_digest} is for (rank, version, base version, bytes) {actual}; "
-                f"announced was {announced}"
+                f"the patch of {shard.name!r} changes {changed} elements; the manifest says {entry.changed_elements}"
             )
-        if any(not 0 < chunk.payload_bytes <= CHUNK_BYTES for chunk in manifest.chunks):
+        if patch.positions is not None and not _rise_within(patch.positions, shard.count):
             raise WeightError(
-                f"manifest {self.source.manifest_digest} has a chunk that is empty or over {CHUNK_BYTES} bytes"
+                f"the patch of {shard.name!r} has positions that do not rise within {shard.count} elements"
             )
-        self._manifest = manifest
-        for chunk in manifest.chunks:
-            self._starts.append(self._starts[-1] + chunk.payload_bytes)
-        self._payload = bytearray(self._starts[-1])
-        self._waiting.extend(range(len(manifest.chunks)))
+        return ShardPatch(shard, patch)
 
-    def _take_chunk(self, reply: ChunkReply, frame: memoryview) -> None:
-        if reply.chunk not in self._asked:
-            return  # a duplicate
-        expected = self.complete_manifest().chunks[reply.chunk]
-        self._asked.discard(reply.chunk)
-        actual = digest_of(frame)
-        if actual == expected.digest and len(frame) == expected.payload_bytes:
-            self._payload[self._starts[reply.chunk] : self._starts[reply.chunk + 1]] = frame
-            return
-        self._attempts[reply.chunk] = self._attempts.get(reply.chunk, 0) + 1
-        if self._attempts[reply.chunk] >= CHUNK_ATTEMPTS:
-            raise WeightError(
-                f"chunk {reply.chunk} from {self.source.endpoint} came {CHUNK_ATTEMPTS} times with digest {actual} "
-                f"({len(frame)} bytes); the manifest says {expected.digest} ({expected.payload_bytes} bytes)"
-            )
-        self._waiting.append(reply.chunk)
+    def _base_of(self, shard: ShardSpec) -> BitArray | None:
+        """The bits of the shard that a delta is made on."""
+        if self._anchor or self._held is None:
+            return None
+        known = self._held.tensors.get(shard.name)
+        if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
+            raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {known}")
+        return self._held.bits(shard.name)[shard.offset : shard.offset + shard.count]
 
-    def _spend_credits(self) -> None:
-        while self._waiting and len(self._asked) < CREDITS:
-            chunk = self._waiting.popleft()
-            self._asked.add(chunk)
-            self._ask(GetChunk(self.source.manifest_digest, chunk))
-        self.done = self._manifest is not None and not self._waiting and not self._asked
 
-    def _ask(self, request: Request) -> None:
-        try:
-            self.socket.send(encoder.encode(request), zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise WeightError(f"requests to {self.source.endpoint} cannot be queued: it does not answer") from error
+def _rise_within(positions: PositionArray, count: int) -> bool:
+    """No codec here decodes to anything else; a wrong one must not write elsewhere, or twice."""
+    return not positions.size or bool(
+        positions[0] >= 0 and positions[-1] < count and (positions[1:] > positions[:-1]).all()
+    )

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import msgspec
 
 from streamrl.errors import WeightError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CHUNK_BYTES = 1 << 20
 MANIFEST_LIMIT = 64 << 20
+UNIT_ELEMENTS = 1 << 23
+"""Elements that are compared, encoded and decoded in one go: threads share a large tensor by such pieces."""
 
 
 class ShardSpec(msgspec.Struct, frozen=True):
@@ -39,9 +42,17 @@ class ShardSpec(msgspec.Struct, frozen=True):
                 f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
             )
 
+    def work_units(self) -> Iterator[ShardSpec]:
+        """The shard in pieces of at most ``UNIT_ELEMENTS``; itself when it is small. An empty one is a piece too."""
+        for start in range(0, max(1, self.count), UNIT_ELEMENTS):
+            yield msgspec.structs.replace(
+                self, offset=self.offset + start, count=min(UNIT_ELEMENTS, self.count - start)
+            )
+
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One encoded patch: the shard it belongs to, its changed elements, its bytes in the payload."""
+    """One encoded patch: the shard (or the piece of one) it belongs to, the elements it decodes to, its bytes in the
+    payload."""
 
     shard: ShardSpec
     changed_elements: int
@@ -99,7 +110,7 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
         raise WeightError(f"manifest from {endpoint} has digest {actual}; announced was {expected_digest}")
     try:
         manifest = _decoder.decode(encoded)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WeightError(f"manifest {expected_digest} from {endpoint} cannot be decoded: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
         raise WeightError(

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
+from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch, require_base
 from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.errors import WeightError
@@ -79,7 +79,7 @@ class CheckpointMirror:
         version = announced.policy_version
         anchor = announced.base_version is None
         if not anchor:
-            self._check_base(fetched)
+            require_base(announced, fetched.base_hash, self)
         tensors = _tensor_table(fetched.patches)
         for name, spec in tensors.items():
             known = self.tensors.get(name)
@@ -112,20 +112,6 @@ class CheckpointMirror:
                 self._bits[name][patch.positions] = patch.new_bits
         self.tensors = dict(staged.tensors)
         self.policy_version, self.state_hash = staged.policy_version, staged.state_hash
-
-    def _check_base(self, fetched: FetchedVersion) -> None:
-        announced = fetched.announcement
-        if self.policy_version is None:
-            raise WeightError(
-                f"version {announced.policy_version} is a delta on {announced.base_version}; this engine holds no "
-                "published version yet and needs an anchor"
-            )
-        if announced.base_version != self.policy_version or fetched.base_hash != self.state_hash:
-            raise WeightError(
-                f"version {announced.policy_version} is a delta on version {announced.base_version} with state hash "
-                f"{fetched.base_hash:#018x}; this engine holds version {self.policy_version} with "
-                f"{self.state_hash:#018x}: publish an anchor"
-            )
 
     def _hash_after(self, patches: Mapping[str, StagedPatch], anchor: bool) -> int:
         total = 0 if anchor else self.state_hash

@@ -6,13 +6,17 @@ published version can be applied by every engine that acknowledged, whatever was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, as_bits, bit_type
-from streamrl.comm.weights.codec import encode_patch
+from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
 from streamrl.comm.weights.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
@@ -28,6 +32,8 @@ from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.errors import WeightError
 from streamrl.messages import WeightSource
 
+_Encoded = TypeVar("_Encoded")
+_ELEMENTS_WORTH_THREADS = 1 << 22
 MAXIMUM_PENDING = 4  # versions published and not acknowledged; the oldest is dropped, a newer delta replaces it
 
 
@@ -40,14 +46,19 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class _Pending(msgspec.Struct, frozen=True, eq=False):
-    """A published version that is not acknowledged: how it differs from the shadow.
-
-    ``patches``: by tensor, positions relative to the shard (None: every element) and their new bits.
-    """
+    """A published version that is not acknowledged: how it differs from the shadow, by work unit."""
 
     policy_version: int
-    patches: dict[str, tuple[PositionArray | None, BitArray]]
+    patches: dict[int, WeightPatch]
     part_hash: int
+
+
+class _EncodedUnit(msgspec.Struct, frozen=True, eq=False):
+    """What became of one work unit. ``hash_change``: what it adds to the rank's part of the state hash."""
+
+    unit: int
+    patch: EncodedPatch
+    hash_change: int
 
 
 class WeightPublisher:
@@ -56,13 +67,24 @@ class WeightPublisher:
     ``endpoint``: where to bind (``ipc://path``, ``tcp://host:port``, ``tcp://host:*``). ``advertise``: the
     address that engines connect to, where it differs from the bound one (``tcp://0.0.0.0:...``).
 
+    ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
+    of the cores, at most 8. ``bandwidth_mbit``: see ``ServingThread``.
+
     Memory: 2 bytes an element (bfloat16) for the shadow; the changed elements of at most four pending
     versions; the encoded bytes of the same versions, which go when a version is acknowledged: every engine has it then.
     An anchor is a whole copy, until the next acknowledgement.
     """
 
     def __init__(
-        self, endpoint: str, *, run_id: str, rank: int, shards: Sequence[ShardSpec], advertise: str | None = None
+        self,
+        endpoint: str,
+        *,
+        run_id: str,
+        rank: int,
+        shards: Sequence[ShardSpec],
+        advertise: str | None = None,
+        threads: int | None = None,
+        bandwidth_mbit: float = 0.0,
     ) -> None:
         for shard in shards:
             shard.check()
@@ -71,9 +93,11 @@ class WeightPublisher:
         self._shards = {shard.name: shard for shard in shards}
         if len(self._shards) != len(shards):
             raise WeightError(f"rank {rank} was given {len(shards)} shards with {len(self._shards)} different names")
+        self._units = [unit for shard in shards for unit in shard.work_units()]
+        self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
         self._advertise = advertise
-        self._thread = ServingThread(endpoint, f"weight publisher {rank}")
-        self._shadow: dict[str, BitArray] | None = None
+        self._thread = ServingThread(endpoint, f"weight publisher {rank}", bandwidth_mbit)
+        self._shadow: list[BitArray] | None = None
         self._acknowledged: int | None = None
         self._acknowledged_hash = 0
         self._pending: dict[int, _Pending] = {}
@@ -107,11 +131,19 @@ class WeightPublisher:
             wrong = sorted(bits.keys() ^ self._shards.keys())[:5]
             raise WeightError(f"published tensors differ from the shards of rank {self._rank}: {', '.join(wrong)}")
         checked = {name: as_bits(bits[name], s.dtype, s.count, name) for name, s in self._shards.items()}
-        pending = self._difference(policy_version, checked)
+        shadow = self._shadow
+
+        def encode(unit: int) -> _EncodedUnit | None:
+            return self._encode_unit(unit, self._bits_of(unit, checked), None if shadow is None else shadow[unit])
+
+        part = _Part(0 if shadow is None else self._acknowledged_hash)
+        with self._mapped(encode) as units:
+            chunks = list(_cut(part.take(unit, self._units[unit.unit]) for unit in units if unit is not None))
+        pending = _Pending(policy_version, part.patches, part.hash % MODULUS)
         self._pending[policy_version] = pending
         while len(self._pending) > MAXIMUM_PENDING:
             del self._pending[min(self._pending)]
-        return self._encode(pending, checked, anchor=self._shadow is None)
+        return self._serve(pending, part.entries, chunks, anchor=shadow is None)
 
     def publish_anchor(self, policy_version: int) -> Published:
         """Publish a version again, complete in itself. It must be the acknowledged or a pending one."""
@@ -124,68 +156,92 @@ class WeightPublisher:
                     f"pending are {sorted(self._pending)}"
                 )
             pending = _Pending(policy_version, {}, self._acknowledged_hash)
-        return self._encode(pending, self._materialise(pending), anchor=True)
+
+        def encode(unit: int) -> tuple[TensorEntry, bytes]:
+            encoded = encode_complete(self._bits_at(unit, pending))
+            return TensorEntry(self._units[unit], self._units[unit].count, len(encoded)), encoded
+
+        entries: list[TensorEntry] = []
+
+        def taken(encoded: Iterable[tuple[TensorEntry, bytes]]) -> Iterator[bytes]:
+            for entry, patch in encoded:
+                entries.append(entry)
+                yield patch
+
+        with self._mapped(encode) as units:
+            chunks = list(_cut(taken(units)))
+        return self._serve(pending, entries, chunks, anchor=True)
 
     def acknowledge(self, policy_version: int) -> None:
         """Every engine holds ``policy_version``: the shadow advances to it, older versions are forgotten."""
         if policy_version == self._acknowledged:
             return
-        pending = self._pending.get(policy_version)
-        if pending is None:
+        held = self._pending.get(policy_version)
+        if held is None:
             raise WeightError(
                 f"version {policy_version} was acknowledged; pending are {sorted(self._pending)}, "
                 f"the shadow is at {self._acknowledged}"
             )
-        newer = [self._pending[v] for v in sorted(self._pending) if v > policy_version]
-        complete = {p.policy_version: self._materialise(p) for p in newer}
-        self._shadow = self._materialise(pending, in_place=True)
-        self._acknowledged, self._acknowledged_hash = policy_version, pending.part_hash
-        self._pending = {version: self._difference(version, bits) for version, bits in complete.items()}
-        self._keep_served(self._served, set(self._pending))
-
-    def _difference(self, policy_version: int, bits: Mapping[str, BitArray]) -> _Pending:
-        """How ``bits`` differ from the shadow, and their hash."""
+        newer = [pending for version, pending in sorted(self._pending.items()) if version > policy_version]
+        self._pending = {pending.policy_version: self._rebased(pending, held) for pending in newer}
         if self._shadow is None:
-            part_hash = sum(hash_range(name, self._shards[name].offset, values) for name, values in bits.items())
-            return _Pending(policy_version, {n: (None, v.copy()) for n, v in bits.items()}, part_hash % MODULUS)
-        part_hash = self._acknowledged_hash
-        patches: dict[str, tuple[PositionArray | None, BitArray]] = {}
-        for name, values in bits.items():
-            old = self._shadow[name]
-            positions = np.flatnonzero(values != old).astype(np.int64, copy=False)
-            if positions.size:
-                changed, places = values[positions], positions + self._shards[name].offset
-                part_hash += hash_elements(name, places, changed) - hash_elements(name, places, old[positions])
-                patches[name] = (positions, changed)
-        return _Pending(policy_version, patches, part_hash % MODULUS)
+            self._shadow = [held.patches[unit].values for unit in range(len(self._units))]
+        else:
+            for unit, patch in held.patches.items():
+                self._shadow[unit][patch.positions] = patch.values
+        self._acknowledged, self._acknowledged_hash = policy_version, held.part_hash
+        # An engine that is behind may still be fetching what the others acknowledged.
+        self._keep_served(self._served, {*self._pending, policy_version})
 
-    def _materialise(self, pending: _Pending, *, in_place: bool = False) -> dict[str, BitArray]:
-        """All bits of a pending version. ``in_place``: the shadow's memory becomes the result."""
-        complete: dict[str, BitArray] = {}
-        for name in self._shards:
-            positions, values = pending.patches.get(name, (_NOTHING, None))
-            if positions is None and values is not None:
-                complete[name] = values
-                continue
-            assert self._shadow is not None
-            complete[name] = self._shadow[name] if in_place else self._shadow[name].copy()
-            if values is not None:
-                complete[name][positions] = values
-        return complete
+    def _mapped(self, encode: Callable[[int], _Encoded]) -> AbstractContextManager[Iterator[_Encoded]]:
+        """``encode`` of every work unit, in order; in threads where there is enough to share."""
+        large = sum(unit.count for unit in self._units) >= _ELEMENTS_WORTH_THREADS
+        return _map_in_threads(encode, range(len(self._units)), self._threads if large else 1)
 
-    def _encode(self, pending: _Pending, bits: Mapping[str, BitArray], *, anchor: bool) -> Published:
-        entries: list[TensorEntry] = []
+    def _encode_unit(self, unit: int, bits: BitArray, base: BitArray | None) -> _EncodedUnit | None:
+        """How one unit differs from the shadow, and what that does to the hash; None where nothing changed."""
+        spec = self._units[unit]
+        encoded = encode_patch(bits, base, spec.dtype)
+        if encoded is None:
+            return None
+        if base is None or encoded.patch.positions is None:
+            return _EncodedUnit(unit, encoded, hash_range(spec.name, spec.offset, encoded.patch.values))
+        positions = encoded.patch.positions
+        places = positions + spec.offset
+        change = hash_elements(spec.name, places, encoded.patch.values)
+        return _EncodedUnit(unit, encoded, change - hash_elements(spec.name, places, base[positions]))
 
-        def patches() -> Iterator[bytes]:
-            for name, shard in self._shards.items():
-                if not anchor and name not in pending.patches:
-                    continue
-                positions = None if anchor else pending.patches[name][0]
-                patch = encode_patch(bits[name], positions)
-                entries.append(TensorEntry(shard, shard.count if positions is None else positions.size, len(patch)))
-                yield patch
+    def _bits_of(self, unit: int, bits: Mapping[str, BitArray]) -> BitArray:
+        """A unit's part of what was given for its shard."""
+        spec = self._units[unit]
+        start = spec.offset - self._shards[spec.name].offset
+        return bits[spec.name][start : start + spec.count]
 
-        chunks = list(_cut(patches()))
+    def _bits_at(self, unit: int, pending: _Pending) -> BitArray:
+        """A unit's bits at a pending version. Read only: they may be the shadow."""
+        patch = pending.patches.get(unit)
+        if patch is not None and patch.positions is None:
+            return patch.values
+        assert self._shadow is not None
+        if patch is None:
+            return self._shadow[unit]
+        bits = self._shadow[unit].copy()
+        bits[patch.positions] = patch.values
+        return bits
+
+    def _rebased(self, newer: _Pending, held: _Pending) -> _Pending:
+        """How ``newer`` differs from ``held``, which becomes the shadow. In proportion to what changed."""
+        patches = {}
+        for unit in sorted(newer.patches.keys() | held.patches.keys()):
+            base = None if self._shadow is None else self._shadow[unit]
+            patch = _difference(newer.patches.get(unit), held.patches.get(unit), base)
+            if patch.values.size:
+                patches[unit] = patch
+        return _Pending(newer.policy_version, patches, newer.part_hash)
+
+    def _serve(
+        self, pending: _Pending, entries: Sequence[TensorEntry], chunks: list[memoryview], *, anchor: bool
+    ) -> Published:
         base_version = None if anchor else self._acknowledged
         manifest = Manifest(
             format_version=FORMAT_VERSION,
@@ -202,13 +258,14 @@ class WeightPublisher:
         part = ServedPart(pending.policy_version, digest_of(encoded), encoded, chunks)
         others = (p for p in self._served if p.manifest_digest != part.manifest_digest)
         self._keep_served([*others, part], {*self._pending, self._acknowledged})
+        total = sum(shard.count for shard in self._shards.values())
         source = WeightSource(
             rank=self._rank,
             endpoint=self.endpoint,
             manifest_digest=part.manifest_digest,
             payload_bytes=manifest.payload_bytes,
-            changed_elements=sum(entry.changed_elements for entry in entries),
-            total_elements=sum(shard.count for shard in self._shards.values()),
+            changed_elements=total if anchor else sum(patch.values.size for patch in pending.patches.values()),
+            total_elements=total,
         )
         return Published(source, base_version, pending.part_hash)
 
@@ -218,7 +275,54 @@ class WeightPublisher:
         self._thread.serve(self._served)
 
 
-_NOTHING = np.zeros(0, dtype=np.int64)
+class _Part:
+    """What a version's units add up to, in their order."""
+
+    def __init__(self, part_hash: int) -> None:
+        self.hash = part_hash
+        self.patches: dict[int, WeightPatch] = {}
+        self.entries: list[TensorEntry] = []
+
+    def take(self, encoded: _EncodedUnit, spec: ShardSpec) -> bytes:
+        """Add a unit; returns its bytes."""
+        self.hash += encoded.hash_change
+        self.patches[encoded.unit] = encoded.patch.patch
+        self.entries.append(TensorEntry(spec, encoded.patch.listed_elements, len(encoded.patch.encoded)))
+        return encoded.patch.encoded
+
+
+@contextmanager
+def _map_in_threads(
+    encode: Callable[[int], _Encoded], units: Iterable[int], threads: int
+) -> Iterator[Iterator[_Encoded]]:
+    if threads == 1:
+        yield map(encode, units)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="weight encoding") as pool:
+        yield pool.map(encode, units)
+
+
+def _difference(newer: WeightPatch | None, held: WeightPatch | None, base: BitArray | None) -> WeightPatch:
+    """How ``newer`` differs from ``held``, both given by how they differ from ``base`` (None: both are complete)."""
+    if base is None:
+        assert newer is not None
+        assert held is not None
+        positions = np.flatnonzero(newer.values != held.values).astype(np.int64, copy=False)
+        return WeightPatch(positions, newer.values[positions])
+    places = [_positions_of(newer), _positions_of(held)]
+    positions = np.union1d(*places)
+    bits = [base[positions], base[positions]]
+    for side, own, patch in zip(bits, places, (newer, held), strict=True):
+        if patch is not None:
+            side[np.searchsorted(positions, own)] = patch.values
+    differs = bits[0] != bits[1]
+    return WeightPatch(positions[differs], bits[0][differs])
+
+
+def _positions_of(patch: WeightPatch | None) -> PositionArray:
+    if patch is None or patch.positions is None:  # a complete patch of an empty unit
+        return np.zeros(0, dtype=np.int64)
+    return patch.positions
 
 
 def _cut(patches: Iterable[bytes]) -> Iterator[memoryview]:

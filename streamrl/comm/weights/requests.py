@@ -5,7 +5,11 @@ A reply has two frames: the encoded header, and the bytes asked for (empty for `
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
+
+from streamrl.errors import WeightError
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
@@ -43,8 +47,26 @@ class NotServed(msgspec.Struct, frozen=True, tag=True):
 
 Request = GetManifest | GetChunk
 Reply = ManifestReply | ChunkReply | NotServed
+Kind = TypeVar("Kind")
 
 REQUEST_LIMIT = 4096
 encoder = msgspec.msgpack.Encoder()
-request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """Raises ``WeightError`` for anything else."""
+    return _decoded(_request_decoder, frame)
+
+
+def decode_reply(frame: bytes | memoryview) -> Reply:
+    """Raises ``WeightError`` for anything else."""
+    return _decoded(_reply_decoder, frame)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Kind], frame: bytes | memoryview) -> Kind:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WeightError(f"not a message of this version: {error}") from error

@@ -7,8 +7,11 @@ run any event loop, or none.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -21,10 +24,10 @@ from streamrl.comm.weights.requests import (
     ManifestReply,
     NotServed,
     Reply,
-    Request,
+    decode_request,
     encoder,
-    request_decoder,
 )
+from streamrl.comm.weights.slow_link import ReplyQueue, SlowLink
 from streamrl.comm.zmq_sockets import bind, ipc_path_identity, remove_ipc_path
 from streamrl.errors import WeightError
 
@@ -41,21 +44,30 @@ class ServedPart(msgspec.Struct, frozen=True, eq=False):
 
 
 class ServingThread:
-    """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port)."""
+    """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port).
 
-    def __init__(self, endpoint: str, name: str) -> None:
+    ``bandwidth_mbit``: how many million bits a second leave at most, over all receivers (0: no limit), so that a slow
+    link can be tried. Receivers are then served in turn, a frame each.
+    """
+
+    def __init__(self, endpoint: str, name: str, bandwidth_mbit: float = 0.0) -> None:
         self.endpoint = endpoint
         self._parts: dict[str, ServedPart] = {}
-        self._context: WeightContext = zmq.Context(io_threads=1)
-        self._stop = self._context.socket(zmq.PAIR)
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._queue = ReplyQueue()
+        self._link = SlowLink(bandwidth_mbit)
+        self._name = name
+        self._context: WeightContext | None = None
+        self._stop: zmq.Socket[bytes] | None = None
+        self._thread: threading.Thread | None = None
         self._bound = threading.Event()
         self._failure: BaseException | None = None
-        self._closed = False
 
     def start(self) -> None:
         """Bind and serve. Returns when the endpoint is bound; raises ``WeightError`` when it cannot be."""
+        self._context = zmq.Context(io_threads=1)
+        self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind(_STOP_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()
         self._bound.wait()
         self.check()
@@ -71,30 +83,30 @@ class ServingThread:
 
     def close(self) -> None:
         """Stop serving and release the endpoint. Idempotent."""
-        if self._closed:
+        self._parts = {}
+        if self._context is None or self._stop is None or self._thread is None:
             return
-        self._closed = True
-        if self._thread.is_alive():
-            self._stop.send(b"")
-            self._thread.join()
+        with suppress(zmq.Again):  # the thread has failed, and nobody listens
+            self._stop.send(b"", zmq.NOBLOCK)
+        self._thread.join()
         self._stop.close(linger=0)
         self._context.term()
-        self._parts = {}
+        self._context = None
 
-    def _serve(self) -> None:
-        stop = self._context.socket(zmq.PAIR)
+    def _serve(self, context: WeightContext) -> None:
+        stop = context.socket(zmq.PAIR)
         try:
             stop.connect(_STOP_ENDPOINT)
-            self._bind_and_answer(stop)
+            self._bind_and_answer(context, stop)
         except Exception as failure:  # noqa: BLE001 - kept, and raised in the owner's thread by check()
             self._failure = failure
         finally:
             stop.close(linger=0)
             self._bound.set()
 
-    def _bind_and_answer(self, stop: zmq.Socket[bytes]) -> None:
+    def _bind_and_answer(self, context: WeightContext, stop: zmq.Socket[bytes]) -> None:
         identity: tuple[int, int] | None = None
-        router = pull_socket(self._context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
+        router = pull_socket(context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
         try:
             self.endpoint = bind(router, self.endpoint)
             identity = ipc_path_identity(self.endpoint)
@@ -109,23 +121,41 @@ class ServingThread:
         poller.register(router, zmq.POLLIN)
         poller.register(stop, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(self._send_due(router)))
             if stop in ready:
                 return
-            identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+            if router in ready:
+                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+                self._queue.add(peer, frames)
+
+    def _send_due(self, router: zmq.Socket[bytes]) -> int | None:
+        """Send what the link has carried by now. Returns the milliseconds until the next frame, None without one."""
+        while (waiting := self._queue.first()) is not None:
+            peer, frames = waiting
             reply, payload = self._answer(frames)
+            header = encoder.encode(reply)
+            size = len(header) + len(payload)
+            wait = self._link.seconds_until_carried(time.monotonic(), size)
+            if wait > 0:
+                return math.ceil(wait * 1000)
             try:
-                router.send_multipart([identity, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
+                router.send_multipart([peer, header, payload], zmq.NOBLOCK, copy=False)
             except zmq.ZMQError as error:
                 # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
+                self._queue.drop_peer()
+                self._link.refused()
+            else:
+                self._queue.drop_first()
+                self._link.carried(size, more=self._queue.first() is not None)
+        return None
 
-    def _answer(self, frames: list[bytes]) -> tuple[Reply, bytes | memoryview]:
+    def _answer(self, frames: Sequence[bytes]) -> tuple[Reply, bytes | memoryview]:
         try:
-            request: Request = request_decoder.decode(frames[0] if len(frames) == 1 else b"")
-        except msgspec.MsgspecError as error:
-            return NotServed("", f"not a request of this version: {error}"), b""
+            request = decode_request(frames[0] if len(frames) == 1 else b"")
+        except WeightError as error:
+            return NotServed("", str(error)), b""
         digest = request.manifest_digest
         part = self._parts.get(digest)
         if part is None:

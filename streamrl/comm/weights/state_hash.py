@@ -10,19 +10,22 @@ chunk, a wrong route, a stale rank), not an adversary: chunk digests do that.
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
+from streamrl.comm.weights.compiled_paths import worth_compiling
 
 MODULUS = 2**64
 _BLOCK = 1 << 15  # elements hashed at once: temporaries stay in the cache
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
-_VALUE = np.uint64(0xD6E8FEB86659FD93)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST = np.uint64(0xBF58476D1CE4E5B9)
+SECOND = np.uint64(0x94D049BB133111EB)
+VALUE = np.uint64(0xD6E8FEB86659FD93)
 
 
 def tensor_key(name: str) -> np.uint64:
@@ -33,6 +36,8 @@ def tensor_key(name: str) -> np.uint64:
 def hash_range(name: str, offset: int, bits: BitArray) -> int:
     """Terms of the contiguous elements ``[offset, offset + bits.size)`` of a tensor, summed mod 2**64."""
     key, total = tensor_key(name), 0
+    if worth_compiling(bits.size):
+        return int(_compiled().sum_range(key, np.uint64(offset), bits))
     for start, stop in _blocks(bits.size):
         indices = np.arange(offset + start, offset + stop, dtype=np.uint64)
         total += int(_terms(key, indices, bits[start:stop]).sum(dtype=np.uint64))
@@ -42,10 +47,16 @@ def hash_range(name: str, offset: int, bits: BitArray) -> int:
 def hash_elements(name: str, positions: PositionArray, bits: BitArray) -> int:
     """Terms of the elements at ``positions`` (int64 [n], flat in the full tensor), summed mod 2**64."""
     key, total = tensor_key(name), 0
+    if worth_compiling(bits.size):
+        return int(_compiled().sum_elements(key, positions, bits))
     for start, stop in _blocks(bits.size):
         indices = positions[start:stop].astype(np.uint64)
         total += int(_terms(key, indices, bits[start:stop]).sum(dtype=np.uint64))
     return total % MODULUS
+
+
+def _compiled() -> ModuleType:
+    return importlib.import_module("streamrl.comm.weights.compiled_hash")
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:
@@ -55,17 +66,17 @@ def _blocks(count: int) -> Iterator[tuple[int, int]]:
 
 def _terms(key: np.uint64, indices: npt.NDArray[np.uint64], bits: BitArray) -> npt.NDArray[np.uint64]:
     """Two rounds of the splitmix64 finaliser: one over the place, one over place and value."""
-    mixed = indices * _GOLDEN
+    mixed = indices * GOLDEN
     mixed += key
     _finalise(mixed)
-    mixed ^= (bits.astype(np.uint64) + np.uint64(1)) * _VALUE
+    mixed ^= (bits.astype(np.uint64) + np.uint64(1)) * VALUE
     _finalise(mixed)
     return mixed
 
 
 def _finalise(x: npt.NDArray[np.uint64]) -> None:
     x ^= x >> np.uint64(30)
-    x *= _FIRST
+    x *= FIRST
     x ^= x >> np.uint64(27)
-    x *= _SECOND
+    x *= SECOND
     x ^= x >> np.uint64(31)

@@ -1,0 +1,37 @@
+"""examples/weights_only: a plain torch loop trains and pushes into a real ``vllm serve``, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.torch,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("default"),
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "weights_only"
+
+
+def test_the_server_samples_what_the_loop_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    loop = importlib.import_module("train_loop")
+    trainer = loop.Trainer(loop.SORT / "model", learning_rate=1e-2)  # a few steps must be seen in what it samples
+
+    async def reports(address: str) -> list[object]:
+        found = loop.train_and_push(trainer, address, f"ipc://{tmp_path}/weights", pushes=2)
+        return [report async for report in found]
+
+    with loop.own_server(loop.SORT / "model", tmp_path) as address:
+        first, *pushed = asyncio.run(reports(address))
+    for report in (first, *pushed):
+        assert report.sampled == report.expected, loop.told(report)
+    assert all(report.changed_elements > 0 for report in pushed)
+    assert pushed[-1].sampled != first.sampled, "the steps are too small to be seen in the output"

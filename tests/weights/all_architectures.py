@@ -1,0 +1,102 @@
+"""Many random deltas into every kind of model, each compared with an engine that loads the result afresh.
+
+    python tests/weights/all_architectures.py                      # all of them, one worker and two: about 10 minutes
+    python tests/weights/all_architectures.py qwen2-moe --workers 2 --deltas 100
+
+Two tests that share no code with the load plan: vLLM's own checksum of every runtime parameter (asserted to hold
+something: a parameter that the engine packed away hashes as nothing), and 40 greedy tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from real_engines import (
+    ARCHITECTURES,
+    Architecture,
+    Push,
+    changed_at_random,
+    publisher_of,
+    running_engine,
+    sample,
+    save_bits,
+    set_engine_variables,
+    write_model,
+)
+
+EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+async def push_many(
+    directory: Path, architecture: Architecture, *, dtype: str, workers: int, deltas: int
+) -> tuple[dict[str, str], list[int], dict[str, str], list[int]]:
+    """Checksums and greedy tokens after an anchor and ``deltas`` deltas, and those of a fresh engine on the result."""
+    model = directory / "model"
+    bits, shapes = write_model(model, architecture)
+    with publisher_of(shapes, directory) as publisher:
+        async with running_engine(model, dtype, tensor_parallel_size=workers) as llm:
+            push = Push(llm, publisher)
+            for version in range(deltas + 1):
+                bits = changed_at_random(bits, version)
+                announcement = push.publish(version, bits)
+                done = await push.commit(announcement)
+                assert done.state_hash == announcement.state_hash
+            pushed, tokens = await push.checksums(), list((await sample(llm, 40)).token_ids)
+    save_bits(model, bits, shapes)
+    async with running_engine(model, dtype, tensor_parallel_size=workers) as fresh:
+        loaded = await Push(fresh, publisher).checksums()
+        return pushed, tokens, loaded, list((await sample(fresh, 40)).token_ids)
+
+
+def faults_of(pushed: dict[str, str], tokens: list[int], loaded: dict[str, str], fresh: list[int]) -> list[str]:
+    """What is wrong; empty when the engine that was pushed to equals the fresh one."""
+    faults = [f"{name}: empty" for name, digest in pushed.items() if digest == EMPTY]
+    faults += [f"{name}: on one engine only" for name in sorted(pushed.keys() ^ loaded.keys())]
+    faults += [f"{name}: differs" for name in pushed.keys() & loaded.keys() if pushed[name] != loaded[name]]
+    if not pushed:
+        faults.append("no parameters")
+    return faults if tokens == fresh else [*faults, f"greedy output differs: {tokens} and {fresh}"]
+
+
+def main() -> int:
+    """Exit code 1 when any model differs."""
+    arguments = argparse.ArgumentParser(description="Push random deltas into every kind of model.")
+    arguments.add_argument("architectures", nargs="*", default=[], help=", ".join(ARCHITECTURES))
+    arguments.add_argument("--workers", type=int, choices=(1, 2), help="tensor-parallel size (default: 1 and then 2)")
+    arguments.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    arguments.add_argument("--deltas", type=int, default=100)
+    options = arguments.parse_args()
+    failed = False
+    for name in options.architectures or ARCHITECTURES:
+        for workers in (options.workers,) if options.workers else (1, 2):
+            started = time.monotonic()
+            with tempfile.TemporaryDirectory() as directory:
+                set_engine_variables(os.environ.__setitem__, Path(directory), workers=workers)
+                compared = asyncio.run(
+                    push_many(
+                        Path(directory),
+                        ARCHITECTURES[name],
+                        dtype=options.dtype,
+                        workers=workers,
+                        deltas=options.deltas,
+                    )
+                )
+            faults = faults_of(*compared)
+            seconds = time.monotonic() - started
+            outcome = "; ".join(faults[:5]) or f"{len(compared[0])} parameters bit-equal, greedy output equal"
+            print(f"{name}, {workers} workers, {options.deltas} deltas, {seconds:.0f} s: {outcome}", flush=True)
+            failed = failed or bool(faults)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

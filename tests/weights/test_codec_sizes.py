@@ -1,0 +1,76 @@
+"""What patches cost on updates like an optimizer's, against the entropy measured on the same update."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from streamrl.comm.weights.codec import decode_patch, encode_patch
+from streamrl.comm.weights.synthetic_updates import adam_step, draw_weights, learning_rate_for, uniform_step
+from streamrl.comm.weights.update_entropy import UpdateCounts
+
+ELEMENTS = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def weights() -> np.ndarray:
+    return draw_weights(ELEMENTS, seed=3, place=0)
+
+
+def size_of(base: np.ndarray, new: np.ndarray, dtype: str = "bfloat16") -> int:
+    """Bytes of the patch, which is checked to be exact."""
+    encoded = encode_patch(new, base, dtype)
+    assert encoded is not None
+    patch = decode_patch(encoded.encoded, base.dtype, base.size, "t", base)
+    held = base.copy()
+    held[slice(None) if patch.positions is None else patch.positions] = patch.values
+    assert np.array_equal(held, new)
+    return len(encoded.encoded)
+
+
+@pytest.mark.parametrize("density", [0.005, 0.01, 0.03])
+def test_less_than_a_byte_a_change_after_an_adam_step(weights: np.ndarray, density: float) -> None:
+    rate = learning_rate_for(density, weights[: 1 << 17])
+    base, new = adam_step(weights, rate, seed=1, place=0)
+    changed = int(np.count_nonzero(base != new))
+    size = size_of(base, new)
+    assert size <= 0.85 * changed
+    assert size <= 1.25 * UpdateCounts.of(base, new, "bfloat16").conditional_bits() / 8
+
+
+def test_a_seventh_of_dense_when_half_of_the_elements_change(weights: np.ndarray) -> None:
+    """The issue asks for 0.4 of dense."""
+    base, new = adam_step(weights, learning_rate_for(0.5, weights[: 1 << 17]), seed=1, place=0)
+    assert size_of(base, new) <= new.nbytes / 5
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.2])
+def test_positions_without_a_pattern_cost_their_entropy(weights: np.ndarray, density: float) -> None:
+    base, new = uniform_step(weights, density, seed=1, place=0)
+    counts = UpdateCounts.of(base, new, "bfloat16")
+    assert size_of(base, new) <= 1.05 * counts.context_free_bits() / 8
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_noise_is_no_larger_than_dense(dtype: type[np.uint16]) -> None:
+    random = np.random.default_rng(0)
+    base, new = (random.integers(0, 2**32, 100_000, dtype=np.uint64).astype(dtype) for _ in range(2))
+    name = "bfloat16" if dtype is np.uint16 else "float32"
+    assert size_of(base, new, name) <= 1.001 * new.nbytes
+    anchor = encode_patch(new, None, name)
+    assert anchor is not None
+    assert len(anchor.encoded) <= 1.001 * new.nbytes
+
+
+def test_a_whole_model_one_step_further_is_next_to_nothing(weights: np.ndarray) -> None:
+    assert size_of(weights, weights + np.uint16(1)) < weights.nbytes / 10
+
+
+def test_other_weights_altogether_cost_what_an_anchor_does(weights: np.ndarray) -> None:
+    assert size_of(weights, draw_weights(ELEMENTS, seed=4, place=0)) < 0.70 * weights.nbytes
+
+
+def test_an_anchor_is_two_thirds_of_dense(weights: np.ndarray) -> None:
+    anchor = encode_patch(weights, None, "bfloat16")
+    assert anchor is not None
+    assert len(anchor.encoded) < 0.70 * weights.nbytes

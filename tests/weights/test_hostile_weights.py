@@ -1,0 +1,217 @@
+"""What passes every digest because a broken or hostile publisher signed it: refused by the codec, the tables of the
+manifest or the state hash, before memory is taken for it, and never a wrong weight."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+
+from streamrl.comm.weights import codec, compiled_split
+from streamrl.comm.weights import fetch as fetching
+from streamrl.comm.weights.codec import decode_patch
+from streamrl.comm.weights.manifest import decode_manifest
+from streamrl.comm.weights.received_part import ReceivedPart
+from streamrl.comm.weights.symbol_streams import encode_symbols
+from streamrl.errors import WeightError
+from tests.weights.faulty_link import Frames, SmallPush, changed, flip
+from tests.weights.fuzz_weight_frames import Sample, hostile, replies_of, run_cases, world
+
+
+@pytest.fixture
+def push(tmp_path: Path) -> Iterator[SmallPush]:
+    """At version 0."""
+    made = SmallPush(tmp_path)
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.close()
+
+
+def small_delta(push: SmallPush) -> tuple[Sample, list[Frames]]:
+    announced = push.publish(1, changed(push.bits, 1, density=0.004))
+    part = push.publisher._served[-1]
+    manifest = decode_manifest(part.manifest, part.manifest_digest, "")
+    sample = Sample(announced, part, manifest, {})
+    return sample, list(replies_of(sample))
+
+
+def test_every_bit_of_a_small_delta_may_flip_on_its_way(push: SmallPush) -> None:
+    """In each frame, header or payload: nothing broken is kept, and honest frames complete the part."""
+    sample, replies = small_delta(push)
+    payload = b"".join(sample.part.chunks)
+    flips = 0
+    for number, frames in enumerate(replies):
+        for which, frame in enumerate(frames):
+            for bit in range(8 * len(frame)):
+                part = ReceivedPart(sample.announced.sources[0], sample.announced)
+                broken = [flip(frame, bit) if which == i else frames[i] for i in range(2)]
+                for passed in (*replies[:number], broken):
+                    try:
+                        part.take(passed)
+                    except WeightError:
+                        break  # "not served": the version is refused
+                else:
+                    for passed in replies[number:]:
+                        part.take(passed)
+                    assert part.complete, (number, which, bit)
+                    assert b"".join(encoded for _, encoded in part.patch_bytes()) == payload, (number, which, bit)
+                flips += 1
+    assert flips > 4000
+
+
+def test_every_bit_of_a_small_patch_may_be_wrong_behind_valid_digests(push: SmallPush) -> None:
+    sample, _ = small_delta(push)
+    payload = b"".join(sample.part.chunks)
+    outcomes: Counter[str] = Counter()
+    for bit in range(8 * len(payload)):
+        wrong = flip(payload, bit)
+        patches, start = [], 0
+        try:
+            for entry in sample.manifest.tensors:
+                shard = entry.shard
+                base = push.mirror.bits(shard.name)
+                encoded = wrong[start : start + entry.payload_bytes]
+                patch = decode_patch(encoded, base.dtype, shard.count, shard.name, base)
+                patches.append(fetching.ShardPatch(shard, patch))
+                start += entry.payload_bytes
+            base_hash = sample.manifest.base_part_hash
+            push.mirror.stage(fetching.FetchedVersion(sample.announced, base_hash, patches, len(payload)))
+            outcomes["staged"] += 1
+        except WeightError as error:
+            outcomes["hash" if "would have state hash" in str(error) else "codec"] += 1
+    assert not outcomes["staged"], outcomes
+    assert outcomes["hash"], "some flips decode to other values, and only the state hash tells"
+    assert outcomes["codec"], outcomes
+
+
+# ---- patches that only a broken or hostile publisher would write ---------------------------------------
+
+
+def forged_patch(
+    base: np.ndarray, gaps: Sequence[int], *, changed_elements: int | None = None, elements: int | None = None
+) -> bytes:
+    """A delta of one class with these gaps between changes, each change one step up."""
+    gap_bytes = encode_symbols(np.array(gaps, dtype=np.uint32))
+    symbol_bytes = encode_symbols(np.zeros(len(gaps), dtype=base.dtype))
+    changes = len(gaps) if changed_elements is None else changed_elements
+    header = codec._Header(
+        codec._LAYOUT_VERSION,
+        codec.Codec.CLASSES,
+        base.itemsize,
+        base.size if elements is None else elements,
+        changes,
+        (),
+        ((changes, len(gap_bytes), len(symbol_bytes)),),
+    )
+    return codec._frame(header, gap_bytes, symbol_bytes)
+
+
+def test_the_forged_form_is_the_form_that_is_read() -> None:
+    base = np.arange(1000, dtype=np.uint16)
+    patch = decode_patch(forged_patch(base, [0, 5, 992]), base.dtype, base.size, "t", base)
+    assert patch.positions is not None
+    assert patch.positions.tolist() == [0, 6, 999]
+    assert patch.values.tolist() != base[[0, 6, 999]].tolist()
+
+
+WRONG_GAPS = {
+    "out of range": [1000],
+    "beyond the last": [999, 0],
+    "minus one": [2**32 - 1],
+    "repeated": [5, 2**32 - 1],
+    "unsorted": [5, 2**32 - 6],
+    "overflowing": [2**32 - 1] * 500,
+    "wrapping": [2**31, 2**31],
+    "too many": [0] * 1001,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_positions_that_leave_the_shard_are_refused(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaps are unsigned and count within a class: what stands for -1 or for a step back lies beyond its end."""
+    base = np.arange(1000, dtype=np.uint16)
+    if compiled:
+        monkeypatch.setattr(codec, "_compiled_or_plain", lambda elements: compiled_split)
+    for kind, gaps in WRONG_GAPS.items():
+        with pytest.raises(WeightError, match="patch of 't'"):
+            pytest.fail(f"{kind}: {decode_patch(forged_patch(base, gaps), base.dtype, base.size, 't', base)}")
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[-1, 3], [3, 2], [3, 3], [0, 40], [0, 2**40], [-(2**63), 0]],
+    ids=["negative", "unsorted", "repeated", "out of range", "far out of range", "lowest"],
+)
+def test_no_position_of_a_wrong_decoder_is_used(
+    push: SmallPush, monkeypatch: pytest.MonkeyPatch, positions: list[int]
+) -> None:
+    """The check behind the codec: were it wrong, the receiver would refuse what it decodes to."""
+
+    def wrong(encoded: object, bits: object, count: int, tensor: str, base: np.ndarray) -> object:
+        if tensor != "norm":
+            return decode_patch(encoded, bits, count, tensor, base)  # type: ignore[arg-type]
+        return codec.WeightPatch(np.array(positions, dtype=np.int64), base[:2] ^ base.dtype.type(1))
+
+    new = {**push.bits, "norm": push.bits["norm"] ^ (np.arange(40) < 2).astype(np.uint16)}
+    announced = push.publish(1, new)
+    monkeypatch.setattr(fetching, "decode_patch", wrong)
+    with pytest.raises(WeightError, match=r"'norm' has positions that do not rise within 40 elements"):
+        push.fetch(announced)
+
+
+BOMB = 1 << 30
+
+
+def bombs() -> dict[str, bytes]:
+    base = np.zeros(64, dtype=np.uint16)
+    huge = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    zeros = encode_symbols(np.zeros(1 << 22, dtype=np.uint32))
+    planes = codec._Header(codec._LAYOUT_VERSION, codec.Codec.PLANES, 2, 64, 64)
+    streams = codec._Header(codec._LAYOUT_VERSION, codec.Codec.CLASSES, 2, 64, 2, (), ((2, len(zeros), len(zeros)),))
+    claimed = codec._Header(codec._LAYOUT_VERSION, codec.Codec.DENSE, 2, BOMB, BOMB)
+    return {
+        "more elements than the shard": codec._frame(claimed, b"\0\0"),
+        "more changes than elements": forged_patch(base, [0, 1], changed_elements=BOMB),
+        "a stream of millions of symbols for two": codec._frame(streams, zeros, zeros),
+        "a zstd frame of 16 MiB for 64 bytes": codec._frame(planes, huge, bytes(64)),
+    }
+
+
+@pytest.mark.parametrize("kind", list(bombs()))
+def test_a_decompression_bomb_is_refused_before_memory_is_taken_for_it(kind: str) -> None:
+    encoded, base = bombs()[kind], np.zeros(64, dtype=np.uint16)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightError, match="patch of 't'"):
+            decode_patch(encoded, base.dtype, base.size, "t", base)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_manifest_that_lists_more_than_was_announced_is_refused() -> None:
+    """Before memory is taken for it, and before any of its chunks is asked for."""
+    sample = world().samples[1]
+    first = sample.manifest.tensors[0]
+    many = msgspec.structs.replace(first.shard, shape=(BOMB, BOMB), count=BOMB * BOMB)
+    entry = msgspec.structs.replace(first, shard=many)
+    with pytest.raises(WeightError, match=r"lists shards of \d+ elements; announced were"):
+        hostile(sample, msgspec.structs.replace(sample.manifest, tensors=(entry, *sample.manifest.tensors[1:])), None)
+
+
+def test_a_slice_of_the_fuzzed_frames() -> None:
+    """The whole: ``python tests/weights/fuzz_weight_frames.py --frames 1000000``."""
+    outcomes, failed = run_cases(seed=1, first=0, count=3000)
+    assert not failed
+    assert outcomes["reply_case: equal"] > 300
+    assert outcomes["patch_case: refused"] > 300
+    assert outcomes["manifest_case: refused"] > 100
+    assert outcomes["request_case: NotServed"] > 100

@@ -1,0 +1,107 @@
+"""What ``VllmServer`` says to a server and makes of its answers; a real server is in tests/examples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from streamrl.engines import vllm_weights
+from streamrl.engines.vllm_plugin import TEXT_METHODS
+from streamrl.engines.vllm_server import VllmServer
+from streamrl.errors import EngineError, WeightError
+from streamrl.messages import WeightAnnouncement
+
+HASH = 2**64 - 3  # more than a float holds
+HELD = {"policy_version": 7, "state_hash": HASH, "expected_hash": HASH, "error": ""}
+STAGED = {"fetched": True, "error": "", "payload_bytes": 11}
+
+
+class Answers(BaseHTTPRequestHandler):
+    """vLLM's routes with the answers of one worker; ``server.calls`` keeps what was asked."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.calls.append((self.path, body))  # type: ignore[attr-defined]
+        answers = self.server.answers  # type: ignore[attr-defined]
+        name = body.get("method", self.path.strip("/").partition("?")[0])
+        status, answer = answers.get(name, (200, {"message": "done"}))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    listening.calls = []  # type: ignore[attr-defined]
+    listening.answers = {  # type: ignore[attr-defined]
+        TEXT_METHODS["streamrl_begin_stage"]: (200, {"results": [None]}),
+        "streamrl_stage_report": (200, {"results": [STAGED]}),
+        "streamrl_finish_stage": (200, {"results": [STAGED]}),
+        "streamrl_live_report": (200, {"results": [HELD]}),
+        "streamrl_roll_back": (200, {"results": [None]}),
+    }
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+    thread.start()
+    yield listening
+    listening.shutdown()
+    thread.join()
+    listening.server_close()
+
+
+def client_of(server: ThreadingHTTPServer) -> VllmServer:
+    return VllmServer(f"http://127.0.0.1:{server.server_address[1]}/", timeout_s=10)
+
+
+ANNOUNCED = WeightAnnouncement(policy_version=7, base_version=6, state_hash=HASH, sources=())
+
+
+def test_a_push_is_staged_before_the_pause_and_committed_in_it(server: ThreadingHTTPServer) -> None:
+    done = asyncio.run(vllm_weights.push(client_of(server), ANNOUNCED))
+    assert (done.state_hash, done.payload_bytes) == (HASH, 11)
+    calls = [(path, body.get("method")) for path, body in server.calls]  # type: ignore[attr-defined]
+    assert calls == [
+        ("/collective_rpc", "streamrl_begin_stage_from_text"),
+        ("/collective_rpc", "streamrl_stage_report"),
+        ("/collective_rpc", "streamrl_finish_stage"),
+        ("/pause?mode=keep&clear_cache=true", None),
+        ("/start_weight_update", None),
+        ("/update_weights", None),
+        ("/collective_rpc", "streamrl_live_report"),
+        ("/finish_weight_update", None),
+        ("/resume", None),
+    ]
+    bodies = {path: body for path, body in server.calls}  # type: ignore[attr-defined]  # noqa: C416
+    assert bodies["/update_weights"] == {"update_info": {"policy_version": 7}}
+    assert bodies["/finish_weight_update"] == {"weight_version": "7"}
+
+
+def test_a_commit_that_does_not_verify_is_rolled_back_and_the_server_goes_on(server: ThreadingHTTPServer) -> None:
+    server.answers["streamrl_live_report"] = (200, {"results": [{**HELD, "state_hash": 5}]})  # type: ignore[attr-defined]
+    with pytest.raises(WeightError, match="the live weights of 1 workers add up to state hash 0x0000000000000005"):
+        asyncio.run(vllm_weights.push(client_of(server), ANNOUNCED))
+    paths = [body.get("method", path) for path, body in server.calls]  # type: ignore[attr-defined]
+    assert paths[-2:] == ["streamrl_roll_back", "/resume"]
+    assert "/finish_weight_update" not in paths
+
+
+def test_an_answer_that_is_an_error_names_the_route_and_the_remedy(server: ThreadingHTTPServer) -> None:
+    server.answers["pause"] = (404, {"detail": "Not Found"})  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match=r"/pause\?mode=keep.* answered 404: .*Not Found.*VLLM_SERVER_DEV_MODE=1"):
+        asyncio.run(client_of(server).pause_generation())
+    server.answers["resume"] = (500, {"error": "the engine is dead"})  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match=r"/resume answered 500: .*the engine is dead"):
+        asyncio.run(client_of(server).resume_generation())
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1/resume cannot be reached: .*Is the server up"):
+        asyncio.run(VllmServer("http://127.0.0.1:1", timeout_s=5).resume_generation())
