@@ -13,7 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import anyio.to_thread
 
@@ -30,10 +30,6 @@ def server_environment() -> dict[str, str]:
     return {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1"}
 
 
-class _UpdateRequest(Protocol):
-    update_info: Any
-
-
 class VllmServer:
     """Weight and pause calls to one server. Every method raises ``EngineError`` with the server's answer."""
 
@@ -48,14 +44,6 @@ class VllmServer:
         name = TEXT_METHODS[method] if texts != list(args) else method
         answer = await self._post("collective_rpc", body={"method": name, "args": texts})
         return list(answer.get("results", []))
-
-    async def start_weight_update(self) -> None:
-        """Open vLLM's update session."""
-        await self._post("start_weight_update")
-
-    async def update_weights(self, request: _UpdateRequest) -> None:
-        """Apply what is staged."""
-        await self._post("update_weights", body={"update_info": request.update_info})
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Close vLLM's update session."""

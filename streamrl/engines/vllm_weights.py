@@ -25,12 +25,6 @@ __all__ = ["WEIGHT_BACKEND", "announcement_of", "commit", "engine_environment", 
 _FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
 
 
-class _UpdateRequest(msgspec.Struct, frozen=True):
-    """vLLM's ``WeightTransferUpdateRequest``, for a process without vllm."""
-
-    update_info: dict[str, int]
-
-
 def engine_environment() -> dict[str, str]:
     """Environment of the process that owns an engine, to be set before vllm is imported."""
     return {"VLLM_PLUGINS": "streamrl", ENGINE_VARIABLE: "1"}
@@ -88,15 +82,13 @@ async def commit(llm: Any, policy_version: int) -> OrderDone:
     staged or does not verify; the engine then holds what it held. Raises ``EngineError`` when that cannot be said.
     """
     started = time.monotonic()
-    await llm.start_weight_update()
     try:
-        await llm.update_weights(_UpdateRequest({"policy_version": policy_version}))
+        reports = await llm.collective_rpc("streamrl_apply", args=(str(policy_version),))
     except Exception as error:
-        reports = await llm.collective_rpc("streamrl_live_report")
+        raise EngineError(f"version {policy_version} could not be committed: {error}") from error
+    if any(report["error"] for report in reports):
         await llm.collective_rpc("streamrl_roll_back")
         _raise_first(reports)
-        raise EngineError(f"version {policy_version} could not be committed: {error}") from error
-    reports = await llm.collective_rpc("streamrl_live_report")
     state_hash = sum(report["state_hash"] for report in reports) % MODULUS
     if state_hash != reports[0]["expected_hash"]:
         await llm.collective_rpc("streamrl_roll_back")

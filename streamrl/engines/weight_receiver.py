@@ -152,9 +152,20 @@ def streamrl_finish_stage(worker: Any) -> dict[str, Any]:
     return msgspec.structs.asdict(worker.weight_transfer_engine.finish_stage(_gather_from_workers))
 
 
-def streamrl_live_report(worker: Any) -> dict[str, Any]:
-    """``LiveReport`` of this worker, as plain values."""
-    return msgspec.structs.asdict(worker.weight_transfer_engine.live_report())
+def streamrl_apply(worker: Any, policy_version: str) -> dict[str, Any]:
+    """Open vLLM's update session and apply the staged version: one call, because requests wait for it.
+
+    ``LiveReport`` of this worker, as plain values; its ``error`` says why nothing was applied. ``policy_version`` is
+    text, as all arguments that may travel over HTTP.
+    """
+    failure = ""
+    try:
+        worker.start_weight_update()
+        worker.update_weights({"policy_version": int(policy_version)})
+    except Exception as error:  # noqa: BLE001 - reported to the owner, who rolls all workers back
+        failure = f"{type(error).__name__}: {error}"
+    report = worker.weight_transfer_engine.live_report()
+    return msgspec.structs.asdict(report if report.error else msgspec.structs.replace(report, error=failure))
 
 
 def streamrl_roll_back(worker: Any) -> None:
@@ -171,7 +182,7 @@ def _add_worker_methods() -> None:
         streamrl_begin_stage,
         streamrl_stage_report,
         streamrl_finish_stage,
-        streamrl_live_report,
+        streamrl_apply,
         streamrl_roll_back,
     ):
         setattr(WorkerBase, method.__name__, method)

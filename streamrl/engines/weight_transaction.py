@@ -90,6 +90,7 @@ class WeightTransaction:
         live = self.live
 
         def stage(stop: threading.Event) -> _Staged:
+            self.mirror.catch_up()
             if self._holds(announcement):
                 return _Staged(_replay(self.mirror), [], self._run_id)
             self._refuse_for_tainted(announcement)
@@ -181,10 +182,7 @@ class WeightTransaction:
         if self._applied is None or self.live is None or self._staged is None:
             raise WeightError("finish_weight_update without an applied version: commit a staged version first")
         version, part = self._applied
-        # A mirror that is half advanced is no base and no rollback source: then only an anchor helps.
-        self._staged = msgspec.structs.replace(self._staged, was_tainted=True)
-        self.tainted = f"version {version.policy_version} was applied and not committed"
-        self.mirror.advance(version)
+        self.mirror.advance(version)  # its bits follow while the next version is staged: now requests wait
         self.live.state_hash, self._run_id = part, self._staged.run_id
         self.tainted = ""
         self._commits_since_audit += 1

@@ -46,7 +46,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
         TEXT_METHODS["streamrl_begin_stage"]: (200, {"results": [None]}),
         "streamrl_stage_report": (200, {"results": [STAGED]}),
         "streamrl_finish_stage": (200, {"results": [STAGED]}),
-        "streamrl_live_report": (200, {"results": [HELD]}),
+        "streamrl_apply": (200, {"results": [HELD]}),
         "streamrl_roll_back": (200, {"results": [None]}),
     }
     thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
@@ -73,19 +73,16 @@ def test_a_push_is_staged_before_the_pause_and_committed_in_it(server: Threading
         ("/collective_rpc", "streamrl_stage_report"),
         ("/collective_rpc", "streamrl_finish_stage"),
         ("/pause?mode=keep&clear_cache=true", None),
-        ("/start_weight_update", None),
-        ("/update_weights", None),
-        ("/collective_rpc", "streamrl_live_report"),
+        ("/collective_rpc", "streamrl_apply"),
         ("/finish_weight_update", None),
         ("/resume", None),
     ]
-    bodies = {path: body for path, body in server.calls}  # type: ignore[attr-defined]  # noqa: C416
-    assert bodies["/update_weights"] == {"update_info": {"policy_version": 7}}
-    assert bodies["/finish_weight_update"] == {"weight_version": "7"}
+    assert server.calls[4][1]["args"] == ["7"]  # type: ignore[attr-defined]
+    assert server.calls[5][1] == {"weight_version": "7"}  # type: ignore[attr-defined]
 
 
 def test_a_commit_that_does_not_verify_is_rolled_back_and_the_server_goes_on(server: ThreadingHTTPServer) -> None:
-    server.answers["streamrl_live_report"] = (200, {"results": [{**HELD, "state_hash": 5}]})  # type: ignore[attr-defined]
+    server.answers["streamrl_apply"] = (200, {"results": [{**HELD, "state_hash": 5}]})  # type: ignore[attr-defined]
     with pytest.raises(WeightError, match="the live weights of 1 workers add up to state hash 0x0000000000000005"):
         asyncio.run(vllm_weights.push(client_of(server), ANNOUNCED))
     paths = [body.get("method", path) for path, body in server.calls]  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ a matter of copying absolute values.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -57,17 +58,36 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
 
 
 class CheckpointMirror:
-    """The bits of every checkpoint tensor at the committed version. Empty until the first anchor."""
+    """The bits of every checkpoint tensor at the committed version. Empty until the first anchor.
+
+    ``advance`` only remembers what changed, because requests wait for it; the bits follow in ``catch_up``, which
+    everybody who reads them calls first.
+    """
 
     def __init__(self) -> None:
         self.policy_version: int | None = None
         self.state_hash = 0
         self.tensors: dict[str, TensorSpec] = {}
         self._bits: dict[str, BitArray] = {}
+        self._behind: Mapping[str, StagedPatch] = {}
+        self._catching_up = threading.Lock()
 
     def bits(self, name: str) -> BitArray:
         """All elements of a tensor, flat. Read only by convention."""
+        self.catch_up()
         return self._bits[name]
+
+    def catch_up(self) -> None:
+        """Write what the last committed version changed. Values are absolute: after a failure it is done again."""
+        if not self._behind:
+            return
+        with self._catching_up:
+            for name, patch in self._behind.items():
+                if patch.positions is None:
+                    self._bits[name] = patch.new_bits if patch.new_bits.flags.writeable else patch.new_bits.copy()
+                else:
+                    self._bits[name][patch.positions] = patch.new_bits
+            self._behind = {}
 
     def stage(self, fetched: FetchedVersion) -> StagedVersion:
         """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
@@ -75,6 +95,7 @@ class CheckpointMirror:
         Raises ``WeightError``: other base version or base hash, unknown tensor, shards that leave a gap or
         overlap, or a state hash that differs (expected and actual are named).
         """
+        self.catch_up()
         announced = fetched.announcement
         version = announced.policy_version
         anchor = announced.base_version is None
@@ -104,12 +125,9 @@ class CheckpointMirror:
         return StagedVersion(version, announced.base_version, state_hash, table, patches, fetched.payload_bytes)
 
     def advance(self, staged: StagedVersion) -> None:
-        """Take over a committed version. Idempotent: values are absolute."""
-        for name, patch in staged.patches.items():
-            if patch.positions is None:
-                self._bits[name] = patch.new_bits if patch.new_bits.flags.writeable else patch.new_bits.copy()
-            else:
-                self._bits[name][patch.positions] = patch.new_bits
+        """Take over a committed version. Idempotent."""
+        self.catch_up()
+        self._behind = staged.patches
         self.tensors = dict(staged.tensors)
         self.policy_version, self.state_hash = staged.policy_version, staged.state_hash
 
