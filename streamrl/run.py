@@ -25,12 +25,7 @@ from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.errors import ProcessDied, StreamBroken
-from streamrl.messages import (
-    RunEvent,
-    RunFinished,
-    RunProgress,
-    StepFinished,
-)
+from streamrl.messages import RunEvent, RunFinished, RunProgress, StepFinished
 from streamrl.preflight import preflight
 from streamrl.processes.supervisor import Supervisor
 

@@ -93,14 +93,12 @@ class EngineHosts(Protocol):
 
 
 class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine, in tokens: its KV cache, in blocks of ``block_tokens``, and the longest completion (``cap``).
-    ``units``: the unit that an engine is freed with, by its name."""
+    """Of one engine, in tokens: its KV cache, in blocks of ``block_tokens``, and the longest completion (``cap``)."""
 
     kv_tokens: int
     max_running: int
     cap: int
     block_tokens: int = 16
-    units: dict[str, str] = {}
 
 
 class EngineRelease:
@@ -313,6 +311,5 @@ class EngineRelease:
             kv_tokens=self._sizes.kv_tokens,
             max_running=self._sizes.max_running,
             block_tokens=self._sizes.block_tokens,
-            unit=self._sizes.units.get(name, ""),
             requests=tuple(OpenRequest(request_id=r.request_id, prompt=r.prompt, sampled=sampled(r)) for r in requests),
         )

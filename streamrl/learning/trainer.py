@@ -343,7 +343,10 @@ class TorchTrainer:
             raise StreamRLError(
                 f"anchor of version {policy_version} was asked for; the trainer holds {self._policy_version}"
             )
-        published = (self._publisher.publish_anchor if self._published_once else self._publish)(policy_version)
+        if self._published_once:
+            published = self._publisher.publish_anchor(policy_version)
+        else:
+            published = self._publish(policy_version)
         return AnchorPublished(
             rank=self._options.rank,
             policy_version=policy_version,

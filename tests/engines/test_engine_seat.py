@@ -154,6 +154,12 @@ class Seated:
             self.group.start_soon(self.host, name, "serves")
         await self.pool.start()
 
+    async def stop(self, name: str) -> None:
+        """In the order in which control does it."""
+        await self.pool.drain(name)
+        self.engines.detach(name)
+        await self.engines.stop(name)
+
     async def close(self) -> None:
         await self.pool.aclose()
         for seat in self.seats.values():
@@ -195,9 +201,7 @@ async def seated(*, tcp: bool = False) -> AsyncIterator[Seated]:
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(tcp: bool, make_request: MakeRequest) -> None:
     async with seated(tcp=tcp) as one:
-        await one.pool.drain("engine-1")
-        one.engines.detach("engine-1")
-        await one.engines.stop("engine-1")
+        await one.stop("engine-1")
         assert one.told == [StopEngine(engine="engine-1", patience_s=PATIENCE_SECONDS)]
         assert sorted(one.pool.attached) == ["engine-0"]
         await one.engines.start("engine-1")
@@ -211,9 +215,7 @@ async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(tcp: bo
 
 async def test_a_host_that_is_given_up_while_it_loads_is_no_death_and_the_run_ends_without_it() -> None:
     async with seated() as one:
-        await one.pool.drain("engine-1")
-        one.engines.detach("engine-1")
-        await one.engines.stop("engine-1")
+        await one.stop("engine-1")
         one.host_lives = "loads"
         with anyio.CancelScope() as starting:
             one.group.start_soon(cancel_when, starting, one.loading)
@@ -230,9 +232,7 @@ async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
 
 async def test_a_host_that_is_given_up_before_it_ever_connected() -> None:
     async with seated() as one:
-        await one.pool.drain("engine-1")
-        one.engines.detach("engine-1")
-        await one.engines.stop("engine-1")
+        await one.stop("engine-1")
         one.host_lives = "loads"
         with anyio.CancelScope() as starting:
             starting.cancel()
@@ -243,9 +243,7 @@ async def test_a_host_that_is_given_up_before_it_ever_connected() -> None:
 async def test_a_host_that_dies_while_it_starts_is_an_error() -> None:
     with pytest.raises(BaseExceptionGroup) as raised:
         async with seated() as one:
-            await one.pool.drain("engine-1")
-            one.engines.detach("engine-1")
-            await one.engines.stop("engine-1")
+            await one.stop("engine-1")
             one.host_lives = "dies"
             await one.engines.start("engine-1")
     assert any("engine-1" in str(e) and "cannot be loaded" in str(e) for e in raised.value.exceptions), raised.value

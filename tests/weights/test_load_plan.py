@@ -92,6 +92,16 @@ def rectangles(plan: LoadPlan) -> dict[str, list[object]]:
     return {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
 
 
+def anchored(worker: Worker, bits: dict[str, np.ndarray]) -> tuple[LiveWeights, CheckpointMirror]:
+    """A worker, and a mirror, that hold ``bits`` as version 0."""
+    live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
+    mirror = CheckpointMirror()
+    staged = mirror.stage(fetched(0, None, bits))
+    live.state_hash = live.apply(live.prepare(staged, mirror), anchor=True)
+    mirror.advance(staged)
+    return live, mirror
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_commits_equal_the_loader_on_every_worker(ranks: int, dtype: object) -> None:
@@ -132,11 +142,8 @@ def test_nan_payloads_and_signed_zero_reach_a_float32_engine() -> None:
 
 def test_a_foreign_write_is_noticed_and_undo_restores_what_was_touched() -> None:
     worker = Worker()
-    live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
-    mirror, old = CheckpointMirror(), random_bits(0)
-    staged = mirror.stage(fetched(0, None, old))
-    live.state_hash = live.apply(live.prepare(staged, mirror), anchor=True)
-    mirror.advance(staged)
+    old = random_bits(0)
+    live, mirror = anchored(worker, old)
     before = {name: p.detach().clone() for name, p in worker.named_parameters()}
     new = random_bits(1)
     writes = live.prepare(mirror.stage(fetched(1, old, new)), mirror)
@@ -387,11 +394,8 @@ def test_a_lattice_is_found_again_and_nothing_else_is(shape: tuple[int, ...]) ->
 
 def test_an_audit_finds_one_wrong_bit() -> None:
     worker = Worker()
-    live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
-    mirror, new = CheckpointMirror(), random_bits(0)
-    staged = mirror.stage(fetched(0, None, new))
-    live.state_hash = live.apply(live.prepare(staged, mirror), anchor=True)
-    mirror.advance(staged)
+    new = random_bits(0)
+    live, mirror = anchored(worker, new)
     assert live.audit(mirror) == live.state_hash == state_hash(new)
     worker.fused.data[2, 5] *= -1
     with pytest.raises(WeightError, match="'fused': 1 of 48 elements differ in an audit; element 21 of 'column'"):
