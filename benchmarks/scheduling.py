@@ -26,12 +26,14 @@ from scheduling_cells import (
     WARM_UP_STEPS,
     CellPlan,
     Regime,
+    long_round_batches,
     parse_regime,
     pooled_shares,
     read_cell,
     read_cells,
     run_cell,
     sizing_overrides,
+    steps_for,
 )
 from scheduling_report import report
 from training_run import RunFailed
@@ -58,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="measured steps; 0: about 75 s a cell, whole cycles")
+    parser.add_argument("--steps", type=int, default=0, help="measured steps of synchronous; others: as many samples")
     parser.add_argument(
         "--best", choices=list(ROUND_ARMS), default="tail_prompts_presubmit", help="what best_* build on"
     )
@@ -96,8 +98,10 @@ def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> Ce
     for text in options.set:
         key, _, value = text.partition("=")
         overrides[key] = msgspec.json.decode(value)
-    steps = WARM_UP_STEPS + (options.steps or regime.steps)
-    return CellPlan(regime=regime, arm=arm, seed=seed, steps=steps, overrides=overrides)
+    at_once = long_round_batches(overrides)
+    cool_down = at_once if at_once > 1 else 0
+    steps = WARM_UP_STEPS + steps_for(regime, overrides, options.steps or regime.steps) + cool_down
+    return CellPlan(regime=regime, arm=arm, seed=seed, steps=steps, overrides=overrides, cool_down=cool_down)
 
 
 def run_missing(options: argparse.Namespace) -> int:

@@ -67,6 +67,27 @@ class Regime(msgspec.Struct, frozen=True, order=True):
         return 60 if self.task == "demo" and self.prompts * self.group_size <= 64 else 20
 
 
+def steps_for(regime: Regime, overrides: Mapping[str, object], batches: int) -> int:
+    """Steps in which an arm trains as many samples as ``synchronous`` in ``batches`` steps.
+
+    A race whose long rounds train several batches at once needs fewer: what its short rounds leave behind fills a long
+    one of ``long_round_batches``, and so many short rounds with that long one are a cycle.
+    """
+    prompts = int(str(overrides.get("rollout.prompts_per_batch", regime.prompts)))
+    at_once = long_round_batches(overrides)
+    left_behind = math.ceil(prompts * float(str(overrides.get("tail_batching.eta_prompts", 1)))) - prompts
+    if at_once == 1 or left_behind == 0:
+        return batches
+    short_rounds = at_once * prompts / left_behind
+    return round(batches * (short_rounds + 1) / (short_rounds + at_once))
+
+
+def long_round_batches(overrides: Mapping[str, object]) -> int:
+    """Batches that a long round trains at once. Where there are several, the end of a run would shorten it: such an arm
+    goes on for as many steps, which are not measured."""
+    return int(str(overrides.get("tail_batching.long_round_batches", 1)))
+
+
 def parse_regime(text: str) -> Regime:
     """``task:PROMPTSxGROUP``. Raises ``ValueError`` that names what is known."""
     task, _, shape = text.partition(":")
@@ -95,9 +116,11 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
     "tail_packed": _race(1.125, cohort_batches=4),
     "tail_packed_presubmit": _race(1.125, cohort_batches=4) | PRESUBMIT,
     "tail_elastic_presubmit": _race(long_round_batches=2) | PRESUBMIT,
+    "tail_elastic4_presubmit": _race(long_round_batches=4) | PRESUBMIT,
     "tail_both": _race(losers="regenerate", eta_responses=1.25),
     "tail_both_presubmit": _race(losers="regenerate", eta_responses=1.25) | PRESUBMIT,
     "tail_both_elastic": _race(losers="regenerate", eta_responses=1.25, long_round_batches=2) | PRESUBMIT,
+    "tail_both_elastic4": _race(losers="regenerate", eta_responses=1.25, long_round_batches=4) | PRESUBMIT,
     "sorted_2": _rounds("length_sorted", "length_sorted", cohort_batches=2),
     "sorted_4": _rounds("length_sorted", "length_sorted", cohort_batches=4),
     "sorted_partial": _rounds("length_sorted", "length_sorted", cohort_batches=PARTIAL_COHORT, partial=True)
@@ -119,6 +142,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run. ``steps``: for each optimizer step, its values of ``KEPT_METRICS``; ``samples``: trained in one.
 
     ``accuracy``: held out, over ``held_out`` prompts, after the last step. ``overrides``: of the task's recipe.
+    ``cool_down``: steps at the end that are not measured.
     """
 
     regime: Regime
@@ -131,11 +155,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     on_policy: bool
     machine: str
     finished_at: float
+    cool_down: int = 0
 
     @property
     def measured(self) -> list[dict[str, float]]:
-        """The steps after the warm-up."""
-        return self.steps[WARM_UP_STEPS:]
+        """The steps after the warm-up and before the cool-down."""
+        return self.steps[WARM_UP_STEPS : len(self.steps) - self.cool_down]
 
     @property
     def seconds(self) -> float:
@@ -192,13 +217,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CellPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell will run. ``steps``: optimizer steps with the warm-up; ``overrides``: of the recipe."""
+    """What a cell will run. ``steps``: optimizer steps with warm-up and cool-down; ``overrides``: of the recipe."""
 
     regime: Regime
     arm: str
     seed: int
     steps: int
     overrides: dict[str, object]
+    cool_down: int = 0
 
     @property
     def recipe(self) -> Path:
@@ -279,6 +305,7 @@ def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool
         on_policy=on_policy,
         machine=platform.node(),
         finished_at=time.time(),
+        cool_down=plan.cool_down,
     )
     path = plan.file(folder)
     unfinished = path.with_suffix(".unfinished")

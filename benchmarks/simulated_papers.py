@@ -1,6 +1,6 @@
 """What the simulator says about the figures of RollPacker, SortedRL and SAGC, and how fast it is. All simulated.
 
-    python benchmarks/simulated_papers.py [rhythm] [eta] [sorted] [sagc] [speed] [--out FILE]
+    python benchmarks/simulated_papers.py [rhythm] [eta] [engines] [sorted] [sagc] [speed] [--out FILE]
 
 No part means all. Takes some minutes on one core; the times that it prints are CPU time.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.recipe import ReleaseKind
 from streamrl.config.scheduling import (
     GroupSizing,
     LengthSorted,
@@ -28,6 +29,8 @@ from streamrl.config.scheduling import (
     StalePolicy,
     TailBatching,
 )
+from streamrl.config.topology import expected_kv_tokens
+from streamrl.control.engine_sets import EngineSet
 from streamrl.control.settings import ControlSettings
 from streamrl.simulate.cluster import (
     DEMO,
@@ -36,6 +39,7 @@ from streamrl.simulate.cluster import (
     ClusterModel,
     Engines,
 )
+from streamrl.simulate.engine_changes import EnginePlan
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate
@@ -231,6 +235,43 @@ def sagc(say: Callable[[str], None], steps: int = 2000, budget: float = 0.4) -> 
         )
 
 
+# ---- engines that are freed late in a round, and sets of them ------------------------------------
+
+
+def engine_changes(say: Callable[[str], None], steps: int = 40) -> None:
+    """Step seconds with and without freed engines; then two sets of engines where KV is short."""
+    schedules = {
+        "synchronous": settings(),
+        "race of prompts 1.25": race(1.25, 1.0),
+        "race 1.25 / 1.25": race(1.25, 1.25),
+    }
+    freeing = EnginePlan(release=ReleaseKind.DRAIN)
+    for lengths, model in (("math", ROLLPACKER_14B), ("code", ROLLPACKER_14B_CODE)):
+        for name, chosen in schedules.items():
+            never, drain = (simulate(chosen, model, steps, engines=plan) for plan in (EnginePlan(), freeing))
+            say(f"engines freed, {lengths}, {name}: {_compared(never, drain)}")
+    for kv_tokens in (490_000, 80_000, 40_000):
+        model = part(ROLLPACKER_14B, "engine", kv_tokens=kv_tokens)
+        room = expected_kv_tokens(kv_tokens, 4, of=2, weight_tokens=model.engines.weight_tokens)
+        own = EngineSet(name="16x2", engines=16, tensor_parallel=2, kv_tokens=kv_tokens)
+        other = EngineSet(name="8x4", engines=8, tensor_parallel=4, kv_tokens=room, max_running=512)
+        for name, chosen in schedules.items():
+            alone, both = (simulate(chosen, model, steps, engines=EnginePlan(sets=s)) for s in ((), (own, other)))
+            preempted = f"preemptions {alone.preemptions} to {both.preemptions}"
+            changes = f"{both.reasons.get('engine_set', 0)} changes"
+            say(f"sets of engines, KV {kv_tokens}, {name}: {_compared(alone, both)}; {preempted}, {changes}")
+
+
+def _compared(before: SimulationReport, after: SimulationReport) -> str:
+    kinds = {kind.round_kind: (kind, other) for kind, other in zip(before.kinds, after.kinds, strict=True)}
+    rounds = ", ".join(
+        f"{name} {a.step_s:.0f} to {b.step_s:.0f} s (rollout {a.rollout_s:.0f} to {b.rollout_s:.0f})"
+        for name, (a, b) in kinds.items()
+    )
+    ratio = before.step_s_mean / after.step_s_mean
+    return f"a step {before.step_s_mean:.1f} to {after.step_s_mean:.1f} s, {ratio:.3f} times as fast; {rounds}"
+
+
 # ---- speed -----------------------------------------------------------------------------------------
 
 
@@ -250,6 +291,7 @@ def speed(say: Callable[[str], None], engines: int = 1000, steps: int = 15) -> N
 PARTS: dict[str, Callable[[Callable[[str], None]], None]] = {
     "rhythm": rhythm,
     "eta": eta,
+    "engines": engine_changes,
     "sorted": sorted_rounds,
     "sagc": sagc,
     "speed": speed,

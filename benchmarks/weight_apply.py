@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamrl.comm.weights import WEIGHT_BACKEND, announcement_of, commit, engine_environment, stage
 from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.engines import vllm_weights
 from streamrl.engines.live_weights import LiveWeights, count_routes
 from streamrl.engines.load_plan import record_load_plan
 
@@ -247,12 +247,12 @@ async def measure_pause(llm: Any, bits: Bits, shapes: Any, directory: Path, dens
 async def push(llm: Any, publisher: WeightPublisher, version: int, bits: Bits) -> tuple[float, float, float]:
     """When the pause was asked for, was there, and ended (``time.monotonic``)."""
     published = await asyncio.to_thread(publisher.publish, version, bits)
-    await vllm_weights.stage(llm, vllm_weights.announcement_of(version, [published]))
+    await stage(llm, announcement_of(version, [published]))
     began = time.monotonic()
     await llm.pause_generation(mode="keep", clear_cache=False)
     paused = time.monotonic()
     try:
-        await vllm_weights.commit(llm, version)
+        await commit(llm, version)
     finally:
         await llm.resume_generation()
     ended = time.monotonic()
@@ -341,7 +341,7 @@ async def measure_all(options: argparse.Namespace, directory: Path) -> dict[str,
             num_gpu_blocks_override=64,
             disable_log_stats=True,
             worker_extension_cls="weight_apply.InWorker",
-            weight_transfer_config=WeightTransferConfig(backend=vllm_weights.WEIGHT_BACKEND),
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_BACKEND),
         )
     )
     try:
@@ -364,7 +364,7 @@ def main() -> int:
     arguments.add_argument("--json", type=Path, help="write the raw figures here")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        os.environ.update(vllm_weights.engine_environment())
+        os.environ.update(engine_environment())
         os.environ.update(
             VLLM_CPU_KVCACHE_SPACE="1",
             VLLM_CPU_OMP_THREADS_BIND=str(min(os.sched_getaffinity(0))),

@@ -15,7 +15,7 @@ containers and headers, which flatters them a little:
 ``dense XOR, zstd``      slime, miles and SkyRL: the exclusive or of whole tensors
 ``bitmask + bf16, zstd`` one bit an element, new values
 ``gaps + steps, pcodec`` no system: positions without context by the best code, steps of ordered integers
-``streamrl``             positions and steps within the classes of equal old exponent, by pcodec or Rice
+``streamrl``             positions and steps within the classes of equal old exponent, in adaptive code or by pcodec
 """
 
 from __future__ import annotations

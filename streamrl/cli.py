@@ -1,4 +1,4 @@
-"""``streamrl``: train, check, watch, serve, simulate, calibrate, what-if, bench, explain.
+"""``streamrl``: train, check, watch, serve, reward, simulate, calibrate, what-if, bench, explain.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.
 
@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
+    _add_reward(commands)
     _add_simulation(commands)
     _add_what_if(commands)
     _add_bench(commands)
@@ -99,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("key", nargs="?", default="", metavar="SECTION[.KEY]")
     explain.set_defaults(run=_explain)
     return parser
+
+
+def _add_reward(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from streamrl.cli_reward_arguments import add_reward
+
+    add_reward(commands, run=_reward)
 
 
 def _add_simulation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -254,6 +261,13 @@ def _serve(options: argparse.Namespace) -> int:
     from streamrl.config.load import load_recipe
 
     return serve(options.role, load_recipe(recipe_file(options.recipe), options.overrides), options.index)
+
+
+def _reward(options: argparse.Namespace) -> int:
+    from streamrl.cli_reward import run_reward_test
+    from streamrl.cli_reward_arguments import to_request
+
+    return run_reward_test(to_request(options))
 
 
 def _simulate(options: argparse.Namespace) -> int:

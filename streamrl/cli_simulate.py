@@ -19,6 +19,7 @@ from streamrl.errors import RecipeError
 from streamrl.pipeline import control_settings
 from streamrl.simulate.calibrate import Fit, calibrate
 from streamrl.simulate.cluster import ClusterModel, dump_cluster, load_cluster
+from streamrl.simulate.engine_changes import engine_plan
 from streamrl.simulate.lengths import LengthSource, RecordedLengths
 from streamrl.simulate.recording import load_recording
 from streamrl.simulate.report import SimulationReport
@@ -125,7 +126,8 @@ def _simulate_one(
     out: Path,
     console: Console,
 ) -> Outcome:
-    timeline = Timeline(model.engines.count)
+    engines = engine_plan(candidate.recipe, model)
+    timeline = Timeline(engines.most_engines(model))
     begun = time.monotonic()
     total = request.steps + request.warm_up
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -144,6 +146,7 @@ def _simulate_one(
             warm_up=request.warm_up,
             timeline=timeline,
             progress=progress,
+            engines=engines,
         )
     picture = out / f"{''.join(c if c.isalnum() or c in '-_' else '-' for c in candidate.name)}.svg"
     picture.write_text(timeline.svg(f"{candidate.name} on cluster {name}, simulated"), encoding="utf-8")

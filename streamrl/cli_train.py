@@ -88,7 +88,7 @@ class _Run:
         by_hand = [process.name for process in processes if not process.local]
         if by_hand:
             self._report.line(f"waiting for {', '.join(by_hand)}: start them with `streamrl serve`")
-        names = ", ".join(process.name for process in processes if process.local)
+        names = ", ".join(process.name for process in processes if process.local and not process.resting)
         while not self._started.is_set():
             self._report(StartProgress(process=names, state="starting", seconds=time.monotonic() - began))
             with anyio.move_on_after(1):

@@ -7,8 +7,6 @@ stream              from -> to               item                bounded by
 ``completions``     engine -> controller     ``EngineEvent``     slots
 ``batches``         controller -> rank       ``TrainingOrder``   one batch in flight
 ``reports``         rank -> controller       ``TrainingEvent``   one per order
-``orders``          controller -> worker     ``RewardOrder``     slots
-``results``         worker -> controller     ``RewardResult``    slots
 ``steps``           controller -> parent     ``RunEvent``        steps
 ==================  =======================  ==================  =====================
 """
@@ -20,11 +18,8 @@ from enum import StrEnum
 from streamrl.types import (
     Completion,
     Record,
-    RewardFailure,
-    ScoredTrajectory,
     TokenArray,
     TrainingGroup,
-    Trajectory,
 )
 
 
@@ -73,7 +68,8 @@ class PauseMode(StrEnum):
 
 class Generate(Message, frozen=True):
     """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
-    the same completion (a resumed trajectory): they count against ``max_tokens`` already."""
+    the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
+    sampled with this seed by other weights: what of them these weights choose, too, need not be decoded."""
 
     request_id: str
     token_ids: TokenArray
@@ -82,6 +78,7 @@ class Generate(Message, frozen=True):
     temperature: float
     top_p: float = 1.0
     prefix_length: int = 0
+    kept: int = 0
 
 
 class Abort(Message, frozen=True):
@@ -100,6 +97,20 @@ class Pause(Message, frozen=True):
 
 class Resume(Message, frozen=True):
     """Go on sampling after a pause."""
+
+    order_id: int
+
+
+class Sleep(Message, frozen=True):
+    """Give the device's memory back until ``Wake``: the engine's set is not in use. ``level``: vLLM's; 1 keeps the
+    weights in host memory, 2 drops them."""
+
+    order_id: int
+    level: int
+
+
+class Wake(Message, frozen=True):
+    """Take the device's memory again. The live version must be committed before anything is sampled."""
 
     order_id: int
 
@@ -124,7 +135,7 @@ class ComputeChecksums(Message, frozen=True):
     order_id: int
 
 
-EngineOrder = Generate | Abort | Pause | Resume | StageWeights | CommitWeights | ComputeChecksums
+EngineOrder = Generate | Abort | Pause | Resume | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
 
 
 # ---- engine -> controller ------------------------------------------------------------------------
@@ -294,35 +305,6 @@ class CheckpointSaved(Message, frozen=True):
 
 
 TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
-
-
-# ---- controller <-> reward worker ----------------------------------------------------------------
-
-
-class ScoreGroup(Message, frozen=True):
-    """Score these trajectories; more than one where a function scores whole groups."""
-
-    order_id: int
-    trajectories: tuple[Trajectory, ...]
-
-
-RewardOrder = ScoreGroup
-
-
-class RewardWorkerReady(Message, frozen=True):
-    """First message of a reward worker (again after a restart)."""
-
-    worker: int
-
-
-class GroupScored(Message, frozen=True):
-    """One outcome for each trajectory of the order, in the same order."""
-
-    order_id: int
-    outcomes: tuple[ScoredTrajectory | RewardFailure, ...]
-
-
-RewardResult = RewardWorkerReady | GroupScored
 
 
 # ---- controller -> supervisor, and to observers ---------------------------------------------------

@@ -32,8 +32,8 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -43,16 +43,19 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.reward_changes import RewardsChanged
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.supervisor_orders import ParentMessage
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.model_facts import read_model_facts
 from streamrl.config.recipe import Recipe, ReleaseKind
-from streamrl.config.topology import Topology
+from streamrl.config.topology import Topology, prepared_sets
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.checkpoints import CheckpointKeeper
 from streamrl.control.control_file import read_control_file
 from streamrl.control.controller import Controller
-from streamrl.control.engine_release import EngineRelease, EngineSizes
+from streamrl.control.engine_release import EngineRelease, engine_sizes
+from streamrl.control.engine_switch import SWITCH, engine_switch
 from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
@@ -62,17 +65,15 @@ from streamrl.control.settings import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.control.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.control.weight_audit import WeightAudit
-from streamrl.engines.engine_options import CPU_BLOCK_TOKENS
+from streamrl.control.weight_canary import WeightCanary
+from streamrl.engines.engine_options import CPU_BLOCK_TOKENS, expected_room
 from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.engine_seat import EngineSeat, SeatedEngines
+from streamrl.engines.engine_seat import EngineSeat, SeatedEngines, seated_engines
 from streamrl.engines.pool_service import PoolService
-from streamrl.errors import StreamRLError
 from streamrl.learning.durable_files import surviving
 from streamrl.messages import (
     EngineReady,
     EvaluationFinished,
-    RewardOrder,
-    RewardResult,
     RunEvent,
     RunFinished,
     RunStarted,
@@ -82,10 +83,11 @@ from streamrl.messages import (
 )
 from streamrl.observe.reporter import Reporter
 from streamrl.observe.sinks import JsonlSink, PublishSink
-from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.processes.reward_workers import change_rewards, open_worker, reward_settings
 from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
+from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.prompts import open_prompts
-from streamrl.stages.reward import RewardSettings, RewardStage, WorkerStreams, next_ready
+from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.tokenizer import Tokenizer, load_tokenizer, refuse_different_tokenizers
 from streamrl.types import Prompt
@@ -94,7 +96,7 @@ MOST_HELD_OUT = 10_000
 
 T = TypeVar("T")
 Ends = tuple[SendStream[T], ReceiveStream[T]]
-Emit = Callable[[RunEvent], Awaitable[None]]
+Emit = Callable[[RunEvent | RewardsChanged], Awaitable[None]]
 
 
 async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path) -> None:
@@ -110,7 +112,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
         reporter = Reporter([JsonlSink(run_directory / "metrics.jsonl"), socket])
         streams.callback(reporter.close)
 
-        async def emit(event: RunEvent) -> None:
+        async def emit(event: RunEvent | RewardsChanged) -> None:
             _report(event, reporter)
             await steps.send(event)
 
@@ -118,8 +120,12 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
         async with anyio.create_task_group() as nursery:
             for seat in seats.values():
                 nursery.start_soon(seat.run)
-            pool = EnginePool([await seat.open() for seat in seats.values()])
+            first, *others = (one.engines for one in prepared_sets(recipe))
+            absent = [name for engines in others for name in engines]
+            began = anyio.current_time()
+            pool = EnginePool([await seats[name].open() for name in first], absent=absent, by=SWITCH)
             ready = await pool.start()
+            start_s = anyio.current_time() - began
             greetings = await trainer.ready()
             tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
@@ -136,11 +142,13 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 )
             )
             version = greetings[0].policy_version
-            hosts = SeatedEngines(seats, pool, steps.send)
-            parts = _Parts(tokenizer, pool, hosts, trainer, ready, greetings[0].parameters, emit)
+            hosts = seated_engines(recipe, seats, pool, steps.send)
+            rooms = expected_room(recipe, ready.kv_tokens // recipe.engines.count)
+            parts = _Parts(tokenizer, pool, hosts, trainer, ready, start_s, rooms, greetings[0].parameters, emit)
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
             await pool.aclose()
+            await hosts.aclose()
             for seat in seats.values():
                 seat.retire()
 
@@ -153,6 +161,8 @@ class _Parts(msgspec.Struct, frozen=True):
     hosts: SeatedEngines
     trainer: TrainerRanks
     ready: EngineReady
+    start_s: float
+    rooms: dict[str, int]
     parameters: int
     emit: Emit
 
@@ -163,29 +173,24 @@ async def _run_stages(
     """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
     held_out = await _held_out(recipe, parts)
     reward = RewardStage(
-        await _reward_settings(recipe),
-        [partial(_open_worker, topology, index) for index in range(recipe.reward_limits.workers)],
+        await reward_settings(recipe),
+        [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)],
     )
     rollout = RolloutStage(
         parts.pool,
         max_tokens=recipe.sampling.max_tokens,
         temperature=recipe.sampling.temperature,
         top_p=recipe.sampling.top_p,
+        verifies_losers=recipe.tail_batching.verifies,
     )
     resumed = recipe.checkpoint.resume_from
     kept = await anyio.to_thread.run_sync(read_control_file, surviving(Path(resumed))) if resumed else None
     settings = control_settings(recipe)
     log = EventLog(run_directory / "events.jsonl", run_directory.name, settings)
-    prompts = open_prompts(
-        recipe.prompts.train,
-        parts.tokenizer,
-        seed=recipe.run.seed,
-        shuffle=recipe.prompts.shuffle,
-        max_tokens=None,
-        start=kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch,
-    )
-    # Whoever frees engines late in a round readmits them itself: those runs end with a tainted engine, as ever.
-    service = PoolService(parts.pool) if recipe.engines.release is ReleaseKind.NEVER else None
+    drawn = kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch
+    source, shuffle = recipe.prompts.train, recipe.prompts.shuffle
+    prompts = open_prompts(source, parts.tokenizer, seed=recipe.run.seed, shuffle=shuffle, max_tokens=None, start=drawn)
+    service = _service(recipe, parts.pool)
     publisher = WeightPublisher(
         list(parts.pool.attached.values()),
         parts.trainer.publish_anchor,
@@ -194,11 +199,12 @@ async def _run_stages(
         on_hold=rollout.stand_still,
         service=service,
         patience_s=recipe.weights.engine_patience_s,
+        canary=await anyio.to_thread.run_sync(_canary, recipe),
     )
     keeper = CheckpointKeeper(parts.trainer, run_directory / "checkpoints", recipe.checkpoint, forget=_remove_directory)
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(parts.pool.attached, run_directory / "audits.jsonl", recipe.weights.audit_interval)
-    report = _run_report(recipe, run_directory, parts, rollout)
+    report = _run_report(recipe, run_directory, parts, rollout, reward)
     controller = Controller(
         settings,
         prompts=prompts,
@@ -215,6 +221,7 @@ async def _run_stages(
         alarms=Alarms(alarm_rules(recipe.off_policy.alarm)),
         load=parts.pool.load,
         release=_release(recipe, parts, publisher),
+        switch=engine_switch(recipe, parts.pool, parts.rooms, publisher, parts.hosts, parts.start_s),
         start_version=start_version,
         kept=kept,
     )
@@ -230,6 +237,8 @@ async def _run_stages(
                 stages.start_soon(service.run)
             stages.start_soon(rollout.run, orders_ends[1], trajectories_ends[0])
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
+            attached = AttachedRewards(recipe, reward, controller.rewards_attached, parts.emit)
+            stages.start_soon(change_rewards, topology, attached)
             reason = await controller.run(orders_ends[0], scored_ends[1])
             await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
@@ -239,7 +248,9 @@ async def _run_stages(
         await prompts.aclose()
 
 
-def _run_report(recipe: Recipe, run_directory: Path, parts: _Parts, rollout: RolloutStage) -> RunReport:
+def _run_report(
+    recipe: Recipe, run_directory: Path, parts: _Parts, rollout: RolloutStage, reward: RewardStage
+) -> RunReport:
     """What the run tells observers and the trace. Whatever the rounds, engines are measured against one capacity."""
     capacity = min(parts.ready.max_running, recipe.rollout.batch_trajectories)
     header = trace_header(
@@ -252,7 +263,26 @@ def _run_report(recipe: Recipe, run_directory: Path, parts: _Parts, rollout: Rol
         parameters=parts.parameters,
     )
     trace = TrajectoryTrace(run_directory / "trace.jsonl", header)
-    return RunReport(parts.emit, rollout.statistics, capacity, engines=recipe.engines.count, trace=trace)
+    return RunReport(
+        parts.emit,
+        rollout.statistics,
+        capacity,
+        engines=recipe.engines.count,
+        rewards_in_flight=lambda: reward.in_flight,
+        trace=trace,
+    )
+
+
+def _canary(recipe: Recipe) -> WeightCanary | None:
+    if not recipe.weights.canary:
+        return None
+    return WeightCanary(max(1, min(256, read_model_facts(Path(recipe.model.path)).vocabulary)))
+
+
+def _service(recipe: Recipe, pool: EnginePool) -> PoolService | None:
+    """Whoever frees or changes engines readmits them itself: those runs end with a tainted engine, as ever."""
+    stay = recipe.engines.release is ReleaseKind.NEVER and not recipe.engines.sets
+    return PoolService(pool) if stay else None
 
 
 def _release(recipe: Recipe, parts: _Parts, publisher: WeightPublisher) -> EngineRelease | None:
@@ -260,19 +290,10 @@ def _release(recipe: Recipe, parts: _Parts, publisher: WeightPublisher) -> Engin
     engines = recipe.engines
     if engines.release is ReleaseKind.NEVER:
         return None
-    if not parts.ready.kv_tokens:
-        raise StreamRLError(
-            f'engines.release = "{engines.release}" must know how many tokens a KV cache holds, and these engines do '
-            'not say it: set release = "never"'
-        )
     return EngineRelease(
         parts.pool,
-        EngineSizes(
-            kv_tokens=parts.ready.kv_tokens // engines.count,
-            max_running=engines.max_running,
-            cap=recipe.sampling.max_tokens,
-            block_tokens=CPU_BLOCK_TOKENS,  # vLLM's are smaller on a GPU: there it is the more careful figure
-        ),
+        # vLLM's blocks are smaller on a GPU: there these are the more careful figure.
+        engine_sizes(recipe, parts.ready.kv_tokens // engines.count, CPU_BLOCK_TOKENS),
         publisher=publisher,
         share_cores=parts.trainer.engines_freed,
         hosts=parts.hosts if engines.release is ReleaseKind.STOP else None,
@@ -284,7 +305,7 @@ def _release(recipe: Recipe, parts: _Parts, publisher: WeightPublisher) -> Engin
 
 
 def _seats(recipe: Recipe, topology: Topology) -> dict[str, EngineSeat]:
-    names = [f"engine-{index}" for index in range(recipe.engines.count)]
+    names = [name for one in prepared_sets(recipe) for name in one.engines]
     return {n: EngineSeat(n, topology.endpoint(n, "orders"), topology.endpoint(n, "completions")) for n in names}
 
 
@@ -299,18 +320,6 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
         zmq_receiver(TrainingEvent, topology.endpoint(name, "reports"), bind=True, name=f"{name}.reports")
     )
     return batches, reports
-
-
-@asynccontextmanager
-async def _open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStreams]:
-    """Streams to reward worker ``index`` or to its successor, once it said that it is ready."""
-    name = f"reward-{index}"
-    async with (
-        zmq_sender(RewardOrder, topology.endpoint(name, "orders"), bind=True, name=f"{name}.orders") as orders,
-        zmq_receiver(RewardResult, topology.endpoint(name, "results"), bind=True, name=f"{name}.results") as results,
-    ):
-        await next_ready(results)
-        yield orders, results
 
 
 async def _stop_on_sigterm(controller: Controller) -> None:
@@ -373,17 +382,7 @@ async def _held_out(recipe: Recipe, parts: _Parts) -> HeldOut:
     )
 
 
-async def _reward_settings(recipe: Recipe) -> RewardSettings:
-    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, [r.function for r in recipe.rewards])
-    return RewardSettings(
-        functions="+".join(r.name for r in recipe.rewards),
-        per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
-        time_limit_s=max(r.time_limit_s for r in recipe.rewards),
-        concurrency=recipe.reward_limits.concurrency,
-    )
-
-
-def _report(event: RunEvent, reporter: Reporter) -> None:
+def _report(event: RunEvent | RewardsChanged, reporter: Reporter) -> None:
     match event:
         case StepFinished():
             reporter.step(event.step, event.policy_version, event.metrics)

@@ -18,6 +18,7 @@ from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_mo
 from streamrl.config.recipe import Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.config.rules import broken_rules
 from streamrl.config.topology import RENDEZVOUS, plan_topology
+from streamrl.engines.engine_devices import device_problems
 from streamrl.engines.engine_options import installed_device, max_context, model_config
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.learning.durable_files import read_digests, surviving
@@ -30,7 +31,7 @@ from streamrl.machine_check import (
 )
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.stages.prompts import check_prompts, is_file
+from streamrl.stages.prompts import check_prompts, missing_source
 from streamrl.tokenizer import Tokenizer, load_tokenizer
 
 USER_CODE_TIMEOUT_S = 60.0
@@ -55,6 +56,7 @@ def preflight(recipe: Recipe) -> None:
     problems += _installation(recipe)
     problems += _ports(recipe)
     problems += _memory(recipe, model)
+    problems += _engine_sets(recipe, model)
     problems += _run_directory(Path(recipe.run.directory))
     problems += _checkpoint(recipe)
     if problems:
@@ -81,7 +83,7 @@ def check_model(recipe: Recipe) -> CheckedModel:
 
 
 def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
-    inspections = inspect_in_subprocess([reward.function for reward in recipe.rewards], USER_CODE_TIMEOUT_S)
+    inspections = inspect_in_subprocess(recipe.rewards, USER_CODE_TIMEOUT_S)
     for index, inspection in enumerate(inspections):
         yield from (f"rewards.{index}.function: {problem}" for problem in inspection.problems)
     columns = needed_columns([found.signature for found in inspections if found.signature is not None])
@@ -95,17 +97,8 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator
     for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
         if not spec:
             continue
-        problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else _file_problems(spec)
+        problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
-
-
-def _file_problems(spec: str) -> list[str]:
-    """What can be said of a prompt source while there is no tokenizer to read it with."""
-    try:
-        missing = is_file(spec) and not Path(spec).is_file()
-    except RecipeError as error:
-        return error.problems
-    return [f"prompts {spec} is not a file: correct the path"] if missing else []
 
 
 def _installation(recipe: Recipe) -> Iterator[str]:
@@ -171,6 +164,11 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
             "engines.max_running, training.micro_batch_tokens or training.ranks, or take a smaller model"
         )
+
+
+def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
+    if model is not None:
+        yield from device_problems(recipe, model_config(recipe.model.path), device=installed_device())
 
 
 def _run_directory(directory: Path) -> Iterator[str]:

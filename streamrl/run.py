@@ -18,16 +18,18 @@ from typing import Self
 import anyio
 import anyio.to_thread
 
+from streamrl.comm.reward_changes import RewardsChanged
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.supervisor_orders import ParentMessage, StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import Recipe
-from streamrl.config.topology import plan_topology
+from streamrl.config.topology import plan_topology, rewards_endpoint
 from streamrl.errors import ProcessDied, StreamBroken
 from streamrl.messages import RunEvent, RunFinished, RunProgress, StepFinished
 from streamrl.preflight import preflight
 from streamrl.processes.supervisor import Supervisor
+from streamrl.rewards.attachments import RewardAttachments
 
 PROGRESS_BACKLOG = 1000
 """Events that a slow reader may leave unread before progress is dropped; steps never are."""
@@ -43,10 +45,12 @@ class Pipeline:
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
         self._ended = anyio.Event()
+        self._rewards = RewardAttachments()
         self._open = AsyncExitStack()
         self._watching = anyio.CancelScope()
         self._receiving = anyio.CancelScope()
         self._obeying = anyio.CancelScope()
+        self._changing = anyio.CancelScope()
 
     async def __aenter__(self) -> Self:
         await anyio.to_thread.run_sync(preflight, self.recipe)
@@ -70,6 +74,7 @@ class Pipeline:
             tasks.start_soon(self._watch)
             tasks.start_soon(self._receive, steps)
             tasks.start_soon(self._obey)
+            tasks.start_soon(self._change_rewards, rewards_endpoint(topology))
             self._open = entered.pop_all()
         return self
 
@@ -84,7 +89,14 @@ class Pipeline:
         self._watching.cancel()
         self._receiving.cancel()
         self._obeying.cancel()
+        self._changing.cancel()
+        self._rewards.close()
         await self._open.__aexit__(None, None, None)
+
+    @property
+    def rewards(self) -> RewardAttachments:
+        """Attach, replace or detach rewards while the run goes on."""
+        return self._rewards
 
     def drain(self) -> None:
         """Ask the run to finish what is closed, save, and end. The iteration goes on until it did."""
@@ -114,6 +126,7 @@ class Pipeline:
                 self._failure = died
                 await self._supervisor.kill()
         self._ended.set()
+        self._rewards.close()
         self._give.close()
 
     async def _receive(self, steps: ReceiveStream[ParentMessage]) -> None:
@@ -123,11 +136,18 @@ class Pipeline:
                     if isinstance(event, StopEngine | StartEngine):
                         await self._order.send(event)
                         continue
+                    if isinstance(event, RewardsChanged):
+                        self._rewards.answered(event)
+                        continue
                     backlog = self._give.statistics().current_buffer_used
                     if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
                         await self._give.send(event)
             except (StreamBroken, anyio.ClosedResourceError):
                 return  # the controller is gone, and the supervisor says why
+
+    async def _change_rewards(self, endpoint: str) -> None:
+        with self._changing:
+            await self._rewards.run(endpoint)
 
     async def _obey(self) -> None:
         """One after the other: an engine is started again only when its last host and all it started are gone."""

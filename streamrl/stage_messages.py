@@ -1,12 +1,23 @@
-"""What travels between control, rollout and reward inside the controller: control -> rollout -> reward -> control.
+"""What travels between control, rollout and reward inside the controller: control -> rollout -> reward -> control; and
+between the reward stage and its workers: ``RewardOrder`` there, ``RewardResult`` back.
 
 Every trajectory that is launched comes back exactly once: scored, failed, or lost.
 """
 
 from __future__ import annotations
 
+from streamrl.config.rewards import Reward
 from streamrl.messages import Message
-from streamrl.types import Prompt, Record, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.types import (
+    Prompt,
+    Record,
+    RewardCall,
+    RewardFailure,
+    RewardFailureKind,
+    ScoredTrajectory,
+    Trajectory,
+    TrajectoryId,
+)
 
 
 class LaunchTrajectory(Message, frozen=True):
@@ -71,9 +82,10 @@ RolloutOutcome = FinishedTrajectory | TrajectoryLost | TrajectoryHeld
 
 
 class Scored(Message, frozen=True):
-    """The outcome of one trajectory, on its way back to control."""
+    """The outcome of one trajectory, on its way back to control. ``reward_s``: since it reached the reward stage."""
 
     outcome: ScoredTrajectory | RewardFailure
+    reward_s: float = 0.0
 
 
 RewardOutcome = Scored | TrajectoryLost | TrajectoryHeld
@@ -82,10 +94,93 @@ EndedOutcome = Scored | TrajectoryLost
 
 
 class RolloutStatistics(Record, frozen=True):
-    """``busy_seconds``: integral of running trajectories over time, for the bubble ratio."""
+    """``busy_seconds``: integral of running trajectories over time, for the bubble ratio. ``verified_tokens``: of
+    losers, that were kept; ``accepted_tokens`` of them the new weights chose, too, and they were not decoded again."""
 
     launched: int
     finished: int
     running: int
     busy_seconds: float
     generated_tokens: int
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+# ---- reward stage <-> reward worker --------------------------------------------------------------
+
+
+class ScoreGroup(Record, frozen=True):
+    """Score these trajectories; more than one where a function scores whole groups. ``reward_version``: which set of
+    functions does it. ``rank``: of several that wait, the smallest goes first. Logprobs stay behind: no reward reads
+    them."""
+
+    order_id: int
+    trajectories: tuple[Trajectory, ...]
+    reward_version: int = 0
+    rank: int = 0
+
+
+class ScoreGroups(Message, frozen=True):
+    """What has come together since the last message. Each group is answered when it is scored."""
+
+    groups: tuple[ScoreGroup, ...]
+
+
+class LoadRewardSet(Message, frozen=True):
+    """Load a set of functions beside the ones that are there. Orders of an older version may still be on their way."""
+
+    reward_version: int
+    rewards: tuple[Reward, ...]
+
+
+class CloseRewardSet(Message, frozen=True):
+    """No more orders of this version will come: end it once those that came are answered."""
+
+    reward_version: int
+
+
+RewardOrder = ScoreGroups | LoadRewardSet | CloseRewardSet
+
+
+class RewardWorkerReady(Message, frozen=True):
+    """First message of a reward worker (again after a restart)."""
+
+    worker: int
+
+
+class SampleReward(Record, frozen=True):
+    """The reward of one trajectory, which the stage still has; or ``kind``: it failed (see ``RewardFailure``)."""
+
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    seconds: float = 0.0
+    calls: tuple[RewardCall, ...] = ()
+    kind: RewardFailureKind | None = None
+    function: str = ""
+    message: str = ""
+    policy: str = ""
+    separate: dict[str, tuple[float, float]] = {}
+
+
+class GroupScored(Record, frozen=True):
+    """One reward or failure for each trajectory of the order, in the same order."""
+
+    order_id: int
+    rewards: tuple[SampleReward, ...]
+
+
+class GroupsScored(Message, frozen=True):
+    """What was scored since the last message."""
+
+    groups: tuple[GroupScored, ...]
+
+
+class RewardSetLoaded(Message, frozen=True):
+    """Answer to ``LoadRewardSet``. ``problems``: why it cannot be used; it is as if it had never come."""
+
+    reward_version: int
+    per_group: bool = False
+    problems: tuple[str, ...] = ()
+
+
+RewardResult = RewardWorkerReady | GroupsScored | RewardSetLoaded

@@ -139,15 +139,6 @@ class Trajectory(Record, frozen=True):
         return max((v.policy_version for s in self.segments for v in s.version_spans), default=0)
 
 
-class ScoredTrajectory(Record, frozen=True, tag=True):
-    """A trajectory with the reward that the user's functions returned for it."""
-
-    trajectory: Trajectory
-    reward: float
-    reward_parts: dict[str, float] = {}
-    reward_seconds: float = 0.0
-
-
 class RewardFailureKind(StrEnum):
     """How a reward could not be had. A failure is absent from training; it never becomes a 0."""
 
@@ -157,14 +148,46 @@ class RewardFailureKind(StrEnum):
     WRONG_TYPE = "wrong_type"
 
 
+class RewardCall(Record, frozen=True):
+    """What one reward function did with one sample. ``value`` None: not applicable, or ``failure`` says what happened.
+    ``waited_s``: from when the call was asked for to when it began; ``limit_s``: the time that it had,
+    ``adapted``: which was learnt from calls before."""
+
+    function: str
+    seconds: float
+    waited_s: float = 0.0
+    limit_s: float = 0.0
+    adapted: bool = False
+    value: float | None = None
+    failure: RewardFailureKind | None = None
+
+
+class ScoredTrajectory(Record, frozen=True, tag=True):
+    """A trajectory with the reward that the user's functions returned for it. ``reward_parts``: by function, and by
+    ``function.part`` where one returned named parts. ``separate_rewards``: weight and value of each, where each is
+    compared with its siblings' alone. ``reward_version``: of the set of functions that scored it."""
+
+    trajectory: Trajectory
+    reward: float
+    reward_parts: dict[str, float] = {}
+    reward_seconds: float = 0.0
+    calls: tuple[RewardCall, ...] = ()
+    reward_version: int = 0
+    separate_rewards: dict[str, tuple[float, float]] = {}
+
+
 class RewardFailure(Record, frozen=True, tag=True):
-    """A trajectory whose reward could not be computed, with the reason."""
+    """A trajectory whose reward could not be computed, with the reason. ``policy``: what the recipe wants then
+    (``drop_sample``, ``drop_group`` or ``stop``)."""
 
     trajectory: Trajectory
     function: str
     kind: RewardFailureKind
     message: str
     reward_seconds: float = 0.0
+    calls: tuple[RewardCall, ...] = ()
+    reward_version: int = 0
+    policy: str = "drop_sample"
 
 
 class TrainingSample(Record, frozen=True):
@@ -172,7 +195,8 @@ class TrainingSample(Record, frozen=True):
 
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
     ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and
-    ``newest_version`` bound the policy versions of its trained tokens.
+    ``newest_version`` bound the policy versions of its trained tokens. ``separate_rewards``: weight and value of each
+    reward that is compared alone; empty: ``reward`` is compared.
     """
 
     id: TrajectoryId
@@ -183,6 +207,7 @@ class TrainingSample(Record, frozen=True):
     oldest_version: int
     newest_version: int
     truncated: bool = False
+    separate_rewards: dict[str, tuple[float, float]] = {}
 
     @property
     def trained_tokens(self) -> int:
@@ -218,4 +243,5 @@ def to_training_sample(scored: ScoredTrajectory) -> TrainingSample:
         oldest_version=trajectory.oldest_version,
         newest_version=trajectory.newest_version,
         truncated=trajectory.finish_reason is FinishReason.LENGTH,
+        separate_rewards=scored.separate_rewards,
     )

@@ -42,12 +42,19 @@ ARROWS: dict[str, set[str]] = {
 MAY_IMPORT_EVERYTHING = {"pipeline", "run", "preflight", "cli", "__main__", "processes", "machine_check"}
 # What runs inside of vLLM's own processes.
 WORKER_SIDE = tuple(f"streamrl/engines/{name}" for name in ("vllm_", "weight_receiver", "load_plan", "live_weights"))
+# In a reward's own process, once the first completion comes.
+REWARD_MODEL = "streamrl/rewards/builtin/reward_model.py"
 CONFINED = {
     "zmq": ("streamrl/comm/",),
     "vllm": WORKER_SIDE,
-    "torch": ("streamrl/learning/", *WORKER_SIDE),
-    # One file imports it, without the compiler that it brings along otherwise.
-    "transformers": ("streamrl/learning/hugging_face.py",),
+    "torch": ("streamrl/learning/", *WORKER_SIDE, REWARD_MODEL),
+    # For training one file imports it, without the compiler that it brings along otherwise.
+    "transformers": ("streamrl/learning/hugging_face.py", REWARD_MODEL),
+    # Extras of their own: who does not ask for them starts without.
+    "httpx": ("streamrl/rewards/builtin/judge_",),
+    "reasoning_gym": (),
+    "math_verify": (),
+    "pyarrow": ("streamrl/stages/prompt_tables.py",),
 }
 FORBIDDEN_FILE_NAME = re.compile(r"(^|_)(utils?|helpers?|managers?|handlers?|misc|common|base|core)(_|$)|^process_")
 NAMES_ALLOWED = {"process_group", "process_watch"}  # the noun: torch's process group, the watch over processes

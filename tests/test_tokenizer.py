@@ -18,8 +18,7 @@ from streamrl.engines.simulated_engine import InstantClock, LengthMixture, Simul
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.messages import PauseMode
 from streamrl.rewards import load_reward
-from streamrl.rewards.calls import CallRunner
-from streamrl.rewards.scoring import GroupScorer, WeightedReward
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.stage_messages import LaunchTrajectory
 from streamrl.stages.prompt_rows import BadRow, read_prompt
 from streamrl.stages.rollout import RolloutStage
@@ -305,19 +304,22 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
     ids = [token for completion in engine.sampled for token in completion.token_ids]
     file = tmp_path / "reward.py"
     file.write_text("texts = []\ndef reward(completion):\n    texts.append(completion)\n    return 1.0\n")
-    reward = WeightedReward(function=load_reward(f"{file}:reward"), recipe=Reward(function=f"{file}:reward"))
+    reward = Reward(function=f"{file}:reward", trusted=True)
     async with asyncio.TaskGroup() as tasks:
-        [scored] = await GroupScorer([reward], tokenizer, CallRunner(tasks, 1)).score([finished.trajectory])
+        rewards = RewardSet(RewardsOf(version=0, rewards=(reward,)), tokenizer, tasks)
+        await rewards.open()
+        [scored] = await rewards.score([finished.trajectory])
     assert isinstance(scored, ScoredTrajectory)
     sample = to_training_sample(scored)
     assert sample.token_ids == prompt.token_ids + token_array(ids)
-    [text] = reward.function.call.__globals__["texts"]  # type: ignore[attr-defined]
+    [text] = load_reward(reward).call.__globals__["texts"]  # type: ignore[attr-defined]
     assert tokenizer.encode(text)[1:] != token_array(ids)
     assert tokenizer.encode(tokenizer.decode(token_array([a, b])))[1:] != token_array([a, b])
 
 
 def test_text_is_tokenised_in_one_place() -> None:
-    """Only rows become ids: nothing that was sampled goes through a tokenizer again."""
+    """Only rows become ids, texts of a file that ``streamrl reward test`` reads, and what a reward model of its own
+    vocabulary reads: nothing that was sampled and is trained goes through a tokenizer again."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -327,4 +329,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    assert found == {"stages/prompt_rows.py", "tokenizer.py"}
+    apart = {"cli_reward_completions.py", "rewards/builtin/reward_model.py"}
+    assert found == {"stages/prompt_rows.py", "tokenizer.py"} | apart

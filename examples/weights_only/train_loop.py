@@ -38,10 +38,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.engines.vllm_server import SERVER_OPTIONS, VllmServer, server_environment
-from streamrl.engines.vllm_weights import announcement_of, push
+from streamrl.comm.weights import (
+    SERVER_OPTIONS,
+    ShardSpec,
+    VllmServer,
+    WeightPublisher,
+    announcement_of,
+    push,
+    server_environment,
+)
 
 SORT = Path(__file__).resolve().parents[1] / "sort"
 STEPS_BETWEEN_PUSHES = 5
@@ -66,6 +71,7 @@ class Trainer:
 
     def __init__(self, directory: Path, learning_rate: float = 1e-3) -> None:
         torch.manual_seed(0)
+        self.directory = directory
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -113,7 +119,13 @@ async def train_and_push(trainer: Trainer, address: str, endpoint: str, pushes: 
     """Publish version 0, then train and push ``pushes`` times. ``endpoint``: where the server's workers pull from."""
     server = VllmServer(address)
     prompt = trainer.tokenizer.encode("3908:").ids
-    publisher = WeightPublisher(endpoint, run_id=f"loop-{os.getpid()}", rank=0, shards=trainer.shards())
+    publisher = WeightPublisher(
+        endpoint,
+        run_id=f"loop-{os.getpid()}",
+        rank=0,
+        shards=trainer.shards(),
+        checkpoint=trainer.directory,  # the server has loaded it too: version 0 is the same, and nothing is sent
+    )
     publisher.start()
     try:
         for version in range(pushes + 1):
@@ -126,7 +138,7 @@ async def train_and_push(trainer: Trainer, address: str, endpoint: str, pushes: 
             yield PushReport(
                 version=version,
                 changed_elements=published.source.changed_elements,
-                payload_bytes=published.source.payload_bytes,
+                payload_bytes=done.payload_bytes,
                 commit_seconds=done.seconds,
                 sampled=await asyncio.to_thread(ask, address, prompt, ANSWER_TOKENS),
                 expected=trainer.greedy(prompt, ANSWER_TOKENS),

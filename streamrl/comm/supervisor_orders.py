@@ -1,7 +1,9 @@
-"""What the controller orders of the supervisor, whose the processes are: on the stream ``steps``, among the events."""
+"""What the controller orders of the supervisor, whose the processes are, and answers to whoever changes rewards: on the
+stream ``steps``, among the events."""
 
 from __future__ import annotations
 
+from streamrl.comm.reward_changes import RewardsChanged
 from streamrl.messages import Message, RunEvent
 
 
@@ -20,4 +22,4 @@ class StartEngine(Message, frozen=True):
 
 
 SupervisorOrder = StopEngine | StartEngine
-ParentMessage = RunEvent | SupervisorOrder
+ParentMessage = RunEvent | SupervisorOrder | RewardsChanged

@@ -12,12 +12,13 @@ from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
 from streamrl.config.recipe import OptimizerKind, Recipe
 from streamrl.config.scheduling import InFlight, StalePolicy
-from streamrl.config.topology import Role, Topology
+from streamrl.config.topology import PreparedSet, ProcessPlan, Role, Topology, prepared_sets
 
 MIB = 1 << 20
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
 # processes (owner 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
 ENGINE_BASE_BYTES = 1350 * MIB
+ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights and KV
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
@@ -122,17 +123,24 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int) -> MemoryEs
     """Host memory of a CPU run with ``context`` tokens a request, process by process.
 
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
+    Of several sets of engines, of which one is awake, those of the largest count.
     """
     ranks = recipe.training.ranks
-    cache = min(recipe.engines.max_running * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
-    engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
-    engine += max(cache, context * facts.key_value_bytes)
+    engines = max((_engine_bytes(one, facts, context) for one in prepared_sets(recipe)), key=lambda e: sum(e.values()))
     trainer = TRAINER_BASE_BYTES + _activation_bytes(recipe, facts, context) + _weight_bytes(recipe, facts)
     by_process = {"controller": CONTROLLER_BYTES}
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
-    by_process |= {f"engine-{i}": engine for i in range(recipe.engines.count)}
+    by_process |= engines
     by_process |= {f"trainer-{i}": trainer for i in range(ranks)}
     return MemoryEstimate(by_process=by_process)
+
+
+def _engine_bytes(one: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
+    """Of each engine of a set; workers share weights and cache."""
+    cache = min(one.max_running * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * one.tensor_parallel)
+    engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
+    engine += max(cache, context * facts.key_value_bytes) + (one.tensor_parallel - 1) * ENGINE_WORKER_BYTES
+    return dict.fromkeys(one.engines, engine)
 
 
 def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
@@ -183,6 +191,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe, counts)}",
         f"run         {counts.steps} steps x {counts.trajectories} = {counts.run_trajectories:,} trajectories trained",
+        *_set_lines(recipe),
         (
             f"slots       {counts.slots} trajectories in flight at most, {counts.tokens_in_flight:,} tokens; "
             f"{recipe.engines.count} x {recipe.engines.max_running} = {counts.running_capacity} run at once"
@@ -195,6 +204,22 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     if facts is not None:
         lines.append(f"memory      {_memory_text(recipe, facts, counts)}")
     return lines
+
+
+def _set_lines(recipe: Recipe) -> list[str]:
+    """What serves, where several sets of engines are prepared."""
+    first, *others = prepared_sets(recipe)
+    if not others:
+        return []
+    texts = []
+    for one in (first, *others):
+        always = f" ({', '.join(one.rounds)} rounds)" if one.rounds else ""
+        texts.append(f"{_number(one.count, 'engine')} x {_number(one.tensor_parallel, 'worker')}{always}")
+    return [f"engines     {texts[0]} at the start; instead of them, when it pays: {'; '.join(texts[1:])}"]
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _training_text(recipe: Recipe, counts: BatchArithmetic) -> str:
@@ -238,7 +263,8 @@ def _checkpoint_text(recipe: Recipe) -> str:
 
 def _memory_text(recipe: Recipe, facts: ModelFacts, counts: BatchArithmetic) -> str:
     estimate = estimate_memory(recipe, facts, counts.longest_trajectory_tokens)
-    engine, trainer = estimate.by_process["engine-0"], estimate.by_process["trainer-0"]
+    engine = max(size for name, size in estimate.by_process.items() if name.startswith("engine-"))
+    trainer = estimate.by_process["trainer-0"]
     extra = ", with a reference model" if objective_settings(recipe.objective).has_reference else ""
     return (
         f"about {gib(estimate.total)} on a CPU host ({gib(engine)} an engine, {gib(trainer)} a rank{extra}); "
@@ -246,12 +272,15 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, counts: BatchArithmetic) -> 
     )
 
 
+def _started(process: ProcessPlan) -> str:
+    if not process.local:
+        return "started by hand (external)"
+    return "started when its set of engines serves" if process.resting else "started by this run"
+
+
 def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[str]:
     """What would be started, the endpoints, and the commands for what a person starts (``external``)."""
-    lines = [
-        f"  {process.name:<12} " + ("started by this run" if process.local else "started by hand (external)")
-        for process in topology.processes
-    ]
+    lines = [f"  {process.name:<12} {_started(process)}" for process in topology.processes]
     lines += ["endpoints"]
     lines += [f"  {name:<22} {endpoint}" for name, endpoint in topology.endpoints.items() if endpoint]
     if ports := [

@@ -37,10 +37,20 @@ def expected(kind: inspect.Type) -> str:
     if isinstance(kind, inspect.EnumType):
         return "one of " + ", ".join(shown(member) for member in kind.cls)
     if isinstance(kind, inspect.VarTupleType):
+        if isinstance(kind.item_type, inspect.StructType):
+            return f"a list of tables with keys out of {', '.join(f.name for f in kind.item_type.fields)}"
         return "a list of strings"
     if isinstance(kind, inspect.UnionType):
         return " or ".join(expected(t) for t in kind.types if not isinstance(t, inspect.NoneType))
+    if isinstance(kind, inspect.DictType | inspect.StructType):
+        return "a table of keys and values"
     return "true or false" if isinstance(kind, inspect.BoolType) else "a string"
+
+
+def _nested_struct(kind: inspect.Type) -> type[msgspec.Struct] | None:
+    """The struct of a section inside of a section (``adaptive_limit`` of a reward), optional or not."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return next((k.cls for k in kinds if isinstance(k, inspect.StructType)), None)
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:
@@ -117,6 +127,10 @@ def _check_keys(
         where = f"{path}.{key}"
         if key not in fields:
             _refuse(checked, origin, where, _unknown_key(path, key, fields))
+            continue
+        nested = _nested_struct(fields[key].type)
+        if nested is not None and isinstance(value, Mapping):
+            good[key] = _check_keys(checked, origin, where, value, nested)
             continue
         try:
             good[key] = msgspec.convert(value, types[key])

@@ -139,7 +139,10 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         recipe,
         model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
-        rewards=tuple(structs.replace(r, function=resolve_spec(r.function, directory)) for r in recipe.rewards),
+        rewards=tuple(structs.replace(r, function=resolve_function(r.function, directory)) for r in recipe.rewards),
+        reward_limits=structs.replace(
+            recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
+        ),
         evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
         checkpoint=structs.replace(recipe.checkpoint, resume_from=_absolute_to_here(recipe.checkpoint.resume_from)),
     )
@@ -154,11 +157,17 @@ def _absolute(path: str, directory: Path) -> Path:
     return Path(directory, Path(path).expanduser()).resolve()
 
 
+def resolve_function(spec: str, directory: Path) -> str:
+    """Make the file of a function absolute; a name without a colon is not a path."""
+    return resolve_spec(spec, directory) if ":" in spec else spec
+
+
 def resolve_spec(spec: str, directory: Path) -> str:
-    """Make the file of a spec absolute: ``rows.jsonl`` and ``task.py:reward``; ``module:name`` stays as it is."""
+    """Make the path of a spec absolute: ``rows.jsonl`` and ``task.py:reward``; ``module:name`` stays as it is."""
     if not spec:
         return spec
-    file, colon, name = spec.rpartition(":")
+    source, question, options = spec.partition("?")  # options of a prompt source are no part of its path
+    file, colon, name = source.rpartition(":")
     if not colon:
-        return str(_absolute(spec, directory))
-    return f"{_absolute(file, directory)}:{name}" if file.endswith(".py") else spec
+        return f"{_absolute(source, directory)}{question}{options}"
+    return f"{_absolute(file, directory)}:{name}{question}{options}" if file.endswith(".py") else spec

@@ -22,7 +22,10 @@ from streamrl.config.objective import (
     Section,
     Share,
 )
+from streamrl.config.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
 from streamrl.config.scheduling import GroupSizing, LengthSorted, Rollout, TailBatching, slots, trains_on_policy
+
+__all__ = ["AdaptiveLimit", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
 
 
 class Run(Section, frozen=True):
@@ -41,10 +44,12 @@ class Model(Section, frozen=True):
 
 
 class Prompts(Section, frozen=True):
-    """Where prompts come from: a ``.jsonl`` path, or ``module:name`` / ``file.py:name`` of an (async) iterator
-    or a function that returns one. Each row has ``prompt`` (text), ``messages`` (a chat,
-    written with the model's own template) or ``prompt_token_ids``, an optional
-    ``prompt_id``, and the columns that the rewards name."""
+    """Where prompts come from: a ``.jsonl``, ``.parquet`` or ``.arrow`` file, the directory of a Hugging Face dataset
+    (``data/gsm8k?split=train``), a task of reasoning-gym (``reasoning_gym:chain_sum?size=1000&seed=0``), or
+    ``module:name`` / ``file.py:name`` of an (async) iterator or a function that returns one. Each row has ``prompt``
+    (text), ``messages`` (a chat, written with the model's own template) or ``prompt_token_ids``, an optional
+    ``prompt_id``, and the columns that the rewards name; ``?prompt=COLUMN`` takes the text from another column, and
+    ``?chat=true`` makes a chat of it."""
 
     train: str
     shuffle: bool = True
@@ -56,28 +61,6 @@ class Sampling(Section, frozen=True):
     temperature: PositiveFloat = 1.0
     top_p: Share = 1.0
     max_tokens: Positive = 512
-
-
-class Reward(Section, frozen=True):
-    """A reward function: ``module:function`` or ``path/to/file.py:function``."""
-
-    function: str
-    weight: float = 1.0
-    time_limit_s: PositiveFloat = 30.0
-
-    @property
-    def name(self) -> str:
-        """The function's own name, as metrics show it."""
-        return self.function.rpartition(":")[2]
-
-
-class RewardLimits(Section, frozen=True):
-    """When failing rewards stop the run: more than ``max_failed_share`` of the last ``window`` trajectories."""
-
-    max_failed_share: Share = 0.2
-    window: Positive = 256
-    workers: Positive = 1
-    concurrency: Positive = 64
 
 
 class OptimizerKind(StrEnum):
@@ -137,19 +120,40 @@ class ReleaseKind(StrEnum):
     STOP = "stop"
 
 
+class EngineShape(Section, frozen=True):
+    """Another set of engines on the same devices: ``count`` engines of ``tensor_parallel`` workers. ``max_running`` 0:
+    of one engine, so that the set runs as many as the first. ``rounds``: kinds of rounds that it always serves, such
+    as ``["long"]``; empty: which set serves a round is decided from what is measured."""
+
+    count: Positive
+    tensor_parallel: Positive = 1
+    max_running: Natural = 0
+    kv_tokens: Natural = 0
+    cores: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
+
+
 class Engines(Section, frozen=True):
-    """The vLLM engines. ``max_context`` 0: prompt and completion limits of this recipe decide. ``release``: what
-    becomes of engines that can be spared late in a round (rounds that train on-policy); ``start_timeout_s``: for one
-    that was stopped to be ready again."""
+    """The vLLM engines, each of ``tensor_parallel`` workers. ``max_context`` 0: prompt and completion limits of this
+    recipe decide. ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what becomes of
+    engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared beside this
+    one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1 keeps their
+    weights in host memory, 2 drops them, 0 ends their processes, as is done on a CPU. ``start_timeout_s``: for an
+    engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves."""
 
     count: Positive = 1
+    tensor_parallel: Positive = 1
     max_running: Positive = 256
     max_context: Natural = 0
+    kv_tokens: Natural = 0
+    rounds: tuple[str, ...] = ()
     dtype: str = "auto"
     cores: tuple[str, ...] = ()
     gpu_memory_share: Share = 0.85
     start_timeout_s: PositiveFloat = 300.0
     release: ReleaseKind = ReleaseKind.NEVER
+    sets: tuple[EngineShape, ...] = ()
+    sleep_level: Annotated[int, Meta(ge=0, le=2)] = 1
 
 
 class Weights(Section, frozen=True):
@@ -157,12 +161,14 @@ class Weights(Section, frozen=True):
     written to ``audits.jsonl`` (0: never; slow). ``bandwidth_mbit``: what each trainer rank sends to all engines
     together, in million bits a second, at most (0: no limit), so that a slow link can be tried. ``engine_patience_s``:
     how long after the first engine another one may go on fetching before it leaves service and catches up beside the
-    run (0: all are waited for)."""
+    run (0: all are waited for). ``canary``: after each push several engines sample the same few tokens and must find
+    them equally likely; these requests wait their turn in full engines, and the push with them."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
     bandwidth_mbit: NaturalFloat = 0.0
     engine_patience_s: NaturalFloat = 0.0
+    canary: bool = False
 
 
 class Evaluation(Section, frozen=True):

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Set
 
 import msgspec
 
-from streamrl.config import objective_rules, scheduling_rules, sizing_rules
+from streamrl.config import objective_rules, reward_rules, scheduling_rules, sizing_rules
+from streamrl.config.engine_rules import prepared_engine_sets
 from streamrl.config.problems import shown
 from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind, TransportKind
 
@@ -39,30 +40,6 @@ def _reads_any(rule: Rule, bad_paths: Set[str]) -> bool:
         for read in rule.reads
         for bad in bad_paths
     )
-
-
-def _rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if not recipe.rewards:
-        yield "rewards", 'is empty: add [[rewards]] with function = "module:function" or "path/to/file.py:function"'
-    for index, reward in enumerate(recipe.rewards):
-        module, colon, function = reward.function.rpartition(":")
-        if not colon or not module or not function.isidentifier():
-            yield (
-                f"rewards.{index}.function",
-                f'"{reward.function}" does not name a function: write "module:function" or "path/to/file.py:function"',
-            )
-    names = [reward.name for reward in recipe.rewards]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            yield (
-                f"rewards.{index}.function",
-                f'"{name}" is the name of an earlier reward too, so their metrics would mix: rename one of them',
-            )
-
-
-def _some_reward_counts(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.rewards and all(reward.weight == 0 for reward in recipe.rewards):
-        yield "rewards", "every weight is 0, so every reward would be 0: give at least one a weight that is not 0"
 
 
 def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -276,8 +253,11 @@ RULES = (
     Rule(("objective", "sampling.max_tokens"), objective_rules.overlong),
     Rule(("off_policy",), objective_rules.correction_bounds),
     Rule(("off_policy", "rollout.rounds"), objective_rules.corrections_have_work),
-    Rule(("rewards.function",), _rewards),
-    Rule(("rewards.weight",), _some_reward_counts),
+    Rule(("rewards.function", "rewards.name"), reward_rules.rewards_are_named),
+    Rule(("rewards.weight", "rewards.shadow"), reward_rules.some_reward_counts),
+    Rule(("rewards",), reward_rules.limits_fit),
+    Rule(("rewards",), reward_rules.failures_have_one_meaning),
+    Rule(("rewards", "reward_limits.combine", "objective"), reward_rules.combination),
     Rule(("evaluation",), _evaluation),
     Rule(("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps"), _checkpoints),
     Rule(("lora",), _lora),
@@ -287,6 +267,7 @@ RULES = (
     Rule(("engines.cores", "engines.count"), _engine_cores),
     Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
+    Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), prepared_engine_sets),
     Rule(("transport",), _external_needs_tcp),
     Rule(("metrics.endpoint",), _metrics_endpoint),
 )

@@ -76,12 +76,18 @@ class Rollout(Section, frozen=True):
 
 
 class Losers(StrEnum):
-    """What becomes of a prompt that lost a race: sampled again from its start with a new seed, again with the *same*
-    seeds (so that its length is not redrawn), or resumed from its tokens (off-policy by a version or more)."""
+    """What becomes of a prompt that lost a race: sampled again from its start with a new seed; again with the *same*
+    seeds (so that its length is not redrawn); the same, but what the new weights choose again of the tokens that it had
+    is not decoded again (strictly on-policy, as ``replay``, and cheaper); or resumed from its tokens (off-policy by a
+    version or more)."""
 
     REGENERATE = "regenerate"
     REPLAY = "replay"
+    VERIFY = "verify"
     RESUME = "resume"
+
+
+SAME_NOISE = (Losers.REPLAY, Losers.VERIFY)
 
 
 class TailBatching(Section, frozen=True):
@@ -100,6 +106,11 @@ class TailBatching(Section, frozen=True):
     cohort_batches: Natural = 0
     domain_column: str = ""
     domains: dict[str, PositiveFloat] = {}
+
+    @property
+    def verifies(self) -> bool:
+        """Whether tokens of losers are kept."""
+        return self.losers is Losers.VERIFY
 
 
 class LengthSorted(Section, frozen=True):

@@ -24,6 +24,9 @@ from streamrl.config.scheduling import (
 Broken = Iterator[tuple[str, str]]
 
 STRICT = frozenset({RoundKind.SYNCHRONOUS, RoundKind.AUTO})
+READ_BY_AUTO = ("losers", "long_round_batches")
+"""Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
+
 _CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
 
 
@@ -101,16 +104,19 @@ def custom_policy(recipe: Recipe) -> Broken:
 def sections_of_other_rounds(recipe: Recipe) -> Broken:
     """A section that the chosen rounds do not read."""
     kind = recipe.rollout.rounds
-    yield from _unread(recipe.tail_batching, TailBatching(), "tail_batching", RoundKind.TAIL_BATCHING, kind)
+    read = READ_BY_AUTO if kind is RoundKind.AUTO else ()
+    yield from _unread(recipe.tail_batching, TailBatching(), "tail_batching", RoundKind.TAIL_BATCHING, kind, read)
     yield from _unread(recipe.length_sorted, LengthSorted(), "length_sorted", RoundKind.LENGTH_SORTED, kind)
 
 
-def _unread(section: Section, default: Section, name: str, needs: RoundKind, kind: RoundKind) -> Broken:
+def _unread(
+    section: Section, default: Section, name: str, needs: RoundKind, kind: RoundKind, read: tuple[str, ...] = ()
+) -> Broken:
     if kind in (needs, RoundKind.CUSTOM):
         return
     for field in section.__struct_fields__:
         value = getattr(section, field)
-        if value != getattr(default, field):
+        if value != getattr(default, field) and field not in read:
             yield (
                 f"{name}.{field}",
                 f'{shown(value)} has no effect with rounds = "{kind}": remove it, or set rounds = "{needs}"',
@@ -120,6 +126,8 @@ def _unread(section: Section, default: Section, name: str, needs: RoundKind, kin
 def races(recipe: Recipe) -> Broken:
     """Tail batching races something, and its options fit each other."""
     tail = recipe.tail_batching
+    if recipe.rollout.rounds is RoundKind.AUTO and tail.losers is Losers.RESUME:
+        yield "tail_batching.losers", '"resume" is off-policy, and rounds = "auto" is not: set "replay" or "regenerate"'
     if recipe.rollout.rounds is not RoundKind.TAIL_BATCHING:
         return
     if tail.eta_prompts == 1 and tail.eta_responses == 1:

@@ -31,7 +31,7 @@ def key_lines(text: str) -> dict[str, int]:
     prefix = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if table := _TABLE.match(line):
-            prefix = ".".join(_split_key(table[2]))
+            prefix = _indexed(_split_key(table[2]), array_lengths)
             lines.setdefault(prefix, number)
             if table[1] == "[[":
                 index = array_lengths.get(prefix, 0)
@@ -41,6 +41,14 @@ def key_lines(text: str) -> dict[str, int]:
         elif key := _KEY.match(line):
             lines.setdefault(".".join([*filter(None, [prefix]), *_split_key(key[1])]), number)
     return lines
+
+
+def _indexed(keys: list[str], array_lengths: Mapping[str, int]) -> str:
+    """Dotted path of a table header: ``[rewards.options]`` belongs to the last ``[[rewards]]`` above it."""
+    path = keys[0]
+    for key in keys[1:]:
+        path = f"{path}.{array_lengths[path] - 1}.{key}" if path in array_lengths else f"{path}.{key}"
+    return path
 
 
 def toml_value(value: Any) -> str:
@@ -55,6 +63,8 @@ def toml_value(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, msgspec.Struct):
+        value = {name: item for name, item in msgspec.structs.asdict(value).items() if item is not None}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -20,16 +20,40 @@ class Role(StrEnum):
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it."""
+    """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``resting``: only when it is
+    told to, because its set of engines serves."""
 
     role: Role
     index: int
     local: bool = True
+    resting: bool = False
 
     @property
     def name(self) -> str:
         """Its name in logs, errors and metrics."""
         return self.role.value if self.role is Role.CONTROLLER else f"{self.role.value}-{self.index}"
+
+
+class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
+    """``count`` engines, from number ``first`` on, of ``tensor_parallel`` workers. ``kv_tokens`` 0: what fits."""
+
+    first: int
+    count: int
+    tensor_parallel: int
+    max_running: int
+    kv_tokens: int
+    cores: tuple[str, ...]
+    rounds: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """``2x1``: two engines of one worker."""
+        return f"{self.count}x{self.tensor_parallel}"
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Names of its engines."""
+        return tuple(f"engine-{index}" for index in range(self.first, self.first + self.count))
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +76,65 @@ STREAMS = {
 RENDEZVOUS = "trainer.rendezvous"
 
 
+def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
+    """The sets of engines of ``recipe``, the one that begins first; usually it is the only one."""
+    engines = recipe.engines
+    first = PreparedSet(
+        first=0,
+        count=engines.count,
+        tensor_parallel=engines.tensor_parallel,
+        max_running=engines.max_running,
+        kv_tokens=engines.kv_tokens,
+        cores=engines.cores,
+        rounds=engines.rounds,
+    )
+    sets = [first]
+    for shape in engines.sets:
+        sets.append(
+            PreparedSet(
+                first=sets[-1].first + sets[-1].count,
+                count=shape.count,
+                tensor_parallel=shape.tensor_parallel,
+                max_running=shape.max_running or -(-engines.max_running * engines.count // shape.count),
+                kv_tokens=shape.kv_tokens,
+                cores=shape.cores,
+                rounds=shape.rounds,
+            )
+        )
+    return tuple(sets)
+
+
+def expected_kv_tokens(known: int, workers: int, of: int, weight_tokens: float) -> int:
+    """Tokens that the KV cache of an engine of ``workers`` holds, from the ``known`` room of one ``of`` so many workers
+    on devices of the same memory (0: no limit is known).
+
+    ``weight_tokens``: tokens whose KV takes as much memory as the weights. A device has room for
+    ``(known + weight_tokens) / of`` tokens of both; weights are stored once for each engine.
+    """
+    if not known:
+        return 0
+    return max(int((known + weight_tokens) / of * workers - weight_tokens), 1)
+
+
+def set_of_engine(recipe: Recipe, index: int) -> PreparedSet:
+    """The set that engine ``index`` belongs to. Raises ``IndexError`` for one that is not in the recipe."""
+    for one in prepared_sets(recipe):
+        if one.first <= index < one.first + one.count:
+            return one
+    raise IndexError(f"engine-{index} is not in this recipe")
+
+
 def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes)."""
     engines_local = recipe.transport.engines is Launch.LOCAL
     training_local = recipe.transport.training is Launch.LOCAL
     processes = [ProcessPlan(role=Role.CONTROLLER, index=0)]
     processes += [ProcessPlan(role=Role.REWARD, index=i) for i in range(recipe.reward_limits.workers)]
-    processes += [ProcessPlan(role=Role.ENGINE, index=i, local=engines_local) for i in range(recipe.engines.count)]
+    last = prepared_sets(recipe)[-1]
+    processes += [
+        ProcessPlan(role=Role.ENGINE, index=i, local=engines_local, resting=i >= recipe.engines.count)
+        for i in range(last.first + last.count)
+    ]
     processes += [ProcessPlan(role=Role.TRAINER, index=i, local=training_local) for i in range(recipe.training.ranks)]
     names = [f"{p.name}.{s}" for p in processes for s in STREAMS.get(p.role, ())]
     tcp = recipe.transport.kind is TransportKind.TCP
@@ -71,3 +147,8 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
             endpoints[name] = f"ipc://{socket_directory / name}"
     endpoints[RENDEZVOUS] = f"tcp://{recipe.transport.host}:{recipe.transport.port + len(names)}" if tcp else ""
     return Topology(processes=tuple(processes), endpoints=endpoints)
+
+
+def rewards_endpoint(topology: Topology) -> str:
+    """Where changes of the rewards reach the controller. Beside its own stream, which never leaves the host."""
+    return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.rewards"

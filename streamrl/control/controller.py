@@ -19,9 +19,12 @@ from streamrl.control import events as on
 from streamrl.control.alarms import Alarms
 from streamrl.control.control_file import control_file
 from streamrl.control.engine_release import EngineRelease
+from streamrl.control.engine_sets import SetPlan
+from streamrl.control.engine_switch import EngineSwitch
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.event_log import EventLog
 from streamrl.control.kept_state import KeptControl
+from streamrl.control.outcome_events import event_of
 from streamrl.control.prompt_shelf import PromptShelf, PromptSource
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.run_report import RunReport
@@ -40,12 +43,12 @@ from streamrl.stage_messages import (
     LaunchTrajectory,
     RewardOutcome,
     RolloutOrder,
+    Scored,
     TrajectoryHeld,
     TrajectoryLost,
 )
 from streamrl.types import (
     DropReason,
-    RewardFailure,
     ScoredTrajectory,
     TrainingGroup,
     TrajectoryId,
@@ -76,6 +79,7 @@ class Controller:
         alarms: Alarms,
         load: Callable[[], EngineLoad],
         release: EngineRelease | None = None,
+        switch: EngineSwitch | None = None,
         start_version: int = 0,
         kept: KeptControl | None = None,
     ) -> None:
@@ -94,6 +98,7 @@ class Controller:
         self._alarms = alarms
         self._load = load
         self._release = release
+        self._switch = switch
         # Others decide nothing from it, and a log of a run of days is long enough.
         self._tells_load = settings.rounds in (RoundKind.AUTO, RoundKind.CUSTOM)
         self._start_version = start_version
@@ -119,6 +124,10 @@ class Controller:
         """Ask for a drain. May be called at any time from the event loop, also twice."""
         self._tell.send_nowait(on.StopRequested(reason=reason))
 
+    def rewards_attached(self, version: int, rewards: tuple[str, ...], change: str) -> None:
+        """Other functions score from now on: for whoever reads the log. In turn with the outcomes that come back."""
+        self._tell.send_nowait(on.RewardsAttached(reward_version=version, rewards=rewards, change=change))
+
     async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
         """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
         reason, version = "", self._start_version
@@ -134,8 +143,8 @@ class Controller:
             while not reason:
                 event = await self._events.receive()
                 self._log.append(event, self._report.elapsed())
-                if isinstance(event, on.StopRequested) and self._release is not None:
-                    self._release.give_up()
+                if isinstance(event, on.StopRequested):
+                    self._stay_as_they_are()
                 for action in self.state.handle(event):
                     reason = await self._perform(action, orders, children) or reason
                 await self._report.progress(self.state, self._evaluation)
@@ -151,7 +160,7 @@ class Controller:
             case do.DrawPrompts():
                 children.start_soon(self._draw, action.count)
             case do.LaunchGroup():
-                await self._launch(action, orders)
+                await self._launch(action, orders, children)
             case do.CancelGroup():
                 self._forget(action.ids, action.reason)
                 await orders.send(CancelTrajectories(ids=action.ids))
@@ -181,6 +190,8 @@ class Controller:
                     )
                 )
                 self._report.batch_closed(self.state.round_kind)
+                if self._switch is not None:
+                    self._switch.round_closed()
                 batch, self._batch = self._batch, []
                 children.start_soon(self._step, action, gather, batch)
                 if self._release is not None and not self._is_last(action.policy_version):
@@ -212,8 +223,10 @@ class Controller:
                 await self._report.progress(self.state, self._evaluation)
                 continue
             self._report.came_back(item)
-            if self._release is not None and not isinstance(item, TrajectoryHeld):
-                self._release.ended(*_end_of(item))
+            if not isinstance(item, TrajectoryHeld):
+                for follower in (self._release, self._switch):
+                    if follower is not None:
+                        follower.ended(*_end_of(item))
             event = self._event_of(item)
             if event is not None:
                 await self._tell.send(event)
@@ -225,45 +238,44 @@ class Controller:
         return item.evaluation if isinstance(item, TrajectoryLost) else item.outcome.trajectory.evaluation
 
     def _event_of(self, item: RewardOutcome) -> on.ControlEvent | None:
-        if isinstance(item, TrajectoryHeld):
-            return on.TrajectoryCut(id=item.id, tokens=item.tokens)
-        if isinstance(item, TrajectoryLost):
-            reason = DropReason.CANCELLED if item.cancelled else DropReason.ENGINE_FAILED
-            return on.TrajectoryFailed(id=item.id, reason=reason, message=item.reason, tokens=item.tokens)
-        outcome = item.outcome
-        trajectory = outcome.trajectory
-        if isinstance(outcome, RewardFailure):
-            message = f"{outcome.function} {outcome.kind}: {outcome.message}"
-            tokens = trajectory.generated_tokens
-            return on.TrajectoryFailed(
-                id=trajectory.id, reason=DropReason.REWARD_FAILED, message=message, tokens=tokens
-            )
-        if self.state.buffer.member(trajectory.id) is None:
-            return None  # cancelled while it was scored
-        self._payloads[trajectory.id] = outcome
-        return on.TrajectoryScored(
-            id=trajectory.id,
-            reward=outcome.reward,
-            tokens=trajectory.generated_tokens,
-            finish_reason=trajectory.finish_reason,
-            oldest_version=trajectory.oldest_version,
-            newest_version=trajectory.newest_version,
-        )
+        if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
+            identity = item.outcome.trajectory.id
+            if self.state.buffer.member(identity) is None:
+                return None  # cancelled while it was scored
+            self._payloads[identity] = item.outcome
+        return event_of(item)
 
     async def _draw(self, count: int) -> None:
         prompts = await self._prompts.draw(count)
         await self._tell.send(self._shelf.drawn(prompts, exhausted=len(prompts) < count))
 
-    async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder]) -> None:
+    async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder], children: TaskGroup) -> None:
         prompt = self._shelf[action.ids[0].prompt_id]
         group = self.state.buffer.groups[action.group_id]
         self._report.launched(action, group.round_kind, len(prompt.token_ids))
         if self._release is not None:
             self._release.launched(group.round_kind, action.ids)
+        if self._switch is not None:
+            version = action.policy_version
+            plan = self._switch.launched(group.round_kind, action.ids, len(prompt.token_ids), version)
+            if plan is not None and plan.because is not None:
+                self._log.decided(plan.because, self._report.elapsed())
+                await self._report.decided(plan.because, self.state.trainer_version + 1)
+                children.start_soon(self._change_engines, self._switch, plan, version)
         for trajectory in action.ids:
             # Of the noise and not of the group: a loser that is replayed draws what it drew before.
             seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)
             await orders.send(LaunchTrajectory(id=trajectory, prompt=prompt, group_size=len(action.ids), seed=seed))
+
+    async def _change_engines(self, switch: EngineSwitch, plan: SetPlan, policy_version: int) -> None:
+        await switch.carry_out(plan, policy_version)
+        self._report.engines_serve(switch.serving)
+
+    def _stay_as_they_are(self) -> None:
+        """The run ends: engines are neither freed nor changed, and none is waited for."""
+        for part in (self._release, self._switch):
+            if part is not None:
+                part.give_up()
 
     def _forget(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
         self._report.dropped(ids, reason)
@@ -301,7 +313,7 @@ class Controller:
         await self._trainer.acknowledge(policy_version)
         await self._begin_round(policy_version)
         await self._audit(policy_version)
-        metrics = await self._report.step_finished(push, self.state)
+        metrics = await self._report.step_finished(push, self.state, self._switch.figures if self._switch else {})
         for message in self._alarms.check(policy_version, metrics):
             await self._report.warned(policy_version, message)
             await self._tell.send(on.AlarmRaised(step=policy_version, message=message))

@@ -1,166 +1,36 @@
-"""Parallelism planning for the rollout, after RollPacker (arXiv 2509.21009, sections 4.2 and 4.4): pure decisions.
-
-Between rounds: which prepared set of engines serves the next one (``plan_engine_set``). Late in a round: which engines
-can be freed, because what they still serve fits elsewhere (``plan_release``). Every answer says why.
-
-Where the paper is silent: preemptions are compared with the last round *of the same kind* (short rounds launch more
-than long ones, so any other comparison fires at each change of kind); a step back must fit the KV use that was
-measured; and a step back that failed doubles the patience before the next, so that a steady load settles.
+"""Which engines can be freed late in a round, because what they still serve fits elsewhere (RollPacker, arXiv
+2509.21009, section 4.4): a pure decision, which says why. Which engines serve a round at all is decided by
+``engine_sets``.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from streamrl.control.actions import Explain
-from streamrl.errors import RecipeError
 
-
-class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to use the devices of the rollout. ``kv_tokens``: tokens that the KV cache of *one* engine holds."""
-
-    name: str
-    engines: int
-    tensor_parallel: int
-    kv_tokens: int
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that all caches hold together: grows with the tensor-parallel size, since weights are stored once."""
-        return self.engines * self.kv_tokens
+ROUNDING = 1e-9
 
 
 class PlanningSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The paper's constants, where it has them.
 
-    ``rise``: preemptions above this multiple of the last round's ask for a larger set; ``quiet_rounds``: so many rounds
-    without one allow a smaller. ``window``: progress (finished share of the round) in which engines are freed, looked
-    at again after each ``progress_step``. ``largest_share``: of the engines that may be freed. ``headroom``: share of
-    a cache that a projection may fill (ours); ``length_quantile``: of the lengths that are still possible (ours).
+    ``window``: progress (finished share of the round) in which engines are freed, looked at again after each
+    ``progress_step``. ``largest_share``: of the engines that may be freed. ``headroom``: share of a cache that a
+    projection may fill (ours); ``length_quantile``: of the lengths that are still possible, for a lone request (ours).
     ``least_lengths``: fewer recorded lengths than this say nothing, and the cap is assumed (ours).
     """
 
-    rise: float = 1.05
-    quiet_rounds: int = 4
     window: tuple[float, float] = (0.2, 0.5)
     progress_step: float = 0.05
     largest_share: float = 0.5
     headroom: float = 0.9
     length_quantile: float = 0.9
     least_lengths: int = 20
-
-
-# ---- between rounds: which set ---------------------------------------------------------------------
-
-
-class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of one kind of round. ``quiet``: rounds in a row without preemption on the set in use;
-    ``patience``: how many of them allow a smaller set; ``stepped_back``: the set in use was reached by such a step."""
-
-    engine_set: str
-    preemptions: int = 0
-    quiet: int = 0
-    patience: int = 0
-    stepped_back: bool = False
-
-
-class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished round. ``kv_usage``: largest share of an engine's KV cache in use."""
-
-    round_kind: str
-    preemptions: int
-    kv_usage: float
-
-
-class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``engine_set`` serves the next round of that kind; ``history`` goes into the next call (and the checkpoint).
-    ``because`` is None where nothing changes."""
-
-    engine_set: str
-    history: dict[str, KindHistory]
-    because: Explain | None = None
-
-
-def check_engine_sets(sets: Sequence[EngineSet]) -> None:
-    """Raises ``RecipeError`` unless ``sets`` is ordered by rising capacity and its names differ."""
-    if not sets:
-        raise RecipeError(["parallelism planning needs at least one set of engines"])
-    if len({one.name for one in sets}) < len(sets):
-        raise RecipeError([f"sets of engines share a name: {', '.join(one.name for one in sets)}"])
-    for smaller, larger in itertools.pairwise(sets):
-        if larger.capacity <= smaller.capacity:
-            problem = (
-                f"engine set {larger.name} holds {larger.capacity} tokens, {smaller.name} before it"
-                f" {smaller.capacity}; order the sets by rising capacity and leave out those that hold no more"
-            )
-            raise RecipeError([problem])
-
-
-def plan_engine_set(
-    sets: Sequence[EngineSet],
-    history: Mapping[str, KindHistory],
-    measured: RoundMeasured,
-    settings: PlanningSettings = PlanningSettings(),  # noqa: B008 - frozen
-) -> SetPlan:
-    """The set for the next round of the kind that was measured. A kind that is new to ``history`` begins on the first.
-
-    Raises ``RecipeError`` when ``history`` names a set that is not in ``sets`` (``check_engine_sets`` checks the rest).
-    """
-    before = history.get(measured.round_kind)
-    last = before or KindHistory(engine_set=sets[0].name, patience=settings.quiet_rounds)
-    at = _position(sets, last.engine_set)
-    quiet = last.quiet + 1 if measured.preemptions == 0 else 0
-    kept = msgspec.structs.replace(last, preemptions=measured.preemptions, quiet=quiet)
-    figures = {
-        "preemptions": float(measured.preemptions),
-        "preemptions_before": float(last.preemptions),
-        "kv_usage": measured.kv_usage,
-        "quiet_rounds": float(quiet),
-    }
-    rose = before is not None and measured.preemptions > settings.rise * last.preemptions
-    if rose and at + 1 < len(sets):
-        # Back where the step came from: it was taken too early, so the next one waits twice as long.
-        patience = 2 * last.patience if last.stepped_back else last.patience
-        chosen = sets[at + 1].name
-        now = msgspec.structs.replace(kept, engine_set=chosen, quiet=0, patience=patience, stepped_back=False)
-        reason = (
-            f"{measured.round_kind} rounds: preemptions rose from {last.preemptions} to {measured.preemptions}, above"
-            f" {settings.rise:g} times those of the last such round; more KV cache in set {chosen}"
-        )
-        return _set_plan(history, measured.round_kind, now, reason, figures)
-    if quiet >= last.patience and at > 0:
-        share = measured.kv_usage * sets[at].capacity / sets[at - 1].capacity
-        if share <= settings.headroom:
-            chosen = sets[at - 1].name
-            now = msgspec.structs.replace(kept, engine_set=chosen, quiet=0, stepped_back=True)
-            reason = (
-                f"{measured.round_kind} rounds: none of the last {quiet} preempted, and set {chosen} would be"
-                f" {share:.0%} full at the peak"
-            )
-            return _set_plan(history, measured.round_kind, now, reason, figures | {"kv_usage_expected": share})
-    return SetPlan(engine_set=last.engine_set, history={**history, measured.round_kind: kept})
-
-
-def _set_plan(
-    history: Mapping[str, KindHistory], kind: str, now: KindHistory, reason: str, figures: dict[str, float]
-) -> SetPlan:
-    because = Explain(subject="engine_set", reason=reason, figures=figures)
-    return SetPlan(engine_set=now.engine_set, history={**history, kind: now}, because=because)
-
-
-def _position(sets: Sequence[EngineSet], name: str) -> int:
-    for index, one in enumerate(sets):
-        if one.name == name:
-            return index
-    raise RecipeError([f"engine set {name!r} is not among {', '.join(one.name for one in sets)}"])
-
-
-# ---- late in a round: which engines to free -----------------------------------------------------------
 
 
 class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,14 +76,24 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     ascending: tuple[int, ...]
     cap: int
 
-    def expected_end(self, sampled: int, settings: PlanningSettings) -> int:
-        """Length that a completion with ``sampled`` tokens will not exceed, with the probability of the quantile."""
+    def expected_ends(self, sampled: Sequence[int], settings: PlanningSettings) -> list[int]:
+        """Lengths of completions on one engine that have ``sampled`` tokens now, to be reckoned with.
+
+        One alone is taken to end at the quantile of what is still possible; of n the i-th at the quantile
+        ``(i + length_quantile) / n``: that *all* of many become as long as one in ten does never happens.
+        """
+        return [
+            self.expected_end(one, (place + settings.length_quantile) / len(sampled), settings.least_lengths)
+            for place, one in enumerate(sampled)
+        ]
+
+    def expected_end(self, sampled: int, quantile: float, least_lengths: int) -> int:
+        """Length that a completion with ``sampled`` tokens will not exceed, with the probability ``quantile``."""
         first = bisect_right(self.ascending, sampled)
         longer = len(self.ascending) - first
-        if longer < settings.least_lengths:
+        if longer < least_lengths:
             return self.cap
-        quantile = self.ascending[first + min(int(settings.length_quantile * longer), longer - 1)]
-        return min(quantile, self.cap)
+        return min(self.ascending[first + min(int(quantile * longer + ROUNDING), longer - 1)], self.cap)
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,7 +184,11 @@ def _place(
     """
     served = {engine.name: list(engine.requests) for engine in remaining}
     rooms = {engine.name: engine for engine in remaining}
-    ends = {r.request_id: lengths.expected_end(r.sampled, settings) for e in (*freed, *remaining) for r in e.requests}
+    ends = {
+        r.request_id: lengths.expected_end(r.sampled, settings.length_quantile, settings.least_lengths)
+        for e in (*freed, *remaining)
+        for r in e.requests
+    }
 
     def at_end(request: OpenRequest) -> int:
         return request.prompt + ends[request.request_id]
@@ -320,7 +204,8 @@ def _place(
     peak_share = 0.0
     for name, requests in served.items():
         room = rooms[name]
-        share = projected_peak(requests, [ends[r.request_id] for r in requests], room.block_tokens) / room.kv_tokens
+        likely = lengths.expected_ends([r.sampled for r in requests], settings)
+        share = projected_peak(requests, likely, room.block_tokens) / room.kv_tokens
         peak_share = max(peak_share, share)
         if share > settings.headroom or len(requests) > max(room.max_running, len(room.requests)):
             return None

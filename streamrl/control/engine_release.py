@@ -14,6 +14,7 @@ from typing import Protocol
 import anyio
 import msgspec
 
+from streamrl.config.recipe import Recipe
 from streamrl.control.actions import Explain
 from streamrl.control.engine_planning import (
     Lengths,
@@ -25,7 +26,7 @@ from streamrl.control.engine_planning import (
     plan_release,
 )
 from streamrl.control.publisher import PushedEngine
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, StreamRLError
 from streamrl.messages import EngineLoad
 from streamrl.types import TrajectoryId
 
@@ -99,6 +100,21 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     cap: int
     block_tokens: int = 16
+
+
+def engine_sizes(recipe: Recipe, kv_tokens: int, block_tokens: int) -> EngineSizes:
+    """Of one engine of ``recipe``, whose cache holds ``kv_tokens``. Raises ``StreamRLError`` when that is not known."""
+    if not kv_tokens:
+        raise StreamRLError(
+            f'engines.release = "{recipe.engines.release}" must know how many tokens a KV cache holds, and these '
+            'engines do not say it: set release = "never"'
+        )
+    return EngineSizes(
+        kv_tokens=kv_tokens,
+        max_running=recipe.engines.max_running,
+        cap=recipe.sampling.max_tokens,
+        block_tokens=block_tokens,
+    )
 
 
 class EngineRelease:

@@ -33,7 +33,8 @@ class PromptsDrawn(Event, frozen=True):
 
 
 class TrajectoryScored(Event, frozen=True):
-    """A trajectory was sampled and its reward is a value that the user's function returned."""
+    """A trajectory was sampled and its reward is a value that the user's function returned. ``reward_version``: of the
+    set of functions that did it; ``adapted_limits_s``: the time that they had, where it was learnt."""
 
     id: TrajectoryId
     reward: float
@@ -41,15 +42,30 @@ class TrajectoryScored(Event, frozen=True):
     finish_reason: FinishReason
     oldest_version: int
     newest_version: int
+    reward_version: int = 0
+    adapted_limits_s: dict[str, float] = {}
 
 
 class TrajectoryFailed(Event, frozen=True):
-    """A trajectory ends without a reward (``reward_failed``, ``engine_failed`` or ``cancelled``)."""
+    """A trajectory ends without a reward (``reward_failed``, ``engine_failed`` or ``cancelled``). ``policy``: what the
+    recipe wants then; empty: that the sample is dropped."""
 
     id: TrajectoryId
     reason: DropReason
     message: str = ""
     tokens: int = 0
+    policy: str = ""
+    reward_version: int = 0
+    adapted_limits_s: dict[str, float] = {}
+
+
+class RewardsAttached(Event, frozen=True):
+    """From now on these functions score, by name; groups of which something had arrived are scored by the ones before.
+    ``change``: what was asked for, such as ``replace similarity``."""
+
+    reward_version: int
+    rewards: tuple[str, ...]
+    change: str
 
 
 class TrajectoryCut(Event, frozen=True):
@@ -127,6 +143,7 @@ ControlEvent = (
     | TrajectoryScored
     | TrajectoryFailed
     | TrajectoryCut
+    | RewardsAttached
     | EnginesMeasured
     | RoundTimed
     | BatchTrained

@@ -2,7 +2,7 @@
 
 After refs/scheduling-model.md, section 5. With e = (prompts launched in a short round) / P0:
 
-    t(round) = a * longest + c * tokens + arrivals + training + push
+    t(round) = a * longest + c * tokens + d * root_tokens + arrivals + training + push
     time per P0 groups = (t_short + (e - 1) * t_long) / e
 
 The longest completion of a short round is the P0-th smallest of e * P0 group maxima; that of a long round the largest
@@ -20,8 +20,9 @@ from statistics import NormalDist
 
 import msgspec
 
-from streamrl.control.engine_cost import EngineCost, RoundLoad
+from streamrl.control.engine_cost import LONG, SHORT, EngineCost, RoundLoad
 from streamrl.control.length_estimate import Curve, LengthEstimate
+from streamrl.control.load_profile import LoadProfile
 
 _FEW_AGAIN = 8  # groups of long rounds, from which on what they have is believed
 _PRIOR_PERSISTENCE = 0.8  # share of the excess tokens of a losing group that its prompt has again when drawn anew
@@ -41,31 +42,32 @@ class Form(StrEnum):
 class Schedule(msgspec.Struct, frozen=True):
     """A form of rounds with its constants.
 
-    ``eta_prompts``, ``eta_responses``: of a short round; ``cohort_batches``: of a packed race.
+    ``eta_prompts``, ``eta_responses``: of a short round; ``cohort_batches``: of a packed race; ``long_batches``:
+    batches that one long round trains.
     """
 
     form: Form = Form.SYNCHRONOUS
     eta_prompts: float = 1.0
     eta_responses: float = 1.0
     cohort_batches: int = 0
+    long_batches: int = 1
 
     @property
     def name(self) -> str:
-        """For people and for the figures of an explanation: ``tail_batching 1.25``."""
+        """For people and for the figures of an explanation: ``tail_batching 1.25``, ``tail_batching 1.25 x2``."""
         if self.form is Form.SYNCHRONOUS:
             return str(self.form)
         both = f"/{self.eta_responses:g}" if self.eta_responses > 1 else ""
-        return f"{self.form} {self.eta_prompts:g}{both}"
+        elastic = f" x{self.long_batches}" if self.long_batches > 1 else ""
+        return f"{self.form} {self.eta_prompts:g}{both}{elastic}"
 
 
 class BatchShape(msgspec.Struct, frozen=True, kw_only=True):
-    """P0 prompts of ``group_size`` trajectories a batch. ``replays``: losers are drawn with the same noise again.
-    ``long_batches``: batches that one long round trains."""
+    """P0 prompts of ``group_size`` trajectories a batch. ``replays``: losers are drawn with the same noise again."""
 
     prompts: int
     group_size: int
     replays: bool = True
-    long_batches: int = 1
 
     def launched(self, schedule: Schedule) -> int:
         """Groups of a short round."""
@@ -96,28 +98,31 @@ def predict(
 
     Raises ``ValueError`` before any group was complete.
     """
+    profile = LoadProfile(lengths, shape.group_size)
     if schedule.form is Form.PACKED:
-        return _packed(schedule, lengths, cost, shape, rank_quality)
+        return _packed(schedule, profile, cost, shape, rank_quality)
     if schedule.form is Form.TAIL_BATCHING and shape.launched(schedule) > shape.prompts:
-        return _race(schedule, lengths, cost, shape)
-    return _synchronous(schedule, lengths, cost, shape)
+        return _race(schedule, profile, cost, shape)
+    return _synchronous(schedule, profile, cost, shape)
 
 
-def _synchronous(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape) -> Prediction:
-    groups = lengths.groups
+def _synchronous(schedule: Schedule, profile: LoadProfile, cost: EngineCost, shape: BatchShape) -> Prediction:
+    groups = profile.lengths.groups
     tokens = shape.prompts * groups.mean_tokens
     load = RoundLoad(
         longest=groups.order_statistic(shape.prompts, shape.prompts),
         tokens=tokens,
+        root_tokens=profile.expected(groups, shape.prompts, tokens),
         requests=shape.prompts * shape.group_size,
         trained_tokens=tokens,
     )
-    seconds = cost.seconds(load)
+    seconds = cost.seconds(load, Form.SYNCHRONOUS)
     return Prediction(schedule=schedule, seconds=seconds, goodput=tokens / seconds, length_share=1.0, generated=1.0)
 
 
-def _race(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape) -> Prediction:
-    groups, size, p0 = lengths.groups, shape.group_size, shape.prompts
+def _race(schedule: Schedule, profile: LoadProfile, cost: EngineCost, shape: BatchShape) -> Prediction:
+    lengths, size, p0 = profile.lengths, shape.group_size, shape.prompts
+    groups = lengths.groups
     launched, responses = shape.launched(schedule), math.ceil(schedule.eta_responses * shape.group_size)
     complete = groups if responses == size else _first_of_more(lengths, size, responses)
     cut = complete.order_statistic(p0, launched)
@@ -127,23 +132,18 @@ def _race(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: 
     if complete is not groups:  # who loses is sampled again without the extra responses
         losers = _raced(groups, p0, launched)[1]
         lost = losers.mean_tokens
+    sampled = lengths.members.cut_mean(cut) * responses * launched
     short = RoundLoad(
         longest=cut,
-        tokens=lengths.members.cut_mean(cut) * responses * launched,
+        tokens=sampled,
+        root_tokens=profile.expected(groups, launched, sampled, cut=cut),
         requests=launched * responses,
         trained_tokens=p0 * won,
     )
-    prompts = shape.long_batches * p0
-    again = _tokens_again(lost, lengths, shape)
-    long = RoundLoad(
-        longest=losers.order_statistic(prompts, prompts),
-        tokens=prompts * again,
-        requests=prompts * size,
-        trained_tokens=prompts * again,
-    )
+    long = _long_round(losers, lost, schedule.long_batches * p0, profile, shape)
     excess = launched / p0 - 1
-    per_long = excess / shape.long_batches
-    seconds = (cost.seconds(short) + per_long * cost.seconds(long)) / (1 + excess)
+    per_long = excess / schedule.long_batches
+    seconds = (cost.seconds(short, SHORT) + per_long * cost.seconds(long, LONG)) / (1 + excess)
     trained = (short.trained_tokens + per_long * long.trained_tokens) / (1 + excess)
     generated = (short.tokens + per_long * long.tokens) / (1 + excess)
     return Prediction(
@@ -152,7 +152,19 @@ def _race(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: 
         goodput=trained / seconds,
         length_share=trained / (p0 * groups.mean_tokens),
         generated=generated / trained,
-        wait=math.ceil(shape.long_batches / excess),
+        wait=math.ceil(schedule.long_batches / excess),
+    )
+
+
+def _long_round(losers: Curve, lost: float, prompts: int, profile: LoadProfile, shape: BatchShape) -> RoundLoad:
+    """``prompts`` groups of the curve of those that lost, of ``lost`` tokens each when they did."""
+    tokens = prompts * _tokens_again(lost, profile.lengths, shape)
+    return RoundLoad(
+        longest=losers.order_statistic(prompts, prompts),
+        tokens=tokens,
+        root_tokens=profile.expected(losers, prompts, tokens),
+        requests=prompts * shape.group_size,
+        trained_tokens=tokens,
     )
 
 
@@ -238,19 +250,21 @@ def _completion(members: Curve, correlation: float, size: int, responses: int) -
 
 
 def _packed(
-    schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape, rank_quality: float
+    schedule: Schedule, profile: LoadProfile, cost: EngineCost, shape: BatchShape, rank_quality: float
 ) -> Prediction:
     """Cohorts of drawn groups are raced; synchronous rounds of the *same* groups say how typical the draw was."""
     size = shape.prompts * schedule.cohort_batches
     cohorts = max(_DRAWS // size, 4)
-    drawn = _draw_groups(lengths.groups, cohorts * size, rank_quality)
+    drawn = _draw_groups(profile.lengths.groups, cohorts * size, rank_quality)
     raced, waited = _Sums(), _Sums()
     for start in range(0, len(drawn), size):
         cohort = drawn[start : start + size]
         for first in range(0, size, shape.prompts):
-            waited.add(_load(cohort[first : first + shape.prompts], [], math.inf, lengths, shape), cost)
-        _race_cohort(sorted(cohort, key=lambda group: group.score), schedule, lengths, cost, shape, raced)
-    typical = _synchronous(schedule, lengths, cost, shape)
+            waited.add(
+                _load(cohort[first : first + shape.prompts], [], math.inf, profile, shape), cost, Form.SYNCHRONOUS
+            )
+        _race_cohort(sorted(cohort, key=lambda group: group.score), schedule, profile, cost, shape, raced)
+    typical = _synchronous(schedule, profile, cost, shape)
     seconds = typical.seconds * raced.seconds / waited.seconds
     share = raced.trained / waited.trained
     return Prediction(
@@ -279,8 +293,8 @@ class _Sums(msgspec.Struct):
     trained: float = 0.0
     generated: float = 0.0
 
-    def add(self, load: RoundLoad, cost: EngineCost) -> None:
-        self.seconds += cost.seconds(load)
+    def add(self, load: RoundLoad, cost: EngineCost, kind: str) -> None:
+        self.seconds += cost.seconds(load, kind)
         self.trained += load.trained_tokens
         self.generated += load.tokens
 
@@ -288,7 +302,7 @@ class _Sums(msgspec.Struct):
 def _race_cohort(
     waiting: list[_DrawnGroup],
     schedule: Schedule,
-    lengths: LengthEstimate,
+    profile: LoadProfile,
     cost: EngineCost,
     shape: BatchShape,
     sums: _Sums,
@@ -298,18 +312,21 @@ def _race_cohort(
         launched = len(waiting) if len(waiting) <= shape.prompts else min(shape.launched(schedule), len(waiting))
         racing = sorted(waiting[:launched], key=lambda group: group.longest)
         winners, losers = racing[: shape.prompts], racing[shape.prompts :]
-        sums.add(_load(winners, losers, winners[-1].longest, lengths, shape), cost)
+        load = _load(winners, losers, winners[-1].longest, profile, shape)
+        sums.add(load, cost, SHORT if losers else LONG)
         waiting = waiting[launched:] + [msgspec.structs.replace(group, lost=True) for group in losers]
 
 
 def _load(
-    winners: list[_DrawnGroup], losers: list[_DrawnGroup], cut: float, lengths: LengthEstimate, shape: BatchShape
+    winners: list[_DrawnGroup], losers: list[_DrawnGroup], cut: float, profile: LoadProfile, shape: BatchShape
 ) -> RoundLoad:
+    lengths = profile.lengths
     trained = sum(_tokens_again(g.tokens, lengths, shape) if g.lost else g.tokens for g in winners)
     wasted = len(losers) * shape.group_size * lengths.members.cut_mean(cut) if losers else 0.0
     return RoundLoad(
         longest=winners[-1].longest if losers else max(group.longest for group in winners),
         tokens=trained + wasted,
+        root_tokens=profile.drawn([min(group.longest, cut) for group in (*winners, *losers)]),
         requests=(len(winners) + len(losers)) * shape.group_size,
         trained_tokens=trained,
     )

@@ -5,8 +5,10 @@ the delta (wrong base, wrong digest, a commit that failed half-way) is re-anchor
 shadow advances only when every engine that serves acknowledged.
 
 With an ``EngineService``, an engine that refuses the anchor too, or that is still fetching long after the others went
-on, leaves service instead of ending the run or holding it up: its requests go on elsewhere, and beside the run it takes
-an anchor of the live version, at each push anew, until it holds what the others hold. Then it serves again.
+on, leaves service instead of ending the run or holding it up: its requests go on elsewhere, and beside the run it
+catches up, at each push anew, until it holds what the others hold. Then it serves again. One that was late goes on with
+what was announced; where it missed versions it asks the trainer for one delta over them. One that refused that, or an
+anchor, takes the anchor of the live version.
 
 ``hold`` pauses the engines ahead of a push, so that requests for the next version may be submitted while the step
 ends: they queue, and their first token is computed after the commit.
@@ -16,48 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import anyio
 import msgspec
 
 from streamrl.config.scheduling import InFlight
+from streamrl.control.pushed_engine import EngineService, PushedEngine
+from streamrl.control.weight_canary import CanaryReport, WeightCanary
 from streamrl.errors import EngineError, WeightError
-from streamrl.messages import OrderDone, PauseMode, WeightAnnouncement
+from streamrl.messages import PauseMode, WeightAnnouncement
 
-
-class PushedEngine(Protocol):
-    """The part of ``streamrl.engines.engine.Engine`` that a push needs."""
-
-    async def stage(self, announcement: WeightAnnouncement) -> OrderDone: ...
-
-    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None: ...
-
-    async def commit(self, policy_version: int) -> OrderDone: ...
-
-    async def resume(self) -> None: ...
-
-
-class EngineService(Protocol):
-    """Keeps requests away from engines that are behind, and lets them catch up."""
-
-    async def take_out(self, engine: PushedEngine, reason: str) -> None:
-        """Send it no requests; what it served goes on elsewhere. Raises ``EngineError`` when nobody else serves."""
-        ...
-
-    async def take_back(self, engine: PushedEngine) -> None:
-        """It holds the live version: send it requests again."""
-        ...
-
-    def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Run ``work`` as a child of the run."""
-        ...
+__all__ = ["EngineService", "PushReport", "PushedEngine", "WeightPublisher"]
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """One push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the longest
     pause of an engine for its commit; ``held_s``: how long engines had been held when the push began; ``behind``:
-    engines that are out of service after it."""
+    engines that are out of service after it; ``canary``: how they compare (None: they were not compared)."""
 
     policy_version: int
     staged_s: float
@@ -68,10 +45,11 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     reanchored: int
     held_s: float = 0.0
     behind: int = 0
+    canary: CanaryReport | None = None
 
 
 class _CatchingUp:
-    """An engine that takes an anchor beside the run. ``staging`` may be cancelled; a commit is seen to its end."""
+    """An engine that catches up beside the run. ``staging`` may be cancelled; a commit is seen to its end."""
 
     def __init__(self) -> None:
         self.staging = anyio.CancelScope()
@@ -82,6 +60,9 @@ class WeightPublisher:
     """Pushes announced versions to ``engines``. ``anchor`` has the trainer publish a version complete; ``on_hold`` is
     told when a hold begins and when it has ended. ``service``: see above; ``patience_s``: how long after the first
     engine another one may go on staging before it leaves service (0: until the push is late).
+
+    ``canary``: compares what the engines sample after each push (None: nobody does). Those that deviate take the next
+    version as an anchor, out of service until then where others serve; who deviates even then ends the run otherwise.
 
     ``push``, ``hold``, ``release``, ``admit`` and ``leave`` wait for each other.
     """
@@ -96,13 +77,18 @@ class WeightPublisher:
         on_hold: Callable[[bool], None] | None = None,
         service: EngineService | None = None,
         patience_s: float = 0.0,
+        canary: WeightCanary | None = None,
     ) -> None:
         self._engines = list(engines)
         self._behind: dict[PushedEngine, _CatchingUp | None] = {}
+        self._need_anchor: set[PushedEngine] = set()
+        self._live: WeightAnnouncement | None = None
         self._staging: dict[PushedEngine, anyio.CancelScope] = {}
         self._refusals: dict[PushedEngine, WeightError] = {}
         self._service = service
         self._patience_s = patience_s
+        self._canary = canary
+        self._suspects: set[PushedEngine] = set()
         self._first_live = anyio.Event()
         self._staged_at = 0.0
         self._anchor = anchor
@@ -137,18 +123,21 @@ class WeightPublisher:
             self._hold(False)
 
     async def admit(self, engine: PushedEngine, policy_version: int) -> None:
-        """Bring a started engine, whatever it holds, to the live version by an anchor; later pushes reach it.
+        """Bring a started engine, whatever it holds, to the live version; later pushes reach it.
 
+        It gets what was pushed last, on which it asks for a delta on its checkpoint, and an anchor if it refuses that.
         While the others are held it is held too. Raises ``EngineError`` when it refuses the anchor.
         """
         async with self._one_at_a_time:
             with self._in_time(f"version {policy_version} was not live on an engine that joined"):
-                anchor = await self._anchor(policy_version)
-                try:
-                    await engine.stage(anchor)
-                    await self._verified_commit(engine, anchor)
-                except WeightError as error:
-                    raise EngineError(f"an engine that joined refused version {policy_version}: {error}") from error
+                live = self._live
+                if live is None or live.policy_version != policy_version or not await self._takes(engine, live):
+                    anchor = await self._anchor(policy_version)
+                    if not await self._takes(engine, anchor):
+                        refusal = self._refusals[engine]
+                        raise EngineError(
+                            f"an engine that joined refused version {policy_version}: {refusal}"
+                        ) from refusal
                 if not self._held:
                     await self._resume_one(engine)
             self._engines.append(engine)
@@ -163,6 +152,8 @@ class WeightPublisher:
             else:
                 self._engines.remove(engine)
             self._paused_at.pop(engine, None)
+            self._need_anchor.discard(engine)
+            self._suspects.discard(engine)
 
     def _hold(self, held: bool) -> None:
         changed, self._held = held != self._held, held
@@ -182,16 +173,22 @@ class WeightPublisher:
         held_since = min((at for engine, at in self._paused_at.items() if engine not in self._behind), default=started)
         await self._stop_catching_up(list(self._behind))
         self._first_live, self._refusals = anyio.Event(), {}
-        pauses = await self._on_all(announced, self._engines)
+        pauses = await self._on_all(announced, [engine for engine in self._engines if engine not in self._suspects])
         staged_s = self._staged_at - started
-        refused = [engine for engine in self._engines if engine in self._refusals]
+        refused = [engine for engine in self._engines if engine in self._refusals or engine in self._suspects]
         late = [engine for engine in self._engines if engine not in pauses and engine not in refused]
         anchor = None
-        if refused or late or self._behind:
+        if refused or self._need_anchor:
             anchor = await self._anchor(announced.policy_version)
             pauses |= await self._on_all(anchor, refused)
-            await self._leave_service([engine for engine in self._engines if engine not in pauses], anchor)
+        leaving = [engine for engine in self._engines if engine not in pauses]
+        self._need_anchor.update(engine for engine in leaving if engine not in late)
+        await self._leave_service(leaving, announced.policy_version)
+        for engine in self._behind:
+            self._catch_up(engine, anchor if anchor is not None and engine in self._need_anchor else announced)
+        self._live = announced
         self._hold(False)
+        canary = await self._compare(announced.policy_version)
         changed = sum(s.changed_elements for s in announced.sources)
         return PushReport(
             policy_version=announced.policy_version,
@@ -203,6 +200,7 @@ class WeightPublisher:
             reanchored=len(refused),
             held_s=started - held_since,
             behind=len(self._behind),
+            canary=canary,
         )
 
     async def _on_all(
@@ -244,25 +242,41 @@ class WeightPublisher:
         for scope in self._staging.values():
             scope.cancel()
 
+    async def _compare(self, policy_version: int) -> CanaryReport | None:
+        """The canary. Who deviates takes the next version as an anchor, out of service meanwhile where others serve."""
+        if self._canary is None:
+            return None
+        report, suspects = await self._canary.deviating(list(self._engines))
+        once_more = suspects.keys() & self._suspects
+        self._suspects = set(suspects)
+        reason = (
+            f"its canary at version {policy_version} is off by {report.deviation:.3g} ({report.tolerance:.3g} may be)"
+        )
+        if self._service is not None and suspects and len(suspects) < len(self._engines):
+            self._refusals |= {engine: WeightError(reason) for engine in suspects}
+            self._need_anchor.update(suspects)
+            await self._leave_service(list(suspects), policy_version)
+        elif once_more:
+            raise EngineError(f"{len(once_more)} engines disagree with others after an anchor as before it: {reason}")
+        return report
+
     # ---- engines that are behind -------------------------------------------------------------------
 
-    async def _leave_service(self, leaving: Sequence[PushedEngine], anchor: WeightAnnouncement) -> None:
+    async def _leave_service(self, leaving: Sequence[PushedEngine], policy_version: int) -> None:
         for engine in leaving:
             refusal = self._refusals.get(engine)
             if self._service is None or len(leaving) == len(self._engines):
                 raise EngineError(
-                    f"an engine refused version {anchor.policy_version} as delta and as anchor: {refusal}"
+                    f"an engine refused version {policy_version} as delta and as anchor: {refusal}"
                 ) from refusal
         for engine in leaving:
             assert self._service is not None
             self._engines.remove(engine)
             self._behind[engine] = None
-            late = f"it was still fetching version {anchor.policy_version} {self._patience_s:g} s after others had it"
+            late = f"it was still fetching version {policy_version} {self._patience_s:g} s after others had it"
             await self._service.take_out(engine, str(self._refusals.get(engine, late)))
-        for engine in self._behind:
-            self._catch_up(engine, anchor)
 
-    def _catch_up(self, engine: PushedEngine, anchor: WeightAnnouncement) -> None:
+    def _catch_up(self, engine: PushedEngine, announced: WeightAnnouncement) -> None:
         catching = self._behind[engine] = _CatchingUp()
         service = self._service
         assert service is not None
@@ -270,12 +284,13 @@ class WeightPublisher:
         async def work() -> None:
             try:
                 with catching.staging:
-                    await engine.stage(anchor)
+                    await engine.stage(announced)
                 if not catching.staging.cancelled_caught:
-                    await self._verified_commit(engine, anchor)
+                    await self._verified_commit(engine, announced)
                     await self._back_in_service(service, engine)
             except WeightError:
-                self._behind[engine] = None  # the next push tries again, with its own version
+                self._behind[engine] = None  # the next push tries again, with the anchor of its own version
+                self._need_anchor.add(engine)
             finally:
                 catching.ended.set()
 
@@ -285,6 +300,7 @@ class WeightPublisher:
         if not self._held:
             await self._resume_one(engine)
         del self._behind[engine]
+        self._need_anchor.discard(engine)
         self._engines.append(engine)
         await service.take_back(engine)
 
@@ -304,6 +320,16 @@ class WeightPublisher:
         await self._verified_commit(engine, announced)
         await self._resume_one(engine)
         return anyio.current_time() - began
+
+    async def _takes(self, engine: PushedEngine, announced: WeightAnnouncement) -> bool:
+        """Stage and commit; leaves the engine paused. False when it refused, for the reason that is then noted."""
+        try:
+            await engine.stage(announced)
+            await self._verified_commit(engine, announced)
+        except WeightError as error:
+            self._refusals[engine] = error
+            return False
+        return True
 
     async def _verified_commit(self, engine: PushedEngine, announced: WeightAnnouncement) -> None:
         """Leaves the engine paused."""

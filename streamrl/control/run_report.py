@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from streamrl.control.actions import Explain, LaunchGroup
 from streamrl.control.evaluation import Evaluation
 from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.publisher import PushReport
+from streamrl.control.reward_window import RewardWindow
 from streamrl.control.sampled_work import SampledWork
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import (
@@ -37,7 +38,7 @@ from streamrl.messages import (
     StepFinished,
 )
 from streamrl.stage_messages import RewardOutcome, RolloutStatistics, Scored
-from streamrl.types import DropReason, RewardFailure, ScoredTrajectory, TrajectoryId
+from streamrl.types import DropReason, ScoredTrajectory, TrajectoryId
 
 PROGRESS_INTERVAL_S = 0.25
 NO_LOAD = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
@@ -58,7 +59,8 @@ class _Trained(msgspec.Struct):
 
 class RunReport:
     """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once, the
-    same for both bubble ratios; ``engines``: how many there are. ``trace`` None: nothing is recorded."""
+    same for both bubble ratios; ``engines``: how many there are; ``rewards_in_flight``: what the reward stage holds.
+    ``trace`` None: nothing is recorded."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class RunReport:
         capacity: int,
         *,
         engines: int = 1,
+        rewards_in_flight: Callable[[], int] = lambda: 0,
         trace: TrajectoryTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,6 +77,7 @@ class RunReport:
         self._rollout = rollout
         self._capacity = capacity
         self._engines = engines
+        self._rewards_in_flight = rewards_in_flight
         self._trace = trace
         self._clock = clock
         self._started = self._step_started = self._closed_at = self._progressed_at = clock()
@@ -81,7 +85,7 @@ class RunReport:
         self._last_rollout = self._closed_rollout = rollout()
         self._trained: dict[int, _Trained] = {}
         self._timed: dict[int, RoundTimed] = {}
-        self._failures: Counter[str] = Counter()
+        self._rewards = RewardWindow()
         self._rounds: Counter[str] = Counter()
         self._round_kind = ""
         self._work = SampledWork(trace)
@@ -110,13 +114,13 @@ class RunReport:
 
     def came_back(self, item: RewardOutcome) -> None:
         """An outcome of one trajectory arrived: before it is looked at, also for one that was dropped meanwhile."""
-        if isinstance(item, Scored) and isinstance(item.outcome, RewardFailure):
-            failure = item.outcome
-            self._failures[f"reward/func/{failure.function}/{failure.kind}_total"] += 1
+        if isinstance(item, Scored):
+            self._rewards.came_back(item, self.elapsed())
         self._work.came_back(item, self.elapsed())
 
     def dropped(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
         """Control will not train them, whether they ended or still run."""
+        self._rewards.forget(ids)
         self._work.dropped(ids, reason, self.elapsed())
 
     # ---- engines ---------------------------------------------------------------------------------
@@ -175,6 +179,7 @@ class RunReport:
         self._trained[policy_version] = _Trained(
             metrics={
                 **reward_metrics(batch),
+                **self._rewards.cost(batch),
                 **completion_metrics(batch),
                 **staleness_metrics(batch, policy_version - 1),
                 **trainer,
@@ -195,8 +200,11 @@ class RunReport:
         """The version that was trained last is pushed now."""
         self._publishing_at = self._clock()
 
-    async def step_finished(self, push: PushReport, state: ControlState) -> dict[str, float]:
-        """Every engine holds the version that the step made. Returns what was reported."""
+    async def step_finished(
+        self, push: PushReport, state: ControlState, engines: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Every engine holds the version that the step made. ``engines``: figures of the sets of engines, if there are
+        several. Returns what was reported."""
         now = self._clock()
         seconds = max(now - self._step_started, 1e-9)
         self._step_started = now
@@ -216,7 +224,10 @@ class RunReport:
             "perf/samples_s": trained.samples / seconds,
             "perf/groups_s": trained.groups / seconds,
         }
-        metrics |= self._work_metrics(trained) | self._control_metrics(state)
+        verified = rollout.verified_tokens - before.verified_tokens
+        if verified:
+            metrics["perf/kept_tok_accepted_ratio"] = (rollout.accepted_tokens - before.accepted_tokens) / verified
+        metrics |= self._work_metrics(trained) | self._control_metrics(state) | dict(engines)
         self._timed[version] = RoundTimed(
             policy_version=version,
             rollout_s=trained.rollout_s,
@@ -289,6 +300,7 @@ class RunReport:
             "weights/payload_bytes": float(push.payload_bytes),
             "weights/changed_ratio": push.changed_share,
             "weights/reanchored": float(push.reanchored),
+            **({"weights/canary_deviation": push.canary.deviation} if push.canary else {}),
             "util/trainer_idle_ratio": max(1 - working / seconds, 0.0),
         }
 
@@ -312,7 +324,8 @@ class RunReport:
             "async/queue_depth": float(len(state.buffer.ready)),
             "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
             **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
-            **{name: float(count) for name, count in self._failures.items()},
+            **self._rewards.take(),
+            "reward/in_flight": float(self._rewards_in_flight()),
             **sizing,
         }
 

@@ -16,6 +16,7 @@ from collections import deque
 
 from streamrl.buffers.rollout_buffer import Accounting, Group, RolloutBuffer
 from streamrl.buffers.slots import SlotLedger, last_version
+from streamrl.config.rewards import FailurePolicy
 from streamrl.config.scheduling import Order, StalePolicy
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -114,7 +115,7 @@ class ControlState:
             case on.EnginesMeasured() | on.RoundTimed():
                 self.policy.observe(event)
                 self._changed = False
-            case on.TrajectoryCut() | on.AlarmRaised():
+            case on.TrajectoryCut() | on.AlarmRaised() | on.RewardsAttached():
                 self._changed = False  # for whoever reads the log
 
     def _record_began(self, event: on.RunBegan, actions: list[ControlAction]) -> None:
@@ -163,6 +164,9 @@ class ControlState:
             return
         if not group.members:  # until then it takes the place of a whole group in a batch, and keeps its slots
             self.slots.release(group.size)
+        if event.policy == FailurePolicy.STOP:
+            self._stop_run(actions, f"a reward failed, and the recipe says stop: {event.message}")
+            return
         self.recent_failures.append(True)
         failed = sum(self.recent_failures)
         window = self.settings.failure_window
@@ -174,7 +178,10 @@ class ControlState:
                 f"the last one ({event.reason}): {event.message or 'no message'}",
             )
             return
-        self._group_changed(group, actions)
+        if event.policy == FailurePolicy.DROP_GROUP and group.members:
+            self.drop_group(group, DropReason.REWARD_FAILED, actions)
+        else:
+            self._group_changed(group, actions)
 
     def _group_changed(self, group: Group, actions: list[ControlAction]) -> None:
         """A member ended: drop a group too small for a baseline, or without signal under dynamic sampling."""

@@ -25,15 +25,27 @@ from streamrl.messages import (
     OrderFailed,
     Pause,
     Resume,
+    Sleep,
     StageWeights,
+    Wake,
 )
+
+_EngineWideOrder = Pause | Resume | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
 
 LOAD_SECONDS = 0.2
 FAREWELL_SECONDS = 1.0
 
 
 class WatchedEngine(Engine, Protocol):
-    """An engine that runs in this process and can say when it died."""
+    """An engine that runs in this process, can be put to sleep, and can say when it died."""
+
+    async def sleep(self, level: int) -> None:
+        """Give the device's memory back until ``wake``."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the device's memory again."""
+        ...
 
     async def watch(self) -> None:
         """Return never; raise ``EngineError`` when the engine died."""
@@ -106,7 +118,7 @@ class _EngineHost:
         seconds = time.monotonic() - began
         await self._completions.send(Generated(request_id=request.request_id, completion=completion, seconds=seconds))
 
-    async def _carry_out(self, order: Pause | Resume | StageWeights | CommitWeights | ComputeChecksums) -> None:
+    async def _carry_out(self, order: _EngineWideOrder) -> None:
         began = time.monotonic()
         try:
             done = await self._act(order)
@@ -124,7 +136,7 @@ class _EngineHost:
         )
         await self._completions.send(self._engine.load())
 
-    async def _act(self, order: Pause | Resume | StageWeights | CommitWeights | ComputeChecksums) -> OrderDone:
+    async def _act(self, order: _EngineWideOrder) -> OrderDone:
         if isinstance(order, StageWeights):
             return await self._engine.stage(order.announcement)
         if isinstance(order, CommitWeights):
@@ -134,6 +146,10 @@ class _EngineHost:
             await self._engine.pause(order.mode, clear_cache=order.clear_cache)
         elif isinstance(order, Resume):
             await self._engine.resume()
+        elif isinstance(order, Sleep):
+            await self._engine.sleep(order.level)
+        elif isinstance(order, Wake):
+            await self._engine.wake()
         else:
             checksums = await self._engine.checksums()
         return OrderDone(order_id=order.order_id, seconds=0.0, checksums=checksums)

@@ -10,14 +10,18 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.model_facts import ModelDirectoryError, read_model_facts
 from streamrl.config.recipe import Recipe
 from streamrl.config.threads import engine_threads
+from streamrl.config.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
+from streamrl.engines.engine_devices import core_numbers, cuda_devices, workers_on_cores
 from streamrl.errors import RecipeError
 
 PROMPT_ALLOWANCE = 1024
 """Longest prompt in tokens when the recipe leaves ``engines.max_context`` to us."""
 
 CPU_BLOCK_TOKENS = 128
+CUDA_BLOCK_TOKENS = 16
 CPU_CACHE_BYTES = 1 << 30
 """``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
 
@@ -28,7 +32,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One vLLM engine. ``cache_blocks`` 0: vLLM decides from free memory (CUDA).
+    """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``cache_blocks`` 0: vLLM
+    decides from free memory (CUDA). ``sleeps``: its memory must be such that it can be put to sleep.
 
     ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
     """
@@ -42,6 +47,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_blocks: int
     block_tokens: int
     gpu_memory_share: float
+    workers: int
+    sleeps: bool
     environment: dict[str, str]
 
     @property
@@ -61,18 +68,57 @@ def engine_options(recipe: Recipe, index: int, socket_directory: str | Path, *, 
     dtype = recipe.engines.dtype if recipe.engines.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     context = max_context(recipe, config)
     on_cpu = device == "cpu"
+    mine = set_of_engine(recipe, index)
+    blocks, block_tokens = 0, CPU_BLOCK_TOKENS if on_cpu else 0
+    if mine.kv_tokens:
+        block_tokens = block_tokens or CUDA_BLOCK_TOKENS
+        blocks = max(-(-mine.kv_tokens // block_tokens), -(-context // block_tokens)) + 1  # one stays empty
+    elif on_cpu:
+        blocks = cache_blocks(config, dtype, context, mine.max_running, mine.tensor_parallel)
     return EngineOptions(
         name=f"engine-{index}",
         model_path=recipe.model.path,
         device=device,
         dtype=dtype,
         max_context=context,
-        max_running=recipe.engines.max_running,
-        cache_blocks=cache_blocks(config, dtype, context, recipe.engines.max_running) if on_cpu else 0,
-        block_tokens=CPU_BLOCK_TOKENS if on_cpu else 0,
+        max_running=mine.max_running,
+        cache_blocks=blocks,
+        block_tokens=block_tokens,
         gpu_memory_share=recipe.engines.gpu_memory_share,
-        environment=_environment(recipe, index, socket_directory, config, on_cpu),
+        workers=mine.tensor_parallel,
+        sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
+        environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
     )
+
+
+def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> dict[str, int]:
+    """Tokens that the KV cache of one engine holds, by set of ``recipe``; 0: not known.
+
+    ``first_kv_tokens``: of the first set, whose engines are there and said it. On a CPU the others are sized by us; on
+    CUDA they have what their weights leave, which their engines will say when they were started.
+    """
+    sets = prepared_sets(recipe)
+    if len(sets) == 1:
+        return {sets[0].name: first_kv_tokens}
+    device = device or installed_device()
+    rooms = {one.name: one.kv_tokens for one in sets} | {sets[0].name: first_kv_tokens}
+    weight_tokens = _weight_tokens(recipe)
+    for one in sets[1:]:
+        options = engine_options(recipe, one.first, "", device=device)
+        known = options.cache_blocks * options.block_tokens
+        rooms[one.name] = known or expected_kv_tokens(
+            first_kv_tokens, one.tensor_parallel, of=sets[0].tensor_parallel, weight_tokens=weight_tokens
+        )
+    return rooms
+
+
+def _weight_tokens(recipe: Recipe) -> float:
+    """Tokens whose KV takes as much memory as the weights do, at two bytes a parameter."""
+    try:
+        facts = read_model_facts(Path(recipe.model.path))
+    except ModelDirectoryError:
+        return 0.0
+    return 2 * facts.parameters / max(facts.key_value_bytes / 2, 1)  # key_value_bytes: of float32
 
 
 def installed_device() -> str:
@@ -114,16 +160,17 @@ def max_context(recipe: Recipe, config: dict[str, Any]) -> int:
     return context
 
 
-def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_running: int) -> int:
+def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_running: int, workers: int = 1) -> int:
     """KV blocks of a CPU engine: every running request at full length plus an eighth for shared prefixes.
 
-    Capped at ``CPU_CACHE_BYTES``, but never below one request of full length: beyond the cap vLLM preempts.
+    Capped at ``CPU_CACHE_BYTES`` in each of its ``workers``, who share the heads, but never below one request of full
+    length: beyond the cap vLLM preempts.
     """
     blocks_per_request = -(-context // CPU_BLOCK_TOKENS)
     wanted = max_running * blocks_per_request * 9 // 8 + 1
     heads = int(config.get("num_attention_heads") or 1)
     head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
-    key_value_heads = int(config.get("num_key_value_heads") or heads)
+    key_value_heads = max(int(config.get("num_key_value_heads") or heads) // workers, 1)
     layers = int(config.get("num_hidden_layers") or 1)
     block_bytes = 2 * layers * key_value_heads * head_size * _DTYPE_BYTES.get(dtype, 4) * CPU_BLOCK_TOKENS
     affordable = CPU_CACHE_BYTES // block_bytes if block_bytes else wanted
@@ -131,7 +178,12 @@ def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_running: 
 
 
 def _environment(
-    recipe: Recipe, index: int, socket_directory: str | Path, config: dict[str, Any], on_cpu: bool
+    recipe: Recipe,
+    index: int,
+    mine: PreparedSet,
+    socket_directory: str | Path,
+    config: dict[str, Any],
+    on_cpu: bool,
 ) -> dict[str, str]:
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -145,18 +197,21 @@ def _environment(
         environment["TORCHDYNAMO_DISABLE"] = "1"
         wide = int(config.get("hidden_size") or 0) >= PACKED_LINEAR_WIDTH
         environment["STREAMRL_CPU_LINEAR"] = "packed" if wide else "plain"
-        environment |= _openmp(recipe.engines.cores[index]) if index < len(recipe.engines.cores) else {}
-        environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
+        place = index - mine.first
+        numbers = core_numbers(mine.cores[place]) if place < len(mine.cores) else []
+        if mine.tensor_parallel > 1:
+            environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
+        else:
+            environment |= _openmp(numbers)
+            environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
+    elif mine.count * mine.tensor_parallel > 1:
+        environment |= cuda_devices(index - mine.first, mine)
     return environment
 
 
-def _openmp(cores: str) -> dict[str, str]:
-    """OpenMP's own variables for ``cores`` such as ``0-3,6``: an engine computes in its EngineCore process (see
+def _openmp(numbers: list[int]) -> dict[str, str]:
+    """OpenMP's own variables for cores: an engine of one worker computes in its EngineCore process (see
     ``vllm_engine``), where vLLM's binding does not reach."""
-    numbers: list[int] = []
-    for part in filter(None, cores.split(",")):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
     if not numbers:
         return {}
     places = ",".join(f"{{{number}}}" for number in numbers)

@@ -20,7 +20,7 @@ from streamrl.engines.engine import Engine
 from streamrl.engines.resumption import whole_of
 from streamrl.errors import EngineError, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, FinishReason
+from streamrl.types import Completion, FinishReason, float_array, token_array
 
 K = TypeVar("K")
 
@@ -50,20 +50,22 @@ class EnginePool:
     """Routes a request to the engine with the fewest open tokens; siblings of a prompt stay together, so that they
     share its prefix blocks, as long as the loads are near. Satisfies ``Engine``."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, absent: Sequence[str] = (), by: str = "") -> None:
+        """``absent``: names of engines that are not there yet, as if ``by`` had drained and detached them."""
         if not engines:
             raise EngineError("the pool has no engine; set engines.count to 1 or more")
-        self._engines = list(engines)
-        self._names = [f"engine-{index}" for index in range(len(engines))]
-        self._open_requests = [0] * len(engines)
-        self._open_tokens = [0] * len(engines)
+        self._engines = dict(enumerate(engines))
+        self._names = [f"engine-{index}" for index in range(len(engines))] + list(absent)
+        self._open_requests = [0] * len(self._names)
+        self._open_tokens = [0] * len(self._names)
         self._serving: dict[str, int] = {}
         self._requests: dict[str, ServedRequest] = {}
         self._siblings: dict[bytes, int] = {}
         self._moves: dict[str, int] = {}
-        self._drained: dict[int, set[str]] = {}
-        self._detached: set[int] = set()
-        self._emptied = [anyio.Event() for _ in engines]
+        self._unserved: dict[str, anyio.Event] = {}
+        self._drained = {index: {by} for index in range(len(engines), len(self._names))}
+        self._detached = set(self._drained)
+        self._emptied = [anyio.Event() for _ in self._names]
         self._readiness: EngineReady | None = None
         self._by_name: dict[str, Engine] = {}
         self._list_attached()
@@ -82,7 +84,7 @@ class EnginePool:
     async def start(self) -> EngineReady:
         """Start all. Raises ``EngineError`` when they do not hold the same model and version."""
         readiness = await all_of([engine.start for engine in self._attached])
-        self._names = [ready.engine for ready in readiness]
+        self._names[: len(readiness)] = [ready.engine for ready in readiness]
         self._list_attached()
         first = self._readiness = readiness[0]
         for ready in readiness[1:]:
@@ -96,7 +98,15 @@ class EnginePool:
 
     async def generate(self, request: Generate) -> Completion:
         """Sample one completion on the engine that ``route`` chooses. It comes back cut (finish reason abort) when that
-        engine is drained or the request migrates: ask for the rest of it, as the next part of the same completion."""
+        engine is drained or the request migrates: ask for the rest of it, as the next part of the same completion.
+        While no engine serves (see ``drain``) it waits."""
+        if not await self._served_again(request.request_id):
+            return Completion(
+                token_ids=token_array(),
+                behavior_logprobs=float_array(),
+                finish_reason=FinishReason.ABORT,
+                version_spans=(),
+            )
         index = self.route(request)
         tokens = len(request.token_ids) + request.max_tokens - request.prefix_length
         self._open_requests[index] += 1
@@ -125,6 +135,18 @@ class EnginePool:
         """Names of the engines that are sent requests."""
         return tuple(name for index, name in enumerate(self._names) if index not in self._drained)
 
+    async def _served_again(self, request_id: str) -> bool:
+        """Wait until an engine serves. False: the request was aborted meanwhile."""
+        while len(self._drained) == len(self._names):
+            woken = self._unserved[request_id] = anyio.Event()
+            try:
+                await woken.wait()
+                if request_id not in self._unserved:
+                    return False
+            finally:
+                self._unserved.pop(request_id, None)
+        return True
+
     def served(self) -> dict[str, tuple[ServedRequest, ...]]:
         """What each attached engine serves, by name: who plans which engines to free looks at it."""
         found: dict[str, list[ServedRequest]] = {name: [] for name in self._attached_names}
@@ -138,7 +160,7 @@ class EnginePool:
 
     def route(self, request: Generate) -> int:
         """Index of the engine that gets ``request``."""
-        serving = [index for index in range(len(self._engines)) if index not in self._drained]
+        serving = [index for index in range(len(self._names)) if index not in self._drained]
         if len(serving) == 1:
             return serving[0]
         target = self._moves.pop(whole_of(request.request_id), None)
@@ -153,14 +175,20 @@ class EnginePool:
         _forget_oldest(self._siblings)
         return chosen
 
+    def withdraw(self, names: Sequence[str], *, by: str = "") -> None:
+        """Send these engines no more requests, from now on, also when no other serves: requests then wait until one is
+        readmitted. ``drain`` each of them to cut what it serves."""
+        for name in names:
+            self._drained.setdefault(self._index(name), set()).add(by)
+
     async def drain(self, name: str, *, by: str = "") -> None:
         """Send ``name`` no more requests and cut those that it serves; returns when it serves none.
 
         ``by``: who drains it. It is sent requests again when everybody who drained it has readmitted it.
-        Raises ``EngineError`` for the last engine that serves, and for an unknown name.
+        Raises ``EngineError`` for the last engine that serves (see ``withdraw``), and for an unknown name.
         """
         index = self._index(name)
-        if len(self._drained.keys() | {index}) == len(self._engines):
+        if index not in self._drained and len(self._drained) == len(self._names) - 1:
             raise EngineError(f"{name} is the last engine that serves requests; readmit another one before draining it")
         self._drained.setdefault(index, set()).add(by)
         while self._open_requests[index] and index in self._drained:
@@ -180,6 +208,8 @@ class EnginePool:
         reasons.discard(by)
         if not reasons:
             self._drained.pop(index, None)
+            for waiting in self._unserved.values():
+                waiting.set()
 
     async def migrate(self, request_ids: Sequence[str], to: str) -> None:
         """Cut requests that other engines serve and send the rest of each, its next part, to ``to``.
@@ -208,7 +238,7 @@ class EnginePool:
         self._past = _with_counters(self._past, [self._past, self._engines[index].load()])
         return self._engines[index]
 
-    async def attach(self, name: str, engine: Engine) -> None:
+    async def attach(self, name: str, engine: Engine) -> EngineReady:
         """Start ``engine`` in the place of ``name``, which is detached. It stays drained until ``readmit``.
 
         Raises ``EngineError`` when its model is not that of the others.
@@ -222,11 +252,14 @@ class EnginePool:
         self._engines[index] = engine
         self._detached.discard(index)
         self._list_attached()
+        return ready
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the engines that serve them; unknown ids are ignored."""
         by_engine: dict[int, list[str]] = {}
         for request_id in request_ids:
+            if request_id in self._unserved:
+                self._unserved.pop(request_id).set()
             if request_id in self._serving:
                 by_engine.setdefault(self._serving[request_id], []).append(request_id)
         await all_of([partial(self._engines[index].abort, ids) for index, ids in by_engine.items()])
@@ -271,7 +304,7 @@ class EnginePool:
             EngineLoad(
                 running=sum(load.running for load in loads),
                 waiting=sum(load.waiting for load in loads),
-                kv_cache_usage=max(load.kv_cache_usage for load in loads),
+                kv_cache_usage=max((load.kv_cache_usage for load in loads), default=0.0),
                 generated_tokens=0,
                 token_s=sum(step_times) / len(step_times) if step_times else 0.0,
                 mean_running=sum(load.mean_running for load in loads),
@@ -285,7 +318,7 @@ class EnginePool:
 
     @property
     def _attached(self) -> list[Engine]:
-        return [engine for index, engine in enumerate(self._engines) if index not in self._detached]
+        return [engine for index, engine in sorted(self._engines.items()) if index not in self._detached]
 
     @property
     def _attached_names(self) -> list[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from typing import cast
 
 import anyio
 
 from streamrl.comm.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.recipe import Recipe
 from streamrl.engines.engine import Engine
+from streamrl.engines.engine_options import installed_device
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.errors import EngineError, StreamBroken
@@ -107,6 +110,11 @@ class SeatedEngines:
         self._pool = pool
         self._tell = tell
         self._left: dict[str, Engine] = {}
+        self._kv_tokens: dict[str, int] = {}
+
+    def kv_tokens(self, name: str) -> int:
+        """Tokens that the KV cache of ``name`` holds, which was started here; 0: unknown."""
+        return self._kv_tokens.get(name, 0)
 
     def detach(self, name: str) -> Engine:
         """Leave a drained engine out of the pool. Raises ``EngineError`` while it serves requests."""
@@ -131,10 +139,67 @@ class SeatedEngines:
         """
         engine = await self._seats[name].open()
         await self._tell(StartEngine(engine=name))
-        await self._pool.attach(name, engine)
+        self._kv_tokens[name] = (await self._pool.attach(name, engine)).kv_tokens
         return engine
 
     async def give_up(self, name: str) -> None:
         """End a host that is starting, at once."""
         await self._tell(StopEngine(engine=name))
         await self._seats[name].abandon()
+
+    async def aclose(self) -> None:
+        """The run ends: nothing is left that the pool does not close."""
+
+
+def seated_engines(
+    recipe: Recipe,
+    seats: Mapping[str, EngineSeat],
+    pool: EnginePool,
+    tell: Callable[[SupervisorOrder], Awaitable[None]],
+) -> SeatedEngines:
+    """Those that suit the machine: on a CPU, where vLLM's sleep does nothing, processes end."""
+    level = recipe.engines.sleep_level
+    if recipe.engines.sets and level and installed_device() != "cpu":
+        return SleepingEngines(seats, pool, tell, level)
+    return SeatedEngines(seats, pool, tell)
+
+
+class SleepingEngines(SeatedEngines):
+    """On CUDA: a host that is not needed goes on, asleep at vLLM's ``level``, and gives the device's memory back. Where
+    there is no host yet, one is started."""
+
+    def __init__(
+        self,
+        seats: Mapping[str, EngineSeat],
+        pool: EnginePool,
+        tell: Callable[[SupervisorOrder], Awaitable[None]],
+        level: int,
+    ) -> None:
+        super().__init__(seats, pool, tell)
+        self._level = level
+        self._asleep: dict[str, RemoteEngine] = {}
+
+    async def stop(self, name: str) -> None:
+        """Put the host of ``name``, which was detached, to sleep."""
+        engine = self._asleep[name] = cast("RemoteEngine", self._left.pop(name))
+        await engine.sleep(self._level)
+
+    async def start(self, name: str) -> Engine:
+        """Wake the host of ``name``, or start one: drained, and with the weights that it held, if any."""
+        engine = self._asleep.get(name)
+        if engine is None:
+            return await super().start(name)
+        await engine.wake()
+        await self._pool.attach(name, engine)
+        del self._asleep[name]
+        return engine
+
+    async def give_up(self, name: str) -> None:
+        """End a host that is starting; one that is waking stays, and ends with the run."""
+        if name not in self._asleep:
+            await super().give_up(name)
+
+    async def aclose(self) -> None:
+        """The run ends, and who sleeps with it."""
+        for engine in self._asleep.values():
+            await engine.aclose()

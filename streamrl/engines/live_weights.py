@@ -20,7 +20,7 @@ import torch
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
 from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
-from streamrl.engines.live_weights_scatter import HELD, scatter_checked
+from streamrl.engines.live_weights_scatter import scatter_checked
 from streamrl.engines.load_plan import LoadPlan, Rectangle, Route
 from streamrl.errors import WeightError
 
@@ -84,11 +84,14 @@ class LiveWeights:
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
 
     def undo(self, writes: Sequence[RouteWrite], mirror: CheckpointMirror) -> None:
-        """Write the mirror's bits back to every element that ``writes`` may have touched."""
+        """Write what was there back to every element that ``writes`` may have touched."""
         for write in writes:
+            if write.old_bits is not None:
+                self._write(write, write.old_bits)
+                continue
             bits = mirror.bits(write.tensor.name)
             source = write.route.checkpoint
-            self._write(write, _inside(source, bits) if write.positions is None else bits[write.positions])
+            self._write(write, _inside(source, bits))
 
     def audit(self, mirror: CheckpointMirror) -> int:
         """Compare every live element with the mirror, and hash anew: this worker's part of the state hash.
@@ -131,30 +134,17 @@ class LiveWeights:
     def _write_and_check(self, write: RouteWrite) -> None:
         live = self._in_host_memory.get(write.route.parameter)
         if live is not None and write.elements is not None and write.old_bits is not None:
-            first, written = scatter_checked(live, write.elements, write.old_bits, write.new_bits)
-            if first != HELD:
-                self._raise_difference(write, first, written)
+            before, after = scatter_checked(live, write.elements, write.old_bits, write.new_bits)
+            if before or after:
+                raise WeightError(
+                    f"runtime parameter {write.route.parameter!r}: {before or after} of {write.elements.size} elements "
+                    f"differ {'before' if before else 'after'} the commit: something else than a commit wrote to it"
+                )
             return
         if write.old_bits is not None:
             _check_equal(write, self._read(write), "before the commit", write.old_bits)
         self._write(write, write.new_bits)
         _check_equal(write, self._read(write), "after the commit")
-
-    def _raise_difference(self, write: RouteWrite, first: int, written: bool) -> None:
-        """Name what the scatter found at element ``first`` or soon after it; nothing from there on is written."""
-        assert write.elements is not None
-        assert write.positions is not None
-        assert write.old_bits is not None
-        rest = msgspec.structs.replace(
-            write,
-            positions=write.positions[first:],
-            elements=write.elements[first:],
-            new_bits=write.new_bits[first:],
-            old_bits=write.old_bits[first:],
-        )
-        moment = "after the commit" if written else "before the commit"
-        _check_equal(rest, self._read(rest), moment, None if written else rest.old_bits)
-        raise WeightError(f"runtime parameter {write.route.parameter!r} changed while a version was committed to it")
 
     def _write(self, write: RouteWrite, bits: BitArray) -> None:
         storage = self._storages[write.route.parameter]

@@ -1,4 +1,4 @@
-"""Which of the engine's processes died, and how.
+"""Which of the engine's processes died, and how; and the end of all of them, with what they leave.
 
 vLLM says only ``EngineDeadError``, whether a worker or EngineCore died. The pids known at start tell them apart.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 
 END_SECONDS = 5.0
+SHARED_BY_WORKERS = "/dev/shm/vllm_dist_"
+"""Memory that the workers of one CPU engine share: vLLM makes it when they start and never unlinks it."""
 
 
 class ProcessWatch:
@@ -19,6 +22,7 @@ class ProcessWatch:
     def __init__(self) -> None:
         own = psutil.Process(os.getpid())
         self._processes = [(_title(p), p) for p in own.children(recursive=True) if "resource_tracker" not in _line(p)]
+        self._shared = {path for _, process in self._processes for path in _shared_memory(process)}
 
     @property
     def pids(self) -> dict[str, int]:
@@ -33,7 +37,8 @@ class ProcessWatch:
         return None
 
     def end_all(self) -> None:
-        """Kill those still alive and wait for them. Blocking, ``END_SECONDS`` at most."""
+        """Kill those still alive, wait for them, and unlink the memory that they shared. Blocking, ``END_SECONDS`` at
+        most."""
         alive = [process for _, process in self._processes if _alive(process)]
         for process in alive:
             try:
@@ -41,6 +46,8 @@ class ProcessWatch:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(alive, timeout=END_SECONDS)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -48,6 +55,15 @@ def _alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    try:
+        maps = process.memory_maps()
+    except psutil.Error:
+        return set()
+    # A mapping whose file was unlinked has " (deleted)" behind its name.
+    return {Path(one.path) for one in maps if one.path.startswith(SHARED_BY_WORKERS) and Path(one.path).exists()}
 
 
 def _line(process: psutil.Process) -> str:

@@ -27,7 +27,9 @@ from streamrl.messages import (
     Pause,
     PauseMode,
     Resume,
+    Sleep,
     StageWeights,
+    Wake,
     WeightAnnouncement,
 )
 from streamrl.types import Completion
@@ -107,6 +109,14 @@ class RemoteEngine:
     async def resume(self) -> None:
         """Go on sampling."""
         await self._order(lambda i: Resume(order_id=i), EngineError)
+
+    async def sleep(self, level: int) -> None:
+        """Give the device's memory back until ``wake``."""
+        await self._order(lambda i: Sleep(order_id=i, level=level), EngineError)
+
+    async def wake(self) -> None:
+        """Take the device's memory again; the live version must be committed before anything is sampled."""
+        await self._order(lambda i: Wake(order_id=i), EngineError)
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch and check a version while generating."""

@@ -14,6 +14,8 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
     ``max_tokens`` stays the limit of the whole completion; ``prefix_length`` says how much of it is used.
     ``seed`` must be new: a generator that starts anew with the old seed repeats the noise of the first tokens.
     """
+    if partial.token_ids and request.kept:  # what of them holds is in ``partial``
+        request = msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
     return msgspec.structs.replace(
         request,
         request_id=request.request_id if request_id is None else request_id,

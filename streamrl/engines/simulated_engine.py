@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from streamrl.engines.continuation import accepted_prefix, without_kept
 from streamrl.engines.resumption import remaining_tokens
 from streamrl.errors import EngineError, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
@@ -72,7 +73,8 @@ class InstantClock:
 class _Running:
     """One open request: what it will sample, what it has sampled, and who waits for it."""
 
-    def __init__(self, request: Generate, options: SimulationOptions) -> None:
+    def __init__(self, asked: Generate, options: SimulationOptions) -> None:
+        request = without_kept(asked)
         source = random.Random(request.seed)
         length = options.lengths.sample(source)
         # A resumed completion is longer than what it already has; draw again a few times, as conditioning would.
@@ -87,12 +89,14 @@ class _Running:
         if self.finish_reason is FinishReason.STOP:
             self.plan[-1] = options.end_token
         self.sampled = 0
+        # The first step tells what is kept, and samples one token more.
+        self.accepted = min(accepted_prefix(asked.token_ids[len(request.token_ids) :], self.plan), len(self.plan) - 1)
         self.spans: list[VersionSpan] = []
         self.finished = False
         self.wakeup = anyio.Event()
 
     def sample(self, policy_version: int) -> None:
-        start, end = self.sampled, self.sampled + 1
+        start, end = self.sampled, (self.sampled if self.spans else self.accepted) + 1
         if self.spans and self.spans[-1].policy_version == policy_version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(start=start, end=end, policy_version=policy_version))
@@ -131,7 +135,7 @@ class SimulatedEngine:
         self._sleep = sleep
         self._open: dict[str, _Running] = {}
         self._driver: _Running | None = None
-        self._paused = False
+        self._paused = self._asleep = False
         self._changed = anyio.Event()
         self._policy_version = options.policy_version
         self._state_hash = 0
@@ -164,9 +168,10 @@ class SimulatedEngine:
         self._require_alive()
         if request.request_id in self._open:
             raise RequestRefused(f"request {request.request_id} is already open; give every request its own id")
-        if not request.token_ids or len(request.token_ids) >= self._options.max_context:
+        prompt = len(request.token_ids) - request.kept
+        if not 0 < prompt < self._options.max_context:
             raise RequestRefused(
-                f"a prompt of {len(request.token_ids)} tokens does not fit the context of"
+                f"a prompt of {prompt} tokens does not fit the context of"
                 f" {self._options.max_context}; shorten it or raise engines.max_context"
             )
         if remaining_tokens(request) == 0:
@@ -206,9 +211,23 @@ class SimulatedEngine:
         self._notify()
         await anyio.lowlevel.checkpoint()
 
+    async def sleep(self, level: int) -> None:
+        """Stand still until ``wake``, before which nothing can be staged; ``level`` 2 forgets the weights."""
+        await self.pause(PauseMode.ABORT, clear_cache=True)
+        self._asleep = True
+        if level > 1:
+            self._policy_version, self._state_hash = -1, 0
+
+    async def wake(self) -> None:
+        """Go on, with the weights that are left."""
+        self._asleep = False
+        await self.resume()
+
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Check the base version as the real one does."""
         self._require_alive()
+        if self._asleep:
+            raise EngineError(f"{self._options.name}: it sleeps; wake it before a version is staged")
         base = announcement.base_version
         replay = (announcement.policy_version, announcement.state_hash) == (self._policy_version, self._state_hash)
         if base is not None and base != self._policy_version and not replay:

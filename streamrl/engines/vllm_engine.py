@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 
+from streamrl.engines.continuation import accepted_part, accepted_prefix, without_kept
 from streamrl.engines.engine_options import EngineOptions
 from streamrl.engines.process_watch import ProcessWatch
 from streamrl.engines.resident_thread import ResidentThread
-from streamrl.engines.resumption import remaining_tokens
+from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
 from streamrl.engines.vllm_statistics import EngineStatistics, kv_tokens, stat_loggers
 from streamrl.errors import EngineError, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, FinishReason, VersionSpan, float_array, token_array
+from streamrl.types import Completion, FinishReason, TokenArray, VersionSpan, float_array, token_array
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -30,6 +33,8 @@ UNCOMMITTED = -1
 """Policy version of weights that no commit gave."""
 
 WATCH_SECONDS = 0.05
+SHUTDOWN_SECONDS = 1.0
+"""For vLLM to end by itself. A CPU engine never does within its own 5 s, and there is nothing to save."""
 CPU_BATCH_TOKENS = 8192
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -51,6 +56,8 @@ class VllmEngine:
         self._calls: set[anyio.CancelScope] = set()
         self._open_requests = 0
         self._statistics = EngineStatistics()
+        self._verifying: set[str] = set()
+        self._aborted: set[str] = set()
 
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
@@ -88,13 +95,15 @@ class VllmEngine:
             return _empty(FinishReason.LENGTH)
         self._open_requests += 1
         try:
-            output = await self._unless_dead(lambda: self._final_output(request), refusable=True)
+            if request.kept:
+                return await self._verified(request)
+            return _completion(await self._sampled(request))
         finally:
             self._open_requests -= 1
-        return _completion(output)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask for requests to stop; each returns what it has."""
+        self._aborted.update(self._verifying.intersection(request_ids))
         await self._unless_dead(lambda: self._llm.abort(list(request_ids)))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
@@ -108,6 +117,20 @@ class VllmEngine:
     async def resume(self) -> None:
         """Go on sampling."""
         await self._unless_dead(self._llm.resume_generation)
+        self._paused = False
+
+    async def sleep(self, level: int) -> None:
+        """Give the device's memory back; nothing may be asked of it until ``wake``. CUDA only.
+
+        ``level`` 1: weights are kept in host memory; 2: they are dropped, and must be committed anew before it samples.
+        """
+        self._pauses += 1
+        await self._unless_dead(lambda: self._llm.sleep(level=level))
+        self._paused = True
+
+    async def wake(self) -> None:
+        """Take the device's memory again. What it holds must be brought to the live version before it samples."""
+        await self._unless_dead(self._llm.wake_up)
         self._paused = False
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
@@ -140,22 +163,71 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         with anyio.CancelScope(shield=True):
             if llm is not None:
-                await self._thread.call(llm.shutdown)
+                await self._thread.call(partial(llm.shutdown, timeout=SHUTDOWN_SECONDS))
             del llm
             self._thread.close()
             if self._processes is not None:
                 await anyio.to_thread.run_sync(self._processes.end_all)
 
-    async def _final_output(self, request: Generate) -> CompletionOutput:
+    async def _sampled(self, request: Generate, **changes: Any) -> CompletionOutput:
+        return (await self._unless_dead(lambda: self._final_output(request, **changes), refusable=True)).outputs[0]
+
+    async def _verified(self, request: Generate) -> Completion:
+        """First one prefill that says which of the kept tokens hold; from there the engine samples on, with the noise
+        of that place. What is aborted before the first is over has sampled nothing."""
+        from streamrl.engines import vllm_continuation
+
+        whole = without_kept(request)
+        longest = self._options.max_context - 1 - len(whole.token_ids)
+        kept = min(request.kept, longest, remaining_tokens(request))
+        if kept <= 0 or not vllm_continuation.verifies():
+            return _completion(await self._sampled(whole))
+        tokens = request.token_ids[len(whole.token_ids) :][:kept]
+        self._verifying.add(request.request_id)
+        try:
+            accepted = await self._scored(whole, tokens)
+            if request.request_id in self._aborted:
+                return accepted
+        finally:
+            self._verifying.discard(request.request_id)
+            self._aborted.discard(request.request_id)
+        held = len(accepted.token_ids)
+        rest = resumed_request(whole, accepted, seed=request.seed)
+        if remaining_tokens(rest) == 0:
+            return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
+        arguments = {vllm_continuation.SKIP: held} if held else None
+        return join_completions(accepted, _completion(await self._sampled(rest, extra_args=arguments)))
+
+    async def _scored(self, whole: Generate, tokens: TokenArray) -> Completion:
+        """The part of ``tokens`` that these weights choose, too, as what was sampled so far."""
+        from streamrl.engines import vllm_continuation
+
+        asked = msgspec.structs.replace(whole, token_ids=whole.token_ids + tokens)
+        comparing: dict[str, Any] = {"extra_args": {vllm_continuation.COMPARE: len(tokens)}, "prompt_logprobs": 0}
+        pauses = -1
+        while pauses != self._pauses:  # the weights may have changed since: what is in flight now is not affected
+            pauses = self._pauses
+            output = await self._unless_dead(
+                lambda: self._final_output(asked, max_tokens=1, **comparing), refusable=True
+            )
+            if output.outputs[0].finish_reason == "abort":
+                self._aborted.add(whole.request_id)
+                return _empty(FinishReason.ABORT)
+        flat = output.prompt_logprobs
+        held = accepted_prefix(tokens, flat.ranks[-len(tokens) :])
+        version = _completion(output.outputs[0]).version_spans[0].policy_version
+        return accepted_part(tokens, flat.logprobs[-len(tokens) :], held, version)
+
+    async def _final_output(self, request: Generate, **changes: Any) -> RequestOutput:
         # Weights change only while paused, so the blocks of one salt were all computed by one version. A version's name
         # would not do: what is submitted while paused does not know which version it will be computed by.
         prompt = {"type": "token", "prompt_token_ids": request.token_ids.tolist(), "cache_salt": str(self._pauses)}
         final: RequestOutput | None = None
-        async for output in self._llm.generate(prompt, _sampling_params(request), request.request_id):
+        async for output in self._llm.generate(prompt, _sampling_params(request, **changes), request.request_id):
             final = output
         if final is None:
             raise EngineError(f"{self._options.name}: request {request.request_id} ended without an output")
-        return final.outputs[0]
+        return final
 
     async def _unless_dead(self, call: Callable[[], Awaitable[T]], *, refusable: bool = False) -> T:
         """Await ``call``; when the engine dies meanwhile raise ``EngineError``, also where vLLM would wait for ever."""
@@ -217,19 +289,21 @@ def _build(options: EngineOptions, statistics: EngineStatistics) -> Any:
         device_arguments = {
             # One process computes and schedules. With vLLM's default two of them spin for each other on every token,
             # which on two cores costs a quarter of the step and 430 MB. A class is taken as it is; "uni" is not.
-            "distributed_executor_backend": UniProcExecutor,
+            "distributed_executor_backend": UniProcExecutor if options.workers == 1 else "mp",
             "enforce_eager": True,
             # A partial prefill rewinds the request's generator, which CPU generators cannot do: the engine dies.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCH_TOKENS, options.max_context),
-            "block_size": options.block_tokens,
-            "num_gpu_blocks_override": options.cache_blocks,
         }
+    if options.cache_blocks:
+        device_arguments |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
     arguments = AsyncEngineArgs(
         model=options.model_path,
         dtype=options.dtype,
         max_model_len=options.max_context,
         max_num_seqs=options.max_running,
+        tensor_parallel_size=options.workers,
+        enable_sleep_mode=options.sleeps,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="streamrl"),
@@ -255,21 +329,22 @@ def _tokenizer_digest(model_path: str) -> str:
     return load_tokenizer(model_path).digest
 
 
-def _sampling_params(request: Generate) -> SamplingParams:
+def _sampling_params(request: Generate, **changes: Any) -> SamplingParams:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(
-        n=1,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        max_tokens=remaining_tokens(request),
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+    arguments: dict[str, Any] = {
+        "n": 1,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "seed": request.seed,
+        "max_tokens": remaining_tokens(request),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,
+    }
+    return SamplingParams(**(arguments | changes))
 
 
 def _empty(reason: FinishReason) -> Completion:

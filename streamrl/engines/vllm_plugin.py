@@ -15,11 +15,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ENGINE_VARIABLE = "STREAMRL_ENGINE"
+from streamrl.comm.weights.vllm_names import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
+
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default) or "packed": see keep_linear_weights
-WEIGHT_BACKEND = "streamrl"
-TEXT_METHODS = {"streamrl_begin_stage": "streamrl_begin_stage_from_text"}
-"""Worker methods that take bytes, and those that take the same in base64: ``vllm serve`` passes on text only."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,6 +31,9 @@ def register() -> None:
     keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
     watch_after_loading()
     add_text_methods()
+    from streamrl.engines.vllm_continuation import add_continuation
+
+    add_continuation()
 
 
 def die_with_parent() -> None:

@@ -7,8 +7,13 @@ so that the reason reaches the owner in one piece. What vLLM calls itself does r
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,13 +24,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from streamrl.comm.weights.mirror import TensorSpec
+from streamrl.comm.weights.mirror import CheckpointMirror, TensorSpec
+from streamrl.comm.weights.node_mirror import NodeMirror, node_directory
 from streamrl.engines.live_weights import LiveWeights, count_routes
 from streamrl.engines.load_plan import LoadPlan, record_load_plan
 from streamrl.engines.vllm_plugin import repack_linear_layers
 from streamrl.engines.weight_transaction import LiveModel, LiveReport, StageReport, WeightTransaction
 from streamrl.errors import WeightError
 from streamrl.messages import WeightAnnouncement
+
+_PLAIN_FORMATS = ("auto", "hf", "safetensors")
+RUN_VARIABLE = "STREAMRL_RUN_MARKER"
+"""The environment variable that all processes of a run on this machine have in common."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,7 +61,9 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._transaction = WeightTransaction(self._repack)
+        self._transaction = WeightTransaction(
+            self._repack, checkpoint=loaded_checkpoint(vllm_config), mirror=mirror_of(vllm_config)
+        )
         _add_worker_methods()
 
     # ---- staging: while the engine samples ---------------------------------------------------------
@@ -111,12 +125,37 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         return self._transaction.live_report()
 
     def shutdown(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, and give back what is shared with other workers."""
         self._transaction.close()
+        self._transaction.mirror.close()
 
     def _repack(self, live: LiveModel, writes: Sequence[Any]) -> None:
         assert isinstance(live, LiveWeights)
         repack_linear_layers(self.model, live.storages_of(writes))
+
+
+def loaded_checkpoint(vllm_config: Any) -> Path | None:
+    """The directory that vLLM loaded the weights from as they are; None where it did something else."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    directory = Path(str(model.model))
+    plain = str(load.load_format) in _PLAIN_FORMATS and not model.quantization
+    return directory if plain and directory.is_dir() else None
+
+
+def mirror_of(vllm_config: Any) -> CheckpointMirror:
+    """One that is shared: by the workers of this engine, and by the engines of a run that load the same model. Where
+    nobody is there to share with, or memory cannot be shared, one of this worker's own."""
+    run, workers = os.environ.get(RUN_VARIABLE, ""), vllm_config.parallel_config.world_size
+    if not run and workers == 1:
+        return CheckpointMirror()
+    meeting = f"{run or vllm_config.instance_id} {vllm_config.model_config.model}"
+    key = hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
+    parent = Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
+    try:
+        return NodeMirror(node_directory(parent, key))
+    except (OSError, AttributeError) as error:  # no memfd here
+        _logger.warning("this worker keeps a mirror of its own, since memory cannot be shared: %s", error)
+        return CheckpointMirror()
 
 
 def _worker_index() -> int:

@@ -1,7 +1,9 @@
 """The transaction of one push in one worker: stage while it samples, then apply, verify, commit or undo.
 
 No vllm, no torch: what is live is behind ``LiveModel``. A worker holds its mirror's version bit for bit, or it is
-*tainted*: then it stages anchors only, and a committed anchor makes it whole again without a restart.
+*tainted*: then it stages anchors only, and a committed anchor makes it whole again without a restart. One that missed
+versions gets a single delta over them; one that was restarted gets a single delta on the checkpoint that it loaded,
+after every live element was compared with that checkpoint's files.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.comm.weights.fetch import KeptParts, fetch_version
+from streamrl.comm.weights.fetch import FetchedVersion, KeptParts, fetch_version
+from streamrl.comm.weights.held_weights import HeldWeights
+from streamrl.comm.weights.loaded_checkpoint import CheckpointBase
+from streamrl.comm.weights.manifest import CHECKPOINT_VERSION
 from streamrl.comm.weights.mirror import CheckpointMirror, StagedVersion, TensorSpec
 from streamrl.errors import StreamRLError, WeightError
 from streamrl.messages import WeightAnnouncement
@@ -61,18 +67,25 @@ class WeightTransaction:
     """Mirror, staged version and live weights of one worker. Methods are called from one thread, the worker's.
 
     ``repack``: brings what the engine derives from its parameters (packed kernels) in line with written ones.
+    ``checkpoint``: the directory that the live weights were loaded from, where that is known. ``mirror``: one that is
+    shared with other workers (``NodeMirror``); None: one of its own.
     """
 
     def __init__(
-        self, repack: Callable[[LiveModel, Sequence[Any]], None], *, audit_interval: int = AUDIT_INTERVAL
+        self,
+        repack: Callable[[LiveModel, Sequence[Any]], None],
+        *,
+        audit_interval: int = AUDIT_INTERVAL,
+        checkpoint: Path | None = None,
+        mirror: CheckpointMirror | None = None,
     ) -> None:
-        self.mirror = CheckpointMirror()
+        self.mirror = mirror or CheckpointMirror()
         self.live: LiveModel | None = None
         self.tainted = ""
         self._repack = repack
+        self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
         self._audit_interval = audit_interval
         self._commits_since_audit = 0
-        self._run_id = ""
         self._kept = KeptParts()
         self._staging: _StagingThread | None = None
         self._staged: _Staged | None = None
@@ -90,22 +103,24 @@ class WeightTransaction:
         live = self.live
 
         def stage(stop: threading.Event) -> _Staged:
-            self.mirror.catch_up()
-            if self._holds(announcement):
-                return _Staged(_replay(self.mirror), [], self._run_id)
-            self._refuse_for_tainted(announcement)
-            self._audit_when_due(live)
-            fetched = fetch_version(announcement, held=self.mirror, kept=self._kept, stop=stop)
-            if announcement.base_version is not None and fetched.run_id != self._run_id:
-                raise WeightError(
-                    f"version {announcement.policy_version} is a delta of run {fetched.run_id!r}; this engine holds "
-                    f"version {self.mirror.policy_version} of run {self._run_id!r}: publish an anchor"
-                )
-            staged = self.mirror.stage(fetched)
-            self._kept.forget()
-            return _Staged(staged, [] if live is None else live.prepare(staged, self.mirror), fetched.run_id)
+            with self.mirror.staging(announcement, stop):
+                return self._stage(announcement, live, stop)
 
         self._staging = _StagingThread(stage)
+
+    def _stage(self, announcement: WeightAnnouncement, live: LiveModel | None, stop: threading.Event) -> _Staged:
+        if self._holds(announcement):
+            return _Staged(_replay(self.mirror), [])
+        self._refuse_for_tainted(announcement)
+        self._audit_when_due(live)
+        checkpoint = self._begin_anew()
+
+        def fetch(held: HeldWeights) -> FetchedVersion:
+            return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
+
+        staged = self.mirror.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
+        self._kept.forget()
+        return _Staged(staged, [] if live is None else live.prepare(staged, self.mirror))
 
     def stage_report(self) -> StageReport:
         """How far the thread is."""
@@ -124,6 +139,8 @@ class WeightTransaction:
                 self.live = record_live(staged.version.tensors if staged else {})
                 if staged is not None:
                     staged = msgspec.structs.replace(staged, writes=self.live.prepare(staged.version, self.mirror))
+            if staged is not None and staged.version.base_version == CHECKPOINT_VERSION:
+                self._verify_checkpoint(self.live)
         except WeightError as error:
             self._error = str(error)
             return StageReport(fetched=True, error=self._error)
@@ -153,9 +170,33 @@ class WeightTransaction:
                 f"should hold ({self.tainted}): publish an anchor"
             )
 
+    def _begin_anew(self) -> CheckpointBase | None:
+        """Before the first commit, whatever was staged: hold nothing, and say what a first delta may be made on."""
+        if self.mirror.policy_version not in (None, CHECKPOINT_VERSION):
+            return None
+        self.mirror.clear()
+        return None if self.tainted else self._checkpoint
+
+    def _verify_checkpoint(self, live: LiveModel) -> None:
+        """Nothing was committed yet: the first delta is made on files, and the live weights must be what they hold."""
+        try:
+            live.state_hash = live.audit(self.mirror)
+        except WeightError as error:
+            self._checkpoint = None
+            self.mirror.clear()
+            raise WeightError(
+                f"the live weights are not those of the checkpoint they were loaded from ({error}): publish an anchor"
+            ) from error
+
     def _audit_when_due(self, live: LiveModel | None) -> None:
         """In the thread, while the engine samples: live weights only change in a commit, which waits for it."""
-        if live is None or not self._audit_interval or self._commits_since_audit < self._audit_interval or self.tainted:
+        if (
+            live is None
+            or not self.mirror.at_hand
+            or not self._audit_interval
+            or self._commits_since_audit < self._audit_interval
+            or self.tainted
+        ):
             return
         try:
             found = live.audit(self.mirror)
@@ -183,7 +224,7 @@ class WeightTransaction:
             raise WeightError("finish_weight_update without an applied version: commit a staged version first")
         version, part = self._applied
         self.mirror.advance(version)  # its bits follow while the next version is staged: now requests wait
-        self.live.state_hash, self._run_id = part, self._staged.run_id
+        self.live.state_hash = part
         self.tainted = ""
         self._commits_since_audit += 1
         self._forget_staged()
@@ -208,8 +249,10 @@ class WeightTransaction:
         if self._applied is not None:
             version, part = self._applied
             return LiveReport(version.policy_version, part, version.state_hash, self._error)
-        part = 0 if self.live is None else self.live.state_hash
-        return LiveReport(self.mirror.policy_version, part, self.mirror.state_hash, error)
+        held = self.mirror.policy_version
+        if self.live is None or held in (None, CHECKPOINT_VERSION):
+            return LiveReport(None, 0, 0, error)
+        return LiveReport(held, self.live.state_hash, self.mirror.state_hash, error)
 
     def _apply(self, policy_version: int) -> None:
         staged, live = self._staged, self.live
@@ -239,7 +282,6 @@ class _Staged(msgspec.Struct, frozen=True, eq=False):
 
     version: StagedVersion
     writes: list[Any]
-    run_id: str
     was_tainted: bool = False
 
 
@@ -247,7 +289,7 @@ def _replay(mirror: CheckpointMirror) -> StagedVersion:
     """The version that is held, as a delta on itself that changes nothing."""
     version = mirror.policy_version
     assert version is not None
-    return StagedVersion(version, version, mirror.state_hash, mirror.tensors, {}, 0)
+    return StagedVersion(version, version, mirror.state_hash, mirror.tensors, {}, 0, mirror.run_id)
 
 
 class _StagingThread:

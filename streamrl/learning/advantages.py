@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,19 @@ def group_advantages(rewards_S: Tensor, kind: AdvantageKind) -> Tensor:
     elif kind is AdvantageKind.LEAVE_ONE_OUT:
         centred_S = centred_S * (samples / (samples - 1))
     return centred_S.float()
+
+
+def separate_advantages(rewards_S: Sequence[Mapping[str, tuple[float, float]]], kind: AdvantageKind) -> Tensor:
+    """Each reward compared with its siblings' alone, and the advantages added by weight (GDPO, arXiv 2601.05242), so
+    that a reward of small deviation is not lost beside one of a large. ``rewards_S``: (weight, value) by name, of each
+    sample; a sample that has no value of a name gets nothing for it. Float32 [S]."""
+    advantages_S = torch.zeros(len(rewards_S), dtype=torch.float64)
+    for name in sorted({name for rewards in rewards_S for name in rewards}):
+        members = [index for index, rewards in enumerate(rewards_S) if name in rewards]
+        weights = torch.tensor([rewards_S[index][name][0] for index in members], dtype=torch.float64)
+        values = torch.tensor([rewards_S[index][name][1] for index in members], dtype=torch.float64)
+        advantages_S[members] += weights * group_advantages(values, kind).double()
+    return advantages_S.float()
 
 
 def token_returns(reward: float, penalties_N: FloatVector) -> FloatVector:

@@ -16,6 +16,7 @@ from streamrl.learning.advantages import (
     generalized_advantages,
     group_advantages,
     moments_of,
+    separate_advantages,
     soft_overlong_penalty,
     token_returns,
     whiten,
@@ -80,10 +81,22 @@ def prepare_group(
     else:
         # Siblings are compared by what the whole sample earned, so its penalties are one number.
         totals = [reward - float(p.sum()) for reward, p in zip(rewards, penalties, strict=True)]
-        compared = group_advantages(torch.tensor(totals, dtype=torch.float64), kind).tolist()
+        compared = _compared(group, totals, kind)
     members = zip(group.samples, compared, penalties, strict=True)
     prepared = [_prepare(sample, value, p, scores.get(sample.id, UNSCORED), options) for sample, value, p in members]
     return [item for item in prepared if item.sample.trained_tokens and counts_in_loss(item.sample, options)]
+
+
+def _compared(group: TrainingGroup, totals: Sequence[float], kind: AdvantageKind) -> list[float]:
+    """Advantages of the siblings by their totals; or by each reward alone, where what shapes them is one more."""
+    if not any(sample.separate_rewards for sample in group.samples):
+        return list(group_advantages(torch.tensor(totals, dtype=torch.float64), kind).tolist())
+    shaping = [total - sample.reward for total, sample in zip(totals, group.samples, strict=True)]
+    rewards = [
+        sample.separate_rewards | ({"": (1.0, shaped)} if any(shaping) else {})
+        for sample, shaped in zip(group.samples, shaping, strict=True)
+    ]
+    return list(separate_advantages(rewards, kind).tolist())
 
 
 def _penalties(sample: TrainingSample, scores: SampleScores, options: TrainerOptions) -> FloatVector:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.comm.weights.publisher import WeightPublisher
@@ -17,6 +18,7 @@ def start_publisher(options: TrainerOptions, shards: Sequence[ShardSpec]) -> Wei
         rank=options.rank,
         shards=shards,
         bandwidth_mbit=options.weights_bandwidth_mbit,
+        checkpoint=Path(options.model_path),
     )
     publisher.start()
     return publisher

@@ -64,6 +64,39 @@ METRICS: tuple[Metric, ...] = (
         TOTAL,
         "Failures of one function: raised, timed_out, not_finite, wrong_type; such a trajectory is never trained.",
     ),
+    Metric(
+        "reward/func/<name>/latency_p50_s", "s", P50, "Time inside of one function, over calls since the last step."
+    ),
+    Metric(
+        "reward/func/<name>/latency_p95_s", "s", P95, "Time inside of one function, over calls since the last step."
+    ),
+    Metric(
+        "reward/func/<name>/waited_p95_s",
+        "s",
+        P95,
+        "From when a call of one function was asked for to when it began: its concurrency, its rate, its retries.",
+    ),
+    Metric(
+        "reward/func/<name>/adapted_limit_p50_s",
+        "s",
+        P50,
+        "The time limit of those calls since the last step whose limit was learnt (rewards.adaptive_limit).",
+    ),
+    Metric(
+        "reward/in_flight", "orders", LAST, "Trajectories (groups, where a function scores groups) without a reward."
+    ),
+    Metric(
+        "reward/round_cost_s",
+        "s",
+        SUM,
+        "How much sooner the batch would have been complete, had every reward come at once.",
+    ),
+    Metric(
+        "reward/func/<name>/round_cost_s",
+        "s",
+        SUM,
+        "reward/round_cost_s, where it was this function that the last sample of the batch waited for longest.",
+    ),
     Metric("reward/latency_p50_s", "s", P50, "Time from a trajectory to its reward, over trained samples."),
     Metric("reward/latency_p95_s", "s", P95, "Time from a trajectory to its reward, over trained samples."),
     Metric(
@@ -271,6 +304,13 @@ METRICS: tuple[Metric, ...] = (
         "Generated tokens that were not trained, by drop reason, with those of trajectories stopped half-way.",
     ),
     Metric(
+        "perf/kept_tok_accepted_ratio",
+        "share",
+        SHARE,
+        "Tokens of losers that the new weights chose again, of all that were verified since the last step "
+        '(tail_batching.losers = "verify"); they were not decoded twice, though they count as wasted where they lost.',
+    ),
+    Metric(
         "perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were not trained, of all whose end is known."
     ),
     Metric("sizing/size", "trajectories", LAST, "Group size chosen for the next round."),
@@ -286,9 +326,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "sizing/risk_<size>", "share", LAST, "Posterior mean of the share of groups that would straggle at that size."
     ),
+    Metric("engines/set", "number", LAST, "Which of the prepared sets of engines serves: 0 is the first."),
+    Metric("engines/serving", "engines", LAST, "Engines of the set that serves."),
+    Metric("engines/switches_total", "switches", TOTAL, "Changes from one prepared set of engines to another."),
+    Metric(
+        "time/engine_switch_s",
+        "s",
+        SUM,
+        "Time in which no engine served because another set took over: stop or sleep, start or wake, weights.",
+    ),
     Metric("weights/payload_bytes", "bytes", SUM, "Encoded bytes of the version, over ranks."),
     Metric("weights/changed_ratio", "share", SHARE, "Elements whose published bits changed."),
     Metric("weights/reanchored", "engines", SUM, "Engines that refused the delta and took an anchor."),
+    Metric("weights/canary_deviation", "nats", LAST, "How far apart engines find the same tokens (`weights.canary`)."),
     Metric(
         "health/telemetry_dropped_total",
         "messages",

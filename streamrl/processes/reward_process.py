@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.messages import RewardOrder, RewardResult
 from streamrl.processes.child import ChildContext
 from streamrl.rewards.worker import run_reward_worker
+from streamrl.stage_messages import (
+    RewardOrder,
+    RewardResult,
+)
 
 
 async def run_reward_process(context: ChildContext) -> None:

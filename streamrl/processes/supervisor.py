@@ -88,7 +88,9 @@ class Supervisor:
         (self.run_directory / "topology.json").write_bytes(msgspec.json.encode(self.topology))
         self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
         for plan in self.topology.processes:
-            if plan.local:
+            if plan.local and plan.resting:
+                self._resting.add(plan.name)
+            elif plan.local:
                 self._start_child(plan)
 
     async def watch(self) -> None:
@@ -139,7 +141,10 @@ class Supervisor:
         """
         if self._ending:
             return
-        child = self._engine(name)
+        self._engine(name)
+        child = self._children.get(name)
+        if child is None:
+            return  # it was never started
         if name not in self._resting and not child.running and child.exit_code != 0:
             return
         self._resting.add(name)  # before anything ends: the watch must not take it for a death
@@ -155,19 +160,18 @@ class Supervisor:
         self.resource_trackers = {tracker: owner for tracker, owner in self.resource_trackers.items() if owner != name}
 
     def start_engine(self, name: str) -> None:
-        """Start an engine host again after ``stop_engine``, under the same name and endpoints.
+        """Start an engine host that rests: after ``stop_engine``, under the same name and endpoints, or because its set
+        of engines was chosen.
 
         It holds the weights of the model directory: the controller brings it to the live version. Raises
         ``StreamRLError`` unless it was stopped.
         """
         if self._ending:
             return
-        child = self._engine(name)
-        if name not in self._resting or child.running:
+        plan, child = self._engine(name), self._children.get(name)
+        if name not in self._resting or (child is not None and child.running):
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
-        if child.plan is None:
-            return
-        self._start_child(child.plan)
+        self._start_child(plan)
         self._resting.discard(name)
 
     async def kill(self, grace_s: float = 1.0) -> None:
@@ -206,12 +210,11 @@ class Supervisor:
             guardian.close()
         self._children = {}
 
-    def _engine(self, name: str) -> ChildProcess:
-        child = self._children.get(name)
-        if child is None or child.plan is None or child.plan.role is not Role.ENGINE:
-            engines = [p.name for p in self.topology.processes if p.role is Role.ENGINE and p.local]
+    def _engine(self, name: str) -> ProcessPlan:
+        engines = {p.name: p for p in self.topology.processes if p.role is Role.ENGINE and p.local}
+        if name not in engines:
             raise StreamRLError(f"{name} is no engine of this host; it has {', '.join(engines) or 'none'}")
-        return child
+        return engines[name]
 
     def _start_child(self, plan: ProcessPlan) -> None:
         child = start_child(plan, self._command, self.run_directory, self._traces)

@@ -18,8 +18,10 @@ import psutil
 from streamrl.processes.parent_death import RUN_MARKER
 
 _SHARED_MEMORY = Path("/dev/shm")
-# Names given by multiprocessing and torch. A user's own segment that a reward maps must never be unlinked.
-_OUR_SEGMENTS = ("psm_", "sem.mp-", "torch_")
+ENGINE_SEGMENTS = "vllm_dist_"
+"""What the workers of one CPU engine share; vLLM never unlinks it (8 MB a worker)."""
+# Names given by multiprocessing, torch and vLLM. A user's own segment that a reward maps must never be unlinked.
+_OUR_SEGMENTS = ("psm_", "sem.mp-", "torch_", ENGINE_SEGMENTS)
 _POLL_S = 0.02
 
 
@@ -88,10 +90,10 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
 
 
 def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline_s: float = 6.0) -> list[int]:
-    """Kill what is left of one session of the run, whose leader has ended or is told to. Blocking.
+    """Kill what is left of one session of the run, whose leader has ended or is told to, and unlink the shared memory
+    that nobody else of the run uses. Blocking.
 
-    Resource trackers get ``tracker_s`` to unlink what the others left; ``traces`` remembers what was in use. Returns
-    the pids that survived: normally none.
+    Resource trackers get ``tracker_s`` to unlink what the others left. Returns the pids that survived: normally none.
     """
     deadline, trackers_end = time.monotonic() + deadline_s, time.monotonic() + tracker_s
     while (left := [p for p in members(traces) if session_of(p) == sid]) and time.monotonic() < deadline:
@@ -100,7 +102,22 @@ def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline
             if time.monotonic() > trackers_end or not is_resource_tracker(process):
                 _kill(process)
         time.sleep(_POLL_S)
+    _unlink_unused(traces)
     return [process.pid for process in left]
+
+
+def _unlink_unused(traces: RunTraces) -> None:
+    """An engine may be stopped and started many times in a run: what its hosts left must not add up until the end.
+
+    Semaphores stay: one that is handed to a process that is just being started is mapped by nobody yet.
+    """
+    others = members(traces)
+    record_segments(traces, others)
+    used = set().union(*(_mapped_segments(process, traces.since) for process in others))
+    for segment in tuple(traces.segments):  # at once, as above
+        if segment not in used and Path(segment).name.startswith(ENGINE_SEGMENTS):
+            Path(segment).unlink(missing_ok=True)
+            traces.segments.discard(segment)
 
 
 def seconds_after_boot(process: psutil.Process) -> float:

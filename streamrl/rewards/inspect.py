@@ -1,7 +1,7 @@
-"""Looking at reward functions in a process of their own: ``python -m streamrl.rewards.inspect SPEC...``.
+"""Looking at reward functions in a process of their own: ``python -m streamrl.rewards.inspect REWARD...`` (JSON).
 
 The user's modules may import torch, call ``sys.exit`` or never return; the process that checks a recipe must
-neither load that nor wait for it. One JSON line is written for each spec, as soon as it is known.
+neither load that nor wait for it. One JSON line is written for each reward, as soon as it is known.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import IO
 
 import msgspec
 
+from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError
 from streamrl.rewards.signature import RewardSignature, inspect_reward
 
@@ -31,28 +32,29 @@ class RewardInspection(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-def inspect_in_subprocess(specs: Sequence[str], timeout_s: float = 60.0) -> list[RewardInspection]:
-    """Inspect reward functions in a throw-away process, in at most ``timeout_s`` seconds for all of them.
+def inspect_in_subprocess(rewards: Sequence[Reward], timeout_s: float = 60.0) -> list[RewardInspection]:
+    """Inspect rewards in a throw-away process, in at most ``timeout_s`` seconds for all of them.
 
-    One inspection for each spec, in order. A module that hangs, exits or crashes the process is a problem of
-    that spec and not an exception; the specs after it are inspected in another process.
+    One inspection for each reward, in order. A module that hangs, exits or crashes the process is a problem of
+    that reward and not an exception; those after it are inspected in another process.
     """
     inspections: list[RewardInspection] = []
     budget = timeout_s
-    while len(inspections) < len(specs):
-        found, failure, seconds = _inspect_some(specs[len(inspections) :], budget)
+    while len(inspections) < len(rewards):
+        found, failure, seconds = _inspect_some(rewards[len(inspections) :], budget)
         inspections += found
         budget = max(1.0, budget - seconds)
-        if len(inspections) < len(specs):
-            spec = specs[len(inspections)]
+        if len(inspections) < len(rewards):
+            spec = rewards[len(inspections)].function
             inspections.append(RewardInspection(spec=spec, problems=(f'reward "{spec}" {failure}',)))
     return inspections
 
 
-def _inspect_some(specs: Sequence[str], timeout_s: float) -> tuple[list[RewardInspection], str, float]:
-    """Inspections of the first specs, what stopped the process at the next one, and the seconds it had."""
+def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[RewardInspection], str, float]:
+    """Inspections of the first rewards, what stopped the process at the next one, and the seconds it had."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        command = [sys.executable, "-m", "streamrl.rewards.inspect", "--seconds", str(timeout_s), "--", *specs]
+        given = [msgspec.json.encode(reward).decode() for reward in rewards]
+        command = [sys.executable, "-m", "streamrl.rewards.inspect", "--seconds", str(timeout_s), "--", *given]
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
         )
@@ -74,7 +76,7 @@ def _inspect_some(specs: Sequence[str], timeout_s: float) -> tuple[list[RewardIn
             ended = f"exit code {child.returncode}{_last_line(errors)}"
             failure = f"ended the process that imported it ({ended}): import it by hand"
     found = [msgspec.json.decode(line, type=RewardInspection) for line in lines if line]
-    return found[: len(specs)], failure, seconds
+    return found[: len(rewards)], failure, seconds
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:
@@ -92,18 +94,19 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Inspect the specs after ``--`` and write a ``RewardInspection`` as JSON for each, a line each."""
+    """Inspect the rewards after ``--`` and write a ``RewardInspection`` as JSON for each, a line each."""
     seconds = float(arguments[1])
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
     signal.alarm(math.ceil(seconds) + 1)
     # What the user's module prints must not mix with the answer: it goes to stderr from here on.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    for spec in arguments[3:]:
+    for given in arguments[3:]:
+        reward = msgspec.json.decode(given, type=Reward)
         try:
-            inspection = RewardInspection(spec=spec, signature=inspect_reward(spec))
+            inspection = RewardInspection(spec=reward.function, signature=inspect_reward(reward))
         except RecipeError as error:
-            inspection = RewardInspection(spec=spec, problems=tuple(error.problems))
+            inspection = RewardInspection(spec=reward.function, problems=tuple(error.problems))
         answers.write(msgspec.json.encode(inspection) + b"\n")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,126 +1,98 @@
 """From trajectories to scored trajectories: arguments, values, weights. A reward is a value that user code returned.
 
-The reward is ``sum(weight * value)`` over the functions that apply. A function that returns None does not apply to
-that sample and contributes nothing; where none applies there is no reward, so the sample fails (``wrong_type``,
-"not applicable"). A function that fails fails the sample: the first failure, in the order of the recipe, is recorded.
+The reward is ``sum(weight * value)`` over the functions that apply, or what the recipe's own function makes of the
+values. A function that returns None does not apply to that sample and contributes nothing; where none applies there is
+no reward, so the sample fails (``wrong_type``, "not applicable"). A function that fails fails the sample: the first
+failure, in the order of the recipe, is recorded. A shadow function does neither.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from streamrl.config.recipe import Reward
-from streamrl.rewards.calls import CallFailure, CallResult, CallRunner
-from streamrl.rewards.signature import PROVIDED, RewardFunction, RewardSignature
+from streamrl.config.rewards import FailurePolicy, Reward
+from streamrl.rewards.lanes import total_of
+from streamrl.rewards.signature import PROVIDED, RewardSignature
+from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed
 from streamrl.tokenizer import Tokenizer
-from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, TokenArray, Trajectory, token_array
+from streamrl.types import (
+    RewardCall,
+    RewardFailure,
+    RewardFailureKind,
+    ScoredTrajectory,
+    TokenArray,
+    Trajectory,
+    token_array,
+)
 
 Outcome = ScoredTrajectory | RewardFailure
+_PLAIN = (str, int, float, bool, type(None))
 
 
-class WeightedReward(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded function with what the recipe says about it."""
+class SampleValue(msgspec.Struct, frozen=True):
+    """What one reward gave one sample: ``checked``, out of a call that may have been about siblings too."""
 
-    function: RewardFunction
-    recipe: Reward
+    reward: Reward
+    checked: CheckedValue
+    call: CallResult
+
+    @property
+    def value(self) -> float | None:
+        """The reward's value; None: it failed or does not apply. What is late is wrong where the recipe says so."""
+        if self.late_is_wrong:
+            return self.reward.wrong_value
+        return None if self.checked.failure is not None else total_of(self.reward, self.checked)
+
+    @property
+    def late_is_wrong(self) -> bool:
+        """Whether it ran out of time, and the recipe counts that as an answer that is wrong."""
+        failure = self.checked.failure
+        return self.reward.late_is_wrong and failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
+
+    @property
+    def failure(self) -> CallFailure | None:
+        """Why the sample has no reward, as far as this one is concerned."""
+        return None if self.late_is_wrong else self.checked.failure
 
 
-class CheckedValue(msgspec.Struct, frozen=True):
-    """What one function gave one sample: ``value`` (None: not applicable) or a failure."""
+class SampleTexts:
+    """The trained tokens and texts of the trajectories of one order, decoded once."""
 
-    value: float | None = None
-    failure: CallFailure | None = None
-    seconds: float = 0.0
-
-
-class GroupScorer:
-    """Scores the trajectories of an order with every function of the recipe, side by side."""
-
-    def __init__(self, rewards: Sequence[WeightedReward], tokenizer: Tokenizer, runner: CallRunner) -> None:
-        self._rewards = rewards
+    def __init__(self, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+        self.trajectories = trajectories
+        self.token_ids = [trained_tokens(trajectory) for trajectory in trajectories]
+        self.completions = [tokenizer.decode(ids) for ids in self.token_ids]
         self._tokenizer = tokenizer
-        self._runner = runner
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> tuple[Outcome, ...]:
-        """One outcome for each trajectory, in the same order. Never raises for what user code does."""
-        token_ids = [trained_tokens(trajectory) for trajectory in trajectories]
-        completions = [self._tokenizer.decode(ids) for ids in token_ids]
-        columns: list[list[CheckedValue]] = []
-        async with asyncio.TaskGroup() as calls:
-            pending = [
-                calls.create_task(self._score_with(reward, trajectories, completions, token_ids))
-                for reward in self._rewards
-            ]
-        columns = [task.result() for task in pending]
-        by_sample = zip(*columns, strict=True)
-        return tuple(
-            combine(trajectory, self._rewards, values)
-            for trajectory, values in zip(trajectories, by_sample, strict=True)
-        )
-
-    async def _score_with(
-        self,
-        reward: WeightedReward,
-        trajectories: Sequence[Trajectory],
-        completions: list[str],
-        token_ids: list[TokenArray],
-    ) -> list[CheckedValue]:
-        """One checked value for each trajectory: a call each, or one call for each group."""
-        if not reward.function.signature.per_group:
-            groups = [[index] for index in range(len(trajectories))]
-        else:
-            by_group: dict[tuple[int, str], list[int]] = {}
-            for index, trajectory in enumerate(trajectories):
-                by_group.setdefault((trajectory.id.group_id, trajectory.id.prompt_id), []).append(index)
-            groups = list(by_group.values())
-        checked: list[CheckedValue] = [CheckedValue()] * len(trajectories)
-        async with asyncio.TaskGroup() as calls:
-            pending = [
-                calls.create_task(
-                    self._call(
-                        reward,
-                        [trajectories[i] for i in group],
-                        [completions[i] for i in group],
-                        [token_ids[i] for i in group],
-                    )
-                )
-                for group in groups
-            ]
-        for group, task in zip(groups, pending, strict=True):
-            for index, value in zip(group, task.result(), strict=True):
-                checked[index] = value
-        return checked
-
-    async def _call(
-        self,
-        reward: WeightedReward,
-        trajectories: Sequence[Trajectory],
-        completions: list[str],
-        token_ids: list[TokenArray],
-    ) -> list[CheckedValue]:
-        signature = reward.function.signature
-        first = trajectories[0]
-        finish_reasons = [trajectory.finish_reason.value for trajectory in trajectories]
-        provided: dict[str, Any] = {"prompt_id": first.id.prompt_id}
-        if "prompt" in signature.provided:
+    def arguments(self, signature: RewardSignature, members: Sequence[int]) -> dict[str, Any] | CallFailure:
+        """Keyword arguments of a call about ``members``, which share a prompt."""
+        first = self.trajectories[members[0]]
+        wanted = signature.provided
+        provided: dict[str, Any] = {}
+        if "prompt_id" in wanted:
+            provided["prompt_id"] = first.id.prompt_id
+        if "prompt" in wanted:
             text = first.prompt.columns.get("prompt")
             provided["prompt"] = self._tokenizer.decode(first.prompt.token_ids) if text is None else text
-        lists = [ids.tolist() for ids in token_ids]
-        provided["token_ids"] = lists if signature.per_group else lists[0]
-        provided["finish_reason"] = finish_reasons if signature.per_group else finish_reasons[0]
-        arguments = choose_arguments(signature, first.prompt.columns, provided)
-        if isinstance(arguments, CallFailure):
-            return [CheckedValue(failure=arguments)] * len(trajectories)
-        completion = completions if signature.per_group else completions[0]
-        result = await self._runner.call(reward.function, reward.recipe.time_limit_s, completion, arguments)
-        return check_result(result, len(trajectories), per_group=signature.per_group)
+        if "token_ids" in wanted:
+            lists = [self.token_ids[member].tolist() for member in members]
+            provided["token_ids"] = lists if signature.per_group else lists[0]
+        if "finish_reason" in wanted:
+            reasons = [self.trajectories[member].finish_reason.value for member in members]
+            provided["finish_reason"] = reasons if signature.per_group else reasons[0]
+        return choose_arguments(signature, first.prompt.columns, provided)
+
+    def groups(self) -> list[list[int]]:
+        """Indices of trajectories that share a prompt and a group."""
+        by_group: dict[tuple[int, str], list[int]] = {}
+        for index, trajectory in enumerate(self.trajectories):
+            by_group.setdefault((trajectory.id.group_id, trajectory.id.prompt_id), []).append(index)
+        return list(by_group.values())
 
 
 def trained_tokens(trajectory: Trajectory) -> TokenArray:
@@ -146,78 +118,129 @@ def choose_arguments(
         chosen = [name for name in columns if name not in PROVIDED or name == "prompt"]
     else:
         chosen = [name for name in (*signature.columns, *signature.optional_columns) if name in columns]
-    arguments = {name: copy.deepcopy(columns[name]) for name in chosen if name != signature.first}
+    arguments = {
+        name: copied(columns[name]) for name in chosen if name != signature.first and name not in signature.bound
+    }
     arguments.update({name: provided[name] for name in signature.provided})
     return arguments
 
 
-def check_result(result: CallResult, count: int, *, per_group: bool) -> list[CheckedValue]:
-    """``count`` checked values from what one call gave."""
-    if result.failure is not None:
-        return [CheckedValue(failure=result.failure, seconds=result.seconds)] * count
-    if not per_group:
-        return [check_value(result.value, result.seconds)]
-    if not isinstance(result.value, (list, tuple)):
-        message = (
-            f"returned {_type_name(result.value)}: a group function returns a list with one value for each completion"
-        )
-    elif len(result.value) != count:
-        message = f"returned {len(result.value)} values for {count} completions"
-    else:
-        return [check_value(value, result.seconds) for value in result.value]
-    return [CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message), seconds=result.seconds)] * count
+def copied(value: Any) -> Any:
+    """A value that a function may change without anybody else seeing it."""
+    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
-def check_value(value: Any, seconds: float = 0.0) -> CheckedValue:
-    """A finite float from what a function returned for one sample: a number (bool and NumPy scalars too) or None."""
-    if value is None:
-        return CheckedValue(seconds=seconds)
-    if not isinstance(value, numbers.Real):
-        message = f"returned {_type_name(value)}: return a float, an int, a bool, or None for not applicable"
-        return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message), seconds=seconds)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except Exception as error:  # noqa: BLE001 - a user's number class may raise anything
-        message = f"returned {_type_name(value)} that is no float: {type(error).__name__}"
-        return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message), seconds=seconds)
-    if not math.isfinite(number):
-        message = f"returned {number}: a reward must be finite"
-        return CheckedValue(failure=CallFailure(RewardFailureKind.NOT_FINITE, message), seconds=seconds)
-    return CheckedValue(value=number, seconds=seconds)
-
-
-def combine(trajectory: Trajectory, rewards: Sequence[WeightedReward], values: Sequence[CheckedValue]) -> Outcome:
-    """The outcome of one sample. ``reward_parts`` holds the values as returned, without weights; ``reward_seconds``
-    is the longest call (functions run side by side)."""
-    seconds = max(value.seconds for value in values)
-    for reward, value in zip(rewards, values, strict=True):
+def combine(
+    trajectory: Trajectory,
+    values: Sequence[SampleValue],
+    *,
+    version: int,
+    own: CallResult | None = None,
+    separate: bool = False,
+) -> Outcome:
+    """The outcome of one sample: of the functions, in the order of the recipe. ``own``: what the recipe's combining
+    function made of their values; ``separate``: each is compared with its siblings' alone. ``reward_parts`` holds the
+    values as returned, without weights; ``reward_seconds`` is the longest call with the time that it waited (functions
+    run side by side)."""
+    trained = [value for value in values if not value.reward.shadow]
+    for value in trained:
         if value.failure is not None:
-            return _failure(trajectory, reward.function.name, value.failure, seconds)
-    applicable = [(r, v.value) for r, v in zip(rewards, values, strict=True) if v.value is not None]
-    every_name = ", ".join(reward.function.name for reward in rewards)
+            return _failure(trajectory, values, value.reward.label, value.failure, version, policy_of(value))
+    applicable = [(value.reward, v) for value in trained if (v := value.value) is not None]
+    total = _total(applicable, own)
+    if isinstance(total, CallFailure):
+        name = ", ".join(value.reward.label for value in trained) if own is None else "combine"
+        return _failure(trajectory, values, name, total, version, _strictest(trained))
+    return ScoredTrajectory(
+        trajectory=trajectory,
+        reward=total,
+        reward_parts=parts_of(values),
+        reward_seconds=_seconds(values),
+        calls=_calls(values),
+        reward_version=version,
+        separate_rewards={reward.label: (reward.weight, v) for reward, v in applicable} if separate else {},
+    )
+
+
+def _total(applicable: Sequence[tuple[Reward, float]], own: CallResult | None) -> float | CallFailure:
     if not applicable:
-        none = CallFailure(RewardFailureKind.WRONG_TYPE, "not applicable: every reward function returned None")
-        return _failure(trajectory, every_name, none, seconds)
-    total = sum(reward.recipe.weight * value for reward, value in applicable)
+        return CallFailure(RewardFailureKind.WRONG_TYPE, "not applicable: every reward function returned None")
+    if own is not None:
+        (made,) = own.values
+        if made.failure is not None:
+            return made.failure
+        if made.value is None:
+            return CallFailure(RewardFailureKind.WRONG_TYPE, "returned no number: a combining function must")
+        return made.value
+    total = sum(reward.weight * value for reward, value in applicable)
     if not math.isfinite(total):
-        infinite = CallFailure(RewardFailureKind.NOT_FINITE, f"the weighted sum of the rewards is {total}")
-        return _failure(trajectory, every_name, infinite, seconds)
-    parts = {reward.function.name: value for reward, value in applicable}
-    return ScoredTrajectory(trajectory=trajectory, reward=total, reward_parts=parts, reward_seconds=seconds)
+        return CallFailure(RewardFailureKind.NOT_FINITE, f"the weighted sum of the rewards is {total}")
+    return total
 
 
-def _failure(trajectory: Trajectory, function: str, failure: CallFailure, seconds: float) -> RewardFailure:
+def policy_of(value: SampleValue) -> FailurePolicy:
+    """What the recipe wants for this failure."""
+    reward, failure = value.reward, value.failure
+    late = failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
+    return reward.on_late if late and reward.on_late is not None else reward.on_failure
+
+
+def parts_of(values: Sequence[SampleValue]) -> dict[str, float]:
+    """Values as returned, by name; also those of shadows."""
+    parts: dict[str, float] = {}
+    for value in values:
+        if (total := value.value) is not None:
+            parts[value.reward.label] = total
+        for name, part in value.checked.parts.items():
+            parts[f"{value.reward.label}.{name}"] = part
+    return parts
+
+
+def column_failure(failure: CallFailure, count: int) -> CallResult:
+    """The result of a call that could not be made."""
+    return CallResult(failed(failure.kind, failure.message, count))
+
+
+def _strictest(values: Sequence[SampleValue]) -> FailurePolicy:
+    policies = {value.reward.on_failure for value in values}
+    order = (FailurePolicy.STOP, FailurePolicy.DROP_GROUP, FailurePolicy.DROP_SAMPLE)
+    return next(policy for policy in order if policy in policies)
+
+
+def _seconds(values: Sequence[SampleValue]) -> float:
+    return max(value.call.seconds + value.call.waited_s for value in values)
+
+
+def _calls(values: Sequence[SampleValue]) -> tuple[RewardCall, ...]:
+    return tuple(
+        RewardCall(
+            function=value.reward.label,
+            seconds=value.call.seconds,
+            waited_s=value.call.waited_s,
+            limit_s=value.call.limit_s,
+            adapted=value.call.limit_s < value.reward.time_limit_s and value.call.limit_s > 0,
+            value=value.value,
+            failure=None if value.checked.failure is None else value.checked.failure.kind,
+        )
+        for value in values
+    )
+
+
+def _failure(
+    trajectory: Trajectory,
+    values: Sequence[SampleValue],
+    function: str,
+    failure: CallFailure,
+    version: int,
+    policy: FailurePolicy,
+) -> RewardFailure:
     return RewardFailure(
         trajectory=trajectory,
         function=function,
         kind=failure.kind,
         message=failure.message,
-        reward_seconds=seconds,
+        reward_seconds=_seconds(values),
+        calls=_calls(values),
+        reward_version=version,
+        policy=policy.value,
     )
-
-
-def _type_name(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

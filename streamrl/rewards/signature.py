@@ -8,12 +8,14 @@ column.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
+from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError
 from streamrl.user_code import load_user_object
 
@@ -27,7 +29,8 @@ _COMPLETION_NAMES = ("completion", _GROUP_PARAMETER)
 
 class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
     """What one reward function needs. ``columns``: dataset columns it cannot do without; ``optional_columns``: those
-    with a default; ``provided``: names of ``PROVIDED`` it asked for; ``first``: its first parameter's name."""
+    with a default; ``provided``: names of ``PROVIDED`` it asked for; ``first``: its first parameter's name; ``bound``:
+    names that options have set, whatever columns there are."""
 
     spec: str
     name: str
@@ -35,6 +38,7 @@ class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
     per_group: bool
     is_async: bool
     wants_all: bool
+    bound: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     optional_columns: tuple[str, ...] = ()
     provided: tuple[str, ...] = ()
@@ -48,24 +52,71 @@ class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The function's own name, as metrics show it."""
+        """What metrics call it."""
         return self.signature.name
 
 
-def load_reward(spec: str) -> RewardFunction:
-    """Import the function that ``spec`` names (``module:function`` or ``path/to/file.py:function``).
+def load_reward(reward: Reward) -> RewardFunction:
+    """The function that ``reward`` names, with its options.
 
-    Raises ``RecipeError`` when it does not import or has a signature that cannot be called.
+    ``module:function`` and ``path/to/file.py:function`` are imported and called with the options as keyword arguments;
+    a name without a colon is a built-in reward: a factory that is called with the options and returns the function.
+    Raises ``RecipeError`` when there is none, it does not import, or it has a signature that cannot be called.
     """
-    function = load_user_object(spec)
-    if not callable(function):
-        raise RecipeError([f'reward "{spec}" is a {type(function).__name__}, not a function: name a function'])
-    return RewardFunction(signature=_read_signature(spec, function), call=function)
+    if ":" not in reward.function:
+        function: Any = _build(reward)
+    else:
+        function = load_user_object(reward.function)
+        if not callable(function):
+            kind = type(function).__name__
+            raise RecipeError([f'reward "{reward.function}" is a {kind}, not a function: name a function'])
+        if reward.options:
+            function = _bind(reward, function)
+    return RewardFunction(signature=_read_signature(reward.function, reward.label, function), call=function)
 
 
-def inspect_reward(spec: str) -> RewardSignature:
-    """Signature of the function that ``spec`` names, imported in this process. Raises ``RecipeError``."""
-    return load_reward(spec).signature
+def inspect_reward(reward: Reward) -> RewardSignature:
+    """Signature of the function that ``reward`` names, imported in this process. Raises ``RecipeError``."""
+    return load_reward(reward).signature
+
+
+def _build(reward: Reward) -> Callable[..., Any]:
+    from streamrl.rewards.builtin import BUILTIN
+
+    factory = BUILTIN.get(reward.function)
+    if factory is None:
+        raise RecipeError(
+            [
+                (
+                    f'there is no built-in reward "{reward.function}": write one of {", ".join(sorted(BUILTIN))}, '
+                    'or a function of yours as "module:function" or "path/to/file.py:function"'
+                )
+            ]
+        )
+    try:
+        return factory(**reward.options)
+    except TypeError as error:
+        taken = ", ".join(name for name in inspect.signature(factory).parameters) or "none"
+        raise RecipeError(
+            [f'built-in reward "{reward.function}": {error}: correct its options (it takes {taken})']
+        ) from error
+
+
+def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the options bound. A name that it does not take is a mistake, not a column."""
+    parameters = _parameters(reward.function, function)
+    taken = [p.name for p in parameters[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else sorted(set(reward.options) - set(taken))
+    if unknown:
+        raise RecipeError(
+            [
+                (
+                    f'reward "{reward.function}" takes no option "{unknown[0]}": correct rewards.options '
+                    f"(it takes {', '.join(taken) or 'none'})"
+                )
+            ]
+        )
+    return functools.partial(function, **reward.options)
 
 
 def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, tuple[str, ...]]:
@@ -73,18 +124,24 @@ def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, tuple[str
     return {signature.name: signature.columns for signature in signatures}
 
 
-def _read_signature(spec: str, function: Callable[..., Any]) -> RewardSignature:
-    if inspect.isclass(function):
-        raise RecipeError([f'reward "{spec}" is a class: name a function, or an instance that can be called'])
-    called = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise RecipeError([f'reward "{spec}" is a generator: return the reward instead of yielding it'])
+def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        return list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError) as error:
         raise RecipeError(
             [f'reward "{spec}" has no readable signature ({error}): wrap it in a Python function']
         ) from error
+
+
+def _read_signature(spec: str, name: str, function: Callable[..., Any]) -> RewardSignature:
+    if inspect.isclass(function):
+        raise RecipeError([f'reward "{spec}" is a class: name a function, or an instance that can be called'])
+    bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
+    inner = function.func if isinstance(function, functools.partial) else function
+    called = inner if inspect.isroutine(inner) else type(inner).__call__
+    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        raise RecipeError([f'reward "{spec}" is a generator: return the reward instead of yielding it'])
+    parameters = [p for p in _parameters(spec, function) if p.name not in bound]
     first = parameters[0] if parameters else None
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
         raise RecipeError(
@@ -116,10 +173,11 @@ def _read_signature(spec: str, function: Callable[..., Any]) -> RewardSignature:
         raise RecipeError(problems)
     return RewardSignature(
         spec=spec,
-        name=spec.rpartition(":")[2],
+        name=name,
         first=first.name,
         per_group=first.name == _GROUP_PARAMETER,
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called),
+        bound=bound,
         wants_all=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
         columns=tuple(columns),
         optional_columns=tuple(optional),

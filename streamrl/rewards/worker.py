@@ -1,7 +1,7 @@
-"""The reward worker: a process that owns the user's reward functions, and ends rather than hang with them.
+"""The reward worker: a process that runs trusted functions itself and owns the call processes of all others.
 
 ====================================  ===========================================================================
-a function that                       gets
+a trusted function that               gets
 ====================================  ===========================================================================
 raises, exits, returns nonsense       a recorded failure
 runs too long                         ``timed_out``; it is cancelled, or left behind when it does not stop
@@ -10,7 +10,7 @@ leaves too much behind                the process ends with code 75 when it is i
 ====================================  ===========================================================================
 
 After code 75 the supervisor starts another worker. The streams break, they do not end, so the controller knows that
-what had no answer has to be sent again.
+what had no answer has to be sent again. Functions that are not trusted cannot do that: see ``call_pool``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,33 @@ import os
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.config.recipe import Recipe
-from streamrl.errors import StreamEnded
-from streamrl.messages import GroupScored, RewardOrder, RewardResult, RewardWorkerReady, ScoreGroup
-from streamrl.rewards.calls import CallRunner
+from streamrl.errors import RecipeError, StreamEnded
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.rewards.exit_timer import ExitTimer
-from streamrl.rewards.scoring import GroupScorer, WeightedReward
-from streamrl.rewards.signature import load_reward
-from streamrl.tokenizer import load_tokenizer
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.scoring import Outcome
+from streamrl.stage_messages import (
+    CloseRewardSet,
+    GroupScored,
+    GroupsScored,
+    LoadRewardSet,
+    RewardOrder,
+    RewardResult,
+    RewardSetLoaded,
+    RewardWorkerReady,
+    SampleReward,
+    ScoreGroup,
+    ScoreGroups,
+)
+from streamrl.tokenizer import Tokenizer, load_tokenizer
+from streamrl.types import RewardFailure
 
 _HEARTBEAT_S = 0.5
 _STALL_GRACE_S = 2.0
+_CLOSE_LIMIT_S = 4.0
 _LEAVE_GRACE_S = 1.0  # for what was left behind, when the worker ends
 _LEAVE_LOOKS = 50
-_MANY_STUCK_CALLS = 8  # threads that never end; each keeps memory and takes time from the others
+_MANY_STUCK_CALLS = 8  # coroutines that never end; each keeps memory and takes time from the others
 _TOO_MANY_STUCK_CALLS = 32
 _FLUSH_S = 0.5  # for answers on their way, before the process ends
 
@@ -49,33 +62,33 @@ async def run_reward_worker(
     *,
     owns_process: bool = True,
 ) -> None:
-    """Answer every ``ScoreGroup`` with a ``GroupScored``, until ``orders`` ends.
+    """Answer every ``ScoreGroup`` with a ``GroupScored``, until ``orders`` ends; nothing that it started is left then.
 
-    ``owns_process`` False (tests): nothing ends the process, so a function that never stops makes this hang.
-    Otherwise the process ends by ``os._exit`` when user code cannot be stopped: with code 75 while orders may come,
+    ``owns_process`` False (tests): nothing ends the process, so a trusted function that never stops makes this hang.
+    Otherwise the process ends by ``os._exit`` when trusted code cannot be stopped: with code 75 while orders may come,
     with code 0 when they ended and all are answered (``results`` is closed, hence flushed, before). Raises
-    ``RecipeError`` when a function or the tokenizer cannot be loaded, and ``StreamBroken`` when the controller is gone.
+    ``RecipeError`` when a function or the tokenizer cannot be loaded, ``StreamBroken`` when the controller is gone, and
+    ``StreamRLError`` when call processes cannot be started any more.
     """
-    rewards = [WeightedReward(function=load_reward(reward.function), recipe=reward) for reward in recipe.rewards]
     tokenizer = load_tokenizer(recipe.model.path)
-    longest_s = max(reward.time_limit_s for reward in recipe.rewards) + _STALL_GRACE_S
     timer = _open_timer() if owns_process else None
+    longest_s = max(reward.time_limit_s for reward in recipe.rewards) + _STALL_GRACE_S
     user_calls = asyncio.TaskGroup()
-    runner = CallRunner(user_calls, recipe.reward_limits.concurrency)
-    serving = _Serving(GroupScorer(rewards, tokenizer, runner), runner, orders, results, owns_process=owns_process)
+    serving = _Serving(recipe, tokenizer, user_calls, orders, results, owns_process=owns_process)
+    await serving.open()
     try:
         async with user_calls, asyncio.TaskGroup() as life:
             beating = life.create_task(_beat(timer, longest_s))
             try:
                 await serving.run(worker)
                 if owns_process:
-                    await _leave(runner, results)
+                    await _leave(serving, results)
             finally:
                 beating.cancel()
                 if timer is not None:  # from here on only user code can keep this process
                     timer.rearm(_STALL_GRACE_S)
     finally:
-        if timer is not None and not runner.busy:
+        if timer is not None and not serving.stuck:
             timer.disarm()
 
 
@@ -84,43 +97,146 @@ class _Serving:
 
     def __init__(
         self,
-        scorer: GroupScorer,
-        runner: CallRunner,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        user_calls: asyncio.TaskGroup,
         orders: ReceiveStream[RewardOrder],
         results: SendStream[RewardResult],
         *,
         owns_process: bool,
     ) -> None:
-        self._scorer = scorer
-        self._runner = runner
+        self._recipe = recipe
+        self._tokenizer = tokenizer
+        self._user_calls = user_calls
         self._orders = orders
         self._results = results
         self._owns_process = owns_process
-        self._open_orders = 0
+        self._sets: dict[int, RewardSet] = {}
+        self._open_orders: dict[int, int] = {}
+        self._closing: set[int] = set()
+        self._scored: list[GroupScored] = []
+        self._sending = asyncio.Lock()
+
+    @property
+    def stuck(self) -> int:
+        """Trusted coroutines past their limit that still run."""
+        return sum(rewards.stuck for rewards in self._sets.values())
+
+    async def open(self) -> None:
+        """Load what the recipe says. Raises ``RecipeError``; nothing is left then."""
+        await self._load(0, RewardsOf(version=0, rewards=self._recipe.rewards, limits=self._recipe.reward_limits))
 
     async def run(self, worker: int) -> None:
-        """Until orders end; every order is answered before it returns."""
-        await self._results.send(RewardWorkerReady(worker=worker))
-        async with asyncio.TaskGroup() as answers:
-            while True:
-                try:
-                    order = await self._orders.receive()
-                except StreamEnded:
-                    return
-                self._open_orders += 1
-                answers.create_task(self._answer(order))
+        """Until orders end; every order is answered before it returns, and no call process is left."""
+        try:
+            await self._results.send(RewardWorkerReady(worker=worker))
+            async with asyncio.TaskGroup() as answers:
+                watches = [answers.create_task(self._sets[0].watch())]
+                await self._receive(answers, watches)
+                for watch in watches:
+                    watch.cancel()
+        finally:
+            for rewards in list(self._sets.values()):
+                await asyncio.shield(asyncio.wait_for(rewards.aclose(), _CLOSE_LIMIT_S))
+
+    async def _receive(self, answers: asyncio.TaskGroup, watches: list[asyncio.Task[None]]) -> None:
+        pending: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                order = await self._orders.receive()
+            except StreamEnded:
+                break
+            match order:
+                case ScoreGroups():
+                    for group in order.groups:
+                        version = group.reward_version
+                        self._open_orders[version] = self._open_orders.get(version, 0) + 1
+                        task = answers.create_task(self._answer(group))
+                        pending.add(task)
+                        task.add_done_callback(pending.discard)
+                case LoadRewardSet():
+                    # In turn with the orders: whoever sends an order of this version has heard that it is loaded.
+                    task = answers.create_task(self._load_another(order, answers, watches))
+                    pending.add(task)
+                    task.add_done_callback(pending.discard)
+                case CloseRewardSet():
+                    self._closing.add(order.reward_version)
+                    await self._close_unused()
+        while pending:
+            await asyncio.wait(pending)
+
+    async def _load(self, version: int, attached: RewardsOf) -> RewardSet:
+        rewards = RewardSet(attached, self._tokenizer, self._user_calls)
+        try:
+            await rewards.open()
+        except BaseException:
+            await asyncio.shield(rewards.aclose())
+            raise
+        self._sets[version] = rewards
+        return rewards
+
+    async def _load_another(
+        self, order: LoadRewardSet, answers: asyncio.TaskGroup, watches: list[asyncio.Task[None]]
+    ) -> None:
+        version = order.reward_version
+        attached = RewardsOf(version=version, rewards=order.rewards, limits=self._recipe.reward_limits)
+        try:
+            rewards = await self._load(version, attached)
+        except RecipeError as error:
+            await self._results.send(RewardSetLoaded(reward_version=version, problems=tuple(error.problems)))
+            return
+        watches.append(answers.create_task(rewards.watch()))
+        await self._results.send(RewardSetLoaded(reward_version=version, per_group=rewards.per_group))
 
     async def _answer(self, order: ScoreGroup) -> None:
-        outcomes = await self._scorer.score(order.trajectories)
-        await self._results.send(GroupScored(order_id=order.order_id, outcomes=outcomes))
-        self._open_orders -= 1
-        stuck = self._runner.stuck
-        idle = stuck >= _MANY_STUCK_CALLS and not self._open_orders
+        outcomes = await self._sets[order.reward_version].score(order.trajectories, order.rank)
+        self._scored.append(GroupScored(order_id=order.order_id, rewards=tuple(map(_slim, outcomes))))
+        await self._send_scored()
+        self._open_orders[order.reward_version] -= 1
+        if self._closing:
+            await self._close_unused()
+        stuck = self.stuck
+        idle = stuck >= _MANY_STUCK_CALLS and not any(self._open_orders.values())
         if self._owns_process and (idle or stuck >= _TOO_MANY_STUCK_CALLS):
             _log.warning("%d reward calls do not end: this worker ends, to be started again", stuck)
             # Without closing the results: an end would mean that nothing is left, and orders may be on the way.
             await asyncio.sleep(_FLUSH_S)
             os._exit(REWARD_RESTART_EXIT_CODE)
+
+    async def _send_scored(self) -> None:
+        """Send what was scored. While one message is on its way, more comes together for the next."""
+        async with self._sending:
+            if self._scored:
+                groups, self._scored = tuple(self._scored), []
+                await self._results.send(GroupsScored(groups=groups))
+
+    async def _close_unused(self) -> None:
+        for version in list(self._closing):
+            if not self._open_orders.get(version):
+                self._closing.discard(version)
+                rewards = self._sets.pop(version, None)
+                if rewards is not None:
+                    await rewards.aclose()
+
+
+def _slim(outcome: Outcome) -> SampleReward:
+    """The outcome without its trajectory, which the stage has kept."""
+    if isinstance(outcome, RewardFailure):
+        return SampleReward(
+            seconds=outcome.reward_seconds,
+            calls=outcome.calls,
+            kind=outcome.kind,
+            function=outcome.function,
+            message=outcome.message,
+            policy=outcome.policy,
+        )
+    return SampleReward(
+        reward=outcome.reward,
+        parts=outcome.reward_parts,
+        seconds=outcome.reward_seconds,
+        calls=outcome.calls,
+        separate=outcome.separate_rewards,
+    )
 
 
 async def _beat(timer: ExitTimer | None, stall_s: float) -> None:
@@ -130,14 +246,14 @@ async def _beat(timer: ExitTimer | None, stall_s: float) -> None:
         await asyncio.sleep(_HEARTBEAT_S)
 
 
-async def _leave(runner: CallRunner, results: SendStream[RewardResult]) -> None:
+async def _leave(serving: _Serving, results: SendStream[RewardResult]) -> None:
     """All orders are answered: end the process when user code would keep it; return when nothing is stuck."""
-    for _ in range(_LEAVE_LOOKS):  # the end of a thread sets no event that the loop could wait for
-        if not runner.stuck:
+    for _ in range(_LEAVE_LOOKS):
+        if not serving.stuck:
             return
         await asyncio.sleep(_LEAVE_GRACE_S / _LEAVE_LOOKS)
-    if runner.stuck:
-        # Threads cannot be stopped and the interpreter would wait for them; all work is done.
+    if serving.stuck:
+        # They swallow their cancellation, and the loop would wait for them; all work is done.
         await results.aclose()
         os._exit(0)
 

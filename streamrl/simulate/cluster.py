@@ -18,12 +18,23 @@ from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
     in requests (0: ``count`` x ``max_running`` of the engine, or the slots of the recipe where those are fewer).
-    ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled."""
+    ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled.
+
+    ``migration_s``: from the abort of a request that moves to its submission elsewhere; ``start_s``: for an engine
+    whose process ended to be ready. ``tensor_parallel``: workers of one engine; ``parallel_scaling``: share of the
+    ideal speed-up that doubling them gives; ``weight_tokens``: tokens whose KV takes as much memory as the weights;
+    ``switch_s``: from one set of engines to another."""
 
     count: int = 1
     prompt_tokens: int = 0
     capacity: int = 0
     evaluation_s: float = 0.0
+    migration_s: float = 0.0
+    start_s: float = 0.0
+    tensor_parallel: int = 1
+    parallel_scaling: float = 0.8
+    weight_tokens: float = 0.0
+    switch_s: float = 0.0
 
 
 class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +59,7 @@ DEMO = ClusterModel(
         presubmitted_s=0.2e-3,
         max_running=1024,
     ),
-    engines=Engines(count=1, prompt_tokens=8),
+    engines=Engines(count=1, prompt_tokens=8, start_s=20.0, switch_s=30.0),
     lengths=LengthModel(
         cap=448, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.041, correlation=0.65
     ),
@@ -80,7 +91,15 @@ ROLLPACKER_14B = ClusterModel(
         kv_tokens=490_000,
         prefill_tokens_s=30_000.0,
     ),
-    engines=Engines(count=16, prompt_tokens=128),
+    engines=Engines(
+        count=16,
+        prompt_tokens=128,
+        migration_s=1.5,
+        start_s=5.0,
+        tensor_parallel=2,
+        weight_tokens=28e9 / 196_608,  # 14B at two bytes; 48 layers x 8 heads x 128 x 2 x 2 bytes a token
+        switch_s=5.0,
+    ),
     lengths=LengthModel(
         cap=16_384,
         weights=(0.435, 0.565),
@@ -90,7 +109,8 @@ ROLLPACKER_14B = ClusterModel(
         tail_from=4096,
         correlation=0.35,
     ),
-    trainer=TrainerModel(token_s=75 / 1024 / 1286, optimizer_s=13.0, streaming_speed=0.5, streaming_from=0.4),
+    # Training has the engines' own devices: those that are freed late in a round, and all of them at the close.
+    trainer=TrainerModel(token_s=75 / 1024 / 1286, optimizer_s=13.0),
     push=PushModel(seconds=15.0, pause_s=15.0, round_s=50.0),
 )
 ROLLPACKER_14B_CODE = msgspec.structs.replace(

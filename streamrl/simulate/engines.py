@@ -29,6 +29,8 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their prompt.
     ``arrival_s``: the front end takes one request so often; ``admission_s + admission_per_running_s x running``: for so
     long each of them holds up decoding; ``presubmitted_s``: the same for one that came while the engine was paused.
+    ``rejected_per_token``: where losers are verified, the chance that the weights of the long round choose another
+    token than the one that was kept (refs/scheduling-model.md, 10i: assumed).
     """
 
     base_s: float
@@ -43,6 +45,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admission_s: float = 0.0
     admission_per_running_s: float = 0.0
     presubmitted_s: float = 0.0
+    rejected_per_token: float = 0.001
 
     def step_s(self, running: float, context: float = 0.0) -> float:
         """Seconds of one decode step."""
@@ -54,7 +57,8 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class Request:
     """One trajectory on its way. ``length``: tokens it will have; ``sampled``: before it runs, or since it was stopped
-    (in parts of a token: the clock stops anywhere)."""
+    (in parts of a token: the clock stops anywhere). ``noise``: of its group; ``verified``: it begins with tokens of an
+    earlier attempt."""
 
     __slots__ = (
         "attempt_serial",
@@ -65,6 +69,7 @@ class Request:
         "launched_s",
         "length",
         "newest_version",
+        "noise",
         "paused_arrival",
         "prompt",
         "prompt_tokens",
@@ -73,6 +78,7 @@ class Request:
         "sampled",
         "start",
         "stopped",
+        "verified",
     )
 
     def __init__(self, identity: TrajectoryId, prompt: int, prompt_tokens: int, length: int, now: float) -> None:
@@ -92,6 +98,16 @@ class Request:
         self.running = False
         self.stopped = False
         self.paused_arrival = False
+        self.noise = -1
+        self.verified = False
+
+    def again(self) -> Request:
+        """The same trajectory, to be submitted anew with the tokens that it has: this one may still be in a queue."""
+        request = Request(self.id, self.prompt, self.prompt_tokens, self.length, self.launched_s)
+        request.sampled = self.sampled
+        request.first_version = self.first_version
+        request.noise = self.noise
+        return request
 
 
 class EngineClock:
@@ -173,6 +189,15 @@ class EngineClock:
         self.admit()
         return ended
 
+    def fill(self, now: float) -> float:
+        """Share of the KV cache in use at ``now``."""
+        self.advance(now)
+        return min(self.held_kv / self.model.kv_tokens, 1.0) if self.model.kv_tokens else 0.0
+
+    def sampled_by_now(self, request: Request) -> int:
+        """Whole tokens that ``request`` has, at the engine's time."""
+        return int(request.sampled + (self.clock - request.start if request.running else 0.0))
+
     def submit(self, request: Request) -> None:
         """Queue a request that reached the engine. ``admit`` lets it run."""
         request.paused_arrival = self.paused
@@ -207,6 +232,8 @@ class EngineClock:
         held_up = model.presubmitted_s if request.paused_arrival else model.admission_s
         if not request.paused_arrival:
             held_up += model.admission_per_running_s * len(self.running)
+        if request.verified:
+            held_up *= 2  # what verifies it is a request of its own
         if model.prefill_tokens_s:
             held_up += own / model.prefill_tokens_s
         if held_up:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.engines.continuation import FEWEST_KEPT
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.engines import NEVER, EngineClock, Request
+from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request
 from streamrl.simulate.routing import LeastLoaded
 from streamrl.types import TrajectoryId
 
@@ -18,19 +21,86 @@ Watch = Callable[[int, float, int], None]
 class SimulatedRollout:
     """``requests``: all trajectories that have not ended, those that are being scored included. Whoever changes
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
-    ``watch`` is told (engine, time, running requests)."""
+    ``watch`` is told (engine, time, running requests). ``engines``: those of the largest set, of which the first
+    ``serving`` ones serve; ``fullest``: largest share of a cache that was in use when a request ended, since it was
+    last set to 0. ``verifies_losers``: what was cancelled keeps its tokens until the same draw is launched again."""
 
-    def __init__(self, model: ClusterModel, agenda: Agenda, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        model: ClusterModel,
+        agenda: Agenda,
+        watch: Watch | None = None,
+        *,
+        most: int = 0,
+        verifies_losers: bool = False,
+    ) -> None:
         self.model = model
-        self.engines = [EngineClock(model.engine) for _ in range(model.engines.count)]
+        self.engines = [EngineClock(model.engine) for _ in range(max(most, model.engines.count))]
+        self.fullest = 0.0
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
         self._agenda = agenda
         self._watch = watch
+        self._kept: dict[tuple[int, int], float] | None = {} if verifies_losers else None
         self._routes = LeastLoaded(model.engines.count)
+        self._in_use = model.engines.count
+        self._freed: set[int] = set()
         self._dirty: set[int] = set()
         self._told = (0.0, 0.0, 0.0, 0)
         self._round_costs()
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self._agenda.now
+
+    @property
+    def serving(self) -> list[int]:
+        """Numbers of the engines that are sent requests."""
+        return [index for index in range(self._in_use) if index not in self._freed]
+
+    @property
+    def preemptions(self) -> int:
+        """Of all engines, since the start."""
+        return sum(engine.preemptions for engine in self.engines)
+
+    # ---- other engines -----------------------------------------------------------------------------
+
+    def free(self, engines: Sequence[int], moves: Mapping[str, int]) -> None:
+        """Send these engines nothing more; what they serve goes on, from its tokens, where ``moves`` says (by id)."""
+        self._freed.update(engines)
+        for index in engines:
+            engine = self.engines[index]
+            engine.advance(self._agenda.now)
+            moving = [*engine.running, *(request for request in engine.waiting if not request.stopped)]
+            for request in moving:
+                self._take_off(request)
+                self._move(request, moves[str(request.id)])
+            self._routes.leave_out(index)
+
+    def _move(self, old: Request, to: int) -> None:
+        request = self.requests[old.id] = old.again()
+        request.engine = to
+        self._routes.enter_at(to)
+        self._agenda.call_after(self.model.engines.migration_s, lambda: self.arrived(request))
+
+    def take_back(self) -> None:
+        """All engines of the set serve again."""
+        for index in sorted(self._freed):
+            self._routes.take_in(index)
+        self._freed.clear()
+
+    def change(self, count: int, engine: EngineModel, seconds: float) -> None:
+        """From ``seconds`` on, ``count`` such engines serve. Nothing runs."""
+        for index in range(max(count, self._in_use)):
+            clock = self.engines[index]
+            clock.advance(self._agenda.now)
+            clock.model = engine
+            clock.blocked_until = max(clock.blocked_until, self._agenda.now) + seconds
+            self._dirty.add(index)
+        self._in_use, self._routes = count, LeastLoaded(count)
+
+    # ---- what control orders -----------------------------------------------------------------------
 
     def launch(self, action: do.LaunchGroup, prompt: int, lengths: list[int]) -> None:
         """Submit a group; ``lengths`` by sample number."""
@@ -39,8 +109,20 @@ class SimulatedRollout:
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
+            request.noise = action.noise
+            if self._kept is not None:
+                self._verify(request, self._kept.pop((action.noise, identity.sample), 0.0))
             requests[identity] = request
             self._submit(request)
+
+    def _verify(self, request: Request, kept: float) -> None:
+        """It begins with the tokens that it had, up to the first one that the weights choose otherwise now."""
+        if kept < FEWEST_KEPT:
+            return
+        rejected = self.model.engine.rejected_per_token
+        share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
+        until = math.log(1 - share) / math.log1p(-rejected) if rejected else math.inf
+        request.sampled, request.verified = float(int(min(kept, until))), True
 
     def _submit(self, request: Request) -> None:
         index = request.engine = self._routes.enter(request.id.group_id)
@@ -66,6 +148,8 @@ class SimulatedRollout:
             return []
         self._agenda.now = time
         self._dirty.add(index)
+        if self.model.engine.kv_tokens:
+            self.fullest = max(self.fullest, engine.fill(time))
         ended = engine.finished(time)
         for request in ended:
             self._routes.leave(index)
@@ -78,6 +162,8 @@ class SimulatedRollout:
             request = self.requests.pop(identity, None)
             if request is not None:
                 self._take_off(request)
+                if self._kept is not None:
+                    self._kept[request.noise, identity.sample] = min(request.sampled, request.length - 1)
 
     def cut(self, action: do.CutTrajectories) -> list[on.TrajectoryCut]:
         """Stop those that have not ended, and keep their tokens."""
@@ -106,9 +192,7 @@ class SimulatedRollout:
             old = self.requests.get(identity)
             if old is None or not old.stopped:
                 continue
-            # A new object: the old one may still be in a queue.
-            request = Request(identity, old.prompt, old.prompt_tokens, old.length, old.launched_s)
-            request.sampled = old.sampled
+            request = old.again()
             request.first_version = old.first_version if old.sampled else live_version
             self.requests[identity] = request
             self._submit(request)
@@ -165,10 +249,10 @@ class SimulatedRollout:
         preemptions = sum(engine.preemptions for engine in engines)
         generated_then, steps_then, decoding_then, preemptions_then = self._told
         self._told = (generated, steps, decoding, preemptions)
-        stepped, capacity = steps - steps_then, self.model.engine.kv_tokens
+        stepped, capacity = steps - steps_then, self.engines[0].model.kv_tokens
         return on.EnginesMeasured(
             # Of the steps that were made, as the real engines' statistics count it.
-            running=(generated - generated_then) / stepped * len(engines) if stepped > 0 else 0.0,
+            running=(generated - generated_then) / stepped * self._in_use if stepped > 0 else 0.0,
             waiting=sum(len(engine.waiting) for engine in engines),
             token_s=(decoding - decoding_then) / stepped if stepped > 0 else 0.0,
             kv_usage=max(engine.held_kv for engine in engines) / capacity if capacity else 0.0,

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.recipe import ReleaseKind
 from streamrl.config.scheduling import InFlight, RoundKind
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -20,6 +21,7 @@ from streamrl.control.state import ControlState
 from streamrl.errors import StreamRLError
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.engine_changes import EnginePlan, SimulatedRelease, SimulatedSwitch
 from streamrl.simulate.engines import Request
 from streamrl.simulate.ledger import StepLedger
 from streamrl.simulate.lengths import LengthSource, ModelledLengths
@@ -45,15 +47,17 @@ def simulate(
     warm_up: int = 0,
     timeline: Timeline | None = None,
     progress: Callable[[int], None] | None = None,
+    engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
 ) -> SimulationReport:
     """Run the control core for ``warm_up + steps`` optimizer steps; figures are of the last ``steps``.
 
-    ``lengths``: None draws from ``model.lengths``. ``progress`` is told each version that goes live. Raises
+    ``engines``: whether they are freed late in a round, and other sets of them. ``lengths``: None draws from
+    ``model.lengths``. ``progress`` is told each version that goes live. Raises
     ``StreamRLError`` when control stops the run, or when nothing is left that could happen.
     """
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
     source = lengths or ModelledLengths(model.lengths, seed)
-    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, timeline=timeline)
+    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, timeline=timeline, engines=engines)
     return simulation.run(warm_up, progress)
 
 
@@ -69,11 +73,15 @@ class Simulation:
         in_flight: InFlight = InFlight.KEEP,
         seed: int = 0,
         timeline: Timeline | None = None,
+        engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
     ) -> None:
         self.core = ControlState(settings)
         self.model = model
         self.agenda = Agenda()
-        self.rollout = SimulatedRollout(model, self.agenda, timeline.running if timeline is not None else None)
+        watch = timeline.running if timeline is not None else None
+        verifies = settings.tail_batching.verifies
+        most_engines = engines.most_engines(model)
+        self.rollout = SimulatedRollout(model, self.agenda, watch, most=most_engines, verifies_losers=verifies)
         most = model.engines.count * model.engine.max_running
         capacity = model.engines.capacity or min(most, self.core.slots.capacity)
         self.ledger = StepLedger(settings, self.rollout.engines, capacity, lengths.cap)
@@ -83,6 +91,14 @@ class Simulation:
         self._rewards = RewardServers(model.reward, seed)
         self._trainer = TrainerClock(model.trainer, settings.batch_trajectories)
         self._trainer_stamp = 0
+        self._release: SimulatedRelease | None = None
+        if engines.release is not ReleaseKind.NEVER:
+            self._release = SimulatedRelease(self.rollout, self._trainer, lengths.cap)
+        self._switch: SimulatedSwitch | None = None
+        if len(engines.sets) > 1:
+            self._switch = SimulatedSwitch(self.rollout, model, engines.sets, settings.steps)
+        self._start_s = model.engines.start_s if engines.release is ReleaseKind.STOP else 0.0
+        self._engines_back = 0.0
         self._timeline = timeline
         self._answers: deque[on.ControlEvent] = deque()
         self._telling = False
@@ -166,6 +182,7 @@ class Simulation:
     def _scored(self, request: Request) -> None:
         if request.stopped:
             return
+        self._follow_end(request)
         truncated = request.length >= self._lengths.cap
         self._tell(
             on.TrajectoryScored(
@@ -177,6 +194,14 @@ class Simulation:
                 newest_version=request.newest_version,
             )
         )
+
+    def _follow_end(self, request: Request) -> None:
+        if self._switch is not None:
+            self._switch.ended(request.length)
+        if self._release is not None:
+            because = self._release.ended(request.id, request.length, self.agenda.now)
+            if because is not None:
+                self.ledger.explained(because.subject)
 
     def _tell(self, event: on.ControlEvent) -> None:
         self._answers.append(event)
@@ -202,6 +227,13 @@ class Simulation:
         prompt = int(ids[0].prompt_id[1:])
         lengths = self._lengths.draw(prompt, action.noise, ids[-1].sample + 1, action.policy_version)
         self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.live_version)
+        kind = self.core.buffer.groups[action.group_id].round_kind
+        if self._release is not None:
+            self._release.launched(kind, ids)
+        if self._switch is not None:
+            because = self._switch.launched(kind, ids, action.policy_version)
+            if because is not None:
+                self.ledger.explained(because.subject)
         self.rollout.launch(action, prompt, lengths)
 
     def _forget(self, action: do.ForgetTrajectories) -> None:
@@ -225,6 +257,10 @@ class Simulation:
         now = self.agenda.now
         self.ledger.batch_full(now)
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
+        if self._switch is not None:
+            self._switch.round_closed()
+        if self._release is not None and self._release.freed:
+            self._engines_back = now + self._start_s
         self._trainer_stamp += 1
         self.rollout.slow_down(1.0 if action.engines_idle else self.model.trainer.rollout_slowdown)
 
@@ -239,13 +275,15 @@ class Simulation:
         push, now = self.model.push, self.agenda.now
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
-        seconds = push.seconds + barrier
+        seconds = max(push.seconds + barrier, self._engines_back - now)
         self.ledger.publishing(now)
         self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), Kind.PAUSE, None)
         self.agenda.call_after(seconds, lambda: self._live(action.policy_version))
 
     def _live(self, version: int) -> None:
         now = self.agenda.now
+        if self._release is not None:
+            self._release.begin_round()
         self.rollout.resume(recompute=self._recompute)
         self._trainer.advance(now)
         row = self.ledger.live(now, version, self._trainer.worked_s)

@@ -30,10 +30,10 @@ class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``token_s``, ``sequence_s``: forward and backward of one trained token, and of one sequence, at full speed.
 
     ``optimizer_s``: closing a batch; ``checkpoint_s``: writing a checkpoint. ``streaming_speed``: share of that speed
-    at which groups are trained while the rollout goes on (0: only at the close), once ``streaming_from`` of the batch
-    is there. What comes while it is busy waits; an idle trainer begins once ``streaming_tokens`` wait, and then takes
-    all of it. ``rollout_slowdown``: a decode step takes so many times as long while the trainer works, where they share
-    cores.
+    at which groups are trained while the rollout goes on (0: only at the close, or on devices of freed engines), once
+    ``streaming_from`` of the batch is there; engines that are freed add their share of what is missing to full speed.
+    What comes while it is busy waits; an idle trainer begins once ``streaming_tokens`` wait, and then takes all of it.
+    ``rollout_slowdown``: a decode step takes so many times as long while the trainer works, where they share cores.
     """
 
     token_s: float
@@ -114,6 +114,7 @@ class TrainerClock:
         self._time = 0.0
         self._samples = 0
         self._needed = model.streaming_from * batch_trajectories
+        self._freed = 0.0
 
     @property
     def idle_at(self) -> float:
@@ -139,8 +140,18 @@ class TrainerClock:
         self._waiting_s += tokens * self.model.token_s + samples * self.model.sequence_s
         self._waiting_tokens += tokens
         self._samples += samples
+        self._pick_up()
+
+    def free(self, now: float, share: float) -> None:
+        """So much of the engines does nothing until the batch is complete: their devices are for training."""
+        self.advance(now)
+        self._freed = share
+        self._pick_up()
+
+    def _pick_up(self) -> None:
         if self._samples >= self._needed:
-            self.speed = self.model.streaming_speed
+            own = self.model.streaming_speed
+            self.speed = own + (1 - own) * self._freed
         self._begin()
 
     def _begin(self) -> None:
@@ -153,6 +164,6 @@ class TrainerClock:
         left = self._work_s + self._waiting_s
         full = engines_idle or not self.model.streaming_speed
         self.worked_s += left
-        self._work_s = self._waiting_s = self.speed = 0.0
+        self._work_s = self._waiting_s = self.speed = self._freed = 0.0
         self._waiting_tokens = self._samples = 0
         return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s

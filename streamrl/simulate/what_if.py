@@ -21,6 +21,7 @@ from streamrl.config.toml_text import toml_key, toml_value
 from streamrl.control.settings import ControlSettings
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.simulate.cluster import ClusterModel
+from streamrl.simulate.engine_changes import engine_plan
 from streamrl.simulate.lengths import LengthSource, ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
@@ -213,6 +214,7 @@ class Search:
                 in_flight=recipe.rollout.in_flight,
                 seed=seed,
                 warm_up=world.warm_up,
+                engines=engine_plan(recipe, world.model),
             )
         except StreamRLError as error:
             self._tried[name] = Tried(name=name, recipe=recipe, figures=None, problem=str(error))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import StreamRLError
+from streamrl.stages.prompt_spec import RowForm
 from streamrl.tokenizer import ChatError, Tokenizer
 from streamrl.types import Prompt, TokenArray, token_array
 
@@ -26,6 +27,30 @@ def decode_row(line: bytes) -> dict[str, Any]:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRow(f"is not a JSON object ({error}): correct it") from error
+
+
+def to_form(row: dict[str, Any], form: RowForm) -> dict[str, Any]:
+    """``row`` with its prompt where ``read_prompt`` looks for it. Raises ``BadRow``."""
+    if form == RowForm():
+        return row
+    row = dict(row)
+    if form.prompt:
+        if form.prompt not in row:
+            raise BadRow(f'has no column "{form.prompt}", which ?prompt= names: correct it')
+        row["prompt"] = row[form.prompt]
+    if not form.chat and not form.system:
+        return row
+    system = [{"role": "system", "content": form.system}] if form.system else []
+    if isinstance(row.get("messages"), list) and not form.prompt:
+        row["messages"] = [*system, *row["messages"]]
+        return row
+    text = row.pop("prompt", None)
+    if not isinstance(text, str):
+        raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text to become a chat')
+    # A verifier may want the text as well, and a row has either a prompt or messages.
+    row.setdefault("question", text)
+    row["messages"] = [*system, {"role": "user", "content": text}]
+    return row
 
 
 def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:

@@ -1,17 +1,14 @@
-"""Where prompts come from: a JSONL file, or the user's Python (async) iterator.
+"""Where prompts come from: files of rows, Hugging Face datasets, tasks of reasoning-gym, or the user's own iterator.
 
 ``open_prompts`` gives a ``PromptSource``; ``check_prompts`` finds what is wrong with a source before anything starts.
-A file is read by an index of line offsets (8 bytes a row), never held in memory; it has epochs, each in its own order.
-An iterator runs on a thread and an event loop of its own, so that user code that blocks does not stop the controller.
+Stored rows are read one by one, never held in memory; they have epochs, each in its own order. An iterator runs on a
+thread and an event loop of its own, so that user code that blocks does not stop the controller.
 """
 
 from __future__ import annotations
 
-import os
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import BinaryIO, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -19,13 +16,15 @@ import numpy as np
 
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.stages.prompt_iterator import IteratorPrompts
+from streamrl.stages.prompt_lines import LineRows
 from streamrl.stages.prompt_probe import probe_in_subprocess
-from streamrl.stages.prompt_rows import BadRow, decode_row, read_prompt
+from streamrl.stages.prompt_rows import BadRow, read_prompt, to_form
+from streamrl.stages.prompt_spec import PromptSpec, SourceKind, read_spec
 from streamrl.tokenizer import Tokenizer
 from streamrl.types import Prompt
 
-_FILE_ENDINGS = (".jsonl", ".ndjson")
 _MOST_PROBLEMS = 20
+_TASK_ROWS_CHECKED = 16
 
 
 class PromptSource(Protocol):
@@ -35,7 +34,7 @@ class PromptSource(Protocol):
     def size(self) -> int | None: ...
 
     async def draw(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts; fewer only when the source is exhausted (a file never is: its epochs repeat).
+        """The next ``count`` prompts; fewer only when the source is exhausted (stored rows never are: epochs repeat).
 
         Raises ``StreamRLError`` naming the row and the remedy when a row is no prompt or user code fails.
         A draw that is cancelled loses nothing: the next one gets its prompts.
@@ -43,63 +42,104 @@ class PromptSource(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Close the file, or the user's iterator. Idempotent."""
+        """Close the files, or the user's iterator. Idempotent."""
         ...
+
+
+class RowStore(Protocol):
+    """Rows that can be read by index, in any order and from any thread."""
+
+    @property
+    def size(self) -> int: ...
+
+    def number(self, index: int) -> int:
+        """What the user would count it as; part of the default id."""
+        ...
+
+    def place(self, index: int) -> str:
+        """The same, in words: ``line 12``."""
+        ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The columns. Raises ``BadRow``."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def open_prompts(
     spec: str, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None = None, start: int = 0
 ) -> PromptSource:
-    """Open ``path.jsonl``, ``module:name`` or ``file.py:name``.
+    """Open what ``spec`` names (``streamrl.stages.prompt_spec``).
 
-    ``shuffle`` (files): each epoch in an order that depends on ``(seed, epoch)`` only. ``max_tokens``: the longest
-    prompt that the context has room for. ``start`` (files): so many prompts were drawn by an earlier life of the run;
-    an iterator begins anew. Raises ``RecipeError`` when a file is missing or empty; user code is
-    imported at the first draw, on its own thread.
+    ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``max_tokens``: the
+    longest prompt that the context has room for. ``start`` (stored rows): so many prompts were drawn by an earlier
+    life of the run; an iterator begins anew. Raises ``RecipeError`` when a file is missing or empty, a library is not
+    installed or an option is wrong; user code is imported at the first draw, on its own thread.
     """
-    if is_file(spec):
-        return FilePrompts(Path(spec), tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens, start=start)
-    return IteratorPrompts(spec, tokenizer, max_tokens=max_tokens)
+    named = read_spec(spec)
+    if named.kind is SourceKind.ITERATOR:
+        return IteratorPrompts(spec, tokenizer, max_tokens=max_tokens)
+    store = open_rows(named)
+    return StoredPrompts(named, store, tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens, start=start)
 
 
-def is_file(spec: str) -> bool:
-    """Whether ``spec`` names a file of rows; otherwise it names a Python object. Raises ``RecipeError`` for neither."""
-    if spec.endswith(_FILE_ENDINGS):
-        return True
-    if ":" in spec:
-        return False
-    raise RecipeError([f'prompts "{spec}" is neither a .jsonl file nor "module:name" nor "file.py:name": correct it'])
+def open_rows(spec: PromptSpec) -> RowStore:
+    """The rows that ``spec`` names. Raises ``RecipeError``. Not for iterators."""
+    if spec.kind is SourceKind.TASK:
+        from streamrl.stages.prompt_tasks import TaskRows
+
+        return TaskRows(spec)
+    if spec.kind is SourceKind.LINES:
+        spec.take()
+        return LineRows(spec.path)
+    options = spec.take("split")
+    try:
+        from streamrl.stages.prompt_tables import TableRows
+    except ModuleNotFoundError as error:
+        install = "pip install 'streamrl[rewards]'"
+        raise RecipeError([f'prompts "{spec.text}" need {error.name}: {install}']) from error
+    return TableRows(spec.path, str(options.get("split", "")))
 
 
-class FilePrompts:
-    """Rows of a JSONL file, epoch after epoch."""
+def missing_source(spec: str) -> list[str]:
+    """What can be said of a source without reading it: whether it names something, and whether that is there."""
+    try:
+        named = read_spec(spec)
+    except RecipeError as error:
+        return error.problems
+    stored = named.kind in (SourceKind.LINES, SourceKind.TABLE)
+    return [f"prompts {named.source} is not there: correct the path"] if stored and not named.path.exists() else []
+
+
+class StoredPrompts:
+    """Rows of a ``RowStore``, epoch after epoch."""
 
     def __init__(
-        self, path: Path, tokenizer: Tokenizer, *, seed: int, shuffle: bool, max_tokens: int | None, start: int = 0
+        self,
+        spec: PromptSpec,
+        store: RowStore,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        shuffle: bool,
+        max_tokens: int | None,
+        start: int = 0,
     ) -> None:
-        self._path = path
+        self._spec = spec
+        self._store = store
         self._tokenizer = tokenizer
         self._seed = seed
         self._shuffle = shuffle
         self._max_tokens = max_tokens
-        self._file = _open_file(path)
-        self._offsets = array("Q")
-        self._numbers = array("Q")
-        for offset, number, _ in _lines(self._file):
-            self._offsets.append(offset)
-            self._numbers.append(number)
-        if not self._offsets:
-            self._file.close()
-            raise RecipeError([f"prompts {path} is empty: add rows"])
-        self._offsets.append(self._file.tell())
         self._drawn = start
         self._order = (0, self._shuffled(0))
         self._lock = anyio.Lock()
 
     @property
     def size(self) -> int:
-        """Rows of the file."""
-        return len(self._numbers)
+        """Rows of one epoch."""
+        return self._store.size
 
     async def draw(self, count: int) -> list[Prompt]:
         """See ``PromptSource``."""
@@ -111,7 +151,7 @@ class FilePrompts:
 
     async def aclose(self) -> None:
         """See ``PromptSource``."""
-        self._file.close()
+        self._store.close()
 
     def _read(self, start: int, count: int) -> list[Prompt]:
         """Prompts number ``start`` to ``start + count`` of the run. Changes nothing that another read needs."""
@@ -124,13 +164,10 @@ class FilePrompts:
         return prompts
 
     def _read_row(self, index: int) -> Prompt:
-        start, end = self._offsets[index], self._offsets[index + 1]
-        number = self._numbers[index]
         try:
-            row = decode_row(os.pread(self._file.fileno(), end - start, start).strip())
-            return read_prompt(row, number, self._tokenizer, self._max_tokens)
+            return _prompt_at(self._spec, self._store, index, self._tokenizer, self._max_tokens)
         except BadRow as error:
-            raise StreamRLError(f"prompts {self._path}, line {number} {error}") from error
+            raise StreamRLError(f"prompts {self._spec.source}, {self._store.place(index)} {error}") from error
 
     def _shuffled(self, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         if not self._shuffle:
@@ -138,6 +175,11 @@ class FilePrompts:
         # NumPy promises the raw stream of a bit generator across its versions, not that of permutation().
         keys = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.size)
         return np.argsort(keys, kind="stable")
+
+
+def _prompt_at(spec: PromptSpec, store: RowStore, index: int, tokenizer: Tokenizer, max_tokens: int | None) -> Prompt:
+    """Raises ``BadRow``."""
+    return read_prompt(to_form(store.row(index), spec.form), store.number(index), tokenizer, max_tokens)
 
 
 def check_prompts(
@@ -150,44 +192,68 @@ def check_prompts(
 ) -> list[str]:
     """Everything that is wrong with a source, one line each, at most 20 of them; empty: nothing is.
 
-    A file is read whole. Of an iterator the first row is drawn, in a throw-away process and within ``timeout_s``.
-    ``needed_columns``: columns by the name of the reward that needs them (``streamrl.rewards.needed_columns``).
+    Stored rows are all read, of a task the first 16. Of an iterator the first row is drawn, in a throw-away process
+    and within ``timeout_s``. ``needed_columns``: columns by the name of the reward that needs them
+    (``streamrl.rewards.needed_columns``).
     """
     try:
-        if is_file(spec):
-            problems = _check_file(Path(spec), tokenizer, needed_columns, max_tokens)
-        else:
+        named = read_spec(spec)
+        if named.kind is SourceKind.ITERATOR:
             problems = _check_iterator(spec, tokenizer, needed_columns, max_tokens, timeout_s)
+        else:
+            problems = _check_stored(named, tokenizer, needed_columns, max_tokens)
     except RecipeError as error:
         return error.problems
     if len(problems) > _MOST_PROBLEMS:
         more = len(problems) - _MOST_PROBLEMS
-        return [*problems[:_MOST_PROBLEMS], f"prompts {spec}: and {more} more problems like these"]
+        return [*problems[:_MOST_PROBLEMS], f"prompts {named.source}: and {more} more problems like these"]
     return problems
 
 
-def _check_file(
-    path: Path, tokenizer: Tokenizer, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
+def _check_stored(
+    spec: PromptSpec, tokenizer: Tokenizer, needed_columns: Mapping[str, Sequence[str]], max_tokens: int | None
 ) -> list[str]:
-    problems: list[str] = []
-    first_line: dict[int, int] = {}
-    rows = 0
-    with _open_file(path) as file:
-        for _, number, line in _lines(file):
-            rows += 1
-            place = f"prompts {path}, line {number}"
+    store = open_rows(spec)
+    try:
+        if problems := _missing_from_all(spec, store, needed_columns):
+            return problems
+        rows = store.size if spec.kind is not SourceKind.TASK else min(store.size, _TASK_ROWS_CHECKED)
+        first: dict[int, int] = {}
+        for index in range(rows):
+            place = f"prompts {spec.source}, {store.place(index)}"
             try:
-                row = decode_row(line)
-                prompt = read_prompt(row, number, tokenizer, max_tokens)
+                prompt = _prompt_at(spec, store, index, tokenizer, max_tokens)
             except BadRow as error:
                 problems.append(f"{place} {error}")
                 continue
             problems += [f"{place} {missing}" for missing in missing_columns(prompt, needed_columns)]
             # Hashes: a set of the ids of a large file would not be small.
-            earlier = first_line.setdefault(hash(prompt.prompt_id), number)
-            if earlier != number:
-                problems.append(f'{place} has the prompt_id "{prompt.prompt_id}" of line {earlier}: make ids unique')
-    return problems if rows else [f"prompts {path} is empty: add rows"]
+            earlier = first.setdefault(hash(prompt.prompt_id), index)
+            if earlier != index:
+                there = store.place(earlier)
+                problems.append(f'{place} has the prompt_id "{prompt.prompt_id}" of {there}: make ids unique')
+        return problems
+    finally:
+        store.close()
+
+
+def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """Columns that a table has not: a line each, instead of one for each row."""
+    columns: frozenset[str] | None = getattr(store, "columns", None)
+    if columns is None:
+        return []
+    there = f"it has {', '.join(sorted(columns))}"
+    problems = [
+        f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({there}): rename or add it'
+        for reward, names in needed_columns.items()
+        for column in names
+        if column not in columns | {"prompt", "prompt_id"}
+    ]
+    if spec.form.prompt and spec.form.prompt not in columns:
+        problems.append(f'prompts {spec.source} has no column "{spec.form.prompt}" ({there}): correct ?prompt=')
+    elif not spec.form.prompt and not columns & {"prompt", "messages", "prompt_token_ids"}:
+        problems.append(f'prompts {spec.source} has no column "prompt" ({there}): name the one with ?prompt=COLUMN')
+    return problems
 
 
 def _check_iterator(
@@ -215,20 +281,3 @@ def missing_columns(prompt: Prompt, needed_columns: Mapping[str, Sequence[str]])
         for column in columns
         if column not in prompt.columns
     ]
-
-
-def _open_file(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise RecipeError([f"prompts {path} cannot be read ({error.strerror}): correct the path"]) from error
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Offset, number (from 1) and bytes of every line that is not blank; a byte order mark is skipped."""
-    offset = 0
-    for number, line in enumerate(file, start=1):
-        start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
-        if line[start:].strip():
-            yield offset + start, number, line[start:]
-        offset += len(line)

@@ -2,25 +2,46 @@
 
 A worker that must be replaced (a function that cannot be stopped) shows as a broken stream: what it had been
 scoring for longer than the time limit is recorded as timed out, the rest is scored again by its successor.
+
+The functions are a value with a version. ``load`` replaces it while trajectories flow. The version that is attached
+when the first of a group arrives scores all of the group, because siblings are compared with each other.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 
 import anyio
 import msgspec
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.errors import StreamBroken, StreamEnded
-from streamrl.messages import GroupScored, RewardOrder, RewardResult, RewardWorkerReady, ScoreGroup
-from streamrl.stage_messages import RewardOutcome, RolloutOutcome, Scored, TrajectoryHeld, TrajectoryLost
-from streamrl.types import RewardFailure, RewardFailureKind, Trajectory
+from streamrl.config.rewards import FailurePolicy, Reward
+from streamrl.errors import RecipeError, StreamBroken, StreamEnded
+from streamrl.stage_messages import (
+    CloseRewardSet,
+    GroupScored,
+    GroupsScored,
+    LoadRewardSet,
+    RewardOrder,
+    RewardOutcome,
+    RewardResult,
+    RewardSetLoaded,
+    RewardWorkerReady,
+    RolloutOutcome,
+    SampleReward,
+    Scored,
+    ScoreGroup,
+    ScoreGroups,
+    TrajectoryHeld,
+    TrajectoryLost,
+)
+from streamrl.stages.reward_exchange import for_worker, outcome_of
+from streamrl.stages.scoring_order import ScoringOrder
+from streamrl.types import RewardFailureKind, Trajectory
 
 WorkerStreams = tuple[SendStream[RewardOrder], ReceiveStream[RewardResult]]
+MOST_IN_MESSAGE = 64
 OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
@@ -38,83 +59,163 @@ class RewardStage:
 
     def __init__(self, settings: RewardSettings, workers: Sequence[OpenWorker]) -> None:
         self._settings = settings
-        self._workers = workers
+        self._open = list(workers)
+        self._waiting = ScoringOrder()
+        self._arrived_at: dict[int, float] = {}
         self._gathering: dict[int, list[Trajectory]] = {}
-        self._lost: dict[int, int] = {}
+        self._heard: dict[int, int] = {}
         self._next_order = 0
         self._open_orders = 0
         self._ended = False
+        self._changed = anyio.Event()
+        self._attached = _Attachment(0, None, settings.per_group)
+        self._scoring = {0: self._attached}
+        self._of_group: dict[int, _Attachment] = {}
+        self._workers: set[_Worker] = set()
+        self._given_out = 0
+        self._changing = anyio.Lock()
+
+    @property
+    def reward_version(self) -> int:
+        """The version that scores groups of which nothing has arrived yet."""
+        return self._attached.version
+
+    @property
+    def in_flight(self) -> int:
+        """Trajectories, or groups, that wait for their reward or are being scored."""
+        return self._open_orders
 
     async def run(self, trajectories: ReceiveStream[RolloutOutcome], scored: SendStream[RewardOutcome]) -> None:
         """Until ``trajectories`` ends and every order was answered; then ends ``scored``."""
-        # Bounded by the slots of control: one order for each trajectory in flight at most.
-        give, take = anyio.create_memory_object_stream[ScoreGroup](math.inf)
-        async with give, take, anyio.create_task_group() as children:
-            for open_worker in self._workers:
-                children.start_soon(self._serve, open_worker, give, take.clone(), scored)
+        async with anyio.create_task_group() as children:
+            for open_worker in self._open:
+                children.start_soon(self._serve, open_worker, scored)
             async for outcome in trajectories:
-                order = await self._arrived(outcome, scored)
-                if order is not None:
-                    self._open_orders += 1
-                    await give.send(order)
+                await self._arrived(outcome, scored)
             self._ended = True
-            self._end_when_answered(give)
+            self._wake()
         await scored.aclose()
 
-    def _end_when_answered(self, give: MemoryObjectSendStream[ScoreGroup]) -> None:
-        if self._ended and not self._open_orders:
-            give.close()
+    async def load(self, version: int, rewards: tuple[Reward, ...], noted: Callable[[], None]) -> None:
+        """Attach other functions; groups of which something has arrived are scored by those that were attached then.
 
-    async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> ScoreGroup | None:
-        """The order that ``outcome`` completes, if any. A held trajectory comes again: its group goes on waiting."""
+        ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded: then
+        nothing has changed.
+        """
+        order = LoadRewardSet(reward_version=version, rewards=rewards)
+        replies: list[RewardSetLoaded] = []
+        while not replies:  # also where the last worker is just being replaced
+            while not self._workers:
+                await self._changed.wait()
+            async with self._changing:
+                replies = await self._ask_all(order)
+                problems = [problem for reply in replies for problem in reply.problems]
+                if problems:
+                    await self._tell_all(CloseRewardSet(reward_version=version))
+                    raise RecipeError(list(dict.fromkeys(problems)))
+                if replies:
+                    noted()
+                    await self._attach(order, per_group=any(reply.per_group for reply in replies))
+
+    async def _attach(self, order: LoadRewardSet, *, per_group: bool) -> None:
+        self._settings = msgspec.structs.replace(
+            self._settings,
+            functions="+".join(reward.label for reward in order.rewards),
+            time_limit_s=max(reward.time_limit_s for reward in order.rewards),
+        )
+        before = self._attached
+        self._attached = self._scoring[order.reward_version] = _Attachment(order.reward_version, order, per_group)
+        await self._close_unused(before)
+
+    async def _close_unused(self, attachment: _Attachment) -> None:
+        """End functions that were replaced and have no group left."""
+        if attachment is not self._attached and not attachment.groups and attachment.version in self._scoring:
+            del self._scoring[attachment.version]
+            await self._tell_all(CloseRewardSet(reward_version=attachment.version))
+
+    async def _ask_all(self, order: LoadRewardSet) -> list[RewardSetLoaded]:
+        replies = []
+        for worker in list(self._workers):
+            with suppress(StreamBroken):  # its successor is told as soon as this is over
+                if (reply := await worker.load(order)) is not None:
+                    replies.append(reply)
+        return replies
+
+    async def _tell_all(self, order: CloseRewardSet) -> None:
+        for worker in list(self._workers):
+            with suppress(StreamBroken):  # its successor never had that version
+                await worker.orders.send(order)
+
+    # ---- what arrives ----------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Whoever waits for work, or for the end, looks again."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> None:
+        """Make the order that ``outcome`` completes, if any. A held trajectory comes again: its group waits for it."""
         if isinstance(outcome, TrajectoryHeld):
             await scored.send(outcome)
-            return None
+            return
+        group_id = outcome.id.group_id if isinstance(outcome, TrajectoryLost) else outcome.trajectory.id.group_id
+        attachment = self._of_group.setdefault(group_id, self._attached)
+        attachment.groups.add(group_id)
+        self._waiting.launched(group_id, outcome.group_size)
+        heard = self._heard[group_id] = self._heard.get(group_id, 0) + 1
+        if heard >= outcome.group_size:
+            del self._heard[group_id]
+        if not isinstance(outcome, TrajectoryLost):
+            if not attachment.per_group:
+                self._order([outcome.trajectory], attachment.version)
+                return
+            self._gathering.setdefault(group_id, []).append(outcome.trajectory)
+        if heard >= outcome.group_size and (gathered := self._gathering.pop(group_id, None)):
+            self._order(gathered, attachment.version)
         if isinstance(outcome, TrajectoryLost):
             await scored.send(outcome)
-            if not self._settings.per_group:
-                return None
-            group_id = outcome.id.group_id
-            self._lost[group_id] = self._lost.get(group_id, 0) + 1
-        elif not self._settings.per_group:
-            return self._order([outcome.trajectory])
-        else:
-            group_id = outcome.trajectory.id.group_id
-            self._gathering.setdefault(group_id, []).append(outcome.trajectory)
-        if len(self._gathering.get(group_id, ())) + self._lost.get(group_id, 0) < outcome.group_size:
-            return None
-        self._lost.pop(group_id, None)
-        gathered = self._gathering.pop(group_id, [])
-        return self._order(gathered) if gathered else None
+            await self._close_unused(self._member_ended(group_id))
+            self._wake()
 
-    def _order(self, trajectories: list[Trajectory]) -> ScoreGroup:
+    def _member_ended(self, group_id: int) -> _Attachment:
+        """The functions that scored the group, which may have been the last that they were wanted for."""
+        attachment = self._of_group.get(group_id, self._attached)
+        if self._waiting.ended(group_id):
+            self._of_group.pop(group_id, None)
+            attachment.groups.discard(group_id)
+        return attachment
+
+    def _order(self, trajectories: list[Trajectory], version: int) -> None:
         self._next_order += 1
-        return ScoreGroup(order_id=self._next_order, trajectories=tuple(trajectories))
+        self._open_orders += 1
+        self._arrived_at[self._next_order] = anyio.current_time()
+        self._waiting.add(
+            ScoreGroup(order_id=self._next_order, trajectories=tuple(trajectories), reward_version=version)
+        )
+        self._wake()
 
-    async def _serve(
-        self,
-        open_worker: OpenWorker,
-        give: MemoryObjectSendStream[ScoreGroup],
-        take: MemoryObjectReceiveStream[ScoreGroup],
-        scored: SendStream[RewardOutcome],
-    ) -> None:
+    # ---- workers ---------------------------------------------------------------------------------
+
+    async def _serve(self, open_worker: OpenWorker, scored: SendStream[RewardOutcome]) -> None:
         """One worker and its successors."""
         unanswered: dict[int, tuple[ScoreGroup, float]] = {}
-        with take:
-            while True:
-                try:
-                    async with open_worker() as (orders, results):
-                        await self._converse(orders, results, take, give, unanswered, scored)
-                        return
-                except StreamBroken:
-                    await self._after_break(unanswered, give, scored)
+        while True:
+            try:
+                async with open_worker() as (orders, results):
+                    worker = _Worker(orders)
+                    try:
+                        await self._converse(worker, results, unanswered, scored)
+                    finally:
+                        self._workers.discard(worker)
+                        worker.loaded.set()
+                    return
+            except StreamBroken:
+                await self._after_break(unanswered, scored)
 
     async def _converse(
         self,
-        orders: SendStream[RewardOrder],
+        worker: _Worker,
         results: ReceiveStream[RewardResult],
-        take: MemoryObjectReceiveStream[ScoreGroup],
-        give: MemoryObjectSendStream[ScoreGroup],
         unanswered: dict[int, tuple[ScoreGroup, float]],
         scored: SendStream[RewardOutcome],
     ) -> None:
@@ -125,13 +226,26 @@ class RewardStage:
         async def order() -> None:
             nonlocal broken
             try:
-                async for work in take:
-                    # Registered before anything can wait: a break must find it.
-                    unanswered[work.order_id] = (work, math.inf)
+                async with self._changing:
+                    # A successor has loaded what the recipe says.
+                    for load in [a.order for a in self._scoring.values() if a.order is not None]:
+                        reply = await worker.load(load)
+                        if reply is not None and reply.problems:
+                            raise RecipeError(list(reply.problems))
+                    self._workers.add(worker)
+                    self._wake()
+                while await self._more_work():
                     await places.acquire()
-                    unanswered[work.order_id] = (work, anyio.current_time())
-                    await orders.send(work)
-                await orders.aclose()
+                    more = min(len(self._waiting), MOST_IN_MESSAGE) - 1
+                    groups = self._take_work(1 + _acquire_more(places, more))
+                    if not groups:  # another worker was faster
+                        places.release()
+                        continue
+                    now = anyio.current_time()
+                    # Registered before anything can wait: a break must find it.
+                    unanswered.update((group.order_id, (group, now)) for group in groups)
+                    await worker.orders.send(ScoreGroups(groups=tuple(map(for_worker, groups))))
+                await worker.orders.aclose()
             except StreamBroken as error:
                 broken = broken or error
                 conversation.cancel_scope.cancel()
@@ -140,12 +254,15 @@ class RewardStage:
             nonlocal broken
             try:
                 async for result in results:
-                    if isinstance(result, RewardWorkerReady):
-                        continue
-                    if unanswered.pop(result.order_id, None) is None:
-                        continue
-                    places.release()
-                    await self._deliver(result, give, scored)
+                    match result:
+                        case RewardSetLoaded():
+                            worker.reply = result
+                            worker.loaded.set()
+                        case GroupsScored():
+                            for group in result.groups:
+                                if (known := unanswered.pop(group.order_id, None)) is not None:
+                                    places.release()
+                                    await self._close_unused(await self._deliver(known[0], group, scored))
             except StreamBroken as error:
                 broken = broken or error
                 conversation.cancel_scope.cancel()
@@ -156,39 +273,94 @@ class RewardStage:
         if broken is not None:
             raise broken
 
-    async def _deliver(
-        self, result: GroupScored, give: MemoryObjectSendStream[ScoreGroup], scored: SendStream[RewardOutcome]
-    ) -> None:
-        for outcome in result.outcomes:
-            await scored.send(Scored(outcome=outcome))
+    async def _more_work(self) -> bool:
+        """Wait for work; False when no more will come."""
+        while not self._waiting:
+            if self._ended and not self._open_orders:
+                return False
+            await self._changed.wait()
+        return True
+
+    def _take_work(self, places: int) -> list[ScoreGroup]:
+        """The orders to score next, at most ``places``. They are numbered in the order in which they close rounds."""
+        taken = []
+        for _ in range(min(places, len(self._waiting))):
+            self._given_out += 1
+            taken.append(msgspec.structs.replace(self._waiting.pop(), rank=self._given_out))
+        return taken
+
+    async def _deliver(self, order: ScoreGroup, result: GroupScored, scored: SendStream[RewardOutcome]) -> _Attachment:
+        """Pass on what was scored, all of it even where the conversation with its worker breaks meanwhile."""
+        seconds = anyio.current_time() - self._arrived_at.pop(order.order_id)
+        attachment = self._attached
+        with anyio.CancelScope(shield=True):  # ``scored`` has room for everything that is in flight
+            for trajectory, reward in zip(order.trajectories, result.rewards, strict=True):
+                outcome = outcome_of(trajectory, reward, order.reward_version)
+                await scored.send(Scored(outcome=outcome, reward_s=seconds))
+                attachment = self._member_ended(trajectory.id.group_id)
         self._open_orders -= 1
-        self._end_when_answered(give)
+        if self._ended:
+            self._wake()
+        return attachment
 
     async def _after_break(
-        self,
-        unanswered: dict[int, tuple[ScoreGroup, float]],
-        give: MemoryObjectSendStream[ScoreGroup],
-        scored: SendStream[RewardOutcome],
+        self, unanswered: dict[int, tuple[ScoreGroup, float]], scored: SendStream[RewardOutcome]
     ) -> None:
         now = anyio.current_time()
         left, limit = list(unanswered.values()), self._settings.time_limit_s
         unanswered.clear()
         for work, started in left:
             if now - started < limit:
-                await give.send(work)
+                self._waiting.add(work)
                 continue
             failure = f"no answer within {limit:g} s and it could not be stopped: its reward worker was replaced"
-            outcomes = tuple(
-                RewardFailure(
-                    trajectory=t,
-                    function=self._settings.functions,
-                    kind=RewardFailureKind.TIMED_OUT,
-                    message=failure,
-                    reward_seconds=now - started,
-                )
-                for t in work.trajectories
+            late = SampleReward(
+                kind=RewardFailureKind.TIMED_OUT,
+                function=self._settings.functions,
+                message=failure,
+                seconds=now - started,
+                policy=FailurePolicy.DROP_SAMPLE.value,
             )
-            await self._deliver(GroupScored(order_id=work.order_id, outcomes=outcomes), give, scored)
+            result = GroupScored(order_id=work.order_id, rewards=(late,) * len(work.trajectories))
+            await self._deliver(work, result, scored)
+        self._wake()
+
+
+def _acquire_more(places: anyio.Semaphore, wanted: int) -> int:
+    """Take up to ``wanted`` further places that are free."""
+    taken = 0
+    with suppress(anyio.WouldBlock):
+        while taken < wanted:
+            places.acquire_nowait()
+            taken += 1
+    return taken
+
+
+class _Worker:
+    """A worker that is connected. ``loaded`` is set when it answered an order to load, or is gone."""
+
+    def __init__(self, orders: SendStream[RewardOrder]) -> None:
+        self.orders = orders
+        self.loaded = anyio.Event()
+        self.reply: RewardSetLoaded | None = None
+
+    async def load(self, order: LoadRewardSet) -> RewardSetLoaded | None:
+        """What it says to ``order``; None: it is gone. Raises ``StreamBroken``."""
+        self.loaded, self.reply = anyio.Event(), None
+        await self.orders.send(order)
+        await self.loaded.wait()
+        return self.reply
+
+
+class _Attachment:
+    """Functions that score. ``order``: how a worker that begins anew is told (None: what the recipe says); ``groups``:
+    those that they score, until the last member has ended."""
+
+    def __init__(self, version: int, order: LoadRewardSet | None, per_group: bool) -> None:
+        self.version = version
+        self.order = order
+        self.per_group = per_group
+        self.groups: set[int] = set()
 
 
 async def next_ready(results: ReceiveStream[RewardResult]) -> RewardWorkerReady:

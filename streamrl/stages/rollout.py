@@ -2,7 +2,8 @@
 
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
 trajectory that control held waits, outside of the engine, until it is continued; only one that was cancelled, or that
-the engine refused, ends as ``TrajectoryLost``.
+the engine refused, ends as ``TrajectoryLost``. Where losers are verified, the tokens of what was cancelled are kept
+until the same draw is launched again (``engines/continuation.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import anyio
 from anyio.abc import TaskGroup
 
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.engines.continuation import KeptTokens, accepted_prefix, with_kept
 from streamrl.engines.engine import Engine
 from streamrl.engines.resumption import join_completions, part_id, resumed_request
 from streamrl.errors import RequestRefused
 from streamrl.messages import Generate
 from streamrl.seeds import derive_seed
 from streamrl.stage_messages import (
+    CancelTrajectories,
     ContinueTrajectories,
     FinishedTrajectory,
     HoldTrajectories,
@@ -27,18 +30,21 @@ from streamrl.stage_messages import (
     TrajectoryHeld,
     TrajectoryLost,
 )
-from streamrl.types import Completion, FinishReason, Segment, Trajectory, TrajectoryId
+from streamrl.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
 
 
 class _Attempt:
     """One launched trajectory: what it has, what it asks the engine for, and what control wants of it.
 
-    ``owed``: holds that it has not answered yet. ``waits``: it is held and has left the engine.
+    ``owed``: holds that it has not answered yet. ``waits``: it is held and has left the engine. ``kept``: tokens of an
+    earlier attempt that are verified; ``own_noise``: how many of what it has were sampled with its own seed.
     """
 
-    def __init__(self, order: LaunchTrajectory, request: Generate) -> None:
+    def __init__(self, order: LaunchTrajectory, request: Generate, kept: TokenArray) -> None:
         self.order = order
-        self.request = request
+        self.request = request if not kept else with_kept(request, kept)
+        self.kept = kept
+        self.own_noise = 0
         self.done: Completion | None = None
         self.parts = 0
         self.cancelled = ""
@@ -69,6 +75,8 @@ class _Attempt:
     def add(self, piece: Completion) -> None:
         """Take what the engine returned, and ask for the rest of it under an id and a seed of its own. What was moved
         before it sampled anything keeps its seed, and so its noise."""
+        if self.request.seed == self.order.seed:
+            self.own_noise += len(piece.token_ids)
         self.done = piece if self.done is None else join_completions(self.done, piece)
         self.parts += 1
         self.request = resumed_request(
@@ -82,8 +90,11 @@ class _Attempt:
 class RolloutStage:
     """Samples trajectories on ``engine`` (one or a pool). ``run`` once, as a child of the nursery."""
 
-    def __init__(self, engine: Engine, *, max_tokens: int, temperature: float, top_p: float) -> None:
+    def __init__(
+        self, engine: Engine, *, max_tokens: int, temperature: float, top_p: float, verifies_losers: bool = False
+    ) -> None:
         self._engine = engine
+        self._kept = KeptTokens() if verifies_losers else None
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._top_p = top_p
@@ -91,6 +102,7 @@ class RolloutStage:
         self._waiting = 0
         self._still = False
         self._launched = self._finished = self._generated_tokens = 0
+        self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = 0.0
         self._counted_at = 0.0
 
@@ -117,6 +129,8 @@ class RolloutStage:
             running=len(self._open) - self._waiting,
             busy_seconds=self._busy_seconds,
             generated_tokens=self._generated_tokens,
+            verified_tokens=self._verified_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def stand_still(self, still: bool) -> None:
@@ -128,7 +142,7 @@ class RolloutStage:
         if isinstance(order, LaunchTrajectory):
             self._count()
             self._launched += 1
-            attempt = self._open[order.id] = _Attempt(order, self._request(order))
+            attempt = self._open[order.id] = _Attempt(order, self._request(order), self._kept_of(order))
             trajectories.start_soon(self._sample, attempt, outcomes)
             return
         attempts = [self._open[i] for i in order.ids if i in self._open]
@@ -141,6 +155,8 @@ class RolloutStage:
                 attempt.hold()
             else:
                 attempt.cancel("cancelled")
+        if self._kept is not None and isinstance(order, CancelTrajectories):
+            self._kept.cancelled(order.ids)
         running = [attempt.request.request_id for attempt in attempts if not attempt.waits]
         if running:
             await self._engine.abort(running)
@@ -154,6 +170,7 @@ class RolloutStage:
         self._count()
         del self._open[order.id]
         self._finished += 1
+        self._keep(attempt)
         if attempt.done is None or attempt.cancelled or refused:
             await outcomes.send(
                 TrajectoryLost(
@@ -176,7 +193,7 @@ class RolloutStage:
                 started = anyio.current_time()
                 piece = await self._engine.generate(attempt.request)
                 attempt.seconds += anyio.current_time() - started
-                self._generated_tokens += len(piece.token_ids)
+                self._generated_tokens += len(piece.token_ids) - self._accepted(attempt, piece)
                 attempt.add(piece)
                 if piece.finish_reason is not FinishReason.ABORT:
                     return
@@ -197,6 +214,35 @@ class RolloutStage:
         self._count()
         attempt.waits = False
         self._waiting -= 1
+
+    def _kept_of(self, order: LaunchTrajectory) -> TokenArray:
+        """What was sampled of this draw before it was cancelled; nothing where losers are not verified."""
+        if self._kept is None or order.evaluation:
+            return token_array()
+        self._kept.open(len(self._open) + 1)
+        return self._kept.take(order.seed) or token_array()
+
+    def _accepted(self, attempt: _Attempt, piece: Completion) -> int:
+        """How many of the kept tokens ``piece`` begins with: those need not be decoded."""
+        if not attempt.request.kept or not piece.token_ids:
+            return 0
+        accepted = accepted_prefix(attempt.kept, piece.token_ids)
+        self._verified_tokens += len(attempt.kept)
+        self._accepted_tokens += accepted
+        return accepted
+
+    def _keep(self, attempt: _Attempt) -> None:
+        """It ended. It may be launched again, if it was cancelled or its group still loses."""
+        order, done = attempt.order, attempt.done
+        if self._kept is None or done is None or order.evaluation:
+            return
+        tokens = done.token_ids[: attempt.own_noise]
+        if done.finish_reason is not FinishReason.ABORT and len(tokens) == len(done.token_ids):
+            tokens = tokens[:-1]  # the engine is to come to its end by itself
+        if attempt.cancelled:
+            self._kept.lost(order.seed, tokens)
+        else:
+            self._kept.ended(order.id, order.seed, tokens)
 
     def _request(self, order: LaunchTrajectory) -> Generate:
         return Generate(

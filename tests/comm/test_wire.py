@@ -198,5 +198,5 @@ def test_header_round_trip_and_strangers() -> None:
 
 def test_type_names_do_not_depend_on_the_order_of_a_union() -> None:
     assert wire.item_type_name(messages.Resume | messages.Abort) == "Abort | Resume"
-    assert wire.item_type_name(messages.ScoreGroup) == "ScoreGroup"
+    assert wire.item_type_name(messages.SaveCheckpoint) == "SaveCheckpoint"
     assert wire.item_type_name(list[int]) == "list[int]"

@@ -23,6 +23,7 @@ from streamrl.config.objective_text import algorithm_lines, off_policy_sentence,
 from streamrl.config.recipe import (
     Checkpoint,
     Engines,
+    EngineShape,
     Evaluation,
     Launch,
     Lora,
@@ -241,6 +242,24 @@ def test_memory_grows_with_what_costs_memory() -> None:
     checkpointed = Training(activation_checkpointing=True)
     assert estimate_memory(change(training=checkpointed), FACTS, 512).total < base
     assert estimate_memory(RECIPE, larger, 512).total - base == pytest.approx(26 * 99_700_000, rel=1e-6)
+
+
+def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None:
+    deep = EngineShape(count=1, tensor_parallel=4, rounds=("long",))
+    recipe = msgspec.structs.replace(RECIPE, engines=Engines(count=2, sets=(deep,)))
+    [line] = [line for line in arithmetic_lines(recipe) if line.startswith("engines")]
+    assert line == (
+        "engines     2 engines x 1 worker at the start; instead of them, when it pays: "
+        "1 engine x 4 workers (long rounds)"
+    )
+    assert not [line for line in arithmetic_lines(RECIPE) if line.startswith("engines")]
+    lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
+    assert "  engine-1     started by this run" in lines
+    assert "  engine-2     started when its set of engines serves" in lines
+    needed = estimate_memory(recipe, FACTS, 512).by_process
+    alone = msgspec.structs.replace(RECIPE, engines=Engines(count=2))
+    assert ("engine-0" in needed) != ("engine-2" in needed), "one set is awake"
+    assert sum(needed.values()) >= estimate_memory(alone, FACTS, 512).total
 
 
 def test_processes_and_commands() -> None:

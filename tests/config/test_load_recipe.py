@@ -71,7 +71,7 @@ train = "train.jsonl"
 temperature = 3
 
 [[rewards]]
-function = "noname"
+function = "no-name"
 weight = "a"
 
 [rollout]
@@ -114,8 +114,8 @@ GOLDEN = [
     "demo.toml:25: training.learning_rate: inf is not allowed: must be finite",
     'demo.toml: model: missing: add [model] with "path"',
     (
-        'demo.toml:12: rewards.0.function: "noname" does not name a function: write "module:function" or '
-        '"path/to/file.py:function"'
+        'demo.toml:12: rewards.0.function: "no-name" does not name a function: write "module:function", '
+        '"path/to/file.py:function" or the name of a built-in reward'
     ),
     "demo.toml:28: evaluation.prompts: is empty, but evaluation.every = 5: name held-out prompts, or set every = 0",
     (
@@ -361,6 +361,10 @@ def test_overrides(tmp_path: Path) -> None:
         ("rollout.group_sise=3", '--set: rollout.group_sise: unknown key; did you mean "group_size"?'),
         ("rollout.group_size=many", '--set: rollout.group_size: "many" is not allowed: must be an integer > 0'),
         ("run.seed=1\nsteps=2", '--set: run.seed: "1\\nsteps=2" is not allowed'),
+        (
+            "engines.sets=[{count=1, workers=2}]",
+            "--set: engines.sets: [{count = 1, workers = 2}] is not allowed: must be a list of tables with keys out of",
+        ),
     ],
 )
 def test_bad_overrides(tmp_path: Path, override: str, expected: str) -> None:

@@ -42,7 +42,20 @@ def recipe(**changes: object) -> Recipe:
             },
             "rollout.max_staleness",
         ),
+        (
+            {"rollout": Rollout(rounds=RoundKind.AUTO), "tail_batching": TailBatching(losers=Losers.RESUME)},
+            "tail_batching.losers",
+        ),
+        (
+            {"rollout": Rollout(rounds=RoundKind.AUTO), "tail_batching": TailBatching(eta_prompts=1.5)},
+            "tail_batching.eta_prompts",
+        ),
     ],
 )
 def test_it_is_refused(changes: dict[str, object], named: str) -> None:
     assert named in " ".join(str(problem) for problem in broken_rules(recipe(**changes)))
+
+
+def test_auto_takes_what_it_reads() -> None:
+    options = TailBatching(losers=Losers.VERIFY, long_round_batches=2)
+    assert not list(broken_rules(recipe(rollout=Rollout(rounds=RoundKind.AUTO), tail_batching=options)))

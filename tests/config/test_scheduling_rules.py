@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.objective import Algorithm
-from streamrl.config.recipe import Engines, Launch, Model, Objective, Prompts, Recipe, ReleaseKind, Reward, Transport
+from streamrl.config.recipe import (
+    Engines,
+    EngineShape,
+    Launch,
+    Model,
+    Objective,
+    Prompts,
+    Recipe,
+    ReleaseKind,
+    Reward,
+    Transport,
+    Weights,
+)
 from streamrl.config.recipe import TransportKind as Kind
 from streamrl.config.rules import broken_rules
 from streamrl.config.scheduling import (
@@ -64,6 +76,12 @@ FITTING: dict[str, dict[str, object]] = {
     "sized": {"rollout": TAIL, "group_sizing": GroupSizing(kind=SizingKind.SAGC)},
     "auto": {"rollout": Rollout(rounds=RoundKind.AUTO)},
     "engines freed": {"rollout": TAIL, "engines": Engines(count=2, release=ReleaseKind.STOP)},
+    "sets of engines": {
+        "rollout": TAIL,
+        "engines": Engines(
+            count=2, rounds=("short",), sets=(EngineShape(count=1, tensor_parallel=2, rounds=("long",)),)
+        ),
+    },
 }
 
 
@@ -76,6 +94,7 @@ def test_what_fits_is_accepted_and_the_core_has_the_slots_that_the_recipe_counts
     assert state.policy.on_policy == made.on_policy
 
 
+ONE = (EngineShape(count=1),)
 REFUSED: list[tuple[dict[str, object], str, str]] = [
     ({"rollout": Rollout(max_staleness=1)}, "rollout.max_staleness", "set max_staleness = 0"),
     ({"rollout": Rollout(rounds=RoundKind.CONTINUOUS)}, "rollout.max_staleness", "set max_staleness = 1 or more"),
@@ -137,6 +156,41 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         },
         "engines.release",
         'set release = "drain"',
+    ),
+    ({"weights": Weights(canary=True)}, "weights.canary", "engines.count is 1"),
+    *(
+        ({"engines": Engines(count=2, **fields), **more}, path, remedy)  # type: ignore[arg-type]
+        for fields, more, path, remedy in [
+            ({"sets": (EngineShape(count=2),)}, {}, "engines.sets", "2 sets are 2x1"),
+            ({"sets": ONE, "release": ReleaseKind.DRAIN}, {}, "engines.sets", 'set release = "never"'),
+            ({"sets": ONE}, {"rollout": Rollout(presubmit=True)}, "engines.sets", "set presubmit = false"),
+            (
+                {"sets": ONE},
+                {"rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=1)},
+                "engines.sets",
+                "rounds that train on-policy",
+            ),
+            (
+                {"sets": ONE},
+                {"transport": Transport(kind=Kind.TCP, engines=Launch.EXTERNAL)},
+                "engines.sets",
+                "leave engines.sets out",
+            ),
+            ({"rounds": ("long",)}, {"rollout": TAIL}, "engines.rounds", "has no effect without engines.sets"),
+            ({"sets": ONE, "rounds": ("short",)}, {}, "engines.rounds", 'has no "short" rounds: name some of "synchr'),
+            (
+                {"sets": (EngineShape(count=1, rounds=("long",)), EngineShape(count=3, rounds=("long",)))},
+                {"rollout": TAIL},
+                "engines.sets",
+                '"long" rounds belong to 2 sets: name them in one of them',
+            ),
+            (
+                {"sets": (EngineShape(count=1, cores=("0", "1")),)},
+                {},
+                "engines.sets.0.cores",
+                "2 entries for 1 engines: give one for each",
+            ),
+        ]
     ),
 ]
 

@@ -166,9 +166,10 @@ class World:
             )
         )
 
-    def fail(self, trajectory: TrajectoryId) -> None:
+    def fail(self, trajectory: TrajectoryId, policy: str = "") -> None:
         self.running.pop(trajectory)
-        self.tell(on.TrajectoryFailed(id=trajectory, reason=DropReason.REWARD_FAILED, message="planted"))
+        reason = DropReason.REWARD_FAILED
+        self.tell(on.TrajectoryFailed(id=trajectory, reason=reason, message="planted", policy=policy))
 
     def step(self) -> None:
         order = self.to_step

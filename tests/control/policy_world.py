@@ -33,6 +33,7 @@ from streamrl.control.snapshot import take_snapshot
 from streamrl.control.state import EXHAUSTED, ControlState
 from streamrl.types import DropReason, FinishReason, TrajectoryId
 
+POLICIES = ("", "", "drop_group")  # what a recipe may want when a reward failed
 DOMAINS = {"easy": 2.0, "hard": 1.0}
 TAIL, SORTED, CONTINUOUS = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED, RoundKind.CONTINUOUS
 COMPOSITIONS: dict[str, dict[str, object]] = {
@@ -303,11 +304,11 @@ class PolicyWorld(World):
             )
         )
 
-    def fail(self, trajectory: TrajectoryId, reason: DropReason = DropReason.REWARD_FAILED) -> None:
+    def fail(self, trajectory: TrajectoryId, reason: DropReason = DropReason.REWARD_FAILED, policy: str = "") -> None:
         for place in (self.running, self.stopped_at, self.returning):
             place.pop(trajectory, None)
         self._leaves(trajectory, reason)
-        self.tell(on.TrajectoryFailed(id=trajectory, reason=reason, message="planted", tokens=2))
+        self.tell(on.TrajectoryFailed(id=trajectory, reason=reason, message="planted", tokens=2, policy=policy))
 
     def lose_an_engine(self, random: Random) -> None:
         """Half of what runs ends at once."""
@@ -382,7 +383,7 @@ class PolicyWorld(World):
             possible.append((20, self.answer_draw))
         if self.sampled:
             possible.append((60, lambda: self.score_any(random, self.sampled)))
-            possible.append((2, lambda: self.fail(random.choice(self.sampled))))
+            possible.append((2, lambda: self.fail(random.choice(self.sampled), policy=random.choice(POLICIES))))
             possible.append((1, lambda: self.lose_an_engine(random)))
         if self.stopped_at:
             possible.append((4, lambda: self.score_any(random, sorted(self.stopped_at))))

@@ -70,6 +70,7 @@ class Engine:
         self.rank_quality = 0.0
         self.seconds = 0.0
         self.untimed: list[RoundTimed] = []
+        self.race_penalty = 1.0
         self.resume: Callable[[AutoRounds], AutoRounds] = lambda policy: policy
 
     def view(self, **changes: Any) -> RoundView:
@@ -137,7 +138,8 @@ class Engine:
         return taken
 
     def _finish(self, kind: str, racing: list[Group]) -> None:
-        won, lost = racing[: self.prompts], racing[self.prompts :]
+        places = self.prompts if kind == "short" else len(racing)
+        won, lost = racing[:places], racing[places:]
         cut = max(won[-1][1])
         for _, lengths in won:
             self._tell(kind, lengths)
@@ -158,6 +160,8 @@ class Engine:
                 )
             )
         rollout = self.step_s * cut + self.request_s * tokens + 5e-4 * 8 * len(racing)
+        if lost:
+            rollout *= self.race_penalty
         trained = sum(sum(lengths) for _, lengths in won)
         self.seconds += rollout + 1e-6 * trained + 0.05
         # The time of a round is known when its weights are live, and the next round may run by then.
@@ -220,6 +224,28 @@ def test_a_race_that_it_chose_is_faster() -> None:
     assert engine.seconds < 0.8 * waiting.seconds
 
 
+def test_a_race_that_does_not_keep_its_promise_is_left() -> None:
+    """Short rounds take three times what their load explains. That costs a few cycles, not the run."""
+    engine, waiting = tail_bound(), tail_bound()
+    engine.race_penalty = 3.0
+    engine.play(120)
+    waiting.policy._held_until = 10_000
+    waiting.play(120)
+    assert "short" in engine.kinds[:30]
+    assert set(engine.kinds[60:]) == {"synchronous"}
+    assert engine.seconds < 1.25 * waiting.seconds
+    assert engine.explained[-1].figures["pace short"] > 1.2
+
+
+def test_larger_long_rounds_are_candidates_where_the_recipe_allows_them() -> None:
+    engine = Engine(AutoRounds(settings(8, long_round_batches=2)), Lengths(), prompts=8, request_s=5e-6)
+    engine.play(40)
+    change = next(because for because in engine.explained if because.reason.startswith("from synchronous to"))
+    assert "goodput tail_batching 1.25 x2" in change.figures
+    assert change.figures["goodput tail_batching 1.25 x2"] > change.figures["goodput tail_batching 1.25"]
+    assert engine.policy.current.long_batches == 2
+
+
 def test_every_comparison_is_explained_once_with_the_figures_of_all_candidates() -> None:
     engine = tail_bound()
     engine.play(40)
@@ -241,8 +267,8 @@ def test_a_choice_is_held_for_a_cycle_and_losers_are_drained_first(make: Callabl
     """Lengths change under it: whatever it does, a race is left only after its long round."""
     engine = make()
     previous, changes, since = engine.policy.current, 0, 0
-    for number in range(400):
-        if number % 57 == 30:
+    for number in range(500):
+        if number % 97 == 30:
             engine.lengths = Lengths(tail=0.001, cap=100) if engine.lengths.tail > 0.05 else Lengths()
         waiting, before = len(engine.queue), engine.kinds[-1:]
         engine.play(1)

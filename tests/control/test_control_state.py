@@ -112,9 +112,9 @@ class ControlMachine(RuleBasedStateMachine):
         self.world.score(choice.choice(sorted(self.world.stopped_at)), 1.0, tokens=5)  # type: ignore[attr-defined]
 
     @precondition(lambda self: self.world.sampled)
-    @rule(choice=st.randoms(use_true_random=False))
-    def fail(self, choice: object) -> None:
-        self.world.fail(choice.choice(self.world.sampled))  # type: ignore[attr-defined]
+    @rule(choice=st.randoms(use_true_random=False), policy=st.sampled_from(["", "", "drop_group"]))
+    def fail(self, choice: object, policy: str) -> None:
+        self.world.fail(choice.choice(self.world.sampled), policy)  # type: ignore[attr-defined]
 
     @precondition(lambda self: self.world.to_step is not None)
     @rule()
@@ -253,6 +253,24 @@ def test_too_many_failed_rewards_stop_the_run_with_the_last_message() -> None:
         world.fail(trajectory)
     assert world.stopped is not None
     assert "2 of the last 4" in world.stopped and "planted" in world.stopped
+
+
+def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_says_so() -> None:
+    world = World(control_settings(steps=1, group_size=3))
+    world.begin()
+    world.answer_draw()
+    a, b, *_ = sorted(world.running)
+    world.score(a, 1.0, 3)
+    world.fail(b, "drop_group")
+    assert world.core.accounting().dropped == {"reward_failed": 3}
+    world.run_to_end()
+    assert world.trained[a] == 0
+    assert world.finished == "finished"
+    world = World(control_settings(steps=1))
+    world.begin()
+    world.answer_draw()
+    world.fail(min(world.running), "stop")
+    assert "planted" in str(world.stopped)
 
 
 def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:

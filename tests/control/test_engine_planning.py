@@ -1,139 +1,22 @@
-"""Which set of engines, and which engines to free: the paper's rules, and what must hold whatever is measured."""
+"""Which engines to free late in a round: the paper's rule, and what must hold whatever is measured."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.control.engine_planning import (
-    EngineSet,
-    KindHistory,
     Lengths,
     OpenRequest,
     PlanningSettings,
     ReleasePlan,
-    RoundMeasured,
     RoundProgress,
     ServingEngine,
-    check_engine_sets,
-    plan_engine_set,
     plan_release,
     projected_peak,
 )
-from streamrl.errors import RecipeError
-
-SETS = (
-    EngineSet(name="tp1", engines=8, tensor_parallel=1, kv_tokens=1_000),
-    EngineSet(name="tp2", engines=4, tensor_parallel=2, kv_tokens=3_000),
-    EngineSet(name="tp4", engines=2, tensor_parallel=4, kv_tokens=8_000),
-)
-
-
-def follow(rounds: list[tuple[str, int]], kv_usage: float = 0.5) -> tuple[list[str], dict[str, KindHistory]]:
-    """The set chosen after each ``(round kind, preemptions)``."""
-    history: dict[str, KindHistory] = {}
-    chosen = []
-    for kind, preemptions in rounds:
-        measured = RoundMeasured(round_kind=kind, preemptions=preemptions, kv_usage=kv_usage)
-        plan = plan_engine_set(SETS, history, measured)
-        changed = history.get(kind, KindHistory(engine_set="tp1")).engine_set != plan.engine_set
-        assert (plan.because is not None) == changed, "a change has a reason, and only a change"
-        history = plan.history
-        chosen.append(plan.engine_set)
-    return chosen, history
-
-
-def test_a_rise_above_the_last_round_of_the_same_kind_asks_for_a_larger_set() -> None:
-    assert follow([("short", 100), ("short", 105)])[0] == ["tp1", "tp1"], "1.05 times is not above 1.05 times"
-    assert follow([("short", 100), ("short", 106)])[0] == ["tp1", "tp2"]
-    assert follow([("short", 100), ("short", 106), ("short", 120), ("short", 200)])[0] == ["tp1", "tp2", "tp4", "tp4"]
-
-
-def test_kinds_of_rounds_are_never_compared_with_each_other() -> None:
-    rhythm = [("short", 520), ("short", 510), ("short", 505), ("short", 500), ("long", 290)] * 3
-    rounds = [(kind, preemptions - i) for i, (kind, preemptions) in enumerate(rhythm)]
-    chosen, history = follow(rounds)
-    assert set(chosen) == {"tp1"}, "a boundary between kinds is not a rise"
-    rounds += [("short", 600)]
-    chosen, history = follow(rounds)
-    assert (history["short"].engine_set, history["long"].engine_set) == ("tp2", "tp1")
-
-
-def test_four_quiet_rounds_of_a_kind_lead_back_and_only_where_the_measured_use_fits() -> None:
-    up = [("short", 10), ("short", 20)]
-    quiet = [("short", 0), ("long", 5)] * 4
-    chosen, _ = follow(up + quiet, kv_usage=0.5)
-    assert chosen[-4] == "tp2" and chosen[-2] == "tp1", "0.5 of 12,000 tokens is 0.75 of 8,000"
-    chosen, _ = follow(up + quiet, kv_usage=0.65)
-    assert chosen[-2] == "tp2", "0.65 of 12,000 tokens is 0.975 of 8,000: above the headroom"
-
-
-def test_a_step_back_that_failed_waits_twice_as_long_the_next_time() -> None:
-    up_and_back = [("r", 1), ("r", 2), *[("r", 0)] * 4]
-    chosen, history = follow([*up_and_back, ("r", 3)])
-    assert chosen[-2:] == ["tp1", "tp2"] and history["r"].patience == 8
-    chosen, _ = follow([*up_and_back, ("r", 3), *[("r", 0)] * 8])
-    assert chosen[-2:] == ["tp2", "tp1"]
-
-
-def test_sets_are_checked_and_a_foreign_history_is_refused() -> None:
-    check_engine_sets(SETS)
-    with pytest.raises(RecipeError, match="tp1 holds 8000 tokens, tp2 before it 12000"):
-        check_engine_sets((SETS[1], SETS[0]))
-    with pytest.raises(RecipeError, match="share a name"):
-        check_engine_sets((SETS[0], SETS[0]))
-    with pytest.raises(RecipeError, match="at least one"):
-        check_engine_sets(())
-    with pytest.raises(RecipeError, match="'tp9' is not among tp1, tp2, tp4"):
-        measured = RoundMeasured(round_kind="r", preemptions=0, kv_usage=0.0)
-        plan_engine_set(SETS, {"r": KindHistory(engine_set="tp9")}, measured)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    rounds=st.lists(st.tuples(st.sampled_from(["short", "long"]), st.integers(0, 3)), max_size=300),
-    kv_usage=st.floats(0.0, 1.0),
-)
-def test_sets_settle_whatever_the_engines_measure(rounds: list[tuple[str, int]], kv_usage: float) -> None:
-    chosen, _ = follow(rounds, kv_usage)
-    for kind in ("short", "long"):
-        mine = [name for name, (k, _) in zip(chosen, rounds, strict=True) if k == kind]
-        switches = sum(a != b for a, b in zip(["tp1", *mine], mine, strict=False))
-        # Each way up again after a way back doubles the patience, and each way is at most as long as there are sets.
-        assert switches <= 2 * len(SETS) * (math.log2(max(len(mine) / 4, 1)) + 1)
-
-
-def test_a_load_that_preempts_on_every_smaller_set_is_tried_ever_more_rarely() -> None:
-    history = {"r": KindHistory(engine_set="tp2", patience=4)}
-    switches = 0
-    for _ in range(4_000):
-        preemptions = int(history["r"].engine_set == "tp1")
-        measured = RoundMeasured(round_kind="r", preemptions=preemptions, kv_usage=0.3)
-        plan = plan_engine_set(SETS, history, measured)
-        switches += plan.because is not None
-        history = plan.history
-    assert switches <= 2 * math.log2(4_000 / 4) + 1
-
-
-@given(capacity_needed=st.integers(0, 2), rounds=st.integers(50, 400), preempting=st.integers(1, 1000))
-def test_a_steady_load_ends_on_one_set(capacity_needed: int, rounds: int, preempting: int) -> None:
-    """The engines preempt on every set below the one that is needed, ever more, and never on the others."""
-    history: dict[str, KindHistory] = {}
-    chosen = ["tp1"]
-    for number in range(rounds):
-        at = [one.name for one in SETS].index(chosen[-1])
-        preemptions = preempting * (number + 2) if at < capacity_needed else 0
-        plan = plan_engine_set(SETS, history, RoundMeasured(round_kind="r", preemptions=preemptions, kv_usage=0.3))
-        history = plan.history
-        chosen.append(plan.engine_set)
-    away = sum(name != SETS[capacity_needed].name for name in chosen[len(chosen) // 2 :])
-    assert away <= 3
-
-
-# ---- freeing engines -------------------------------------------------------------------------------
 
 ROOMY = Lengths(ascending=tuple(range(1, 101)), cap=100)
 LENGTHS = Lengths(ascending=tuple(range(10, 410, 4)), cap=400)
@@ -179,11 +62,11 @@ def test_nothing_outside_of_the_window_between_steps_or_twice() -> None:
 
 
 def test_what_would_not_fit_is_not_freed_and_the_reason_says_so() -> None:
-    full = [engine(i, [(20, 100)] * 8) for i in range(2)]
+    full = [engine(i, [(20, 100)] * 8, kv_tokens=2_500) for i in range(2)]
     plan = plan_release(late(*full), LENGTHS)
     assert plan.free == () and plan.looked and plan.because is not None
     assert plan.because.reason == "at 30% no engine can be spared: the caches of the others would be more than 90% full"
-    roomy = [engine(i, [(20, 100)] * 8, kv_tokens=8_000) for i in range(2)]
+    roomy = [engine(i, [(20, 100)] * 8, kv_tokens=4_000) for i in range(2)]
     assert plan_release(late(*roomy), LENGTHS).free == ("e0",)
 
 
@@ -204,10 +87,18 @@ def test_engines_of_one_unit_are_freed_together_and_never_more_than_the_largest_
 
 
 def test_expected_ends_condition_on_what_is_sampled_already() -> None:
-    constants = PlanningSettings()
-    assert LENGTHS.expected_end(0, constants) == LENGTHS.ascending[90]
-    assert LENGTHS.expected_end(200, constants) > LENGTHS.expected_end(0, constants)
-    assert LENGTHS.expected_end(380, constants) == 400, "too few were longer: the cap"
+    def end(sampled: int) -> int:
+        return LENGTHS.expected_ends([sampled], PlanningSettings())[0]
+
+    assert end(0) == LENGTHS.ascending[90]
+    assert end(200) > end(0)
+    assert end(380) == 400, "too few were longer: the cap"
+
+
+def test_of_many_requests_not_all_are_the_longest() -> None:
+    ends = LENGTHS.expected_ends([0] * 10, PlanningSettings())
+    assert ends == [min(LENGTHS.ascending[place], 400) for place in range(9, 100, 10)]
+    assert sum(ends) / 10 > sum(LENGTHS.ascending) / 100, "and still more than the mean"
 
 
 CONTEXTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 399)), max_size=12)
@@ -247,7 +138,7 @@ def test_a_plan_never_goes_beyond_capacity_and_moves_everything_once(
         if one.name in plan.free:
             continue
         requests = [*one.requests, *(by_id[m.request_id] for m in plan.moves if m.to == one.name)]
-        ends = [known.expected_end(r.sampled, constants) for r in requests]
+        ends = known.expected_ends([r.sampled for r in requests], constants)
         assert peak_by_stepping(requests, ends, one.block_tokens) <= constants.headroom * one.kv_tokens
         assert len(requests) <= one.max_running
 

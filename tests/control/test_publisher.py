@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 
 import anyio
+import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
@@ -209,6 +210,7 @@ async def test_an_engine_that_joins_is_brought_to_the_live_version_and_then_gets
     await publisher.hold()
     await publisher.admit(late, 6)
     assert late.told[-2:] == ["pause keep", "commit 6"], "the others are held, and so is it"
+    assert anchors.asked == [4], "what was pushed last did"
     await publisher.push(announced(7, 6))
     assert late.told[-2:] == ["commit 7", "resume"]
     with pytest.raises(EngineError, match="joined refused version 7: planted"):
@@ -266,8 +268,10 @@ class StubbornEngine(CountingEngine):
     def __init__(self, version: int, refusals: int = 0) -> None:
         super().__init__(version, refusals)
         self.let, self.staging, self.cancelled = anyio.Event(), anyio.Event(), 0
+        self.staged: list[WeightAnnouncement] = []
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        self.staged.append(announcement)
         self.staging.set()
         try:
             await self.let.wait()
@@ -279,6 +283,14 @@ class StubbornEngine(CountingEngine):
     async def resume(self) -> None:
         await super().resume()
         self.staging = anyio.Event()
+
+
+class FoldingEngine(StubbornEngine):
+    """Asks for a delta on what it holds, as the real one does, and gets it."""
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        base = announcement.base_version and self._policy_version
+        return await super().stage(msgspec.structs.replace(announcement, base_version=base))
 
 
 async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others_do() -> None:
@@ -321,8 +333,11 @@ async def test_an_engine_that_refuses_the_anchor_too_leaves_service_and_comes_ba
     assert service.told == ["out", "back"]
 
 
-async def test_an_engine_that_is_late_leaves_service_and_catches_up_beside_the_run() -> None:
-    fast, slow = CountingEngine(4), StubbornEngine(4)
+@pytest.mark.parametrize("kind", [FoldingEngine, StubbornEngine])
+async def test_an_engine_that_is_late_leaves_service_and_catches_up_beside_the_run(kind: type[StubbornEngine]) -> None:
+    """By a delta over what it missed; one that gets none takes an anchor of the next version."""
+    fast, slow = CountingEngine(4), kind(4)
+    folds = kind is FoldingEngine
     anchors = Anchors()
     async with anyio.create_task_group() as group:
         service = Service(group)
@@ -334,15 +349,21 @@ async def test_an_engine_that_is_late_leaves_service_and_catches_up_beside_the_r
         assert slow.cancelled == 1
         assert (await publisher.push(announced(6, 5))).behind == 1, "nothing waits for it"
         await slow.staging.wait()
-        assert slow.cancelled == 2, "it fetched an anchor of version 5, which is of no use any more"
+        assert slow.cancelled == 2, "it fetched version 5, which is of no use any more"
         assert slow.told == []
         slow.let.set()
+        if not folds:
+            await anyio.wait_all_tasks_blocked()
+            assert (slow.told, anchors.asked) == ([], []), "it refused"
+            assert (await publisher.push(announced(7, 6))).behind == 1
         await service.until_back()
-        assert slow.told == ["pause keep", "commit 6", "resume"]
-        assert anchors.asked == [5, 6]
+        live = 6 if folds else 7
+        assert slow.told == ["pause keep", f"commit {live}", "resume"]
+        assert anchors.asked == ([] if folds else [7])
+        assert [staged.policy_version for staged in slow.staged] == [5, 5, 6, 7][: live - 3]
         await publisher.hold()
         assert slow.told[-1] == "pause keep", "it is held with the others"
-        assert (await publisher.push(announced(7, 6))).behind == 0
+        assert (await publisher.push(announced(live + 1, live))).behind == 0
 
 
 async def test_an_engine_that_is_behind_may_be_stopped_or_caught_by_a_hold() -> None:

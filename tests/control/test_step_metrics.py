@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from streamrl.config.scheduling import RoundKind, StalePolicy
 from streamrl.control.actions import LaunchGroup
 from streamrl.control.publisher import PushReport
+from streamrl.control.reward_window import RewardWindow
 from streamrl.control.run_report import RunReport
 from streamrl.control.sampled_work import SampledWork
 from streamrl.control.settings import ControlSettings
@@ -27,6 +29,7 @@ from streamrl.types import (
     DropReason,
     FinishReason,
     Prompt,
+    RewardCall,
     RewardFailure,
     RewardFailureKind,
     ScoredTrajectory,
@@ -80,6 +83,38 @@ def scored(
 
 def lost(trajectory_id: TrajectoryId, tokens: int, *, cancelled: bool = True) -> TrajectoryLost:
     return TrajectoryLost(id=trajectory_id, group_size=2, cancelled=cancelled, reason="cancelled", tokens=tokens)
+
+
+# ---- what rewards cost -----------------------------------------------------------------------------
+
+
+def returned(sample: int, reward_s: float, *calls: RewardCall) -> Scored:
+    outcome = msgspec.structs.replace(scored(identity(0, sample), 10), calls=calls)
+    return Scored(outcome=outcome, reward_s=reward_s)
+
+
+def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
+    window = RewardWindow()
+    quick = RewardCall(function="quick", seconds=0.1)
+    slow = RewardCall(function="slow", seconds=3.0, waited_s=1.0, limit_s=5.0, adapted=True)
+    late = RewardCall(function="slow", seconds=5.0, failure=RewardFailureKind.TIMED_OUT)
+    # Sampled at 0, 5 and 6 seconds, rewarded at 4, 5.1 and 9: without rewards the batch would be complete at 6.
+    window.came_back(returned(0, 4.0, quick, slow), 4.0)
+    window.came_back(returned(1, 0.1, quick), 5.1)
+    window.came_back(returned(2, 3.0, quick, slow), 9.0)
+    window.came_back(returned(3, 90.0, slow), 99.0)  # dropped: nobody waited for it
+    window.forget([identity(0, 3)])
+    shadow = returned(4, 5.0, quick, late)  # scored all the same
+    window.came_back(shadow, 9.5)
+    batch = [scored(identity(0, sample), 10) for sample in range(3)]
+    assert window.cost(batch) == {"reward/round_cost_s": 3.0, "reward/func/slow/round_cost_s": 3.0}
+    figures = window.take()
+    assert figures["reward/func/quick/latency_p50_s"] == 0.1
+    assert figures["reward/func/slow/waited_p95_s"] == 1.0
+    assert figures["reward/func/slow/adapted_limit_p50_s"] == 5.0
+    assert figures["reward/func/slow/timed_out_total"] == 1.0
+    assert not unregistered([*figures, "reward/round_cost_s", "reward/func/slow/round_cost_s"])
+    assert set(window.take()) == {"reward/func/slow/timed_out_total"}  # counters go on, the rest begins anew
 
 
 # ---- every trajectory to its end -----------------------------------------------------------------
@@ -287,7 +322,7 @@ class Story:
             changed_share=0.1,
             reanchored=0,
         )
-        return await self.report.step_finished(push, self.state)
+        return await self.report.step_finished(push, self.state, {})
 
 
 def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[ScoredTrajectory]:

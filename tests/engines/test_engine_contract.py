@@ -10,11 +10,13 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from streamrl.comm.weights.publisher import ShardSpec, WeightPublisher
+from streamrl.engines.continuation import with_kept
 from streamrl.engines.engine import Engine
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
@@ -222,6 +224,48 @@ async def test_cut_work_goes_on_by_its_tokens(engine: Engine, make_request: Make
         assert_well_formed(joined)
         assert len(joined.token_ids) <= 300
         assert joined.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+async def test_whatever_is_kept_a_completion_is_the_one_of_its_seed(engine: Engine, make_request: MakeRequest) -> None:
+    """All of it, a part, with a token that other weights chose, and what another temperature made of the same noise."""
+    requests = [make_request(request_id=f"whole-{i}", seed=i, max_tokens=90) for i in range(40, 52)]
+    whole, other = Burst(engine, requests), Burst(engine, [hotter(request) for request in requests])
+    async with anyio.create_task_group() as group:
+        whole.start(group)
+        other.start(group)
+    expected = [whole.completions[request.request_id] for request in requests]
+    hot = [other.completions[f"{request.request_id}-hot"] for request in requests]
+    asked = []
+    for place, (request, found, warm) in enumerate(zip(requests, expected, hot, strict=True)):
+        wrong = found.token_ids[:]
+        wrong[len(wrong) // 2] = 2 + (wrong[len(wrong) // 2] - 1) % 28
+        kept = (found.token_ids[:-1], found.token_ids[: len(found.token_ids) // 2], wrong[:-1], warm.token_ids[:-1])
+        kept_request = msgspec.structs.replace(request, request_id=f"kept-{place}")
+        asked.append(with_kept(kept_request, kept[place % 4]))
+    verified, before = Burst(engine, asked), await sampled_tokens(engine)
+    async with anyio.create_task_group() as group:
+        verified.start(group)
+    sampled = await sampled_tokens(engine) - before
+    assert sampled < 0.8 * sum(len(wanted.token_ids) for wanted in expected), "what holds is not decoded again"
+    for request, wanted in zip(asked, expected, strict=True):
+        found = verified.completions[request.request_id]
+        assert_well_formed(found)
+        assert found.token_ids == wanted.token_ids, request.request_id
+        assert found.finish_reason is wanted.finish_reason
+        assert found.behavior_logprobs.tolist() == pytest.approx(wanted.behavior_logprobs.tolist(), abs=1e-4)
+
+
+async def sampled_tokens(engine: Engine) -> int:
+    """Since the engine started. A host tells what it does after every order."""
+    await engine.pause(PauseMode.KEEP, clear_cache=False)
+    await engine.resume()
+    await engine.checksums()
+    return engine.load().generated_tokens
+
+
+def hotter(request: Generate) -> Generate:
+    """Other choices by the same noise, as other weights make them."""
+    return msgspec.structs.replace(request, request_id=f"{request.request_id}-hot", temperature=1.3)
 
 
 async def test_a_used_up_limit_returns_at_once(engine: Engine, make_request: MakeRequest) -> None:

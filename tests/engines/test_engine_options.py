@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.engines.engine_options import CPU_BLOCK_TOKENS, CPU_CACHE_BYTES, cache_blocks, engine_options
+from streamrl.config.recipe import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.engines.engine_devices import device_problems
+from streamrl.engines.engine_options import (
+    CPU_BLOCK_TOKENS,
+    CPU_CACHE_BYTES,
+    cache_blocks,
+    engine_options,
+    expected_room,
+)
 from streamrl.errors import RecipeError
 
 CONFIG = {
@@ -55,9 +63,9 @@ def test_missing_model_names_the_directory(tmp_path: Path) -> None:
 
 
 def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
-    on_cpu = engine_options(recipe(model_directory, max_running=8, max_context=256), 1, "/s", device="cpu")
+    on_cpu = engine_options(recipe(model_directory, count=2, max_running=8, max_context=256), 1, "/s", device="cpu")
     assert (on_cpu.name, on_cpu.dtype, on_cpu.cache_blocks) == ("engine-1", "float32", 19)
-    on_cuda = engine_options(recipe(model_directory, max_running=8), 1, "/s", device="cuda")
+    on_cuda = engine_options(recipe(model_directory, count=2, max_running=8), 1, "/s", device="cuda")
     assert (on_cuda.dtype, on_cuda.cache_blocks) == ("bfloat16", 0)
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.environment
 
@@ -76,3 +84,60 @@ def test_cache_never_exceeds_its_gibibyte_nor_falls_below_one_request() -> None:
     block_bytes = 2 * 32 * 4096 * 4 * CPU_BLOCK_TOKENS
     assert cache_blocks(large, "float32", 512, 256) == CPU_CACHE_BYTES // block_bytes
     assert cache_blocks(large, "float32", 8192, 256) == 8192 // CPU_BLOCK_TOKENS + 1
+
+
+def test_workers_share_the_heads_and_each_has_cores_of_its_own(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    deep = EngineShape(count=1, tensor_parallel=4, cores=("0-3",))
+    both = recipe(model_directory, count=2, tensor_parallel=2, max_running=8, sets=(deep,))
+    options = [engine_options(both, index, "/s", device="cpu") for index in range(3)]
+    assert [one.name for one in options] == ["engine-0", "engine-1", "engine-2"]
+    assert [one.workers for one in options] == [2, 2, 4] and [one.max_running for one in options] == [8, 8, 16]
+    bound = [one.environment["VLLM_CPU_OMP_THREADS_BIND"] for one in options]
+    assert bound == ["0|1", "2|3", "0|1|2|3"], "half of the cores are for training"
+    assert not any("OMP_NUM_THREADS" in one.environment for one in options), "vLLM sets it for each worker"
+    with pytest.raises(IndexError, match="engine-3"):
+        engine_options(both, 3, "/s", device="cpu")
+
+
+def test_each_engine_of_a_set_has_devices_of_its_own(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    both = recipe(model_directory, count=4, sets=(EngineShape(count=2, tensor_parallel=2),), kv_tokens=1000)
+    options = [engine_options(both, index, "/s", device="cuda") for index in range(6)]
+    assert [o.environment["CUDA_VISIBLE_DEVICES"] for o in options] == ["4", "5", "6", "7", "4,5", "6,7"]
+    assert options[0].sleeps and (options[0].cache_blocks, options[0].block_tokens) == (64, 16)
+    assert options[4].cache_blocks == 0, "of the second set vLLM decides"
+    assert list(device_problems(both, CONFIG, device="cuda")) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    shared = recipe(model_directory, count=2)
+    assert "CUDA_VISIBLE_DEVICES" not in engine_options(shared, 0, "/s", device="cuda").environment
+    assert not engine_options(shared, 0, "/s", device="cuda").sleeps
+
+
+def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    made = recipe(
+        model_directory, sets=(EngineShape(count=2, tensor_parallel=2), EngineShape(count=1, tensor_parallel=3))
+    )
+    cores, heads = device_problems(made, CONFIG, device="cpu")
+    named, _, problem = cores.partition(": ")
+    assert named == "engines.sets.0"
+    assert problem == "2 engines of 2 workers need 4 cores, and this machine has 3: lower count or tensor_parallel"
+    named, _, problem = heads.partition(": ")
+    assert named == "engines.sets.1.tensor_parallel"
+    assert problem == "the model has 2 attention heads, which 3 workers cannot share: set one of 1, 2"
+
+
+def test_the_room_of_a_set_that_was_never_started_is_known_or_estimated(model_directory: Path) -> None:
+    made = recipe(model_directory, count=2, max_running=8, max_context=256, sets=(EngineShape(count=1),))
+    assert expected_room(made, 5_000, device="cpu") == {
+        "2x1": 5_000,
+        "1x1": (8 * 2 * 2 * 9 // 8 + 1) * CPU_BLOCK_TOKENS,
+    }
+    deep = recipe(model_directory, count=2, sets=(EngineShape(count=1, tensor_parallel=2),))
+    assert expected_room(deep, 5_000, device="cuda") == {"2x1": 5_000, "1x2": 10_000}, "no weights to be read here"
+    assert expected_room(recipe(model_directory), 5_000) == {"1x1": 5_000}

@@ -246,6 +246,53 @@ async def test_a_readmitted_engine_gets_requests_again_and_the_last_one_cannot_b
     await roll.run(during)
 
 
+async def test_while_no_engine_serves_requests_wait_and_an_aborted_one_comes_back_cut() -> None:
+    roll = Roll(2, 8)
+
+    async def during() -> None:
+        await roll.steps(5)
+        roll.pool.withdraw(roll.pool.names, by="set")
+        for name in roll.pool.names:
+            await roll.pool.drain(name, by="set")
+        assert roll.running() == [0, 0] and roll.pool.serving == () and not roll.finished
+        waiting = await waited_for(roll.pool, 8)
+        await roll.pool.abort(waiting[:2])  # a cut that nobody asked for: the stage asks for the rest at once
+        assert await waited_for(roll.pool, 8) != waiting
+        before = [list(engine.asked) for engine in roll.engines]
+        roll.pool.readmit("engine-1", by="somebody else")
+        assert [list(engine.asked) for engine in roll.engines] == before
+        roll.pool.readmit("engine-1", by="set")
+        await roll.until(lambda: roll.running() == [0, 8])
+
+    await roll.run(during)
+    assert len(roll.finished) == 8
+
+
+async def waited_for(pool: EnginePool, count: int) -> list[str]:
+    """Once so many requests wait for an engine that serves."""
+    while len(pool._unserved) < count:
+        await anyio.lowlevel.checkpoint()
+    return list(pool._unserved)
+
+
+async def test_an_absent_engine_joins_later_and_another_may_leave_before_it() -> None:
+    engines = [RecordingEngine(0), RecordingEngine(1)]
+    pool = EnginePool(engines[:1], absent=["engine-1"], by="set")
+    await pool.start()
+    assert (pool.names, tuple(pool.attached), pool.serving) == (("engine-0", "engine-1"), ("engine-0",), ("engine-0",))
+    with pytest.raises(EngineError, match="engine-0 is the last engine that serves"):
+        await pool.drain("engine-0", by="weights")
+    with pytest.raises(EngineError, match="engine-1 is detached"):
+        pool.readmit("engine-1", by="set")
+    pool.withdraw(["engine-0"], by="set")
+    await pool.drain("engine-0", by="set")
+    pool.detach("engine-0")
+    assert pool.load().kv_cache_usage == 0.0 and not pool.attached
+    assert (await pool.attach("engine-1", engines[1])).engine == "engine-1"
+    pool.readmit("engine-1", by="set")
+    assert pool.serving == ("engine-1",)
+
+
 async def test_an_engine_that_two_have_drained_serves_when_both_have_readmitted_it(make_request: MakeRequest) -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
     pool = EnginePool(engines)

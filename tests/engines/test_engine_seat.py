@@ -17,7 +17,7 @@ from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.engine_seat import PATIENCE_SECONDS, EngineSeat, SeatedEngines
+from streamrl.engines.engine_seat import PATIENCE_SECONDS, EngineSeat, SeatedEngines, SleepingEngines
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError
@@ -132,13 +132,14 @@ async def test_a_host_that_dies_is_named() -> None:
 
 
 class Seated:
-    """Two seated engines; a supervisor that starts hosts as tasks, and ends one by cancelling it.
+    """Two seated engines; a supervisor that starts hosts as tasks, and ends one by cancelling it. ``level``: hosts that
+    are stopped go to sleep instead.
 
     ``host_lives``: what becomes of a host that is started again: it ``serves``, ``loads`` for ever, or ``dies``.
     """
 
-    def __init__(self, hosts: Hosts, group: anyio.abc.TaskGroup) -> None:
-        self.hosts, self.group = hosts, group
+    def __init__(self, hosts: Hosts, group: anyio.abc.TaskGroup, level: int = 0) -> None:
+        self.hosts, self.group, self.level = hosts, group, level
         self.seats = {name: hosts.seat(name) for name in ("engine-0", "engine-1")}
         self.scopes: dict[str, anyio.CancelScope] = {}
         self.told: list[SupervisorOrder] = []
@@ -150,6 +151,8 @@ class Seated:
             self.group.start_soon(seat.run)
         self.pool = EnginePool([await seat.open() for seat in self.seats.values()])
         self.engines = SeatedEngines(self.seats, self.pool, self.tell)
+        if self.level:
+            self.engines = SleepingEngines(self.seats, self.pool, self.tell, self.level)
         for name in self.seats:
             self.group.start_soon(self.host, name, "serves")
         await self.pool.start()
@@ -162,6 +165,7 @@ class Seated:
 
     async def close(self) -> None:
         await self.pool.aclose()
+        await self.engines.aclose()
         for seat in self.seats.values():
             seat.retire()
 
@@ -189,10 +193,10 @@ class Seated:
 
 
 @asynccontextmanager
-async def seated(*, tcp: bool = False) -> AsyncIterator[Seated]:
+async def seated(*, tcp: bool = False, level: int = 0) -> AsyncIterator[Seated]:
     with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
         async with anyio.create_task_group() as group:
-            one = Seated(Hosts(Path(directory), tcp=tcp), group)
+            one = Seated(Hosts(Path(directory), tcp=tcp), group, level)
             await one.open()
             yield one
             await one.close()  # what runs beside it ends by itself
@@ -257,3 +261,35 @@ async def test_a_host_that_dies_when_it_is_told_to_end_is_gone_all_the_same() ->
         await one.engines.stop("engine-1")
         await one.engines.start("engine-1")
         assert sorted(one.pool.attached) == ["engine-0", "engine-1"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_host_that_sleeps_wakes_without_being_started_and_takes_the_live_version(
+    level: int, make_request: MakeRequest
+) -> None:
+    async with seated(level=level) as one:
+        publisher = WeightPublisher(list(one.pool.attached.values()), anchor, in_flight=InFlight.KEEP, timeout_s=10)
+        await publisher.push(await anchor(0))
+        await one.pool.drain("engine-1")
+        await publisher.leave(one.engines.detach("engine-1"))
+        await one.engines.stop("engine-1")
+        assert (await one.hosts.engines[1].start()).policy_version == (0 if level == 1 else -1)
+        await publisher.push(await anchor(1))
+        await publisher.admit(await one.engines.start("engine-1"), 1)
+        one.pool.readmit("engine-1")
+        await one.pool.drain("engine-0")
+        assert {span.policy_version for span in (await one.pool.generate(make_request())).version_spans} == {1}
+        assert one.told == [] and len(one.hosts.engines) == 2, "no process ended or began"
+        one.pool.readmit("engine-0")
+        await one.pool.drain("engine-1")
+        one.engines.detach("engine-1")
+        await one.engines.stop("engine-1")  # the run ends while it sleeps
+
+
+async def test_a_host_that_there_is_not_yet_is_started() -> None:
+    async with seated(level=1) as one:
+        await one.stop("engine-1")
+        await one.engines._asleep.pop("engine-1").aclose()
+        await one.seats["engine-1"].emptied()
+        await one.engines.start("engine-1")
+        assert one.told == [StartEngine(engine="engine-1")]

@@ -19,6 +19,7 @@ from streamrl.learning.advantages import (  # noqa: E402
     generalized_advantages,
     group_advantages,
     moments_of,
+    separate_advantages,
     soft_overlong_penalty,
     token_returns,
     whiten,
@@ -48,6 +49,20 @@ def test_group_advantages_by_hand() -> None:
     assert advantages(rewards, AdvantageKind.LEAVE_ONE_OUT) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], rel=1e-6)
     for kind in (AdvantageKind.BATCH, AdvantageKind.COHORT, AdvantageKind.GAE):
         assert advantages(rewards, kind) == rewards
+
+
+def test_separate_advantages_by_hand() -> None:
+    """GDPO: a reward of 0 or 1 counts as much as one of 0 or 100, where their sum would drown it."""
+    right, length = [1.0, 0.0, 0.0, 0.0], [0.0, 100.0, 0.0, 0.0]
+    rewards = [{"right": (1.0, r), "length": (2.0, n)} for r, n in zip(right, length, strict=True)]
+    alone = np.array([advantages(values, AdvantageKind.GROUP_STD) for values in (right, length)])
+    found = separate_advantages(rewards, AdvantageKind.GROUP_STD)
+    assert found.tolist() == pytest.approx(list(alone[0] + 2.0 * alone[1]), rel=1e-6)
+    # Two of the four have no value of the second: they are compared by the first alone.
+    partly = [r if index < 2 else {"right": r["right"]} for index, r in enumerate(rewards)]
+    pair = np.array([*advantages(length[:2], AdvantageKind.GROUP_STD), 0.0, 0.0])
+    found = separate_advantages(partly, AdvantageKind.GROUP_STD)
+    assert found.tolist() == pytest.approx(list(alone[0] + 2.0 * pair), rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

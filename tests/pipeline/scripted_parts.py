@@ -6,7 +6,7 @@ Engines are the product's ``SimulatedEngine``; control, stages, publisher and st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -19,6 +19,7 @@ from streamrl.config.scheduling import InFlight
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.controller import Controller
 from streamrl.control.engine_release import EngineRelease, EngineSizes
+from streamrl.control.engine_switch import SWITCH, EngineSwitch, PreparedEngines
 from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
@@ -36,11 +37,7 @@ from streamrl.messages import (
     EngineLoad,
     EnginesFreed,
     EvaluationFinished,
-    GroupScored,
     PublishAnchor,
-    RewardOrder,
-    RewardResult,
-    RewardWorkerReady,
     RunEvent,
     SaveCheckpoint,
     StepFinished,
@@ -51,14 +48,23 @@ from streamrl.messages import (
     TrainingOrder,
     WeightSource,
 )
-from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
+from streamrl.stage_messages import (
+    GroupScored,
+    GroupsScored,
+    RewardOrder,
+    RewardOutcome,
+    RewardResult,
+    RewardWorkerReady,
+    RolloutOrder,
+    RolloutOutcome,
+    SampleReward,
+    ScoreGroups,
+)
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.types import (
     Prompt,
-    RewardFailure,
     RewardFailureKind,
-    ScoredTrajectory,
     TrainingSample,
     Trajectory,
     token_array,
@@ -163,22 +169,21 @@ class ParityScorer:
     async def run(self, orders: ReceiveStream[RewardOrder], results: SendStream[RewardResult]) -> None:
         await results.send(RewardWorkerReady(worker=0))
         async for order in orders:
-            outcomes: list[ScoredTrajectory | RewardFailure] = []
-            for trajectory in order.trajectories:
-                self.seen += 1
-                if trajectory.evaluation:
-                    self.held_out.append(trajectory)
-                if self.failing and self.seen % self.failing == 0:
-                    kind = RewardFailureKind.RAISED
-                    outcomes.append(
-                        RewardFailure(trajectory=trajectory, function="parity", kind=kind, message="planted")
-                    )
-                    continue
-                reward = float(trajectory.generated_tokens % 2)
-                self.returned[str(trajectory.id)] = reward
-                outcomes.append(ScoredTrajectory(trajectory=trajectory, reward=reward))
-            await results.send(GroupScored(order_id=order.order_id, outcomes=tuple(outcomes)))
+            assert isinstance(order, ScoreGroups)
+            for group in order.groups:
+                rewards = tuple(map(self._score, group.trajectories))
+                await results.send(GroupsScored(groups=(GroupScored(order_id=group.order_id, rewards=rewards),)))
         await results.aclose()
+
+    def _score(self, trajectory: Trajectory) -> SampleReward:
+        self.seen += 1
+        if trajectory.evaluation:
+            self.held_out.append(trajectory)
+        if self.failing and self.seen % self.failing == 0:
+            return SampleReward(kind=RewardFailureKind.RAISED, function="parity", message="planted")
+        reward = float(trajectory.generated_tokens % 2)
+        self.returned[str(trajectory.id)] = reward
+        return SampleReward(reward=reward)
 
 
 class PacedEngine(SimulatedEngine):
@@ -207,12 +212,16 @@ class MemoryHosts:
         index = int(name[-1])
         self.run.happened("start", index)
         await anyio.lowlevel.checkpoint()
-        engine = self.run.engines[index] = self.run.make_engine(index)
+        engine = self.run.make_engine(index)
+        self.run.engines[index:] = [engine, *self.run.engines[index + 1 :]]
         await self.pool.attach(name, engine)
         return engine
 
     async def give_up(self, name: str) -> None:
         self.run.happened("give up", int(name[-1]))
+
+    def kv_tokens(self, name: str) -> int:
+        return 0
 
 
 class SimulatedRun:
@@ -234,6 +243,7 @@ class SimulatedRun:
         in_flight: InFlight = InFlight.KEEP,
         lengths: LengthMixture | None = None,
         release: ReleaseKind = ReleaseKind.NEVER,
+        sets: Sequence[PreparedEngines] = (),
     ) -> None:
         self.clock = clock = InstantClock()
         mixture = lengths or LengthMixture(median=8, long_median=40)
@@ -245,7 +255,7 @@ class SimulatedRun:
 
         self.make_engine = make_engine
         self.engines = [make_engine(index) for index in range(engines)]
-        self._release = release
+        self._release, self._sets = release, sets
         self.settings = settings
         self.history: list[tuple[str, int]] = []
         self._stop_at: tuple[str, int] | None = None
@@ -262,7 +272,8 @@ class SimulatedRun:
     async def run(self, *, stop_at: tuple[str, int] | None = None) -> str:
         """Until the run ends; when ``stop_at`` is in ``history`` a drain is asked for. Returns the reason."""
         self._stop_at = stop_at
-        pool = EnginePool(self.engines)
+        absent = [name for one in self._sets[1:] for name in one.engines]
+        pool = EnginePool(self.engines, absent=absent, by=SWITCH)
         await pool.start()
         rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
         async with anyio.create_task_group() as parts:
@@ -304,6 +315,7 @@ class SimulatedRun:
                 alarms=Alarms(alarm_rules(0.05)),
                 load=pool.load,
                 release=self._make_release(pool, publisher, trainer),
+                switch=self._make_switch(pool, publisher),
                 start_version=self._start,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
@@ -336,6 +348,20 @@ class SimulatedRun:
             share_cores=trainer.engines_freed,
             hosts=MemoryHosts(self, pool) if self._release is ReleaseKind.STOP else None,
         )
+
+    def _make_switch(self, pool: EnginePool, publisher: WeightPublisher) -> EngineSwitch | None:
+        if not self._sets:
+            return None
+        self.switch = EngineSwitch(
+            pool,
+            self._sets,
+            publisher=publisher,
+            hosts=MemoryHosts(self, pool),
+            steps=self.settings.steps,
+            start_s=1.0,
+            clock=self.clock.now,
+        )
+        return self.switch
 
     def happened(self, kind: str, number: int) -> None:
         self.history.append((kind, number))

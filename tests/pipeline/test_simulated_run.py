@@ -13,6 +13,8 @@ from scripted_parts import SimulatedRun
 
 from streamrl.config.recipe import ReleaseKind
 from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
+from streamrl.control.engine_sets import EngineSet
+from streamrl.control.engine_switch import PreparedEngines
 from streamrl.control.event_log import read_log, replay
 from streamrl.control.events import AlarmRaised
 from streamrl.control.state import ControlSettings
@@ -132,7 +134,7 @@ async def test_the_next_batch_is_trained_while_an_evaluation_runs(rounds: dict[s
     for trajectory in run.scorer.held_out:
         assert trajectory.oldest_version == trajectory.newest_version == trajectory.id.attempt
     steps = {e.step: e.metrics["time/wait_eval_s"] for e in run.events if isinstance(e, StepFinished)}
-    assert min(steps[1], steps[3], steps[5]) > 1 > 0.1 > max(steps[2], steps[4], steps[6])
+    assert min(steps[1], steps[3], steps[5]) > 0.5 > 0.1 > max(steps[2], steps[4], steps[6])
 
 
 async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path: Path) -> None:
@@ -250,6 +252,56 @@ async def test_a_drain_while_an_engine_stops_or_starts(when: str, tmp_path: Path
         assert run.controller.state.live_version == run.controller.state.trainer_version < 50
         assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
         assert (("give up", engine) in run.history) == (when == "start")
+
+
+# ---- sets of engines ------------------------------------------------------------------------------------
+
+WIDE = EngineSet(name="2x1", engines=2, tensor_parallel=1, kv_tokens=4_000, round_kinds=("short",))
+DEEP = EngineSet(name="1x2", engines=1, tensor_parallel=2, kv_tokens=9_000, round_kinds=("long",))
+SETS = (
+    PreparedEngines(engine_set=WIDE, engines=("engine-0", "engine-1")),
+    PreparedEngines(engine_set=DEEP, engines=("engine-2",)),
+)
+
+
+async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_version(tmp_path: Path) -> None:
+    chosen = run_settings(batch_groups=8, steps=11, evaluate_every=3, evaluate_at_start=True, **TAIL)
+    run = SimulatedRun(chosen, tmp_path, engines=2, ranks=2, sets=SETS, held_out=60, evaluation_in_flight=24)
+    assert await run.run() == "finished"
+    accounting = run.controller.state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    trained = run.trained()
+    assert len(trained) == accounting.trained == 11 * 32 and set(trained.values()) == {1}
+    for rank in run.ranks:
+        for version, batch in enumerate(rank.batches):
+            assert all(sample.oldest_version == sample.newest_version == version for sample in batch)
+    steps = [event.metrics for event in run.events if isinstance(event, StepFinished)]
+    long_rounds = [step for step, metrics in enumerate(steps) if metrics["engines/set"]]
+    assert long_rounds == [4, 9], "four short rounds, one long one"
+    assert [metrics["engines/serving"] for metrics in steps[3:6]] == [2, 1, 2]
+    assert steps[-1]["engines/switches_total"] == 4
+    assert [e for e in run.history if e[0] in ("stop", "start")][:6] == [
+        *[("stop", 0), ("stop", 1), ("start", 2)],
+        *[("stop", 2), ("start", 0), ("start", 1)],
+    ]
+    decided = [event for event in run.events if isinstance(event, RunDecided) and event.subject == "engine_set"]
+    assert [(event.step, event.reason) for event in decided[:2]] == [
+        (5, "long rounds belong to set 1x2 (engines.sets)"),
+        (6, "short rounds belong to set 2x1 (engines.sets)"),
+    ]
+    assert replay(run.log_path).accounting() == accounting
+    assert len(run.scorer.held_out) == 4 * 60, "also what a change of engines cut"
+
+
+@pytest.mark.parametrize("when", [("stop", 0), ("start", 2), ("start", 1)])
+async def test_a_drain_while_engines_change(when: tuple[str, int], tmp_path: Path) -> None:
+    chosen = run_settings(batch_groups=8, steps=50, checkpoint_at_end=True, **TAIL)
+    run = SimulatedRun(chosen, tmp_path, engines=2, sets=SETS)
+    assert await run.run(stop_at=when) == "drained"
+    accounting = run.controller.state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    assert run.controller.state.live_version == run.controller.state.trainer_version < 50
+    assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
 
 
 async def test_evaluations_beside_rounds_that_free_engines_see_one_version(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class Trial:
         for name in NAMES:
             (self.directory / "behaviour" / name).write_text(behaviour.get(name, "serve"))
 
-    def supervisor(self, **options: float) -> Supervisor:
-        topology = Topology(processes=PLANS, endpoints={})
+    def supervisor(self, more: tuple[ProcessPlan, ...] = (), **options: float) -> Supervisor:
+        topology = Topology(processes=(*PLANS, *more), endpoints={})
         entry = (str(STAND_IN),)
         return Supervisor(topology, self.directory, self.sockets, entry=entry, **options)  # type: ignore[arg-type]
 
@@ -110,8 +110,8 @@ async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(one: Trial, **options: float) -> AsyncIterator[Supervisor]:
-    async with one.supervisor(**options) as supervisor:
+async def running(one: Trial, more: tuple[ProcessPlan, ...] = (), **options: float) -> AsyncIterator[Supervisor]:
+    async with one.supervisor(more, **options) as supervisor:
         await until(one.all_started)
         yield supervisor
 
@@ -370,6 +370,27 @@ async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial:
         supervisor.start_engine("engine-0")
         await until(lambda: (one.directory / "pids" / "engine-0.2").exists())
         (one.directory / "go").touch()  # the run ends well, and the watch with it
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_of_a_set_that_does_not_serve_is_started_when_it_does(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="finish")
+    (one.directory / "behaviour" / "engine-1").write_text("serve")
+    resting = ProcessPlan(role=Role.ENGINE, index=1, resting=True)
+    async with running(one, more=(resting,)) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        started = one.directory / "pids" / "engine-1.0"
+        assert not (one.directory / "logs" / "engine-1.log").exists(), "there is one from the moment of its start"
+        await supervisor.stop_engine("engine-1")  # there is nothing to be ended
+        await supervisor.stop_engine("engine-0")
+        assert not started.exists()
+        supervisor.start_engine("engine-1")
+        await until(started.exists)
+        await supervisor.stop_engine("engine-1")
+        supervisor.start_engine("engine-0")
+        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
+        (one.directory / "go").touch()
     one.assert_nothing_left()
 
 

@@ -13,12 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.engines.process_watch import ProcessWatch
 from streamrl.processes import sweep as sweeping
 from streamrl.processes.parent_death import RUN_MARKER
-from streamrl.processes.sweep import RunTraces, seconds_after_boot, sweep
+from streamrl.processes.sweep import RunTraces, end_session, seconds_after_boot, sweep
 
 MARKER = "the-run"
-SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+SLEEP = """
+import mmap, os, time
+maps = []
+for path in filter(None, os.environ.get("SHARED", "").split(",")):
+    with open(path, "a+b") as file:
+        file.truncate(4096)
+        maps.append(mmap.mmap(file.fileno(), 4096))
+print("ready", flush=True)
+time.sleep(600)
+"""
 Start = Callable[..., psutil.Process]
 
 
@@ -98,3 +108,37 @@ def test_sweep_spares_a_session_whose_number_was_given_away(start: Start, tmp_pa
     earlier = seconds_after_boot(stranger) - 5.0
     assert sweep(traces(tmp_path, sessions={stranger.pid: earlier})) == []
     assert lives(stranger)
+
+
+@pytest.fixture
+def segments() -> Iterator[list[Path]]:
+    """Shared memory as the workers of an engine make it: of two engines, and one that both share with a user."""
+    names = ("vllm_dist_one", "vllm_dist_two", "of-a-user")
+    paths = [Path(f"/dev/shm/{name}-{os.getpid()}") for name in names]
+    yield paths
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def test_the_shared_memory_of_an_engine_goes_with_its_session(
+    start: Start, tmp_path: Path, segments: list[Path]
+) -> None:
+    first, second, users = segments
+    stopped, other = start(SHARED=f"{first},{users}"), start(SHARED=f"{second},{users}")
+    run = traces(tmp_path, sessions={p.pid: seconds_after_boot(p) for p in (stopped, other)})
+    assert end_session(run, stopped.pid) == []
+    assert not lives(stopped) and lives(other)
+    assert [path.exists() for path in segments] == [False, True, True]
+    other.kill()
+    other.wait()
+    assert sweep(run) == []
+    assert [path.exists() for path in segments] == [False, False, True], "it was seen in use, and a user's never goes"
+
+
+def test_an_engine_host_removes_what_its_workers_shared(start: Start, segments: list[Path]) -> None:
+    worker = start(SHARED=",".join(map(str, segments)))
+    processes = ProcessWatch()
+    assert worker.pid in processes.pids.values()
+    processes.end_all()
+    assert not lives(worker)
+    assert [path.exists() for path in segments] == [False, False, True]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward, RewardLimits
+from streamrl.config.recipe import Model, Prompts, Recipe
+from streamrl.config.rewards import Reward, RewardLimits
 from streamrl.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryId, float_array, token_array
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789:"
@@ -66,12 +67,15 @@ def make_trajectory() -> Callable[..., Trajectory]:
 
 @pytest.fixture
 def make_recipe(model_directory: Path) -> Callable[..., Recipe]:
-    def make(*functions: str, time_limit_s: float = 5.0, weights: tuple[float, ...] = ()) -> Recipe:
+    def make(
+        *functions: str, time_limit_s: float = 5.0, weights: tuple[float, ...] = (), trusted: bool = False
+    ) -> Recipe:
         rewards = tuple(
             Reward(
                 function=name if ":" in name else f"{KILLERS}:{name}",
                 time_limit_s=time_limit_s,
                 weight=weights[index] if weights else 1.0,
+                trusted=trusted,
             )
             for index, name in enumerate(functions)
         )
@@ -79,7 +83,7 @@ def make_recipe(model_directory: Path) -> Callable[..., Recipe]:
             model=Model(path=str(model_directory)),
             prompts=Prompts(train="none.jsonl"),
             rewards=rewards,
-            reward_limits=RewardLimits(concurrency=64),
+            reward_limits=RewardLimits(concurrency=64, processes=4),
         )
 
     return make

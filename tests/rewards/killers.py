@@ -182,6 +182,15 @@ def hangs_for_ever(completion):
     return 1.0
 
 
+async def never_ends_on_z(completion):
+    while completion == "z":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            continue
+    return 1.0
+
+
 def ends_process(completion):
     os._exit(9)
 
@@ -203,7 +212,15 @@ def text(completion):
 
 
 def mapping(completion):
-    return {"score": 1.0}
+    return {"score": 1.0, "style": True, "other": None}
+
+
+def mapping_of_text(completion):
+    return {"score": 1.0, "style": "good"}
+
+
+def mapping_of_nothing(completion):
+    return {"score": None}
 
 
 def array(completion):
@@ -240,3 +257,149 @@ def fraction(completion):
 
 def biggest(completion):
     return 1.7e308
+
+
+# ---- what must not touch anybody else: on a completion "z" each does its worst, otherwise it returns the length
+
+
+def fault(worst):
+    def reward(completion):
+        return worst() if completion == "z" else len(completion)
+
+    reward.__name__ = worst.__name__
+    return reward
+
+
+@fault
+def fault_raises():
+    raise ValueError("planted")
+
+
+@fault
+def fault_nan():
+    return float("nan")
+
+
+@fault
+def fault_text():
+    return "1.0"
+
+
+@fault
+def fault_late():
+    time.sleep(600)
+
+
+@fault
+def fault_exit():
+    sys.exit(0)
+
+
+@fault
+def fault_os_exit():
+    os._exit(0)
+
+
+@fault
+def fault_forks():
+    """Copies of the process that go on as if nothing had been, and one that leaves its session and stays."""
+    if os.fork() == 0:
+        return 111.0
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(600)
+    return 1.0
+
+
+@fault
+def fault_forks_and_hangs():
+    if os.fork() == 0:
+        os.setsid()
+    time.sleep(600)
+
+
+@fault
+def fault_leaks():
+    kept = []
+    while sum(map(len, kept)) < 4 << 30:
+        kept.append(bytearray(16 << 20))
+    return 1.0
+
+
+@fault
+def fault_deadlocks():
+    lock = threading.Lock()
+    with lock, lock:
+        return 1.0
+
+
+@fault
+def fault_prints():
+    for _ in range(100):
+        sys.stdout.write("x" * (1 << 20))
+        sys.stdout.write("\n")
+    return 1.0
+
+
+async def fault_blocks_loop(completion):
+    if completion == "z":
+        while True:
+            pass
+    await asyncio.sleep(0)
+    return len(completion)
+
+
+async def fault_swallows(completion):
+    while completion == "z":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            continue
+    return len(completion)
+
+
+# ---- limits, retries, options
+
+
+def sleeps(completion, *, seconds, correct=True):
+    time.sleep(seconds)
+    return float(correct)
+
+
+def tries(completion, *, directory, until):
+    """Raises until it was called so often."""
+    with open(os.path.join(directory, "calls"), "a") as calls:
+        calls.write(f"{time.monotonic()}\n")
+    with open(os.path.join(directory, "calls")) as calls:
+        count = len(calls.readlines())
+    if count < until:
+        raise ConnectionError("come back later")
+    return float(count)
+
+
+def scaled(completion, *, factor, offset=0.0):
+    return factor * len(completion) + offset
+
+
+def product(values, *, answer=""):
+    result = 1.0
+    for value in values.values():
+        result *= value
+    return result
+
+
+def visible_environment(completion):
+    return {name.lower(): 1.0 for name in os.environ if name.endswith(("_TOKEN", "_KEY"))}
+
+
+def process_id(completion):
+    return os.getpid()
+
+
+KEPT = []
+
+
+def leaks_a_little(completion):
+    KEPT.append(bytearray(b"x") * (20 << 20))
+    time.sleep(0.05)
+    return os.getpid()

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError
-from streamrl.rewards import inspect_reward, needed_columns
+from streamrl.rewards import RewardSignature, load_reward, needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 
 KILLERS = Path(__file__).parent / "killers.py"
+
+
+def inspect_reward(spec: str, **options: object) -> RewardSignature:
+    return load_reward(Reward(function=spec, options=options)).signature
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def test_wrong_signature_is_a_problem_with_a_remedy(module: Path, name: str, wor
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("no_colon", 'write "module:name"'),
+        ("no_colon", "there is no built-in reward"),
         ("nowhere/reward.py:f", "there is no file"),
         ("no_such_module_here:f", 'there is no module "no_such_module_here"'),
         ("json:no_such_function", 'has no "no_such_function"'),
@@ -127,7 +132,7 @@ def test_subprocess_survives_what_a_module_does(tmp_path: Path) -> None:
     for name, body in bodies.items():
         (tmp_path / f"{name}.py").write_text(body)
         specs.append(f"{tmp_path / name}.py:f")
-    found = inspect_in_subprocess([specs[0], specs[1], specs[3], specs[2]], timeout_s=4.0)
+    found = inspect_in_subprocess([Reward(function=specs[i]) for i in (0, 1, 3, 2)], timeout_s=4.0)
     assert [inspection.spec for inspection in found] == [specs[0], specs[1], specs[3], specs[2]]
     prints, exits, after, hangs = found
     assert prints.signature is not None
@@ -136,3 +141,15 @@ def test_subprocess_survives_what_a_module_does(tmp_path: Path) -> None:
     assert after.signature is not None
     assert after.signature.per_group
     assert "was not imported within" in hangs.problems[0]
+
+
+def test_options_are_bound_and_no_columns_any_more(module: Path) -> None:
+    full = inspect_reward(f"{module}:full", level=3)
+    assert (full.columns, full.optional_columns, full.bound) == (("answer",), (), ("level",))
+    with pytest.raises(RecipeError, match=r'takes no option "levle".*it takes answer'):
+        inspect_reward(f"{module}:group", levle=3)
+
+
+def test_a_name_without_a_colon_is_a_built_in_reward() -> None:
+    with pytest.raises(RecipeError, match='no built-in reward "no_such_reward"'):
+        inspect_reward("no_such_reward")

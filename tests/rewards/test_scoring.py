@@ -1,4 +1,5 @@
-"""Values, weights, arguments, and every way in which user code goes wrong: a failure, never a wrong reward."""
+"""Values, weights, arguments: a failure is recorded, and no reward is invented. Trusted functions run here at once, so
+that what is tested is the scoring; what user code may do to a process is in test_call_pool and test_reward_faults."""
 
 from __future__ import annotations
 
@@ -9,45 +10,60 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config.recipe import Recipe, Reward
-from streamrl.rewards import RewardFunction, RewardSignature, load_reward
-from streamrl.rewards.calls import CallResult, CallRunner
-from streamrl.rewards.scoring import GroupScorer, WeightedReward, check_result, check_value, combine
+from streamrl.config.recipe import Recipe
+from streamrl.config.rewards import FailurePolicy, Reward, RewardLimits
+from streamrl.rewards import load_reward
+from streamrl.rewards.lanes import RewardLane
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.scoring import SampleValue, combine
+from streamrl.rewards.values import CallResult, check_returned, check_value
 from streamrl.tokenizer import load_tokenizer
 from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
+KILLERS = Path(__file__).parent / "killers.py"
 
 
 @pytest.fixture
 def release() -> Any:
     """Lets the killers go at the end: they are loaded by path, so this is the module that the scorer uses."""
-    killers = load_reward(f"{Path(__file__).parent / 'killers.py'}:length").call.__globals__  # type: ignore[attr-defined]
+    killers = load_reward(Reward(function=f"{KILLERS}:length")).call.__globals__  # type: ignore[attr-defined]
     killers["RELEASE"].clear()
     yield killers["RELEASE"]
     killers["RELEASE"].set()
 
 
 @asynccontextmanager
-async def scoring(recipe: Recipe, release: Any = None) -> AsyncIterator[tuple[GroupScorer, CallRunner]]:
+async def scoring(recipe: Recipe, release: Any = None) -> AsyncIterator[RewardSet]:
     async with asyncio.TaskGroup() as tasks:
-        runner = CallRunner(tasks, recipe.reward_limits.concurrency)
-        rewards = [WeightedReward(function=load_reward(r.function), recipe=r) for r in recipe.rewards]
+        attached = RewardsOf(version=3, rewards=recipe.rewards, limits=recipe.reward_limits)
+        rewards = RewardSet(attached, load_tokenizer(recipe.model.path), tasks)
+        await rewards.open()
         try:
-            yield GroupScorer(rewards, load_tokenizer(recipe.model.path), runner), runner
+            yield rewards
         finally:
             if release is not None:
                 release.set()
+            await rewards.aclose()
 
 
 async def score(recipe: Recipe, *trajectories: Trajectory) -> Sequence[ScoredTrajectory | RewardFailure]:
-    async with scoring(recipe) as (scorer, _):
-        return await scorer.score(trajectories)
+    async with scoring(recipe) as rewards:
+        return await rewards.score(trajectories)
+
+
+@pytest.fixture
+def trusted(make_recipe: MakeRecipe) -> MakeRecipe:
+    def make(*functions: str, **options: Any) -> Recipe:
+        return make_recipe(*functions, trusted=True, **options)
+
+    return make
 
 
 def rewards_of(outcomes: Sequence[Any]) -> list[float]:
@@ -61,7 +77,6 @@ def rewards_of(outcomes: Sequence[Any]) -> list[float]:
     [
         ("length", 3.0),
         ("async_length", 3.0),
-        ("wrapped", 3.0),
         ("match", 1.0),
         ("partial", 1.0),
         ("judge", 0.5),
@@ -72,112 +87,139 @@ def rewards_of(outcomes: Sequence[Any]) -> list[float]:
     ],
 )
 async def test_value_is_what_the_function_returned(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, function: str, reward: float
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, function: str, reward: float
 ) -> None:
-    (outcome,) = await score(make_recipe(function), make_trajectory(answer="abc", other=1))
+    (outcome,) = await score(trusted(function), make_trajectory(answer="abc", other=1))
     assert isinstance(outcome, ScoredTrajectory), outcome
-    assert outcome.reward == reward
+    assert (outcome.reward, outcome.reward_version) == (reward, 3)
     assert type(outcome.reward) is float
     assert outcome.reward_parts == {function: reward}
     assert outcome.reward_seconds > 0
+    (call,) = outcome.calls
+    assert (call.function, call.value, call.failure, call.limit_s) == (function, reward, None, 5.0)
 
 
 RAISED, TIMED_OUT = RewardFailureKind.RAISED, RewardFailureKind.TIMED_OUT
 NOT_FINITE, WRONG_TYPE = RewardFailureKind.NOT_FINITE, RewardFailureKind.WRONG_TYPE
+FAILURES = [
+    ("raises", RAISED, "ValueError: no such digit (killers.py:"),
+    ("raises_async", RAISED, "KeyError: 'column'"),
+    ("raises_unreadable", RAISED, "UnreadableError"),
+    ("system_exit", RAISED, "SystemExit: 3"),
+    ("system_exit_async", RAISED, "SystemExit: bye"),
+    ("keyboard_interrupt", RAISED, "KeyboardInterrupt"),
+    ("keyboard_interrupt_async", RAISED, "KeyboardInterrupt"),
+    ("generator_exit", RAISED, "GeneratorExit"),
+    ("stop_iteration", RAISED, "StopAsyncIteration"),
+    ("stop_iteration_sync", RAISED, "StopIteration"),
+    ("cancelled_error", RAISED, "CancelledError"),
+    ("cancels_itself", RAISED, "CancelledError"),
+    ("recursion", RAISED, "RecursionError"),
+    ("match", RAISED, 'no column "answer"'),
+    ("nan", NOT_FINITE, "nan"),
+    ("infinite", NOT_FINITE, "-inf"),
+    ("huge", NOT_FINITE, "inf"),
+    ("text", WRONG_TYPE, "a str"),
+    ("mapping_of_text", WRONG_TYPE, 'part "style": returned a str'),
+    ("mapping_of_nothing", WRONG_TYPE, "not applicable"),
+    ("array", WRONG_TYPE, "ndarray"),
+    ("nested", WRONG_TYPE, "a list"),
+    ("none", WRONG_TYPE, "not applicable"),
+    ("group_short", WRONG_TYPE, "1 values for 2 completions"),
+    ("group_number", WRONG_TYPE, "a float"),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_processes", [False, True])
+async def test_failure_is_recorded_with_its_reason(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, in_processes: bool
+) -> None:
+    """The same records, wherever the function runs. Each is the first of the recipe once: that one is recorded."""
+    trajectories = [make_trajectory(sample=0), make_trajectory(sample=1)]
+    recipe = make_recipe(*(name for name, _, _ in FAILURES), trusted=not in_processes)
+    async with scoring(recipe) as rewards:
+        outcomes = await rewards.score(trajectories)
+        lanes = {lane.reward.label: lane for lane in rewards._lanes}
+        for name, kind, message in FAILURES[:-2]:
+            arguments = {} if name != "match" else {"answer": 1, "bonus": float("nan")}
+            result = await lanes[name].call("abc", arguments, count=1, key="p")
+            (value,) = result.values
+            if name in ("none", "mapping_of_nothing", "match"):
+                continue
+            assert value.failure is not None, name
+            assert (value.failure.kind, message in value.failure.message) == (kind, True), value
+            assert "\n" not in value.failure.message
+    for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+        assert isinstance(outcome, RewardFailure), outcome
+        assert (outcome.kind, outcome.function, outcome.trajectory) == (RAISED, "raises", trajectory)
+        assert [call.failure for call in outcome.calls] == [
+            None if "not applicable" in message else kind for _, kind, message in FAILURES
+        ]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("function", "kind", "message"),
-    [
-        ("raises", RAISED, "ValueError: no such digit (killers.py:"),
-        ("raises_async", RAISED, "KeyError: 'column'"),
-        ("raises_unreadable", RAISED, "UnreadableError"),
-        ("system_exit", RAISED, "SystemExit: 3"),
-        ("system_exit_async", RAISED, "SystemExit: bye"),
-        ("keyboard_interrupt", RAISED, "KeyboardInterrupt"),
-        ("keyboard_interrupt_async", RAISED, "KeyboardInterrupt"),
-        ("generator_exit", RAISED, "GeneratorExit"),
-        ("stop_iteration", RAISED, "StopAsyncIteration"),
-        ("stop_iteration_sync", RAISED, "StopIteration"),
-        ("cancelled_error", RAISED, "CancelledError"),
-        ("cancels_itself", RAISED, "CancelledError"),
-        ("recursion", RAISED, "RecursionError"),
-        ("match", RAISED, 'no column "answer"'),
-        ("nan", NOT_FINITE, "nan"),
-        ("infinite", NOT_FINITE, "-inf"),
-        ("huge", NOT_FINITE, "inf"),
-        ("text", WRONG_TYPE, "a str"),
-        ("mapping", WRONG_TYPE, "a dict"),
-        ("array", WRONG_TYPE, "ndarray"),
-        ("nested", WRONG_TYPE, "a list"),
-        ("none", WRONG_TYPE, "not applicable"),
-        ("group_short", WRONG_TYPE, "1 values for 2 completions"),
-        ("group_number", WRONG_TYPE, "a float"),
-    ],
+    ("function", "message"),
+    [("none", "not applicable"), ("mapping_of_nothing", "not applicable"), ("match", 'no column "answer"')],
 )
-async def test_failure_is_recorded_with_its_reason(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, function: str, kind: RewardFailureKind, message: str
+async def test_no_reward_is_no_zero(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, function: str, message: str
 ) -> None:
-    trajectories = [make_trajectory(sample=0), make_trajectory(sample=1)]
-    outcomes = await score(make_recipe(function), *trajectories)
-    for trajectory, outcome in zip(trajectories, outcomes, strict=True):
-        assert isinstance(outcome, RewardFailure), outcome
-        assert (outcome.kind, outcome.function, outcome.trajectory) == (kind, function, trajectory)
-        assert message in outcome.message
-        assert "\n" not in outcome.message
+    (outcome,) = await score(trusted(function), make_trajectory())
+    assert isinstance(outcome, RewardFailure)
+    assert message in outcome.message
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("function", ["hangs_async", "hangs_sync", "swallows_cancellation", "late"])
-async def test_time_limit_holds_whatever_the_function_does(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, release: Any, function: str
+@pytest.mark.parametrize("function", ["hangs_async", "swallows_cancellation", "late"])
+async def test_time_limit_of_trusted_coroutines_holds(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, release: Any, function: str
 ) -> None:
-    async with scoring(make_recipe(function, time_limit_s=0.2), release) as (scorer, runner):
+    async with scoring(trusted(function, time_limit_s=0.2), release) as rewards:
         async with asyncio.timeout(10):
-            (outcome,) = await scorer.score([make_trajectory()])
+            (outcome,) = await rewards.score([make_trajectory()])
         assert isinstance(outcome, RewardFailure)
         assert outcome.kind is TIMED_OUT
         assert "0.2 s" in outcome.message
         assert 0.2 <= outcome.reward_seconds < 5
-        assert runner.stuck == (function in ("hangs_sync", "swallows_cancellation"))
+        await asyncio.sleep(0)
+        assert rewards.stuck == (function == "swallows_cancellation")
 
 
 @pytest.mark.asyncio
-async def test_one_bad_sample_leaves_its_siblings_alone(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
-) -> None:
-    outcomes = await score(make_recipe("group_one_nan"), *(make_trajectory(sample=i) for i in range(3)))
+async def test_one_bad_sample_leaves_its_siblings_alone(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+    outcomes = await score(trusted("group_one_nan"), *(make_trajectory(sample=i) for i in range(3)))
     assert isinstance(outcomes[0], RewardFailure)
     assert outcomes[0].kind is NOT_FINITE
     assert rewards_of(outcomes[1:]) == [2.0, 2.0]
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("in_processes", [False, True])
 async def test_arguments_are_columns_and_what_is_provided(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, in_processes: bool
 ) -> None:
     extra = [1, 2]
     trajectory = make_trajectory(answer="x", extra=extra)
-    assert rewards_of(await score(make_recipe("everything"), trajectory, trajectory)) == [1.0, 1.0]
+    recipe = make_recipe("everything", trusted=not in_processes)
+    assert rewards_of(await score(recipe, trajectory, trajectory)) == [1.0, 1.0]
     assert extra == [1, 2]
 
 
 @pytest.mark.asyncio
-async def test_group_function_sees_one_group_at_a_time(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
-) -> None:
+async def test_group_function_sees_one_group_at_a_time(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     texts = ["abc", "a", "ab", "abcd", "a"]
     groups = [0, 0, 0, 1, 1]
     order = [
         make_trajectory(t, group=g, sample=i, answer="x") for i, (t, g) in enumerate(zip(texts, groups, strict=True))
     ]
-    assert rewards_of(await score(make_recipe("ranks"), *order)) == [2.0, 0.0, 1.0, 1.0, 0.0]
+    assert rewards_of(await score(trusted("ranks"), *order)) == [2.0, 0.0, 1.0, 1.0, 0.0]
 
 
 @pytest.mark.asyncio
-async def test_weights_and_none(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
-    recipe = make_recipe("length", "half", "group_none", weights=(2.0, -1.0, 10.0))
+async def test_weights_and_none(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+    recipe = trusted("length", "half", "group_none", weights=(2.0, -1.0, 10.0))
     outcomes = await score(recipe, make_trajectory("abc"), make_trajectory("a", sample=1))
     assert rewards_of(outcomes) == [2.0 * 3 - 0.5 + 10.0, 2.0 * 1 - 0.5]
     assert [o.reward_parts for o in outcomes if isinstance(o, ScoredTrajectory)] == [
@@ -186,44 +228,95 @@ async def test_weights_and_none(make_recipe: MakeRecipe, make_trajectory: MakeTr
     ]
 
 
+def with_rewards(recipe: Recipe, *rewards: Reward, combine: str = "weights") -> Recipe:
+    limits = RewardLimits(combine=combine, processes=2)
+    return msgspec.structs.replace(recipe, rewards=rewards, reward_limits=limits)
+
+
+def killer(name: str, **options: Any) -> Reward:
+    return Reward(function=f"{KILLERS}:{name}", trusted=True, **options)
+
+
+@pytest.mark.asyncio
+async def test_named_parts_are_weighted_and_reported(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+    recipe = with_rewards(trusted("length"), killer("mapping", weight=2.0, part_weights={"style": 0.5}))
+    (outcome,) = await score(recipe, make_trajectory())
+    assert isinstance(outcome, ScoredTrajectory)
+    assert outcome.reward == 2.0 * (1.0 + 0.5)
+    assert outcome.reward_parts == {"mapping": 1.5, "mapping.score": 1.0, "mapping.style": 1.0}
+
+
+@pytest.mark.asyncio
+async def test_a_shadow_is_reported_and_neither_counts_nor_fails(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory
+) -> None:
+    shadows = killer("half", shadow=True), killer("raises", shadow=True)
+    (outcome,) = await score(with_rewards(trusted("length"), *shadows, killer("length")), make_trajectory())
+    assert isinstance(outcome, ScoredTrajectory)
+    assert outcome.reward == 3.0
+    assert outcome.reward_parts == {"half": 0.5, "length": 3.0}
+    assert [call.failure for call in outcome.calls] == [None, RAISED, None]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trust", [True, False])
+async def test_a_function_of_the_recipe_combines_the_values(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, trust: bool
+) -> None:
+    rewards = (
+        killer("length"),
+        killer("half"),
+        Reward(function=f"{KILLERS}:half", name="x", shadow=True, trusted=trust),
+    )
+    recipe = with_rewards(trusted("length"), *rewards, combine=f"{KILLERS}:product")
+    (outcome,) = await score(recipe, make_trajectory())
+    assert rewards_of([outcome]) == [1.5]
+    recipe = with_rewards(trusted("length"), *rewards, combine=f"{KILLERS}:text")
+    (outcome,) = await score(recipe, make_trajectory())
+    assert isinstance(outcome, RewardFailure)
+    assert (outcome.function, outcome.kind) == ("combine", WRONG_TYPE)
+
+
+@pytest.mark.asyncio
+async def test_options_are_bound_and_no_column_overrides_them(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory
+) -> None:
+    recipe = with_rewards(trusted("length"), killer("scaled", options={"factor": 2.0}))
+    (outcome,) = await score(recipe, make_trajectory(factor=100.0, offset=0.5))
+    assert rewards_of([outcome]) == [6.5]
+
+
+@pytest.mark.asyncio
+async def test_late_is_wrong_only_where_the_recipe_says_so(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory
+) -> None:
+    late = {"time_limit_s": 0.05}
+    wrong = with_rewards(trusted("length"), killer("late", late_is_wrong=True, wrong_value=-1.0, **late))
+    assert rewards_of(await score(wrong, make_trajectory())) == [-1.0]
+    policies = {"on_failure": FailurePolicy.STOP, "on_late": FailurePolicy.DROP_GROUP}
+    (failed,) = await score(with_rewards(wrong, killer("late", **late, **policies)), make_trajectory())
+    assert isinstance(failed, RewardFailure)
+    assert (failed.kind, failed.policy) == (TIMED_OUT, "drop_group")
+    (raised,) = await score(with_rewards(wrong, killer("raises", late_is_wrong=True, **policies | {"on_late": None})),
+                            make_trajectory())  # fmt: skip
+    assert isinstance(raised, RewardFailure)
+    assert (raised.kind, raised.policy) == (RAISED, "stop")
+
+
 @pytest.mark.asyncio
 async def test_first_failure_of_the_recipe_is_named_and_a_failure_is_never_outvoted(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
-    (outcome,) = await score(make_recipe("half", "nan", "raises"), make_trajectory())
+    (outcome,) = await score(trusted("half", "nan", "raises"), make_trajectory())
     assert isinstance(outcome, RewardFailure)
     assert (outcome.function, outcome.kind) == ("nan", NOT_FINITE)
 
 
 @pytest.mark.asyncio
-async def test_sum_that_overflows_is_a_failure(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
-    (outcome,) = await score(make_recipe("biggest", weights=(10.0,)), make_trajectory())
+async def test_sum_that_overflows_is_a_failure(trusted: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
+    (outcome,) = await score(trusted("biggest", weights=(10.0,)), make_trajectory())
     assert isinstance(outcome, RewardFailure)
     assert outcome.kind is NOT_FINITE
-
-
-@pytest.mark.asyncio
-async def test_concurrency_bounds_the_calls(make_trajectory: MakeTrajectory) -> None:
-    running = peak = 0
-    everyone_waits = asyncio.Event()
-
-    async def counted(completion: str) -> float:
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        if running == 3:
-            everyone_waits.set()
-        await everyone_waits.wait()
-        running -= 1
-        return 1.0
-
-    signature = RewardSignature(spec="t:c", name="c", first="c", per_group=False, is_async=True, wants_all=False)
-    function = RewardFunction(signature=signature, call=counted)
-    async with asyncio.TaskGroup() as tasks, asyncio.TaskGroup() as calls:
-        runner = CallRunner(tasks, 3)
-        pending = [calls.create_task(runner.call(function, 10.0, "x", {})) for _ in range(20)]
-    assert [task.result().value for task in pending] == [1.0] * 20
-    assert peak == 3
 
 
 any_value = st.one_of(
@@ -236,23 +329,21 @@ any_value = st.one_of(
     st.lists(st.floats(), max_size=3),
     st.complex_numbers(),
     st.decimals(),
+    st.dictionaries(st.text(max_size=2), st.floats() | st.none() | st.booleans(), max_size=3),
 )
 
 
 @given(value=any_value)
 def test_no_reward_is_invented(make_trajectory: MakeTrajectory, value: Any) -> None:
     """One function of weight 1: the reward trained on equals what it returned, or there is none."""
-    function = RewardFunction(
-        signature=RewardSignature(spec="m:f", name="f", first="c", per_group=False, is_async=False, wants_all=False),
-        call=lambda completion: value,
-    )
-    weighted = WeightedReward(function=function, recipe=Reward(function="m:f"))
-    (checked,) = check_result(CallResult(value=value), 1, per_group=False)
-    outcome = combine(make_trajectory(), [weighted], [checked])
+    reward = Reward(function="m:f")
+    (checked,) = check_returned(value, 1, per_group=False)
+    outcome = combine(make_trajectory(), [SampleValue(reward, checked, CallResult((checked,)))], version=0)
     if isinstance(outcome, ScoredTrajectory):
-        assert outcome.reward == float(value)
+        returned = sum(v for v in value.values() if v is not None) if isinstance(value, dict) else float(value)
+        assert outcome.reward == returned
         assert math.isfinite(outcome.reward)
-        assert outcome.reward_parts == {"f": float(value)}
+        assert outcome.reward_parts["f"] == returned
     else:
         assert outcome.message
         numeric = isinstance(value, (bool, int, float))
@@ -261,13 +352,13 @@ def test_no_reward_is_invented(make_trajectory: MakeTrajectory, value: Any) -> N
 
 @given(values=st.lists(any_value, max_size=5), count=st.integers(1, 5))
 def test_group_list_gives_each_sample_its_own_value(values: list[Any], count: int) -> None:
-    checked = check_result(CallResult(value=values), count, per_group=True)
+    checked = check_returned(values, count, per_group=True)
     assert len(checked) == count
     if len(values) != count:
         assert {c.failure.kind for c in checked if c.failure} == {WRONG_TYPE}
         assert all(c.value is None and c.failure for c in checked)
     else:
-        assert checked == [check_value(value) for value in values]
+        assert list(checked) == [check_value(value) for value in values]
 
 
 @given(
@@ -276,19 +367,11 @@ def test_group_list_gives_each_sample_its_own_value(values: list[Any], count: in
 def test_total_is_the_weighted_sum_of_what_applies(
     make_trajectory: MakeTrajectory, parts: list[tuple[float | None, float]]
 ) -> None:
-    rewards = [
-        WeightedReward(
-            function=RewardFunction(
-                signature=RewardSignature(
-                    spec=f"m:f{i}", name=f"f{i}", first="c", per_group=False, is_async=False, wants_all=False
-                ),
-                call=len,
-            ),
-            recipe=Reward(function=f"m:f{i}", weight=weight),
-        )
-        for i, (_, weight) in enumerate(parts)
-    ]
-    outcome = combine(make_trajectory(), rewards, [check_value(value) for value, _ in parts])
+    values = []
+    for index, (value, weight) in enumerate(parts):
+        checked = check_value(value)
+        values.append(SampleValue(Reward(function=f"m:f{index}", weight=weight), checked, CallResult((checked,))))
+    outcome = combine(make_trajectory(), values, version=0)
     applicable = [(value, weight) for value, weight in parts if value is not None]
     if not applicable:
         assert isinstance(outcome, RewardFailure)
@@ -297,3 +380,53 @@ def test_total_is_the_weighted_sum_of_what_applies(
         assert isinstance(outcome, ScoredTrajectory)
         assert outcome.reward == pytest.approx(math.fsum(v * w for v, w in applicable), rel=1e-9, abs=1e-6)
         assert set(outcome.reward_parts) == {f"f{i}" for i, (value, _) in enumerate(parts) if value is not None}
+
+
+class Started:
+    """Where a lane starts its calls: they end when told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def end(self, position: int, value: Any, seconds: float = 0.0) -> None:
+        call = self.calls.pop(position)
+        call.on_done(CallResult(check_returned(value, 1, per_group=False), seconds))
+
+
+@pytest.mark.asyncio
+async def test_a_lane_bounds_its_calls_and_takes_the_smallest_rank_first() -> None:
+    started = Started()
+    lane = RewardLane(0, Reward(function="m:f", concurrency=2), started.calls.append, 64)
+    pending = [lane.call(str(rank), {}, count=1, key="k", rank=rank) for rank in (5, 4, 3, 1, 2)]
+    assert [call.completion for call in started.calls] == ["5", "4"]
+    started.end(0, 1.0)
+    started.end(0, 1.0)
+    assert [call.completion for call in started.calls] == ["1", "2"]
+    pending[2].cancel()  # nobody waits for it any more
+    started.end(0, 1.0)
+    started.end(0, 1.0)
+    assert not started.calls
+    assert all(future.done() for future in pending)
+
+
+@pytest.mark.asyncio
+async def test_limits_follow_the_slowest_correct_call() -> None:
+    from streamrl.config.rewards import AdaptiveLimit
+
+    started = Started()
+    adaptive = AdaptiveLimit(factor=1.5, floor_s=2.0)
+    lane = RewardLane(0, Reward(function="m:f", time_limit_s=30.0, adaptive_limit=adaptive), started.calls.append, 64)
+
+    def next_limit(key: str, value: Any, seconds: float) -> float:
+        lane.call("x", {}, count=1, key=key)
+        limit: float = started.calls[0].limit_s
+        started.end(0, value, seconds)
+        return limit
+
+    assert next_limit("a", 0.0, 25.0) == 30.0  # a wrong one teaches nothing
+    assert next_limit("a", 1.0, 0.1) == 30.0
+    assert next_limit("a", 1.0, 4.0) == 2.0  # the floor
+    assert next_limit("a", 1.0, 1.0) == 6.0
+    assert next_limit("a", 1.0, 25.0) == 6.0  # the slowest so far
+    assert next_limit("a", None, 1.0) == 30.0  # the ceiling
+    assert next_limit("b", 1.0, 1.0) == 30.0  # each for itself

@@ -8,8 +8,11 @@ import msgspec
 
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
-from streamrl.messages import RewardOrder, RewardResult
 from streamrl.rewards.worker import run_reward_worker
+from streamrl.stage_messages import (
+    RewardOrder,
+    RewardResult,
+)
 
 
 async def main(recipe: Recipe, orders_at: str, results_at: str) -> None:

@@ -108,6 +108,25 @@ def test_a_replayed_loser_keeps_its_length_and_a_regenerated_one_gets_shorter() 
     assert ratio[Losers.REGENERATE] < 0.96
 
 
+def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
+    """refs/scheduling-model.md 10i: nothing is generated twice at d = 0, a little at d = 0.001."""
+    report = {}
+    for losers, rejected in ((Losers.REPLAY, 0.0), (Losers.VERIFY, 0.0), (Losers.VERIFY, 0.001)):
+        racing = TailBatching(losers=losers)
+        chosen = control_settings(batch_groups=16, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
+        report[losers, rejected] = simulate(chosen, with_part(HEAVY, "engine", rejected_per_token=rejected), 30)
+    replayed, at_once, verified = report.values()
+    assert replayed.trained == at_once.trained == verified.trained, "the same trajectories"
+    assert (
+        at_once.generated_tokens / at_once.trained_tokens
+        < 1.03
+        < 1.1
+        < replayed.generated_tokens / replayed.trained_tokens
+    )
+    assert at_once.generated_tokens < verified.generated_tokens < replayed.generated_tokens
+    assert replayed.goodput < verified.goodput <= at_once.goodput
+
+
 def test_partial_mode_wastes_nothing_and_trains_every_draw() -> None:
     chosen = control_settings(batch_groups=8, group_size=8, **POLICIES["partial"])
     report = simulate(chosen, DEMO, 24)

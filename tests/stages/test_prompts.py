@@ -302,7 +302,7 @@ def test_check_of_a_good_file_and_of_none(tokenizer: Tokenizer, write_rows, tmp_
     assert check_prompts(str(write_rows({"prompt": "a", "answer": 1})), tokenizer, {"exact": ("answer",)}) == []
     assert "is empty: add rows" in check_prompts(str(write_rows("", "  ")), tokenizer, {})[0]
     assert "cannot be read" in check_prompts(str(tmp_path / "absent.jsonl"), tokenizer, {})[0]
-    assert "neither a .jsonl file nor" in check_prompts("prompts.csv", tokenizer, {})[0]
+    assert "neither a .jsonl, .parquet or .arrow file, nor" in check_prompts("prompts.csv", tokenizer, {})[0]
     many = check_prompts(str(write_rows(*["x"] * 100)), tokenizer, {})
     assert len(many) == 21
     assert "80 more problems" in many[-1]

@@ -10,13 +10,23 @@ import anyio
 import pytest
 
 from streamrl.comm.memory_stream import memory_stream
+from streamrl.config.rewards import Reward
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.messages import GroupScored, PauseMode, RewardWorkerReady, ScoreGroup
+from streamrl.errors import RecipeError
+from streamrl.messages import PauseMode
 from streamrl.stage_messages import (
     CancelTrajectories,
+    CloseRewardSet,
     FinishedTrajectory,
+    GroupScored,
+    GroupsScored,
     LaunchTrajectory,
+    LoadRewardSet,
+    RewardSetLoaded,
+    RewardWorkerReady,
+    SampleReward,
     Scored,
+    ScoreGroups,
     TrajectoryHeld,
     TrajectoryLost,
 )
@@ -27,7 +37,6 @@ from streamrl.types import (
     Prompt,
     RewardFailure,
     RewardFailureKind,
-    ScoredTrajectory,
     Segment,
     Trajectory,
     TrajectoryId,
@@ -130,9 +139,18 @@ async def score(settings: RewardSettings, scripts: list[Script], incoming: list[
 async def answer_everything(orders: Any, results: Any) -> None:
     await results.send(RewardWorkerReady(worker=0))
     async for order in orders:
-        outcomes = tuple(ScoredTrajectory(trajectory=t, reward=float(t.id.sample)) for t in order.trajectories)
-        await results.send(GroupScored(order_id=order.order_id, outcomes=outcomes))
+        await results.send(scored_as(order, lambda trajectory: float(trajectory.id.sample)))
     await results.aclose()
+
+
+def scored_as(order: Any, reward: Callable[[Trajectory], float]) -> GroupsScored:
+    assert isinstance(order, ScoreGroups)
+    return GroupsScored(
+        groups=tuple(
+            GroupScored(order_id=g.order_id, rewards=tuple(SampleReward(reward=reward(t)) for t in g.trajectories))
+            for g in order.groups
+        )
+    )
 
 
 def settings(*, per_group: bool = False, time_limit_s: float = 5.0) -> RewardSettings:
@@ -170,10 +188,8 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
     async def note_sizes(orders: Any, results: Any) -> None:
         await results.send(RewardWorkerReady(worker=0))
         async for order in orders:
-            assert isinstance(order, ScoreGroup)
-            seen.append(len(order.trajectories))
-            outcomes = tuple(ScoredTrajectory(trajectory=t, reward=0.0) for t in order.trajectories)
-            await results.send(GroupScored(order_id=order.order_id, outcomes=outcomes))
+            seen.extend(len(group.trajectories) for group in order.groups)
+            await results.send(scored_as(order, lambda trajectory: 0.0))
         await results.aclose()
 
     lost = TrajectoryLost(
@@ -200,3 +216,122 @@ async def test_a_held_trajectory_is_told_at_once_and_its_group_waits_for_it() ->
     outcomes = await score(settings(per_group=True), [answer_everything], incoming)
     assert outcomes[0] == held
     assert sorted(o.outcome.reward for o in outcomes[1:]) == [0.0, 1.0]
+
+
+async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile() -> None:
+    broken = anyio.Event()
+
+    async def answer_then_die(orders: Any, results: Any) -> None:
+        order = await orders.receive()
+        await results.send(scored_as(order, lambda trajectory: float(trajectory.id.sample)))
+        await anyio.wait_all_tasks_blocked()  # the stage is passing on the first of them
+        await orders.abort("killed")
+        await results.abort("killed")
+        await anyio.wait_all_tasks_blocked()
+        broken.set()
+
+    lives = iter([answer_then_die, answer_everything])
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(8)
+            results_in, results_out = memory_stream(8)
+            group.start_soon(next(lives), orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(16)
+        scored, take = memory_stream(1)
+        group.start_soon(RewardStage(settings(per_group=True), [open_worker]).run, trajectories, scored)
+        for sample in range(4):
+            await give.send(FinishedTrajectory(trajectory=trajectory(sample), group_size=4))
+        await broken.wait()
+        await give.send(FinishedTrajectory(trajectory=trajectory(4, group=1), group_size=1))
+        await anyio.wait_all_tasks_blocked()  # it was refused: the conversation is over
+        await give.aclose()
+        with anyio.fail_after(5):
+            outcomes = [outcome async for outcome in take]
+    assert [o.outcome.trajectory.id.sample for o in outcomes] == [0, 1, 2, 3, 4]
+
+
+# ---- other functions while trajectories flow ------------------------------------------------------
+
+
+class VersionedWorker:
+    """Scores with the number of the version that an order names, if it has loaded it."""
+
+    def __init__(self) -> None:
+        self.loaded = {0}
+        self.closed: list[int] = []
+        self.scored: list[tuple[int, int]] = []
+        self.refuse = False
+
+    async def run(self, orders: Any, results: Any) -> None:
+        await results.send(RewardWorkerReady(worker=0))
+        async for order in orders:
+            match order:
+                case LoadRewardSet():
+                    if not self.refuse:
+                        self.loaded.add(order.reward_version)
+                    problems = ("planted",) if self.refuse else ()
+                    await results.send(RewardSetLoaded(reward_version=order.reward_version, problems=problems))
+                case CloseRewardSet():
+                    self.loaded.discard(order.reward_version)
+                    self.closed.append(order.reward_version)
+                case ScoreGroups():
+                    for group in order.groups:
+                        assert group.reward_version in self.loaded, "scored by functions that are gone"
+                        self.scored += [(t.id.sample, group.reward_version) for t in group.trajectories]
+                    await results.send(scored_as(order, lambda trajectory: float(trajectory.id.sample)))
+        await results.aclose()
+
+
+async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_by_one_version() -> None:
+    worker = VersionedWorker()
+    outcomes: list[Any] = []
+    noted: list[int] = []
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(64)
+            results_in, results_out = memory_stream(64)
+            group.start_soon(worker.run, orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(64)
+        scored, take = memory_stream(64)
+        stage = RewardStage(settings(), [open_worker])
+        group.start_soon(stage.run, trajectories, scored)
+
+        async def flow(first: int) -> None:
+            for number in range(first, first + 10):
+                # Groups of two, each begun in one flow and completed in the next.
+                done = trajectory(number, group=(number + 1) // 2)
+                await give.send(FinishedTrajectory(trajectory=done, group_size=1 if number in (0, 29) else 2))
+
+        await flow(0)
+        outcomes += [await take.receive() for _ in range(3)]
+        reward = Reward(function="other:function")
+        async with anyio.create_task_group() as both:
+            both.start_soon(flow, 10)
+            both.start_soon(stage.load, 1, (reward,), lambda: noted.append(len(worker.scored)))
+        worker.refuse = True
+        with pytest.raises(RecipeError, match="planted"):
+            await stage.load(2, (reward,), lambda: noted.append(-1))
+        assert stage.reward_version == 1
+        await flow(20)
+        await give.aclose()
+        outcomes += [outcome async for outcome in take]
+    assert sorted(o.outcome.trajectory.id.sample for o in outcomes) == list(range(30))
+    assert sorted(sample for sample, _ in worker.scored) == list(range(30))  # none twice, none by both
+    assert {(o.outcome.trajectory.id.sample, o.outcome.reward_version) for o in outcomes} == set(worker.scored)
+    assert {version for sample, version in worker.scored if sample >= 21} == {1}
+    of_group: dict[int, set[int]] = {}
+    for sample, version in worker.scored:
+        of_group.setdefault((sample + 1) // 2, set()).add(version)
+    assert all(len(versions) == 1 for versions in of_group.values()), "siblings that cannot be compared"
+    assert sorted(worker.closed) == [0, 2]
+    # What the log says holds: whoever was scored before the note was scored by the version before.
+    assert [version for _, version in worker.scored[: noted[0]]] == [0] * noted[0]
+    assert len(noted) == 1

@@ -16,6 +16,8 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,6 +35,9 @@ from real_engines import (
     write_model,
 )
 
+from streamrl.comm.weights import WeightPublisher
+from streamrl.comm.weights.requests import GetChunk, decode_request
+
 EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -42,19 +47,37 @@ async def push_many(
     """Checksums and greedy tokens after an anchor and ``deltas`` deltas, and those of a fresh engine on the result."""
     model = directory / "model"
     bits, shapes = write_model(model, architecture)
-    with publisher_of(shapes, directory) as publisher:
+    with publisher_of(shapes, directory, checkpoint=model) as publisher:
         async with running_engine(model, dtype, tensor_parallel_size=workers) as llm:
             push = Push(llm, publisher)
+            asked = count_chunks(publisher)
             for version in range(deltas + 1):
                 bits = changed_at_random(bits, version)
                 announcement = push.publish(version, bits)
+                asked.clear()
                 done = await push.commit(announcement)
+                assert set(asked.values()) <= {1}, "a chunk was sent to more than one worker of this machine"
+                assert asked
                 assert done.state_hash == announcement.state_hash
+                assert push.sent_as_announced(announcement) == (version > 0), "the first is a delta on the checkpoint"
             pushed, tokens = await push.checksums(), list((await sample(llm, 40)).token_ids)
     save_bits(model, bits, shapes)
     async with running_engine(model, dtype, tensor_parallel_size=workers) as fresh:
         loaded = await Push(fresh, publisher).checksums()
         return pushed, tokens, loaded, list((await sample(fresh, 40)).token_ids)
+
+
+def count_chunks(publisher: WeightPublisher) -> Counter[bytes]:
+    """From now on, how often each chunk is asked for."""
+    asked: Counter[bytes] = Counter()
+    answer = publisher._thread._answer
+
+    def counted(frames: Sequence[bytes]) -> object:
+        asked.update(frame for frame in frames if isinstance(decode_request(frame), GetChunk))
+        return answer(frames)
+
+    publisher._thread._answer = counted  # type: ignore[assignment,method-assign]
+    return asked
 
 
 def faults_of(pushed: dict[str, str], tokens: list[int], loaded: dict[str, str], fresh: list[int]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -49,11 +50,9 @@ def changed(bits: Bits, seed: int, density: float = 0.05) -> Bits:
 class SmallPush:
     """One rank's publisher and one receiver's mirror, at the same version after ``begin``."""
 
-    def __init__(self, directory: Path, *, run_id: str = "run", bandwidth_mbit: float = 0.0) -> None:
+    def __init__(self, directory: Path, *, run_id: str = "run", **options: Any) -> None:
         shards = [ShardSpec(name, dtype, shape, 0, int(np.prod(shape))) for name, (dtype, shape) in TENSORS.items()]
-        self.publisher = WeightPublisher(
-            f"ipc://{directory}/{run_id}", run_id=run_id, rank=0, shards=shards, bandwidth_mbit=bandwidth_mbit
-        )
+        self.publisher = WeightPublisher(f"ipc://{directory}/{run_id}", run_id=run_id, rank=0, shards=shards, **options)
         self.publisher.start()
         self.mirror = CheckpointMirror()
         self.bits = random_bits(0)

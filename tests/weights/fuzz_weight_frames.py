@@ -30,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from streamrl.comm.weights import compiled_paths
 from streamrl.comm.weights import publisher as publishing
 from streamrl.comm.weights.bit_patterns import bit_type
 from streamrl.comm.weights.codec import decode_patch
@@ -37,7 +38,7 @@ from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
 from streamrl.comm.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
 from streamrl.comm.weights.mirror import CheckpointMirror
 from streamrl.comm.weights.received_part import ReceivedPart
-from streamrl.comm.weights.requests import GetChunk, encoder
+from streamrl.comm.weights.requests import ChunkReply, FoldReply, GetChunk, GetFold, ManifestReply, encoder
 from streamrl.comm.weights.serving import ServedPart, ServingThread
 from streamrl.errors import WeightError
 from streamrl.messages import WeightAnnouncement
@@ -50,12 +51,14 @@ Bits = dict[str, np.ndarray]
 
 
 class Sample(msgspec.Struct, frozen=True, eq=False):
-    """A version that was published: what announces it, what carries it, what it must become."""
+    """A version that was published: what announces it, what carries it, what it must become; the same as a delta that
+    was asked for (``folded``; not of an anchor)."""
 
     announced: WeightAnnouncement
     part: ServedPart
     manifest: Manifest
     bits: Bits
+    folded: ServedPart | None = None
 
 
 class World(msgspec.Struct, frozen=True, eq=False):
@@ -64,6 +67,26 @@ class World(msgspec.Struct, frozen=True, eq=False):
     mirror: CheckpointMirror
     samples: Sequence[Sample]
     server: ServingThread
+
+
+class Folded:
+    """Serves what was folded beforehand; of one version it is never ready."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def part_of(self, request: GetFold) -> ServedPart | None:
+        for sample in self._samples:
+            if sample.part.manifest_digest == request.manifest_digest and request.base_version == 0:
+                return sample.folded
+        raise WeightError("not kept")
+
+    def served(self, digest: str) -> ServedPart | None:
+        folds = (sample.folded for sample in self._samples)
+        return next((fold for fold in folds if fold is not None and fold.manifest_digest == digest), None)
+
+    def keep(self, digests: object) -> None:
+        """Everything is."""
 
 
 @cache
@@ -80,7 +103,9 @@ def _make_world() -> World:
     mirror, samples = CheckpointMirror(), []
     for version, density in enumerate((1.0, 0.02, 0.3, 1.0)):
         moved = {name: np.where(random.random(b.size) < density, b + 1, b).astype(b.dtype) for name, b in held.items()}
-        published = publisher.publish(version, moved)
+        limit = 1 << 40 if version == 2 else 1  # elements from which shards take adaptive code
+        with mock.patch.multiple(compiled_paths, _FROM_ELEMENTS=limit, _FROM_ELEMENTS_WHEN_LOADED=limit):
+            published = publisher.publish(version, moved)
         announced = WeightAnnouncement(
             policy_version=version,
             base_version=published.base_version,
@@ -89,13 +114,14 @@ def _make_world() -> World:
         )
         part = publisher._served[-1]
         manifest = decode_manifest(part.manifest, part.manifest_digest, "")
-        sample = Sample(announced, part, manifest, moved)
+        folded = publisher._fold(GetFold(part.manifest_digest, 0)) if version else None
+        sample = Sample(announced, part, manifest, moved, folded)
         if not version:
             mirror.advance(mirror.stage(fetched_of(sample, receive(sample, replies_of(sample)), mirror)))
             publisher.acknowledge(0)
             held = moved
         samples.append(sample)
-    server = ServingThread("ipc:///nowhere", "fuzzed")
+    server = ServingThread("ipc:///nowhere", "fuzzed", folds=Folded(samples))
     server.serve([sample.part for sample in samples])
     return World(mirror, samples, server)
 
@@ -141,7 +167,9 @@ def fetched_of(sample: Sample, part: ReceivedPart, mirror: CheckpointMirror) -> 
             base = mirror.bits(shard.name)[shard.offset : shard.offset + shard.count]
         patch = decode_patch(encoded, bit_type(shard.dtype, shard.name), shard.count, shard.name, base)
         patches.append(ShardPatch(shard, patch))
-    return FetchedVersion(sample.announced, part.manifest.base_part_hash, patches, part.manifest.payload_bytes)
+    manifest = part.manifest
+    size, run_id = manifest.payload_bytes, manifest.run_id
+    return FetchedVersion(sample.announced, manifest.base_version, manifest.base_part_hash, patches, size, run_id)
 
 
 # ---- mutations -------------------------------------------------------------------------------------
@@ -201,7 +229,8 @@ def reply_case(random: np.random.Generator) -> str:
 def request_case(random: np.random.Generator) -> str:
     everything = world()
     sample = everything.samples[int(random.integers(len(everything.samples)))]
-    request = encoder.encode(GetChunk(sample.part.manifest_digest, int(random.integers(-1, 9))))
+    kind, digest = GetChunk if random.random() < 0.6 else GetFold, sample.part.manifest_digest
+    request = encoder.encode(kind(digest, int(random.integers(-1, 9))))
     broken = mutated(random, request, random.bytes(len(request)))
     frames = [[broken], [request], [broken, request]][int(random.choice(3, p=[0.8, 0.1, 0.1]))]
     reply, payload = everything.server._answer(frames)
@@ -222,6 +251,34 @@ def patch_case(random: np.random.Generator) -> str:
     tensors = (*sample.manifest.tensors[:index], entry, *sample.manifest.tensors[index + 1 :])
     payload = payload[: starts[index]] + broken + payload[starts[index + 1] :]
     return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tensors), payload)
+
+
+def fold_case(random: np.random.Generator) -> str:
+    """A folded delta of which one reply is broken, or whose manifest is wrong behind a valid digest."""
+    samples = world().samples[1:]
+    sample = samples[int(random.integers(len(samples)))]
+    fold, digest = sample.folded, sample.part.manifest_digest
+    assert fold is not None
+    manifest, fold_digest = fold.manifest, fold.manifest_digest
+    if hostile := random.random() < 0.5:
+        manifest = mutated(random, manifest, sample.part.manifest)
+        fold_digest = digest_of(manifest)
+    honest = [
+        [encoder.encode(ManifestReply(digest)), sample.part.manifest],
+        [encoder.encode(FoldReply(digest, fold_digest)), manifest],
+        *([encoder.encode(ChunkReply(fold_digest, i)), bytes(chunk)] for i, chunk in enumerate(fold.chunks)),
+    ]
+    number, which = int(random.integers(1, len(honest))), int(random.integers(2))
+    broken = list(honest[number])
+    broken[which] = mutated(random, broken[which], honest[0][which])
+    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+    part.take(honest[0])
+    part.fold_from(0)
+    for frames in (*honest[1:], *([] if hostile else [broken]), *honest[1:]):
+        part.take(frames)
+        list(part.requests(CHUNK))
+    assert hostile or part.complete, part.describe()
+    return judge(sample, part)
 
 
 def manifest_case(random: np.random.Generator) -> str:
@@ -279,7 +336,7 @@ def judge(sample: Sample, part: ReceivedPart) -> str:
     return "equal"
 
 
-CASES = (reply_case, reply_case, patch_case, patch_case, manifest_case, request_case)
+CASES = (reply_case, reply_case, patch_case, patch_case, manifest_case, request_case, fold_case)
 
 
 def run_case(seed: int, number: int) -> str:

@@ -138,7 +138,7 @@ async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncItera
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from streamrl.engines.vllm_weights import WEIGHT_BACKEND
+    from streamrl.comm.weights import WEIGHT_BACKEND
 
     arguments = AsyncEngineArgs(
         model=str(directory),
@@ -162,10 +162,11 @@ async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncItera
 
 
 @contextmanager
-def publisher_of(shapes: Shapes, socket_directory: Path) -> Iterator[WeightPublisher]:
-    """One rank that publishes all tensors."""
+def publisher_of(shapes: Shapes, socket_directory: Path, checkpoint: Path | None = None) -> Iterator[WeightPublisher]:
+    """One rank that publishes all tensors. ``checkpoint``: what the engines load."""
     shards = [ShardSpec(name, "bfloat16", shape, 0, int(np.prod(shape))) for name, shape in shapes.items()]
-    publisher = WeightPublisher(f"ipc://{socket_directory}/weights", run_id="run", rank=0, shards=shards)
+    endpoint = f"ipc://{socket_directory}/weights"
+    publisher = WeightPublisher(endpoint, run_id="run", rank=0, shards=shards, checkpoint=checkpoint)
     publisher.start()
     try:
         yield publisher
@@ -179,6 +180,7 @@ class Push:
     def __init__(self, llm: Any, publisher: WeightPublisher) -> None:
         self.llm = llm
         self.publisher = publisher
+        self.staged_bytes = 0
 
     def publish(self, version: int, bits: Bits) -> WeightAnnouncement:
         published = self.publisher.publish(version, bits)
@@ -196,17 +198,21 @@ class Push:
         )
 
     async def commit(self, announcement: WeightAnnouncement) -> OrderDone:
-        from streamrl.engines import vllm_weights
+        from streamrl.comm.weights import commit, stage
 
-        staged = await vllm_weights.stage(self.llm, announcement)
-        assert staged.payload_bytes == announcement.sources[0].payload_bytes
+        staged = await stage(self.llm, announcement)
+        self.staged_bytes = staged.payload_bytes
         await self.llm.pause_generation(mode="keep", clear_cache=False)
         try:
-            done = await vllm_weights.commit(self.llm, announcement.policy_version)
+            done = await commit(self.llm, announcement.policy_version)
         finally:
             await self.llm.resume_generation()
         self.publisher.acknowledge(announcement.policy_version)
         return done
+
+    def sent_as_announced(self, announcement: WeightAnnouncement) -> bool:
+        """Whether the last commit got those bytes, and not a folded delta."""
+        return self.staged_bytes == announcement.sources[0].payload_bytes
 
     async def checksums(self) -> dict[str, str]:
         """vLLM's own SHA-256 of every runtime parameter of every worker, by its name with the worker's rank."""
@@ -235,7 +241,7 @@ def set_engine_variables(
     set_variable: Callable[[str, str], None], rpc_directory: Path, *, workers: int = 1, **more: str
 ) -> None:
     """What an engine's process needs in its environment; one core for each worker."""
-    from streamrl.engines.vllm_weights import engine_environment
+    from streamrl.comm.weights import engine_environment
 
     cores = sorted(os.sched_getaffinity(0))
     variables = {

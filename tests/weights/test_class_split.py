@@ -41,6 +41,7 @@ def test_the_compiled_pass_equals_the_plain_form(data: st.DataObject) -> None:
     assert np.array_equal(plain.positions, np.flatnonzero(base != new))
     assert np.array_equal(compiled.positions, plain.positions)
     assert np.array_equal(compiled.values, plain.values)
+    assert compiled.sizes.tolist() == plain.sizes.tolist() == compiled_split.class_sizes(base, thresholds).tolist()
     for one, other in zip(compiled.streams, plain.streams, strict=True):
         assert np.array_equal(one.gaps, other.gaps)
         assert np.array_equal(one.symbols, other.symbols)

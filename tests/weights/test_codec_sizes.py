@@ -5,11 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from streamrl.comm.weights import compiled_paths
 from streamrl.comm.weights.codec import decode_patch, encode_patch
-from streamrl.comm.weights.synthetic_updates import adam_step, draw_weights, learning_rate_for, uniform_step
+from streamrl.comm.weights.synthetic_updates import (
+    adam_step,
+    draw_weights,
+    from_bfloat16,
+    learning_rate_for,
+    to_bfloat16,
+    uniform_step,
+)
 from streamrl.comm.weights.update_entropy import UpdateCounts
 
 ELEMENTS = 2_000_000
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has met a large tensor, whichever test is the first."""
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", compiled_paths._FROM_ELEMENTS_WHEN_LOADED)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +50,35 @@ def test_less_than_a_byte_a_change_after_an_adam_step(weights: np.ndarray, densi
     size = size_of(base, new)
     assert size <= 0.85 * changed
     assert size <= 1.25 * UpdateCounts.of(base, new, "bfloat16").conditional_bits() / 8
+
+
+@pytest.mark.parametrize(("elements", "most"), [(16_384, 1.25), (65_536, 1.1), (262_144, 1.06)])
+def test_small_tensors_cost_little_more_than_the_entropy_of_the_model(elements: int, most: float) -> None:
+    """The tables of each would cost half as much again."""
+    rate = learning_rate_for(0.01, draw_weights(1 << 17, seed=3, place=0))
+    total, counts = 0, UpdateCounts()
+    for place in range(ELEMENTS // 4 // elements):
+        base, new = adam_step(draw_weights(elements, seed=3, place=place), rate, seed=1, place=place)
+        counts.add(UpdateCounts.of(base, new, "bfloat16"))
+        total += size_of(base, new)
+    assert total <= 0.85 * counts.changed.sum()
+    assert total <= most * counts.conditional_bits() / 8
+
+
+@pytest.mark.parametrize(("elements", "rate"), [(131_072, 1e-6), (131_072, 1e-5), (ELEMENTS, 3e-7), (ELEMENTS, 1e-6)])
+def test_first_steps_cost_little_more_than_a_bit_a_change(rate: float, elements: int) -> None:
+    """The first step of AdamW from a published checkpoint moves every element by the learning rate, up or down: nearly
+    all elements of the small exponents change, by a number of steps that their exponent says, and no other."""
+    random = np.random.default_rng(0)
+    total, counts = 0, UpdateCounts()
+    for place in range(max(1, 524_288 // elements)):
+        base = draw_weights(elements, seed=5, place=place)
+        moves = random.choice(np.array([-rate, rate], dtype=np.float32), elements)
+        moves[random.random(elements) < 0.005] = 0.0
+        new = to_bfloat16(from_bfloat16(base) + moves)
+        counts.add(UpdateCounts.of(base, new, "bfloat16"))
+        total += size_of(base, new)
+    assert total <= 1.25 * counts.conditional_bits() / 8
 
 
 def test_a_seventh_of_dense_when_half_of_the_elements_change(weights: np.ndarray) -> None:

@@ -48,8 +48,9 @@ def test_bytes_take_exactly_the_time_of_the_link(
 def test_without_a_limit_nothing_waits() -> None:
     link = SlowLink(0.0)
     assert link.seconds_until_carried(5.0, 1 << 30) == 0.0
-    link.carried(1 << 30, more=True)
-    assert link.seconds_until_carried(5.0, 1 << 30) == 0.0
+    for _ in range(2):
+        link.carried(1 << 30, more=True)
+        assert link.seconds_until_carried(5.0, 1 << 30) == 0.0
 
 
 def test_peers_take_turns_and_a_request_waits_once() -> None:

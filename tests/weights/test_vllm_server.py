@@ -10,9 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from streamrl.engines import vllm_weights
-from streamrl.engines.vllm_plugin import TEXT_METHODS
-from streamrl.engines.vllm_server import VllmServer
+from streamrl.comm.weights import VllmServer, push
+from streamrl.comm.weights.vllm_names import TEXT_METHODS
 from streamrl.errors import EngineError, WeightError
 from streamrl.messages import WeightAnnouncement
 
@@ -65,7 +64,7 @@ ANNOUNCED = WeightAnnouncement(policy_version=7, base_version=6, state_hash=HASH
 
 
 def test_a_push_is_staged_before_the_pause_and_committed_in_it(server: ThreadingHTTPServer) -> None:
-    done = asyncio.run(vllm_weights.push(client_of(server), ANNOUNCED))
+    done = asyncio.run(push(client_of(server), ANNOUNCED))
     assert (done.state_hash, done.payload_bytes) == (HASH, 11)
     calls = [(path, body.get("method")) for path, body in server.calls]  # type: ignore[attr-defined]
     assert calls == [
@@ -84,7 +83,7 @@ def test_a_push_is_staged_before_the_pause_and_committed_in_it(server: Threading
 def test_a_commit_that_does_not_verify_is_rolled_back_and_the_server_goes_on(server: ThreadingHTTPServer) -> None:
     server.answers["streamrl_apply"] = (200, {"results": [{**HELD, "state_hash": 5}]})  # type: ignore[attr-defined]
     with pytest.raises(WeightError, match="the live weights of 1 workers add up to state hash 0x0000000000000005"):
-        asyncio.run(vllm_weights.push(client_of(server), ANNOUNCED))
+        asyncio.run(push(client_of(server), ANNOUNCED))
     paths = [body.get("method", path) for path, body in server.calls]  # type: ignore[attr-defined]
     assert paths[-2:] == ["streamrl_roll_back", "/resume"]
     assert "/finish_weight_update" not in paths

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.comm.weights import compiled_paths
+from streamrl.comm.weights import compiled_paths, single_exponents
 from streamrl.comm.weights.bit_patterns import as_bits, bit_type
 from streamrl.comm.weights.codec import Codec, EncodedPatch, WeightPatch, decode_patch, encode_patch
 from streamrl.errors import WeightError
@@ -26,12 +26,30 @@ SINGLE_EDGES += [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FC12345, 0x7FFFFFFF]
 SINGLE_EDGES += [edge | 0x80000000 for edge in SINGLE_EDGES]
 
 
+@pytest.fixture(autouse=True)
+def plain_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codec with the split in numpy, whatever the size and whatever is loaded."""
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", 1 << 40)
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", 1 << 40)
+
+
+def take_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form != "plain":
+        monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", 1)
+        monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", 1)
+        monkeypatch.setattr(single_exponents, "MANY_CHANGES", 1 << 40 if form == "single" else -1)
+
+
 @pytest.fixture(params=["plain", "compiled"])
 def each_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The codec with the split in numpy, then with the compiled one, whatever the size."""
-    limit = 1 if request.param == "compiled" else 1 << 40
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", limit)
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", limit)
+    """The codec with a header and the split in numpy, then with the compiled one."""
+    take_form(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["plain", "compiled", "single"])
+def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and single exponents in adaptive code."""
+    take_form(request.param, monkeypatch)
 
 
 def applied(base: np.ndarray, encoded: bytes) -> np.ndarray:
@@ -60,11 +78,11 @@ def assert_exact(base: np.ndarray, new: np.ndarray, dtype: str) -> None:
         listed = decode_patch(delta.encoded, base.dtype, base.size, "t", base)
         assert listed.values.size == delta.listed_elements
         assert listed.positions is None or bool(np.all(np.diff(listed.positions) > 0))
-        assert len(delta.encoded) <= 1.001 * new.nbytes + 64
+        assert len(delta.encoded) <= new.nbytes
     anchor = encode_patch(new, None, dtype)
     assert anchor is not None
     assert np.array_equal(decode_patch(anchor.encoded, base.dtype, base.size, "t", None).values, new)
-    assert len(anchor.encoded) <= 1.001 * new.nbytes + 64
+    assert len(anchor.encoded) <= new.nbytes
 
 
 def normal_bits(count: int, dtype: str, seed: int = 0) -> np.ndarray:
@@ -77,11 +95,14 @@ def normal_bits(count: int, dtype: str, seed: int = 0) -> np.ndarray:
     return values.view(U32)
 
 
-@settings(deadline=None)
+@pytest.mark.timeout(240)  # the first to compile
+@pytest.mark.parametrize("form", ["plain", "compiled", "single"])
+@settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_round_trip_for_any_change(data: st.DataObject) -> None:
+def test_round_trip_for_any_change_and_never_larger_than_dense(form: str, data: st.DataObject) -> None:
+    """Any density, tensors of a few elements among them."""
     dtype = data.draw(st.sampled_from(DTYPES))
-    count = data.draw(st.integers(0, 1500))
+    count = data.draw(st.integers(0, 1500) | st.integers(0, 20))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     base = normal_bits(count, dtype) if data.draw(st.booleans()) else random_bits(random, count, dtype)
     new = base.copy()
@@ -93,7 +114,9 @@ def test_round_trip_for_any_change(data: st.DataObject) -> None:
             new[touched] ^= base.dtype.type(data.draw(st.integers(1, 2**16 - 1)))
         case "anything":
             new[touched] = random_bits(random, int(touched.sum()), dtype)
-    assert_exact(base, new, dtype)
+    with pytest.MonkeyPatch.context() as patched:
+        take_form(form, patched)
+        assert_exact(base, new, dtype)
 
 
 def random_bits(random: np.random.Generator, count: int, dtype: str) -> np.ndarray:
@@ -101,7 +124,7 @@ def random_bits(random: np.random.Generator, count: int, dtype: str) -> np.ndarr
 
 
 @pytest.mark.timeout(240)  # the first to compile
-@pytest.mark.usefixtures("each_split")
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_half_pattern_survives_from_and_to_every_edge(dtype: str) -> None:
     """Among them both zeros, both infinities, every subnormal and every NaN payload."""
@@ -112,7 +135,7 @@ def test_every_half_pattern_survives_from_and_to_every_edge(dtype: str) -> None:
             assert np.array_equal(applied(base, encoded_delta(base, new, dtype).encoded), new), hex(edge)
 
 
-@pytest.mark.usefixtures("each_split")
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("flipped", [0x0001, 0x0080, 0x7FFF, 0x8000, 0xFFFF])
 def test_every_half_pattern_survives_as_base_of_every_flip(dtype: str, flipped: int) -> None:
@@ -121,7 +144,7 @@ def test_every_half_pattern_survives_as_base_of_every_flip(dtype: str, flipped: 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.usefixtures("each_split")
+@pytest.mark.usefixtures("each_form")
 def test_every_pair_of_single_precision_edges_survives() -> None:
     edges = np.array(SINGLE_EDGES, dtype=U32)
     base, new = np.repeat(edges, edges.size), np.tile(edges, edges.size)
@@ -146,7 +169,7 @@ def test_nothing_changed_is_nothing_to_send(dtype: str) -> None:
         assert encode_patch(bits.copy(), bits, dtype) is None
 
 
-@pytest.mark.usefixtures("each_split")
+@pytest.mark.usefixtures("each_form")
 def test_bits_that_lie_apart_are_read_where_they_lie() -> None:
     """As the upper halves of float32 parameters do."""
     wide = np.arange(3000, dtype=U32) * U32.type(0x00010003)
@@ -196,7 +219,6 @@ LAYOUT, CODEC, WIDTH, ELEMENTS, CHANGED, THRESHOLDS, STREAMS = range(7)
 def wrong_headers() -> Iterator[tuple[str, int, object]]:
     yield "another layout", LAYOUT, 1
     yield "an unknown codec", CODEC, 9
-    yield "dense", CODEC, 3
     yield "planes", CODEC, 2
     yield "another width", WIDTH, 4
     yield "more elements", ELEMENTS, COUNT + 1
@@ -263,8 +285,8 @@ def test_refuses_a_header_of_another_writer() -> None:
     """An integer in more bytes than it needs decodes to the same number, and would give a patch two identities."""
     base, encoded = a_delta()
     (length,) = struct.unpack_from("<H", encoded)
-    assert encoded[3] == 2  # the layout, as a one-byte integer
-    longer = struct.pack("<H", length + 1) + encoded[2:3] + b"\xcc\x02" + encoded[4:]
+    assert encoded[3] == 3  # the layout, as a one-byte integer
+    longer = struct.pack("<H", length + 1) + encoded[2:3] + b"\xcc\x03" + encoded[4:]
     with pytest.raises(WeightError, match="another writer"):
         decode_patch(longer, U16, COUNT, "layer", base)
 
@@ -283,7 +305,7 @@ def test_refuses_every_truncation_and_anything_appended(anchor: bool) -> None:
         decode_patch(encoded + b"\0", U16, COUNT, "t", base)
 
 
-@pytest.mark.usefixtures("each_split")
+@pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("changed", [1, 60, 600])
 def test_any_flipped_bit_is_refused_or_decodes_to_a_patch_of_this_shard(changed: int) -> None:
     """What is left to the digests: another patch. Never a crash, a position outside, or an unordered one."""
@@ -341,8 +363,8 @@ def test_a_delta_needs_its_base() -> None:
 
 
 def test_refuses_an_element_that_does_not_change() -> None:
-    base = np.zeros(10, dtype=U16)
-    new = np.zeros(10, dtype=U16)
+    base = np.zeros(100, dtype=U16)
+    new = np.zeros(100, dtype=U16)
     new[3] = 0x8000  # one step down, symbol 0
     encoded = encoded_delta(base, new, "bfloat16").encoded
     header = header_of(encoded)
@@ -353,7 +375,7 @@ def test_refuses_an_element_that_does_not_change() -> None:
     packed = msgspec.msgpack.encode(header)
     forged = struct.pack("<H", len(packed)) + packed + body[:gap_bytes] + same
     with pytest.raises(WeightError, match="does not change"):
-        decode_patch(forged, U16, 10, "layer", base)
+        decode_patch(forged, U16, 100, "layer", base)
 
 
 def test_a_bomb_in_the_exponents_is_refused_before_it_unfolds() -> None:
@@ -379,3 +401,64 @@ def test_bits_must_have_the_width_and_size_of_the_shard() -> None:
         as_bits(np.zeros(3, np.uint16), "bfloat16", 2, "t")
     with pytest.raises(WeightError, match="'float8'"):
         as_bits(np.zeros(2, np.uint8), "float8", 2, "t")
+
+
+# ---- single exponents ------------------------------------------------------------------------------
+
+
+def a_single_delta(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, bytes]:
+    take_form("single", monkeypatch)
+    base, encoded = a_delta()
+    assert struct.unpack_from("<H", encoded)[0] >= 1 << 15
+    return base, encoded
+
+
+def test_single_exponents_need_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, encoded = a_single_delta(monkeypatch)
+    with pytest.raises(WeightError, match=r"'layer.*nothing is held"):
+        decode_patch(encoded, U16, COUNT, "layer", None)
+    with pytest.raises(WeightError, match=r"its base has 1000 of uint16"):
+        decode_patch(encoded, U16, COUNT, "layer", base[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        (0x0000, "no lowest threshold"),
+        (0x00FF, "a threshold and none"),
+        (0x0FF8, "thresholds beyond the last exponent"),
+        (0x1F90, "the same, eight apart"),
+        (0x1170, "one threshold, eight apart"),
+        (0x2370, "a bit that means nothing"),
+    ],
+)
+def test_refuses_classes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, kinds: int, why: str) -> None:
+    base, encoded = a_single_delta(monkeypatch)
+    forged = struct.pack("<H", 0x8000 | (kinds if kinds else 0x0100)) + encoded[2:]
+    with pytest.raises(WeightError, match="classes that cannot be"):
+        pytest.fail(f"{why}: {decode_patch(forged, U16, COUNT, 'layer', base)}")
+
+
+def test_refuses_more_or_fewer_bytes_of_adaptive_code_or_reads_another_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arithmetic code has no end of its own: what it reads fits, and the digest and the state hash tell."""
+    base, encoded = a_single_delta(monkeypatch)
+    for appended in (b"\0", b"\1", bytes(50)):
+        with pytest.raises(WeightError, match="does not end where its changes do"):
+            decode_patch(encoded + appended, U16, COUNT, "layer", base)
+    for length in range(len(encoded)):
+        try:
+            patch = decode_patch(encoded[:length], U16, COUNT, "t", base)
+        except WeightError:
+            continue
+        assert_fits(patch, base)
+
+
+def test_what_is_as_long_as_dense_is_dense() -> None:
+    random = np.random.default_rng(0)
+    for dtype in DTYPES:
+        for count in (1, 2, 3, 40):
+            base, new = random_bits(random, count, dtype), random_bits(random, count, dtype)
+            assert encoded_delta(base, new, dtype).encoded == new.tobytes()
+            anchor = encode_patch(new, None, dtype)
+            assert anchor is not None
+            assert anchor.encoded == new.tobytes()

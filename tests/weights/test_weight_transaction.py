@@ -17,8 +17,9 @@ from streamrl.comm.weights.mirror import StagedPatch
 from streamrl.engines.weight_transaction import LiveModel, StageReport, WeightTransaction
 from streamrl.errors import WeightError
 from streamrl.messages import WeightAnnouncement
-from tests.weights.faulty_link import TENSORS, Bits, SmallPush, changed
+from tests.weights.faulty_link import TENSORS, Bits, SmallPush, changed, random_bits
 from tests.weights.receiver_process import POINTS
+from tests.weights.test_folded_deltas import save_checkpoint
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -50,11 +51,13 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]
 class Receiver:
     """A transaction on a small torch model, fed by a real publisher."""
 
-    def __init__(self, push: SmallPush, audit_interval: int = 50) -> None:
+    def __init__(self, push: SmallPush, audit_interval: int = 50, **options: Any) -> None:
         self.push = push
         self.model = PlainModel()
         self.repacked: Callable[[], None] = lambda: None
-        self.transaction = WeightTransaction(lambda live, writes: self.repacked(), audit_interval=audit_interval)
+        self.transaction = WeightTransaction(
+            lambda live, writes: self.repacked(), audit_interval=audit_interval, **options
+        )
 
     def stage(self, announced: WeightAnnouncement) -> StageReport:
         self.transaction.begin_stage(announced)
@@ -75,6 +78,11 @@ class Receiver:
         for name, expected in bits.items():
             assert np.array_equal(self.model.bits(name), expected), name
             assert np.array_equal(self.transaction.mirror.bits(name), expected), name
+
+    def load(self, bits: Bits) -> None:
+        """As vLLM did before anything was pushed."""
+        for name, loaded in bits.items():
+            self.model.bits(name)[:] = loaded
 
     def _record(self, tensors: object) -> LiveModel:
         plan = record_load_plan(self.model, tensors)
@@ -265,6 +273,78 @@ def test_an_audit_finds_a_foreign_write_that_no_delta_touches(push: SmallPush) -
         receiver.commit(announced)
     receiver.commit(push.anchor(2))
     receiver.assert_holds(2, {**bits, "head": bits["head"] ^ 1})
+
+
+@pytest.mark.parametrize("announced_as", ["anchor", "delta"])
+def test_a_restarted_worker_takes_a_delta_on_the_checkpoint_that_it_has_loaded(
+    tmp_path: Path, announced_as: str
+) -> None:
+    first = random_bits(0)
+    path = save_checkpoint(tmp_path / "model", first, TENSORS)
+    push = SmallPush(tmp_path, checkpoint=path)
+    try:
+        push.bits = first
+        push.commit(push.publish(0, first))
+        new = changed(first, 1)
+        delta = push.publish(1, new)
+        restarted = Receiver(push, checkpoint=path)
+        restarted.load(first)
+        announced = delta if announced_as == "delta" else push.anchor(1)
+        report = restarted.stage(announced)
+        assert not report.error
+        assert report.payload_bytes < sum(b.nbytes for b in first.values()) / 2
+        assert restarted.transaction.live_report().policy_version is None, "it has committed nothing yet"
+        restarted.commit(announced)
+        restarted.assert_holds(1, new)
+        push.publisher.acknowledge(1)
+        restarted.commit(push.publish(2, changed(new, 2)))
+        restarted.assert_holds(2, changed(new, 2))
+    finally:
+        push.close()
+
+
+def test_a_worker_that_did_not_load_the_checkpoint_it_says_needs_an_anchor(tmp_path: Path) -> None:
+    first = random_bits(0)
+    path = save_checkpoint(tmp_path / "model", first, TENSORS)
+    push = SmallPush(tmp_path, checkpoint=path)
+    try:
+        anchor = push.publish(0, first)
+        wrong = Receiver(push, checkpoint=path)
+        wrong.load({**first, "norm": first["norm"] ^ (np.arange(40) == 7).astype(np.uint16)})
+        with pytest.raises(WeightError, match=r"not those of the checkpoint .*'norm'.*in an audit.*publish an anchor"):
+            wrong.commit(anchor)
+        assert wrong.transaction.live_report().policy_version is None
+        wrong.commit(anchor)
+        wrong.assert_holds(0, first)
+    finally:
+        push.close()
+
+
+def test_a_crash_before_the_first_version_leaves_what_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = random_bits(0)
+    path = save_checkpoint(tmp_path / "model", first, TENSORS)
+    push = SmallPush(tmp_path, checkpoint=path)
+    try:
+        push.publish(0, first)
+        push.publisher.acknowledge(0)
+        delta = push.publish(1, changed(first, 1))
+        receiver = Receiver(push, checkpoint=path)
+        receiver.load(first)
+        assert not receiver.stage(delta).error
+        with monkeypatch.context() as planted:
+            planted.setattr(
+                receiver.transaction.live, "_write_and_check", CrashAt(receiver.transaction.live._write_and_check, 1)
+            )
+            with pytest.raises(Crash):
+                receiver.transaction.apply(1)
+        for name, loaded in first.items():
+            assert np.array_equal(receiver.model.bits(name), loaded)
+        receiver.commit(delta)
+        receiver.assert_holds(1, changed(first, 1))
+    finally:
+        push.close()
 
 
 @pytest.mark.parametrize("point", POINTS)

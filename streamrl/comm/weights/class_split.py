@@ -32,11 +32,13 @@ class ClassStreams(msgspec.Struct, frozen=True, eq=False):
 
 
 class Split(msgspec.Struct, frozen=True, eq=False):
-    """What changed: ``positions`` int64 [n] increasing, their new ``values``, and the same by class."""
+    """What changed: ``positions`` int64 [n] increasing, their new ``values``, and the same by class. ``sizes``:
+    elements of each class, int64 [classes]."""
 
     positions: PositionArray
     values: BitArray
     streams: Sequence[ClassStreams]
+    sizes: npt.NDArray[np.int64]
 
 
 def split_changes(base: BitArray, new: BitArray, thresholds: Thresholds) -> Split:
@@ -50,7 +52,8 @@ def split_changes(base: BitArray, new: BitArray, thresholds: Thresholds) -> Spli
         ranks = np.flatnonzero(differs[classes == kind])
         gaps = np.diff(ranks, prepend=-1) - 1
         streams.append(ClassStreams(gaps.astype(np.uint32), symbols[kinds == kind]))
-    return Split(positions, new[positions], streams)
+    sizes = np.bincount(classes, minlength=thresholds.size + 1).astype(np.int64, copy=False)
+    return Split(positions, new[positions], streams, sizes)
 
 
 def join_changes(

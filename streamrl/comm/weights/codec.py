@@ -1,24 +1,26 @@
 """Exact codec of one ``WeightPatch``: what changed in one contiguous piece of a tensor, or all of it.
 
-Layout: the length of the header (uint16, little endian), the header (msgpack), then the body.
+=======  ==================================================================================================
+form     bytes
+=======  ==================================================================================================
+CLASSES  header, then for each exponent class of the *base*: the gaps between changes, then the changes as
+         steps between ordered bit patterns (``class_split``, ``symbol_streams``)
+single   two bytes, then the same gaps and steps in adaptive code (``adaptive_streams``): for few changes
+PLANES   header, then all elements: their exponents (zstd), then their other bits
+dense    all elements, and nothing else: what has exactly so many bytes is dense, all other forms have fewer
+=======  ==================================================================================================
 
-=======  ==================================================================================================
-codec    body
-=======  ==================================================================================================
-CLASSES  for each exponent class of the *base*: the gaps between changes, then the changes as steps between
-         ordered bit patterns (``class_split``, ``symbol_streams``). Only who holds the base can read it.
-PLANES   all elements: their exponents (zstd), then their other bits
-DENSE    all elements
-=======  ==================================================================================================
-
-An anchor takes the smaller of the last two, a delta the smallest of all. A decoder refuses what the encoder
-would not have written, and checks each size before it allocates anything by it.
+Only who holds the base can read the first two. A header is its length (uint16, little endian) and msgpack; the two
+bytes of the second form are a number beyond any such length (``single_exponents``). An anchor takes the smaller of the
+last two, a delta the smallest form of all: nothing is ever larger than dense. A decoder refuses what the encoder would
+not have written, and checks each size before it allocates anything by it.
 """
 
 from __future__ import annotations
 
 import importlib
 import struct
+from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType
 from typing import cast
@@ -30,23 +32,22 @@ from streamrl.comm.weights import class_split
 from streamrl.comm.weights.bit_patterns import BitArray, BitType, PositionArray
 from streamrl.comm.weights.class_split import ClassStreams, GapArray, Split, Thresholds
 from streamrl.comm.weights.compiled_paths import worth_compiling
-from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES, THRESHOLD_BITS, choose_thresholds
+from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES, SINGLE, THRESHOLD_BITS, choose_thresholds
 from streamrl.comm.weights.exponent_plane import join_planes, split_planes
 from streamrl.comm.weights.symbol_streams import decode_symbols, encode_symbols
 from streamrl.errors import WeightError
 
 MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``manifest.work_units``)
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 3
 _LENGTH = struct.Struct("<H")
 _HEADER_LIMIT = 1024
 
 
 class Codec(IntEnum):
-    """How a patch is written."""
+    """How a patch with a header is written."""
 
     CLASSES = 1
     PLANES = 2
-    DENSE = 3
 
 
 class WeightPatch(msgspec.Struct, frozen=True, eq=False):
@@ -93,22 +94,38 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
         _prepare_deltas(bits)
         return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits), bits.size)
     base, bits = _together(base), _together(bits)
-    thresholds = choose_thresholds(base, bits, dtype)
-    split = _compiled_or_plain(bits.size).split_changes(base, bits, thresholds)
+    form = _compiled_or_plain(bits.size)
+    single = None if form is class_split else _single_exponents().choose_thresholds(base, bits, dtype)
+    thresholds = choose_thresholds(base, bits, dtype) if single is None else single
+    split = form.split_changes(base, bits, thresholds)
+    return encode_split(split, thresholds, bits.size, lambda: bits, single=single is not None)
+
+
+def encode_split(
+    split: Split, thresholds: Thresholds, elements: int, complete: Callable[[], BitArray], *, single: bool
+) -> EncodedPatch | None:
+    """Encode what differs in a unit of ``elements``, once that is known; None when nothing does.
+
+    ``complete``: gives all new bits, should they be the shorter form. ``single``: whether ``thresholds`` are those of
+    ``single_exponents``.
+    """
     if not split.positions.size:
         return None
-    patch, encoded = WeightPatch(split.positions, split.values), _encode_classes(bits, thresholds, split)
-    if 2 * len(encoded) > bits.nbytes and len(complete := encode_complete(bits)) < len(encoded):
-        return EncodedPatch(patch, complete, bits.size)
+    encode = _single_exponents().encode if single else _encode_classes
+    encoded: bytes = encode(thresholds, split, elements)
+    patch = WeightPatch(split.positions, split.values)
+    if 2 * len(encoded) > elements * split.values.itemsize:
+        whole = encode_complete(complete())
+        if len(whole) <= len(encoded):
+            return EncodedPatch(patch, whole, elements)
     return EncodedPatch(patch, encoded, split.positions.size)
 
 
 def encode_complete(bits: BitArray) -> bytes:
     """All elements, readable without a base."""
-    planes = split_planes(bits)
-    if len(planes) < bits.nbytes:
-        return _frame(_Header(_LAYOUT_VERSION, Codec.PLANES, bits.itemsize, bits.size, bits.size), planes)
-    return _frame(_Header(_LAYOUT_VERSION, Codec.DENSE, bits.itemsize, bits.size, bits.size), bits.tobytes())
+    header = _Header(_LAYOUT_VERSION, Codec.PLANES, bits.itemsize, bits.size, bits.size)
+    planes = _frame(header, split_planes(bits))
+    return planes if len(planes) < bits.nbytes else bits.tobytes()
 
 
 def decode_patch(
@@ -121,6 +138,11 @@ def decode_patch(
     Raises ``WeightError`` for anything that ``encode_patch`` does not write.
     """
     view = memoryview(encoded)
+    if len(view) == count * bit_dtype.itemsize:
+        return _complete_patch(cast("BitArray", np.frombuffer(view, dtype=bit_dtype)))
+    if len(view) >= _LENGTH.size and _LENGTH.unpack_from(view)[0] >= SINGLE:
+        held = _base_for(base, bit_dtype, count, tensor)
+        return WeightPatch(*_single_exponents().decode(view, held, tensor))
     header, body = _read_header(view, tensor)
     if header.width != bit_dtype.itemsize or header.elements != count or not 0 <= header.changed <= count:
         raise WeightError(
@@ -128,17 +150,29 @@ def decode_patch(
             f"expected a shard of {count} elements of {bit_dtype.itemsize} bytes"
         )
     if header.codec is not Codec.CLASSES:
-        values = _read_complete(header, body, bit_dtype, tensor)
-        _prepare_deltas(values)
-        return WeightPatch(None, values)
+        return _complete_patch(_read_planes(header, body, bit_dtype, tensor))
+    held = _base_for(base, bit_dtype, count, tensor)
+    thresholds = np.array(header.thresholds, dtype=np.uint32)
+    streams = _read_streams(header, body, bit_dtype, tensor)
+    positions, values = _compiled_or_plain(count).join_changes(held, thresholds, streams, tensor)
+    return WeightPatch(positions, values)
+
+
+def _complete_patch(values: BitArray) -> WeightPatch:
+    _prepare_deltas(values)
+    return WeightPatch(None, values)
+
+
+def _single_exponents() -> ModuleType:
+    return importlib.import_module("streamrl.comm.weights.single_exponents")
+
+
+def _base_for(base: BitArray | None, bit_dtype: BitType, count: int, tensor: str) -> BitArray:
     if base is None:
         raise WeightError(f"patch of {tensor!r} is a delta, and nothing is held that it could be applied to")
     if base.size != count or base.dtype.itemsize != bit_dtype.itemsize:
         raise WeightError(f"patch of {tensor!r} has {count} elements; its base has {base.size} of {base.dtype}")
-    thresholds = np.array(header.thresholds, dtype=np.uint32)
-    streams = _read_streams(header, body, bit_dtype, tensor)
-    positions, values = _compiled_or_plain(count).join_changes(_together(base), thresholds, streams, tensor)
-    return WeightPatch(positions, values)
+    return _together(base)
 
 
 def _together(bits: BitArray) -> BitArray:
@@ -151,20 +185,24 @@ def _compiled_or_plain(elements: int) -> ModuleType:
 
 def _prepare_deltas(complete: BitArray) -> None:
     """Load what deltas of such a shard will need while an anchor is made or read: nothing waits for it yet, and on a
-    new machine it is compiled first (8 s, then kept beside the source)."""
-    split = _compiled_or_plain(complete.size)
-    if split is not class_split:
-        two, thresholds = np.array([0, 1], dtype=complete.dtype), np.zeros(0, dtype=np.uint32)
-        split.join_changes(two, thresholds, split.split_changes(two, two[::-1].copy(), thresholds).streams, "two")
+    new machine it is compiled first (15 s, then kept beside the source)."""
+    form = _compiled_or_plain(complete.size)
+    if form is not class_split:
+        base = np.arange(64, dtype=complete.dtype)
+        new = base ^ (base == 3)
+        single, thresholds = _single_exponents(), np.zeros(0, dtype=np.uint32)
+        single.choose_thresholds(base, new, "bfloat16")
+        encoded = single.encode(thresholds, form.split_changes(base, new, thresholds), base.size)
+        single.decode(memoryview(encoded), base, "prepared")
 
 
-def _encode_classes(bits: BitArray, thresholds: Thresholds, split: Split) -> bytes:
+def _encode_classes(thresholds: Thresholds, split: Split, elements: int) -> bytes:
     parts = [(encode_symbols(stream.gaps), encode_symbols(stream.symbols)) for stream in split.streams]
     header = _Header(
         _LAYOUT_VERSION,
         Codec.CLASSES,
-        bits.itemsize,
-        bits.size,
+        split.values.itemsize,
+        elements,
         split.positions.size,
         tuple(thresholds.tolist()),
         tuple((s.gaps.size, len(g), len(v)) for s, (g, v) in zip(split.streams, parts, strict=True)),
@@ -197,14 +235,10 @@ def _read_header(view: memoryview, tensor: str) -> tuple[_Header, memoryview]:
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
-def _read_complete(header: _Header, body: memoryview, bit_dtype: BitType, tensor: str) -> BitArray:
+def _read_planes(header: _Header, body: memoryview, bit_dtype: BitType, tensor: str) -> BitArray:
     if header.changed != header.elements or header.thresholds or header.streams:
         raise WeightError(f"patch of {tensor!r} is complete, and lists {header.changed} of {header.elements} elements")
-    if header.codec is Codec.PLANES:
-        return join_planes(body, bit_dtype, header.elements, tensor)
-    if len(body) != header.elements * header.width:
-        raise WeightError(f"patch of {tensor!r} has {len(body)} bytes of values; its header says {header.elements}")
-    return cast("BitArray", np.frombuffer(body, dtype=bit_dtype))
+    return join_planes(body, bit_dtype, header.elements, tensor)
 
 
 def _read_streams(header: _Header, body: memoryview, bit_dtype: BitType, tensor: str) -> list[ClassStreams]:

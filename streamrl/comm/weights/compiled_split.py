@@ -1,7 +1,8 @@
 """``class_split`` in one pass, compiled by numba: what large shards use. Same arguments, same results, without the GIL.
 
 Elements are taken in blocks. Counting the classes of a block takes a few vector instructions a threshold on the upper
-bytes of its patterns, and a change a few more; single elements are walked along in blocks full of changes only.
+bytes of its patterns, and a change a few more on masks of 64 elements (``bit_masks``); single elements are walked along
+in blocks full of changes only.
 """
 
 from __future__ import annotations
@@ -14,31 +15,58 @@ import numba  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.comm.weights.bit_masks import LANES, differing, lowest_one, ones, place_of, within
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
 from streamrl.comm.weights.class_split import ClassStreams, Split, Thresholds, beyond_class
 from streamrl.comm.weights.exponent_classes import THRESHOLD_BITS
 
-_BLOCK = 256
+_BLOCK = SAMPLE_BLOCK = 256
 _CROWDED = 24  # changes in a block from which walking along it is quicker
-_LANES = 64  # bytes that are counted together, in a byte
-_ONES = np.uint64(0x0101010101010101)  # times a word of eight flags: their sum, in its top byte
-_TOP_BYTE = np.uint64(56)
+_GROUPS = _BLOCK // LANES
+_ONE = np.uint64(1)
+_FEW, _LEAST_ROOM = 64, 1 << 10  # one out of 64 elements is thought to change: fresh memory costs as much as a change
+_AT_ONCE = 4  # places of a group that are written down without asking how many there are
+_BEFORE = np.array(
+    [[(1 << max(0, min(LANES, place - LANES * group))) - 1 for group in range(_GROUPS)] for place in range(_BLOCK)],
+    dtype=np.uint64,
+)
+"""For each place in a block: a mask of the places before it."""
 
 
 def split_changes(base: BitArray, new: BitArray, thresholds: Thresholds) -> Split:
     """See ``class_split.split_changes``. The arrays must be contiguous."""
-    positions = np.empty(base.size, dtype=np.int64)  # pages that nothing is written to take no memory
-    values = np.empty(base.size, dtype=base.dtype)
-    gaps, symbols = np.empty(base.size, dtype=np.uint32), np.empty(base.size, dtype=base.dtype)
-    kinds = np.empty(base.size, dtype=np.uint8)
-    starts = np.zeros(thresholds.size + 2, dtype=np.int64)
-    found = (positions, values, gaps, symbols, kinds)
-    changed = _split(base, new, *_classes(base, thresholds), starts[1:], *found)
-    np.cumsum(starts, out=starts)
-    by_class = np.empty(changed, dtype=np.uint32), np.empty(changed, dtype=base.dtype)
-    _gather(kinds[:changed], gaps, symbols, starts[:-1].copy(), *by_class)
+    kinds, width = thresholds.size + 1, base.dtype
+    classes, totals = _classes(base, thresholds), np.zeros(kinds, dtype=np.int64)
+    seen, last = np.zeros(kinds, dtype=np.int64), np.full(kinds, -1, dtype=np.int64)
+    room = min(base.size, max(base.size // _FEW, _LEAST_ROOM)) + _BLOCK
+    found = [np.empty(room, dtype=dtype) for dtype in (np.int64, width, np.uint32, width, np.uint8)]
+    reached, changed = _split(base, new, *classes, 0, 0, seen, last, totals, *found)
+    while reached < base.size:
+        found = [np.concatenate((part[:changed], np.empty(room, dtype=part.dtype))) for part in found]
+        room *= 2
+        reached, changed = _split(base, new, *classes, reached, changed, seen, last, totals, *found)
+    positions, values, gaps, symbols, by_place = (part[:changed] for part in found)
+    starts = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(totals)))
+    by_class = np.empty(changed, dtype=np.uint32), np.empty(changed, dtype=width)
+    _gather(by_place, gaps, symbols, starts[:-1].copy(), *by_class)
     streams = [ClassStreams(by_class[0][start:stop], by_class[1][start:stop]) for start, stop in pairwise(starts)]
-    return Split(positions[:changed].copy(), values[:changed].copy(), streams)
+    seen[0] -= -base.size % _BLOCK  # zeros that filled up the last block
+    return Split(positions, values, streams, seen)
+
+
+def class_sizes(base: BitArray, thresholds: Thresholds) -> npt.NDArray[np.int64]:
+    """Elements of each class, int64 [classes]. ``base`` must be contiguous."""
+    sizes = np.zeros(thresholds.size + 1, dtype=np.int64)
+    _size_classes(base, *_classes(base, thresholds), sizes)
+    return sizes
+
+
+def sample_changes(base: BitArray, new: BitArray, every: int) -> tuple[int, int, int]:
+    """Of one out of ``every`` blocks of ``SAMPLE_BLOCK`` elements: the highest upper byte of a magnitude, that of a
+    change (-1: there is none), and how many elements change."""
+    _, mask, shift = _classes(base, np.zeros(0, dtype=np.uint32))
+    highest, highest_changing, changes = _sample_changes(base, new, mask, shift, every)
+    return int(highest), int(highest_changing), int(changes)
 
 
 def join_changes(
@@ -70,33 +98,32 @@ _compiled = numba.njit(nogil=True, cache=True, boundscheck=False, error_model="n
 
 
 @_compiled
-def _split(base, new, limits, mask, shift, totals, positions, values, gaps, symbols, kinds):
-    """Fill the last five in the order of positions, ``totals`` by class; returns how many elements differ."""
+def _split(base, new, limits, mask, shift, begin, changed, seen, last, totals, positions, values, gaps, symbols, kinds):
+    """Go on at element ``begin`` with ``changed`` changes. Fill the last five in the order of positions, and by class
+    ``totals``, ``seen`` and ``last``. Returns where there was no room for one more block, and the changes so far."""
     kind_at, lowest, span = _class_table(limits)
-    counts, seen, last = np.zeros(span.size, np.int64), np.zeros(span.size, np.int64), np.full(span.size, -1)
+    counts = np.zeros(span.size, np.int64)
     spare_base, spare_new = np.empty(_BLOCK, base.dtype), np.empty(_BLOCK, base.dtype)
-    upper, flags, places = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK + 8, np.int64)
-    words = flags.view(np.uint64)
-    window = np.zeros(2 * _BLOCK, np.uint8)
-    window[:_BLOCK] = 1
-    changed = 0
-    for start in range(0, base.size, _BLOCK):
+    upper, differs = np.empty(_BLOCK, np.uint8), np.empty(_GROUPS, np.uint64)
+    places = np.empty(_BLOCK + LANES, np.int64)
+    for start in range(begin, base.size, _BLOCK):
+        if changed + _BLOCK > positions.size:
+            return start, changed
         old, now = _block_at(base, start, spare_base), _block_at(new, start, spare_new)
         _take_upper(old, mask, shift, upper)
-        found = _find_changes(old, now, flags, words, places)
+        for group in range(_GROUPS):
+            differs[group] = differing(old, now, group * LANES)
+        found = _list_places(differs, places)
         crowded = found > _CROWDED
         if crowded:
-            _rank_changes(upper, flags, kind_at, counts, gaps[changed:])
+            _rank_changes(upper, differs, kind_at, counts, gaps[changed:])
         else:
             _count_classes(upper, limits, counts)
         for at in range(found):
             i = places[at]
             kind = kind_at[upper[i]]
-            if crowded:
-                rank = seen[kind] + gaps[changed]
-            else:
-                before = window[_BLOCK - i : 2 * _BLOCK - i]
-                rank = seen[kind] + _count_members(upper, before, lowest[kind], span[kind])
+            rank = np.int64(gaps[changed]) if crowded else _rank_member(upper, i, lowest[kind], span[kind])
+            rank += seen[kind]
             gaps[changed] = rank - last[kind] - 1
             last[kind] = rank
             positions[changed], values[changed], kinds[changed] = start + i, now[i], kind
@@ -104,17 +131,40 @@ def _split(base, new, limits, mask, shift, totals, positions, values, gaps, symb
             totals[kind] += 1
             changed += 1
         seen += counts
-    return changed
+    return base.size, changed
 
 
 @_compiled
-def _rank_changes(upper, flags, kind_at, counts, ranks):
-    """Count the classes, and the members of its class before each flagged element: element by element."""
+def _sample_changes(base, new, mask, shift, every):
+    highest, highest_changing, changes = np.int64(0), np.int64(-1), np.int64(0)
+    for start in range(0, base.size, every * _BLOCK):
+        for i in range(start, min(start + _BLOCK, base.size)):
+            upper = np.int64((base[i] & mask) >> shift)
+            highest = max(highest, upper)
+            if base[i] != new[i]:
+                highest_changing = max(highest_changing, upper)
+                changes += 1
+    return highest, highest_changing, changes
+
+
+@_compiled
+def _size_classes(base, limits, mask, shift, sizes):
+    counts, spare, upper = np.zeros(sizes.size, np.int64), np.empty(_BLOCK, base.dtype), np.empty(_BLOCK, np.uint8)
+    for start in range(0, base.size, _BLOCK):
+        _take_upper(_block_at(base, start, spare), mask, shift, upper)
+        _count_classes(upper, limits, counts)
+        sizes += counts
+    sizes[0] -= -base.size % _BLOCK  # zeros that filled up the last block
+
+
+@_compiled
+def _rank_changes(upper, differs, kind_at, counts, ranks):
+    """Count the classes, and the members of its class before each change: element by element."""
     counts[:] = 0
     found = 0
     for i in range(_BLOCK):
         kind = kind_at[upper[i]]
-        if flags[i]:
+        if differs[i // LANES] >> np.uint64(i % LANES) & _ONE:
             ranks[found] = counts[kind]
             found += 1
         counts[kind] += 1
@@ -134,9 +184,9 @@ def _join(base, limits, mask, shift, starts, gaps, symbols, positions, values):
     """Fill the last two; returns how many changes were found a place for."""
     kind_at, lowest, span = _class_table(limits)
     counts, seen = np.zeros(span.size, np.int64), np.zeros(span.size, np.int64)
-    places, sources = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
-    spare, upper, flags = np.empty(_BLOCK, base.dtype), np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.uint8)
-    words = flags.view(np.uint64)
+    places, sources = np.empty(_BLOCK + LANES, np.int64), np.empty(_BLOCK, np.int64)
+    spare, upper = np.empty(_BLOCK, base.dtype), np.empty(_BLOCK, np.uint8)
+    differs = np.empty(_GROUPS, np.uint64)
     following, ranks = starts[:-1].copy(), np.full(span.size, -1)
     for kind in range(span.size):
         _advance(kind, following, ranks, starts, gaps)
@@ -144,14 +194,13 @@ def _join(base, limits, mask, shift, starts, gaps, symbols, positions, values):
     for start in range(0, base.size, _BLOCK):
         old = _block_at(base, start, spare)
         _take_upper(old, mask, shift, upper)
-        crowded = found > _CROWDED // 2  # most likely, where the block before was
-        found = 0
-        if crowded:
+        differs[:] = 0
+        if found > _CROWDED // 2:  # this one too, most likely
             for i in range(_BLOCK):
                 kind = kind_at[upper[i]]
                 if ranks[kind] == seen[kind]:
-                    places[found], sources[found] = i, following[kind]
-                    found += 1
+                    differs[i // LANES] |= _ONE << np.uint64(i % LANES)
+                    sources[i] = following[kind]
                     following[kind] += 1
                     _advance(kind, following, ranks, starts, gaps)
                 seen[kind] += 1
@@ -159,18 +208,37 @@ def _join(base, limits, mask, shift, starts, gaps, symbols, positions, values):
             _count_classes(upper, limits, counts)
             for kind in range(span.size):
                 while ranks[kind] < seen[kind] + counts[kind]:
-                    place = _find_member(upper, ranks[kind] - seen[kind], lowest[kind], span[kind], flags, words)
-                    found = _insert(places, sources, found, place, following[kind])
+                    i = _find_member(upper, ranks[kind] - seen[kind], lowest[kind], span[kind])
+                    differs[i // LANES] |= _ONE << np.uint64(i % LANES)
+                    sources[i] = following[kind]
                     following[kind] += 1
                     _advance(kind, following, ranks, starts, gaps)
             seen += counts
+        found = _list_places(differs, places)
         if found and start + places[found - 1] >= base.size:
             return -1
-        for i in range(found):
-            positions[done] = start + places[i]
-            values[done] = _apply_step(old[places[i]], symbols[sources[i]], mask)
+        for at in range(found):
+            i = places[at]
+            positions[done], values[done] = start + i, _apply_step(old[i], symbols[sources[i]], mask)
             done += 1
     return done
+
+
+@_compiled
+def _list_places(differs, places):
+    """Write down which bits are set, without a branch where they are few; returns how many."""
+    found = 0
+    for group in range(_GROUPS):
+        word = differs[group]
+        count = ones(word)
+        for at in range(_AT_ONCE):
+            places[found + at] = group * LANES + lowest_one(word)
+            word &= word - _ONE
+        for at in range(_AT_ONCE, count):
+            places[found + at] = group * LANES + lowest_one(word)
+            word &= word - _ONE
+        found += count
+    return found
 
 
 @_compiled
@@ -180,17 +248,6 @@ def _advance(kind, following, ranks, starts, gaps):
         ranks[kind] += np.int64(gaps[following[kind]]) + 1
     else:
         ranks[kind] = np.int64(1) << 62
-
-
-@_compiled
-def _insert(places, sources, found, place, source):
-    """Keep the changes of a block in order; classes come one after another."""
-    at = found
-    while at and places[at - 1] > place:
-        places[at], sources[at] = places[at - 1], sources[at - 1]
-        at -= 1
-    places[at], sources[at] = place, source
-    return found + 1
 
 
 @_compiled
@@ -226,30 +283,16 @@ def _block_at(array, start, spare):
 
 
 @_compiled
-def _find_changes(old, now, flags, words, places):
-    """The places in a block where the patterns differ; returns how many. ``words``: the memory of ``flags``."""
-    for i in range(_BLOCK):
-        flags[i] = old[i] != now[i]
-    found = 0
-    for word in range(_BLOCK // 8):
-        if words[word]:
-            for i in range(8 * word, 8 * word + 8):
-                places[found] = i
-                found += flags[i]
-    return found
-
-
-@_compiled
 def _count_classes(upper, limits, counts):
     """Elements of each class among the 256 of a block."""
     reached = np.int64(_BLOCK)
     for kind in range(limits.size):
         limit = limits[kind]
         above = np.int64(0)
-        for start in range(0, _BLOCK, _LANES):
-            part = upper[start : start + _LANES]
+        for start in range(0, _BLOCK, LANES):
+            part = upper[start : start + LANES]
             found = np.uint8(0)
-            for i in range(_LANES):
+            for i in range(LANES):
                 found = np.uint8(found + np.uint8(part[i] >= limit))
             above += np.int64(found)
         counts[kind] = reached - above
@@ -258,35 +301,26 @@ def _count_classes(upper, limits, counts):
 
 
 @_compiled
-def _count_members(upper, chosen, lowest, span):
-    """How many of the elements where ``chosen`` is 1 are at most ``span`` above ``lowest``."""
-    members = np.int64(0)
-    for start in range(0, _BLOCK, _LANES):
-        part, wanted = upper[start : start + _LANES], chosen[start : start + _LANES]
-        found = np.uint8(0)
-        for i in range(_LANES):
-            found = np.uint8(found + (np.uint8(np.uint8(part[i] - lowest) <= span) & wanted[i]))
-        members += np.int64(found)
-    return members
+def _rank_member(upper, place, lowest, span):
+    """How many members of a class lie before ``place``."""
+    rank = np.int64(0)
+    for group in range(_GROUPS):
+        rank += ones(within(upper, group * LANES, lowest, span) & _BEFORE[place, group])
+    return rank
 
 
 @_compiled
-def _find_member(upper, rank, lowest, span, flags, words):
+def _find_member(upper, rank, lowest, span):
     """The place of member number ``rank`` of a class, which the block has."""
-    for i in range(_BLOCK):
-        flags[i] = np.uint8(upper[i] - lowest) <= span
-    word = 0
-    while True:
-        found = np.int64((words[word] * _ONES) >> _TOP_BYTE)
-        if rank < found:
-            break
-        rank -= found
-        word += 1
-    place = 8 * word
-    for i in range(8 * word, 8 * word + 7):  # without a branch: how many places pass before the member
-        rank -= flags[i]
-        place += rank >= 0
-    return place
+    start = np.int64(0)
+    members = within(upper, 0, lowest, span)
+    for group in range(1, _GROUPS):
+        found, further = ones(members), within(upper, group * LANES, lowest, span)
+        passed = rank >= found  # and so it was for the groups before
+        start += LANES * passed
+        rank -= found * passed
+        members = further if passed else members
+    return start + place_of(members, rank)
 
 
 @_compiled

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import log2
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,12 @@ from streamrl.comm.weights.ordered_bits import step_symbols
 MAXIMUM_CLASSES = 16
 THRESHOLD_BITS = 8
 """Thresholds differ in the upper eight bits of a magnitude: the exponent, in float16 with three bits more."""
+
+Sliceable = TypeVar("Sliceable", bound=Any)
+"""An array, or a tensor of torch: what has ``shape``, ``reshape`` and slices."""
+
+SINGLE = 1 << 15
+"""First number of a patch by single exponents (``single_exponents``): headers are shorter."""
 
 _CLASS_BITS = 200.0  # what a class costs by itself: its place in the header and the tables of its two streams
 _LEAST_GAIN = 0.003  # of the whole: each class costs time too
@@ -37,19 +44,29 @@ def choose_thresholds(base: BitArray, new: BitArray, dtype: str) -> npt.NDArray[
     Neighbouring exponents share a class unless their change rates, or the sizes of their changes, differ by more
     than a class costs. Judged from a sample of blocks spread over ``base`` and ``new`` (uint16 or uint32 [n]).
     """
-    wanted = min(max(base.size // 16, _SMALLEST_SAMPLE), _LARGEST_SAMPLE)
-    every = max(1, base.size // wanted)
-    totals = _count(_sample(base, every), _sample(new, every), dtype)
-    lowest = _merge_cheapest(*_lump(totals, every), every)
+    every = sample_every(base.size)
+    return thresholds_of_sample(sample_blocks(base, every), sample_blocks(new, every), every, dtype)
+
+
+def thresholds_of_sample(base: BitArray, new: BitArray, every: int, dtype: str) -> npt.NDArray[np.uint32]:
+    """The same, from one out of ``every`` elements."""
+    lowest = _merge_cheapest(*_lump(_count(base, new, dtype), every), every)
     return (np.array(lowest[1:], dtype=np.uint64) << np.uint64(mantissa_bits(dtype))).astype(np.uint32)
 
 
-def _sample(bits: BitArray, every: int) -> BitArray:
-    """One block out of ``every``."""
-    rows = bits.size // (every * _SAMPLE_BLOCK)
+def sample_every(elements: int) -> int:
+    """One out of how many blocks is looked at."""
+    return max(1, elements // min(max(elements // 16, _SMALLEST_SAMPLE), _LARGEST_SAMPLE))
+
+
+def sample_blocks(bits: Sliceable, every: int) -> Sliceable:
+    """One block out of ``every``, of an array or a tensor of one dimension."""
+    rows = bits.shape[0] // (every * _SAMPLE_BLOCK)
     if every == 1 or not rows:
         return bits
-    return bits[: rows * every * _SAMPLE_BLOCK].reshape(rows, every * _SAMPLE_BLOCK)[:, :_SAMPLE_BLOCK].reshape(-1)
+    blocks = bits[: rows * every * _SAMPLE_BLOCK].reshape(rows, every * _SAMPLE_BLOCK)
+    sampled: Sliceable = blocks[:, :_SAMPLE_BLOCK].reshape(-1)
+    return sampled
 
 
 def _count(base: BitArray, new: BitArray, dtype: str) -> npt.NDArray[np.int64]:

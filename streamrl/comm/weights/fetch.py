@@ -2,6 +2,9 @@
 
 Runs in a thread of the engine's worker process, which has no event loop: plain blocking ZeroMQ with polls
 and deadlines. Nothing here touches a model, or changes the base that a delta is decoded against.
+
+A version that was announced as a delta on something else than the receiver holds is asked for as one delta on what it
+does hold (a *fold*): on an earlier version, or on the checkpoint files where no version was committed yet.
 """
 
 from __future__ import annotations
@@ -9,16 +12,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import zmq
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
 from streamrl.comm.weights.codec import WeightPatch, decode_patch
+from streamrl.comm.weights.held_weights import HeldWeights, choose_held
+from streamrl.comm.weights.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
 from streamrl.comm.weights.manifest import MANIFEST_LIMIT, Manifest, ShardSpec, TensorEntry
 from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
 from streamrl.comm.weights.received_part import ReceivedPart
@@ -48,29 +52,17 @@ class ShardPatch(msgspec.Struct, frozen=True, eq=False):
 
 
 class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
-    """A version as it was announced, checked against every digest, decoded. ``run_id``: of who published it."""
+    """An announced version, checked against every digest, decoded. ``base_version``, ``base_hash``: of what it changes,
+    which is another base than announced where it was folded; None and 0 for an anchor. ``run_id``: of who published it.
+    ``checkpoint``: the base, where that is the checkpoint (``base_version`` is ``CHECKPOINT_VERSION``)."""
 
     announcement: WeightAnnouncement
+    base_version: int | None
     base_hash: int
     patches: Sequence[ShardPatch]
     payload_bytes: int
     run_id: str = ""
-
-
-class HeldWeights(Protocol):
-    """The committed version of the receiver, by which deltas are decoded (``CheckpointMirror`` is one)."""
-
-    policy_version: int | None
-    state_hash: int
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """By name: ``dtype`` and ``shape``."""
-        ...
-
-    def bits(self, name: str) -> BitArray:
-        """All elements of a tensor, flat."""
-        ...
+    checkpoint: LoadedCheckpoint | None = None
 
 
 class KeptParts:
@@ -98,6 +90,7 @@ def fetch_version(
     announcement: WeightAnnouncement,
     *,
     held: HeldWeights | None = None,
+    checkpoint: CheckpointBase | None = None,
     kept: KeptParts | None = None,
     progress_seconds: float = 30.0,
     retry_seconds: float = RETRY_SECONDS,
@@ -106,8 +99,10 @@ def fetch_version(
 ) -> FetchedVersion:
     """Pull an announced version from all its sources at once; decode each patch as soon as it is there.
 
-    ``held``: what the receiver holds; a delta on anything else is refused before its bytes are asked for. ``kept``:
-    what earlier attempts received. ``progress_seconds``: how long nothing new may arrive from a source that is still
+    ``held``: what the receiver holds. A delta on anything else is asked for as one on that; where the sources no longer
+    know it, the version is refused before its bytes are asked for. ``checkpoint``: what the receiver loaded: while it
+    holds no version, it takes a delta on this where the sources have one, whatever was announced. ``kept``: what
+    earlier attempts received. ``progress_seconds``: how long nothing new may arrive from a source that is still
     needed. ``credit_bytes``: what may be under way, over all sources (a chunk of each at least). ``stop``: give up when
     it is set.
     Raises ``WeightError``: nothing arrives, a digest or a version differs (expected and actual are named),
@@ -121,11 +116,17 @@ def fetch_version(
     parts = (kept or KeptParts()).of(announcement)
     stop = stop or threading.Event()
     credit = credit_bytes // len(parts)
-    decoding = _Decoding(held, anchor=announcement.base_version is None)
-    with _pulls_of(parts, progress_seconds, retry_seconds) as pulls, decoding.pool:
-        _receive(pulls, stop, credit_bytes=0, until=lambda part: part.manifest is not None)
+    with _pulls_of(parts, progress_seconds, retry_seconds) as pulls, ExitStack() as stack:
+        _receive(pulls, stop, credit_bytes=0, until=lambda part: part.announced_manifest is not None)
+        _check_manifests(announcement, [part.announced_manifest for part in parts if part.announced_manifest])
+
+        def ask(until: Callable[[ReceivedPart], bool]) -> None:
+            _receive(pulls, stop, credit_bytes=0, until=until)
+
+        base = choose_held(announcement, parts, ask, held, checkpoint)
         manifests = [part.manifest for part in parts if part.manifest is not None]
-        base_hash = _check_manifests(announcement, manifests, held)
+        decoding = _Decoding(base)
+        stack.enter_context(decoding.pool)
         try:
             _receive(pulls, stop, credit, until=lambda part: part.complete, arrived=decoding.offer)
             patches = decoding.finish(parts)
@@ -133,15 +134,17 @@ def fetch_version(
             decoding.cancel()
     return FetchedVersion(
         announcement=announcement,
-        base_hash=base_hash,
+        base_version=None if base is None else base.policy_version,
+        base_hash=0 if base is None else base.state_hash,
         patches=patches,
         payload_bytes=sum(manifest.payload_bytes for manifest in manifests),
         run_id=manifests[0].run_id,
+        checkpoint=base if isinstance(base, LoadedCheckpoint) else None,
     )
 
 
-def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest], held: HeldWeights | None) -> int:
-    """The base hash of a version whose parts belong together and fit on what is held."""
+def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest]) -> None:
+    """Raise ``WeightError`` unless the parts of the version belong together."""
     version = announced.policy_version
     part_hash = sum(manifest.part_hash for manifest in manifests) % MODULUS
     if part_hash != announced.state_hash:
@@ -152,25 +155,6 @@ def _check_manifests(announced: WeightAnnouncement, manifests: Sequence[Manifest
     runs = sorted({manifest.run_id for manifest in manifests})
     if len(runs) > 1:
         raise WeightError(f"version {version} was announced with parts of different runs: {', '.join(runs)}")
-    base_hash = sum(manifest.base_part_hash for manifest in manifests) % MODULUS
-    if announced.base_version is not None:
-        require_base(announced, base_hash, held)
-    return base_hash
-
-
-def require_base(announced: WeightAnnouncement, base_hash: int, held: HeldWeights | None) -> None:
-    """Raise ``WeightError`` unless ``held`` is the version and the weights that the announced delta was made on."""
-    if held is None or held.policy_version is None:
-        raise WeightError(
-            f"version {announced.policy_version} is a delta on {announced.base_version}; this engine holds no "
-            "published version yet and needs an anchor"
-        )
-    if (announced.base_version, base_hash) != (held.policy_version, held.state_hash):
-        raise WeightError(
-            f"version {announced.policy_version} is a delta on version {announced.base_version} with state hash "
-            f"{base_hash:#018x}; this engine holds version {held.policy_version} with "
-            f"{held.state_hash:#018x}: publish an anchor"
-        )
 
 
 # ---- receiving -------------------------------------------------------------------------------------
@@ -286,10 +270,9 @@ class _Pull:
 class _Decoding:
     """Decodes patches in threads (numpy, numba and pcodec let go of the interpreter), while others still arrive."""
 
-    def __init__(self, held: HeldWeights | None, *, anchor: bool) -> None:
+    def __init__(self, base: HeldWeights | None) -> None:
         self.pool = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="weight decoding")
-        self._held = held
-        self._anchor = anchor
+        self._base = base
         self._begun: dict[str, list[Future[ShardPatch]]] = {}
 
     def offer(self, part: ReceivedPart) -> None:
@@ -329,12 +312,12 @@ class _Decoding:
 
     def _base_of(self, shard: ShardSpec) -> BitArray | None:
         """The bits of the shard that a delta is made on."""
-        if self._anchor or self._held is None:
+        if self._base is None:
             return None
-        known = self._held.tensors.get(shard.name)
+        known = self._base.tensors.get(shard.name)
         if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
             raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {known}")
-        return self._held.bits(shard.name)[shard.offset : shard.offset + shard.count]
+        return self._base.bits(shard.name)[shard.offset : shard.offset + shard.count]
 
 
 def _rise_within(positions: PositionArray, count: int) -> bool:

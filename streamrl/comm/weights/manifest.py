@@ -14,7 +14,9 @@ import msgspec
 
 from streamrl.errors import WeightError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+CHECKPOINT_VERSION = -1
+"""Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
 MANIFEST_LIMIT = 64 << 20
 UNIT_ELEMENTS = 1 << 23
@@ -70,7 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank publishes for one version. The payload is the patches of ``tensors``, one after another,
     cut into ``chunks``. A delta lists only tensors that changed; an anchor (``base_version`` None) lists all.
 
-    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after.
+    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``shards``: all that the
+    rank publishes, with a delta on the checkpoint only: whoever reads it cannot know that from earlier versions.
     """
 
     format_version: int
@@ -82,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part_hash: int
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[ChunkEntry, ...]
+    shards: tuple[ShardSpec, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
@@ -123,6 +127,6 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
             f"manifest {expected_digest} from {endpoint}: tensors take {in_tensors} bytes, "
             f"chunks {manifest.payload_bytes}"
         )
-    for entry in manifest.tensors:
-        entry.shard.check()
+    for shard in (*(entry.shard for entry in manifest.tensors), *manifest.shards):
+        shard.check()
     return manifest

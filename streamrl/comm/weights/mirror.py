@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch, require_base
-from streamrl.comm.weights.manifest import ShardSpec
+from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
+from streamrl.comm.weights.held_weights import HeldWeights
+from streamrl.comm.weights.loaded_checkpoint import LoadedCheckpoint
+from streamrl.comm.weights.manifest import CHECKPOINT_VERSION, ShardSpec
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.errors import WeightError
+from streamrl.messages import WeightAnnouncement
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -50,6 +54,7 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
     tensors: Mapping[str, TensorSpec]
     patches: Mapping[str, StagedPatch]
     payload_bytes: int
+    run_id: str = ""
 
     @property
     def is_anchor(self) -> bool:
@@ -65,12 +70,42 @@ class CheckpointMirror:
     """
 
     def __init__(self) -> None:
+        self.run_id = ""
         self.policy_version: int | None = None
         self.state_hash = 0
         self.tensors: dict[str, TensorSpec] = {}
         self._bits: dict[str, BitArray] = {}
         self._behind: Mapping[str, StagedPatch] = {}
         self._catching_up = threading.Lock()
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``bits`` are to be had."""
+        return True
+
+    @contextmanager
+    def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
+        """The time in which ``announced`` is fetched and what it changes is looked up. ``stop`` ends a wait for it."""
+        self.catch_up()
+        yield
+
+    def stage_announced(
+        self, announced: WeightAnnouncement, fetch: Callable[[HeldWeights], FetchedVersion], *, on_checkpoint: bool
+    ) -> StagedVersion:
+        """``stage`` what ``fetch`` gets for whoever holds what it is told. ``on_checkpoint``: the live weights are what
+        a checkpoint's files hold, as far as is known, and a delta on that will do."""
+        fetched = fetch(self)
+        if fetched.checkpoint is not None:
+            self.begin(fetched.checkpoint)
+        return self.stage(fetched)
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+    def show(self, whole: StagedVersion, bits: dict[str, BitArray]) -> None:
+        """Hold a version whose ``bits`` somebody else keeps."""
+        self.tensors, self._bits, self._behind = dict(whole.tensors), bits, {}
+        self.policy_version, self.state_hash, self.run_id = whole.policy_version, whole.state_hash, whole.run_id
 
     def bits(self, name: str) -> BitArray:
         """All elements of a tensor, flat. Read only by convention."""
@@ -89,6 +124,18 @@ class CheckpointMirror:
                     self._bits[name][patch.positions] = patch.new_bits
             self._behind = {}
 
+    def begin(self, checkpoint: LoadedCheckpoint) -> None:
+        """Hold a checkpoint, as a version of its own: that of ``CHECKPOINT_VERSION``."""
+        self.tensors = {name: TensorSpec(name, spec.dtype, spec.shape) for name, spec in checkpoint.tensors.items()}
+        self._bits = {name: checkpoint.bits(name).copy() for name in self.tensors}
+        self._behind = {}
+        self.policy_version, self.state_hash, self.run_id = checkpoint.policy_version, checkpoint.state_hash, ""
+
+    def clear(self) -> None:
+        """Hold nothing: the next version must be an anchor."""
+        self.policy_version, self.state_hash, self.run_id = None, 0, ""
+        self.tensors, self._bits, self._behind = {}, {}, {}
+
     def stage(self, fetched: FetchedVersion) -> StagedVersion:
         """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
 
@@ -98,9 +145,18 @@ class CheckpointMirror:
         self.catch_up()
         announced = fetched.announcement
         version = announced.policy_version
-        anchor = announced.base_version is None
-        if not anchor:
-            require_base(announced, fetched.base_hash, self)
+        anchor = fetched.base_version is None
+        if not anchor and (fetched.base_version, fetched.base_hash) != (self.policy_version, self.state_hash):
+            raise WeightError(
+                f"version {version} was fetched as a delta on version {fetched.base_version} with state hash "
+                f"{fetched.base_hash:#018x}; this engine holds version {self.policy_version} with "
+                f"{self.state_hash:#018x}: publish an anchor"
+            )
+        if fetched.base_version not in (None, CHECKPOINT_VERSION) and fetched.run_id != self.run_id:
+            raise WeightError(
+                f"version {version} is a delta of run {fetched.run_id!r}; this engine holds version "
+                f"{self.policy_version} of run {self.run_id!r}: publish an anchor"
+            )
         tensors = _tensor_table(fetched.patches)
         for name, spec in tensors.items():
             known = self.tensors.get(name)
@@ -122,14 +178,15 @@ class CheckpointMirror:
                 f"announced was {announced.state_hash:#018x}"
             )
         table = tensors if anchor else self.tensors
-        return StagedVersion(version, announced.base_version, state_hash, table, patches, fetched.payload_bytes)
+        size = fetched.payload_bytes
+        return StagedVersion(version, fetched.base_version, state_hash, table, patches, size, fetched.run_id)
 
     def advance(self, staged: StagedVersion) -> None:
         """Take over a committed version. Idempotent."""
         self.catch_up()
         self._behind = staged.patches
         self.tensors = dict(staged.tensors)
-        self.policy_version, self.state_hash = staged.policy_version, staged.state_hash
+        self.policy_version, self.state_hash, self.run_id = staged.policy_version, staged.state_hash, staged.run_id
 
     def _hash_after(self, patches: Mapping[str, StagedPatch], anchor: bool) -> int:
         total = 0 if anchor else self.state_hash

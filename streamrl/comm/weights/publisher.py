@@ -1,7 +1,8 @@
 """The trainer's side of a push: what changed in this rank's shards, encoded and served.
 
 The shadow holds the bits of the last *acknowledged* version. A delta is always made against it, so every
-published version can be applied by every engine that acknowledged, whatever was published in between.
+published version can be applied by every engine that acknowledged, whatever was published in between. An engine that
+holds something older, or nothing but the checkpoint, asks for one delta of its own (``folding``).
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, as_bits, bit_type
+from streamrl.comm.weights.bit_patterns import BitArray, as_bits, bit_type
 from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
+from streamrl.comm.weights.folding import FoldMaker
+from streamrl.comm.weights.loaded_checkpoint import CheckpointBase
 from streamrl.comm.weights.manifest import (
+    CHECKPOINT_VERSION,
     CHUNK_BYTES,
     FORMAT_VERSION,
     ChunkEntry,
@@ -27,6 +32,8 @@ from streamrl.comm.weights.manifest import (
     digest_of,
     encode_manifest,
 )
+from streamrl.comm.weights.published_versions import PendingVersion, PublishedVersions
+from streamrl.comm.weights.requests import GetFold
 from streamrl.comm.weights.serving import ServedPart, ServingThread
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.errors import WeightError
@@ -34,7 +41,7 @@ from streamrl.messages import WeightSource
 
 _Encoded = TypeVar("_Encoded")
 _ELEMENTS_WORTH_THREADS = 1 << 22
-MAXIMUM_PENDING = 4  # versions published and not acknowledged; the oldest is dropped, a newer delta replaces it
+_HISTORY_SHARE = 4  # a quarter of the shadow's bytes: some eight versions that change 1 % each
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -43,14 +50,6 @@ class Published(msgspec.Struct, frozen=True):
     source: WeightSource
     base_version: int | None
     state_hash: int
-
-
-class _Pending(msgspec.Struct, frozen=True, eq=False):
-    """A published version that is not acknowledged: how it differs from the shadow, by work unit."""
-
-    policy_version: int
-    patches: dict[int, WeightPatch]
-    part_hash: int
 
 
 class _EncodedUnit(msgspec.Struct, frozen=True, eq=False):
@@ -68,7 +67,9 @@ class WeightPublisher:
     address that engines connect to, where it differs from the bound one (``tcp://0.0.0.0:...``).
 
     ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
-    of the cores, at most 8. ``bandwidth_mbit``: see ``ServingThread``.
+    of the cores, at most 8. ``bandwidth_mbit``: see ``ServingThread``. ``checkpoint``: the file or directory that the
+    engines load, so that one which holds nothing else is brought up to date by a delta on it instead of an anchor.
+    ``history_bytes``: what is kept of earlier versions for engines that missed some (None: a quarter of the shadow).
 
     Memory: 2 bytes an element (bfloat16) for the shadow; the changed elements of at most four pending
     versions; the encoded bytes of the same versions, which go when a version is acknowledged: every engine has it then.
@@ -85,6 +86,8 @@ class WeightPublisher:
         advertise: str | None = None,
         threads: int | None = None,
         bandwidth_mbit: float = 0.0,
+        checkpoint: Path | None = None,
+        history_bytes: int | None = None,
     ) -> None:
         for shard in shards:
             shard.check()
@@ -96,11 +99,13 @@ class WeightPublisher:
         self._units = [unit for shard in shards for unit in shard.work_units()]
         self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
         self._advertise = advertise
-        self._thread = ServingThread(endpoint, f"weight publisher {rank}", bandwidth_mbit)
-        self._shadow: list[BitArray] | None = None
-        self._acknowledged: int | None = None
-        self._acknowledged_hash = 0
-        self._pending: dict[int, _Pending] = {}
+        dense = sum(shard.count * bit_type(shard.dtype, shard.name).itemsize for shard in shards)
+        self._versions = PublishedVersions(
+            len(self._units), dense // _HISTORY_SHARE if history_bytes is None else history_bytes
+        )
+        self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
+        self._folds = FoldMaker(self._fold)
+        self._thread = ServingThread(endpoint, f"weight publisher {rank}", bandwidth_mbit, self._folds)
         self._served: list[ServedPart] = []
 
     @property
@@ -114,6 +119,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
+        self._folds.close()
         self._thread.close()
 
     def publish(self, policy_version: int, bits: Mapping[str, np.ndarray]) -> Published:
@@ -124,74 +130,91 @@ class WeightPublisher:
         Raises ``WeightError`` for a version that is not newer, a missing tensor, a wrong size or type.
         """
         self._thread.check()
-        newest = max(self._pending, default=self._acknowledged)
+        newest = self._versions.newest
         if newest is not None and policy_version <= newest:
             raise WeightError(f"version {policy_version} cannot be published: {newest} was published already")
         if bits.keys() != self._shards.keys():
             wrong = sorted(bits.keys() ^ self._shards.keys())[:5]
             raise WeightError(f"published tensors differ from the shards of rank {self._rank}: {', '.join(wrong)}")
         checked = {name: as_bits(bits[name], s.dtype, s.count, name) for name, s in self._shards.items()}
-        shadow = self._shadow
+        shadow = self._versions.shadow
 
         def encode(unit: int) -> _EncodedUnit | None:
             return self._encode_unit(unit, self._bits_of(unit, checked), None if shadow is None else shadow[unit])
 
-        part = _Part(0 if shadow is None else self._acknowledged_hash)
+        part = _Part(0 if shadow is None else self._versions.acknowledged_hash)
         with self._mapped(encode) as units:
             chunks = list(_cut(part.take(unit, self._units[unit.unit]) for unit in units if unit is not None))
-        pending = _Pending(policy_version, part.patches, part.hash % MODULUS)
-        self._pending[policy_version] = pending
-        while len(self._pending) > MAXIMUM_PENDING:
-            del self._pending[min(self._pending)]
-        return self._serve(pending, part.entries, chunks, anchor=shadow is None)
+        pending = PendingVersion(policy_version, part.patches, part.hash % MODULUS)
+        self._versions.add(pending)
+        changed = sum(patch.values.size for patch in part.patches.values())
+        return self._serve(policy_version, part.entries, chunks, changed=None if shadow is None else changed)
 
     def publish_anchor(self, policy_version: int) -> Published:
         """Publish a version again, complete in itself. It must be the acknowledged or a pending one."""
         self._thread.check()
-        pending = self._pending.get(policy_version)
-        if pending is None:
-            if self._shadow is None or policy_version != self._acknowledged:
-                raise WeightError(
-                    f"version {policy_version} cannot be anchored: acknowledged is {self._acknowledged}, "
-                    f"pending are {sorted(self._pending)}"
-                )
-            pending = _Pending(policy_version, {}, self._acknowledged_hash)
+        versions = self._versions
+        if policy_version not in versions.pending and policy_version != versions.acknowledged:
+            raise WeightError(
+                f"version {policy_version} cannot be anchored: acknowledged is {versions.acknowledged}, "
+                f"pending are {sorted(versions.pending)}"
+            )
 
         def encode(unit: int) -> tuple[TensorEntry, bytes]:
-            encoded = encode_complete(self._bits_at(unit, pending))
+            encoded = encode_complete(versions.bits_at(unit, policy_version))
             return TensorEntry(self._units[unit], self._units[unit].count, len(encoded)), encoded
 
-        entries: list[TensorEntry] = []
-
-        def taken(encoded: Iterable[tuple[TensorEntry, bytes]]) -> Iterator[bytes]:
-            for entry, patch in encoded:
-                entries.append(entry)
-                yield patch
-
-        with self._mapped(encode) as units:
-            chunks = list(_cut(taken(units)))
-        return self._serve(pending, entries, chunks, anchor=True)
+        entries, chunks = self._encoded(encode)
+        return self._serve(policy_version, entries, chunks, changed=None)
 
     def acknowledge(self, policy_version: int) -> None:
         """Every engine holds ``policy_version``: the shadow advances to it, older versions are forgotten."""
-        if policy_version == self._acknowledged:
+        if policy_version == self._versions.acknowledged:
             return
-        held = self._pending.get(policy_version)
-        if held is None:
-            raise WeightError(
-                f"version {policy_version} was acknowledged; pending are {sorted(self._pending)}, "
-                f"the shadow is at {self._acknowledged}"
-            )
-        newer = [pending for version, pending in sorted(self._pending.items()) if version > policy_version]
-        self._pending = {pending.policy_version: self._rebased(pending, held) for pending in newer}
-        if self._shadow is None:
-            self._shadow = [held.patches[unit].values for unit in range(len(self._units))]
-        else:
-            for unit, patch in held.patches.items():
-                self._shadow[unit][patch.positions] = patch.values
-        self._acknowledged, self._acknowledged_hash = policy_version, held.part_hash
+        self._versions.acknowledge(policy_version)
         # An engine that is behind may still be fetching what the others acknowledged.
-        self._keep_served(self._served, {*self._pending, policy_version})
+        self._keep_served(self._served)
+
+    def _fold(self, asked: GetFold) -> ServedPart:
+        """A served version as a delta on an earlier one, or on the checkpoint. In the thread of ``FoldMaker``."""
+        target = next((part for part in self._served if part.manifest_digest == asked.manifest_digest), None)
+        if target is None:
+            raise WeightError("this manifest is not served (any more): ask for a newer version")
+        version, base_version = target.policy_version, asked.base_version
+        shards = tuple(self._shards.values()) if base_version == CHECKPOINT_VERSION else ()
+        checkpoint = self._checkpoint if shards else None
+        if checkpoint is None and shards:
+            raise WeightError("this publisher was not told which checkpoint the engines load")
+        base_hash = checkpoint.part_hash(shards) if checkpoint else self._versions.part_hash(base_version)
+
+        def encode(unit: int) -> tuple[TensorEntry, bytes] | None:
+            if self._folds.closing.is_set():
+                raise WeightError("the publisher is closing")
+            spec, bits = self._units[unit], self._versions.copy_at(unit, version)
+            base = checkpoint.bits_of(spec) if checkpoint else self._versions.copy_at(unit, base_version)
+            encoded = encode_patch(bits, base, spec.dtype)
+            if encoded is None:
+                return None
+            return TensorEntry(spec, encoded.listed_elements, len(encoded.encoded)), encoded.encoded
+
+        entries, chunks = self._encoded(encode)
+        return self._part(version, (base_version, base_hash), entries, chunks, shards)
+
+    def _encoded(
+        self, encode: Callable[[int], tuple[TensorEntry, bytes] | None]
+    ) -> tuple[list[TensorEntry], list[memoryview]]:
+        """Entries and payload of all units that have one."""
+        entries: list[TensorEntry] = []
+
+        def taken(units: Iterable[tuple[TensorEntry, bytes] | None]) -> Iterator[bytes]:
+            for unit in units:
+                if unit is not None:
+                    entries.append(unit[0])
+                    yield unit[1]
+
+        with self._mapped(encode) as units:
+            chunks = list(_cut(taken(units)))
+        return entries, chunks
 
     def _mapped(self, encode: Callable[[int], _Encoded]) -> AbstractContextManager[Iterator[_Encoded]]:
         """``encode`` of every work unit, in order; in threads where there is enough to share."""
@@ -217,60 +240,52 @@ class WeightPublisher:
         start = spec.offset - self._shards[spec.name].offset
         return bits[spec.name][start : start + spec.count]
 
-    def _bits_at(self, unit: int, pending: _Pending) -> BitArray:
-        """A unit's bits at a pending version. Read only: they may be the shadow."""
-        patch = pending.patches.get(unit)
-        if patch is not None and patch.positions is None:
-            return patch.values
-        assert self._shadow is not None
-        if patch is None:
-            return self._shadow[unit]
-        bits = self._shadow[unit].copy()
-        bits[patch.positions] = patch.values
-        return bits
-
-    def _rebased(self, newer: _Pending, held: _Pending) -> _Pending:
-        """How ``newer`` differs from ``held``, which becomes the shadow. In proportion to what changed."""
-        patches = {}
-        for unit in sorted(newer.patches.keys() | held.patches.keys()):
-            base = None if self._shadow is None else self._shadow[unit]
-            patch = _difference(newer.patches.get(unit), held.patches.get(unit), base)
-            if patch.values.size:
-                patches[unit] = patch
-        return _Pending(newer.policy_version, patches, newer.part_hash)
-
     def _serve(
-        self, pending: _Pending, entries: Sequence[TensorEntry], chunks: list[memoryview], *, anchor: bool
+        self, policy_version: int, entries: Sequence[TensorEntry], chunks: list[memoryview], *, changed: int | None
     ) -> Published:
-        base_version = None if anchor else self._acknowledged
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            run_id=self._run_id,
-            rank=self._rank,
-            policy_version=pending.policy_version,
-            base_version=base_version,
-            base_part_hash=0 if anchor else self._acknowledged_hash,
-            part_hash=pending.part_hash,
-            tensors=tuple(entries),
-            chunks=tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks),
-        )
-        encoded = encode_manifest(manifest)
-        part = ServedPart(pending.policy_version, digest_of(encoded), encoded, chunks)
-        others = (p for p in self._served if p.manifest_digest != part.manifest_digest)
-        self._keep_served([*others, part], {*self._pending, self._acknowledged})
+        """``changed``: elements that a delta changes; None for an anchor."""
+        anchor, versions = changed is None, self._versions
+        base = None if anchor or versions.acknowledged is None else (versions.acknowledged, versions.acknowledged_hash)
+        part = self._part(policy_version, base, entries, chunks)
+        self._keep_served([*(p for p in self._served if p.manifest_digest != part.manifest_digest), part])
         total = sum(shard.count for shard in self._shards.values())
         source = WeightSource(
             rank=self._rank,
             endpoint=self.endpoint,
             manifest_digest=part.manifest_digest,
-            payload_bytes=manifest.payload_bytes,
-            changed_elements=total if anchor else sum(patch.values.size for patch in pending.patches.values()),
+            payload_bytes=sum(len(chunk) for chunk in chunks),
+            changed_elements=total if changed is None else changed,
             total_elements=total,
         )
-        return Published(source, base_version, pending.part_hash)
+        return Published(source, None if base is None else base[0], versions.part_hash(policy_version))
 
-    def _keep_served(self, parts: list[ServedPart], wanted: set[int | None]) -> None:
+    def _part(
+        self,
+        policy_version: int,
+        base: tuple[int, int] | None,
+        entries: Sequence[TensorEntry],
+        chunks: list[memoryview],
+        shards: tuple[ShardSpec, ...] = (),
+    ) -> ServedPart:
+        """``base``: version and part of the state hash; None for an anchor."""
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            run_id=self._run_id,
+            rank=self._rank,
+            policy_version=policy_version,
+            base_version=None if base is None else base[0],
+            base_part_hash=0 if base is None else base[1],
+            part_hash=self._versions.part_hash(policy_version),
+            tensors=tuple(entries),
+            chunks=tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks),
+            shards=shards,
+        )
+        encoded = encode_manifest(manifest)
+        return ServedPart(policy_version, digest_of(encoded), encoded, chunks)
+
+    def _keep_served(self, parts: list[ServedPart]) -> None:
         """Serve the parts of versions that may still be asked for."""
+        wanted = {*self._versions.pending, self._versions.acknowledged}
         self._served = [part for part in parts if part.policy_version in wanted]
         self._thread.serve(self._served)
 
@@ -300,29 +315,6 @@ def _map_in_threads(
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="weight encoding") as pool:
         yield pool.map(encode, units)
-
-
-def _difference(newer: WeightPatch | None, held: WeightPatch | None, base: BitArray | None) -> WeightPatch:
-    """How ``newer`` differs from ``held``, both given by how they differ from ``base`` (None: both are complete)."""
-    if base is None:
-        assert newer is not None
-        assert held is not None
-        positions = np.flatnonzero(newer.values != held.values).astype(np.int64, copy=False)
-        return WeightPatch(positions, newer.values[positions])
-    places = [_positions_of(newer), _positions_of(held)]
-    positions = np.union1d(*places)
-    bits = [base[positions], base[positions]]
-    for side, own, patch in zip(bits, places, (newer, held), strict=True):
-        if patch is not None:
-            side[np.searchsorted(positions, own)] = patch.values
-    differs = bits[0] != bits[1]
-    return WeightPatch(positions[differs], bits[0][differs])
-
-
-def _positions_of(patch: WeightPatch | None) -> PositionArray:
-    if patch is None or patch.positions is None:  # a complete patch of an empty unit
-        return np.zeros(0, dtype=np.int64)
-    return patch.positions
 
 
 def _cut(patches: Iterable[bytes]) -> Iterator[memoryview]:

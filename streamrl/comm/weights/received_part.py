@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from streamrl.comm.weights.bit_patterns import bit_type
 from streamrl.comm.weights.manifest import CHUNK_BYTES, Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of
 from streamrl.comm.weights.requests import (
+    FoldReply,
     GetChunk,
+    GetFold,
     GetManifest,
     ManifestReply,
     NotServed,
@@ -37,12 +39,21 @@ _MANIFEST = -1  # among the attempts, where chunks are counted from 0
 
 
 class ReceivedPart:
-    """One rank's part of an announced version, as far as it came."""
+    """One rank's part of an announced version, as far as it came.
+
+    ``manifest`` is that of the payload that is fetched: the announced one, or that of a folded delta (``fold_from``).
+    ``fold_refusal``: why there is no folded delta.
+    """
 
     def __init__(self, source: WeightSource, announced: WeightAnnouncement) -> None:
         self.source = source
+        self.announced_manifest: Manifest | None = None
         self.manifest: Manifest | None = None
+        self.fold_refusal = ""
         self._announced = announced
+        self._fold_base: int | None = None
+        self._fold_asked = False
+        self._digest = source.manifest_digest
         self._payload = bytearray()
         self._starts = [0]
         self._waiting: deque[int] = deque()
@@ -68,22 +79,39 @@ class ReceivedPart:
         self._failures.clear()
         self._wrong_replies = 0
         self.lost()
-        if self.manifest is not None:
-            self._refuse_other(self.manifest)
+        if self.announced_manifest is not None:
+            self._refuse_other(self.announced_manifest)
+
+    def fold_from(self, base_version: int | None) -> None:
+        """Fetch the version as one delta on ``base_version`` (None: as it was announced). Its manifest must be here.
+
+        What came of the same payload stays.
+        """
+        assert self.announced_manifest is not None
+        if base_version == self._fold_base and not (base_version is not None and self.fold_refusal):
+            return
+        self._fold_base, self._fold_asked, self.fold_refusal = base_version, False, ""
+        self._forget_payload()
+        if base_version is None:
+            self._fetch(self.announced_manifest, self.source.manifest_digest)
 
     def lost(self) -> None:
         """Nothing that was asked for will come: ask again. Should it come nevertheless, it is a duplicate."""
         self._waiting.extendleft(reversed(self._asked))
         self._asked.clear()
-        self._manifest_asked = False
+        self._manifest_asked = self._fold_asked = False
 
     def requests(self, credit_bytes: int) -> Iterator[Request]:
         """What to ask for now, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
-        digest = self.source.manifest_digest
-        if self.manifest is None:
+        if self.announced_manifest is None:
             if not self._manifest_asked:
                 self._manifest_asked = True
-                yield GetManifest(digest)
+                yield GetManifest(self.source.manifest_digest)
+            return
+        if self.manifest is None:
+            if self._fold_base is not None and not self._fold_asked and not self.fold_refusal:
+                self._fold_asked = True
+                yield GetFold(self.source.manifest_digest, self._fold_base)
             return
         chunks = self.manifest.chunks
         free = credit_bytes - sum(chunks[chunk].payload_bytes for chunk in self._asked)
@@ -91,7 +119,7 @@ class ReceivedPart:
             chunk = self._waiting.popleft()
             self._asked[chunk] = None
             free -= chunks[chunk].payload_bytes
-            yield GetChunk(digest, chunk)
+            yield GetChunk(self._digest, chunk)
 
     def take(self, frames: Sequence[bytes | memoryview]) -> bool:
         """One reply. Returns whether it brought something new.
@@ -101,13 +129,20 @@ class ReceivedPart:
         reply = self._reply_of(frames)
         if reply is None:
             return False
+        if isinstance(reply, NotServed) and self.manifest is None and self._fold_base is not None:
+            self.fold_refusal = reply.reason
+            return True
         if isinstance(reply, NotServed):
             raise WeightError(
                 f"{self.source.endpoint} does not serve version {self._announced.policy_version} "
                 f"(manifest {self.source.manifest_digest}): {reply.reason}"
             )
         frame = memoryview(frames[1])
-        return self._take_manifest(frame) if isinstance(reply, ManifestReply) else self._take_chunk(reply.chunk, frame)
+        if isinstance(reply, FoldReply):
+            return self._take_fold(reply.fold_digest, frame)
+        if isinstance(reply, ManifestReply):
+            return self._take_manifest(frame)
+        return reply.manifest_digest == self._digest and self._take_chunk(reply.chunk, frame)
 
     def whole_patches(self) -> int:
         """How many patches, in the order of the manifest, are here from their first to their last byte."""
@@ -145,7 +180,7 @@ class ReceivedPart:
             reply = decode_reply(frames[0]) if len(frames) == 2 else None
         except WeightError as error:
             reply, problem = None, str(error)
-        if reply is not None and reply.manifest_digest == self.source.manifest_digest:
+        if reply is not None and reply.manifest_digest in (self.source.manifest_digest, self._digest):
             return reply
         if reply is not None:
             problem = f"it answered about {reply.manifest_digest or 'no manifest'}, which was not asked for"
@@ -162,7 +197,7 @@ class ReceivedPart:
         self.lost()
 
     def _take_manifest(self, frame: memoryview) -> bool:
-        if self.manifest is not None:
+        if self.announced_manifest is not None:
             return False
         actual = digest_of(frame)
         if actual != self.source.manifest_digest:
@@ -171,14 +206,51 @@ class ReceivedPart:
             return False
         manifest = decode_manifest(frame, self.source.manifest_digest, self.source.endpoint)
         self._refuse_other(manifest)
-        self._refuse_impossible(manifest)
+        self._refuse_impossible(manifest, self.source.manifest_digest)
+        self.announced_manifest = manifest
+        self._fetch(manifest, self.source.manifest_digest)
+        return True
+
+    def _take_fold(self, digest: str, frame: memoryview) -> bool:
+        """The manifest of a folded delta. That it leads to the announced version is proven by its part of the hash."""
+        announced = self.announced_manifest
+        if self.manifest is not None or announced is None or self._fold_base is None:
+            return False
+        if not digest:  # it is being made
+            self._fold_asked = False
+            return True
+        actual = digest_of(frame)
+        if actual != digest:
+            self._failed(_MANIFEST, "the manifest of a folded delta", f"{actual} ({len(frame)} bytes)", digest)
+            self._fold_asked = False
+            return False
+        fold = decode_manifest(frame, digest, self.source.endpoint)
+        found = (fold.run_id, fold.rank, fold.policy_version, fold.part_hash, fold.base_version)
+        wanted = (announced.run_id, announced.rank, announced.policy_version, announced.part_hash, self._fold_base)
+        if found != wanted:
+            raise WeightError(
+                f"the folded delta {digest} from {self.source.endpoint} is of (run, rank, version, part of the state "
+                f"hash, base version) {found}; asked for was {wanted}"
+            )
+        self._refuse_impossible(fold, digest)
+        self._fetch(fold, digest)
+        return True
+
+    def _forget_payload(self) -> None:
+        self.manifest = None
+        self._payload, self._starts, self._verified, self._leading = bytearray(), [0], bytearray(), 0
+        self._waiting.clear()
+        self._asked.clear()
+        self._failures.clear()
+
+    def _fetch(self, manifest: Manifest, digest: str) -> None:
+        """Begin with the chunks of a manifest."""
         for chunk in manifest.chunks:
             self._starts.append(self._starts[-1] + chunk.payload_bytes)
         self._payload = bytearray(self._starts[-1])
         self._verified = bytearray(len(manifest.chunks))
         self._waiting.extend(range(len(manifest.chunks)))
-        self.manifest = manifest
-        return True
+        self.manifest, self._digest = manifest, digest
 
     def _take_chunk(self, chunk: int, frame: memoryview) -> bool:
         if self.manifest is None or not 0 <= chunk < len(self._verified) or self._verified[chunk]:
@@ -225,9 +297,8 @@ class ReceivedPart:
                 f"announced was {announced}"
             )
 
-    def _refuse_impossible(self, manifest: Manifest) -> None:
+    def _refuse_impossible(self, manifest: Manifest, digest: str) -> None:
         """Before anything is allocated: what a patch may decode to is bounded by what was announced."""
-        digest = self.source.manifest_digest
         if any(not 0 < chunk.payload_bytes <= CHUNK_BYTES for chunk in manifest.chunks):
             raise WeightError(f"manifest {digest} has a chunk that is empty or over {CHUNK_BYTES} bytes")
         elements = sum(entry.shard.count for entry in manifest.tensors)

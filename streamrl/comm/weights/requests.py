@@ -25,6 +25,16 @@ class GetChunk(msgspec.Struct, frozen=True, tag=True):
     chunk: int
 
 
+class GetFold(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the version with this manifest digest once more, as one delta on ``base_version``.
+
+    ``base_version`` may be ``manifest.CHECKPOINT_VERSION``: on the checkpoint that publisher and engine began with.
+    """
+
+    manifest_digest: str
+    base_version: int
+
+
 class ManifestReply(msgspec.Struct, frozen=True, tag=True):
     """Header of the frame with the manifest."""
 
@@ -38,6 +48,14 @@ class ChunkReply(msgspec.Struct, frozen=True, tag=True):
     chunk: int
 
 
+class FoldReply(msgspec.Struct, frozen=True, tag=True):
+    """Header of the frame with the manifest of a folded delta. ``fold_digest`` is that manifest's digest, which its
+    chunks are asked for by; empty while the delta is being made: ask again."""
+
+    manifest_digest: str
+    fold_digest: str
+
+
 class NotServed(msgspec.Struct, frozen=True, tag=True):
     """The publisher does not hold what was asked for (any more)."""
 
@@ -45,8 +63,8 @@ class NotServed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = GetManifest | GetChunk
-Reply = ManifestReply | ChunkReply | NotServed
+Request = GetManifest | GetChunk | GetFold
+Reply = ManifestReply | ChunkReply | FoldReply | NotServed
 Kind = TypeVar("Kind")
 
 REQUEST_LIMIT = 4096

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -20,6 +21,8 @@ from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
 from streamrl.comm.weights.requests import (
     REQUEST_LIMIT,
     ChunkReply,
+    FoldReply,
+    GetFold,
     GetManifest,
     ManifestReply,
     NotServed,
@@ -32,6 +35,9 @@ from streamrl.comm.zmq_sockets import bind, ipc_path_identity, remove_ipc_path
 from streamrl.errors import WeightError
 
 _STOP_ENDPOINT = "inproc://stop"
+_FOLD_POLL_MILLISECONDS, _FOLD_PATIENCE = 20, 1.0
+"""While a folded delta is made it is looked for so often; whoever asked for it hears after so many seconds that it is
+not there yet, and that the publisher lives."""
 
 
 class ServedPart(msgspec.Struct, frozen=True, eq=False):
@@ -43,15 +49,34 @@ class ServedPart(msgspec.Struct, frozen=True, eq=False):
     chunks: Sequence[memoryview]
 
 
+class Folds(Protocol):
+    """Folded deltas (``folding.FoldMaker``)."""
+
+    def part_of(self, request: GetFold) -> ServedPart | None:
+        """None while it is being made. Raises ``WeightError`` when it cannot be."""
+        ...
+
+    def served(self, digest: str) -> ServedPart | None:
+        """The one whose manifest has this digest."""
+        ...
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Forget those of versions with other manifest digests."""
+        ...
+
+
 class ServingThread:
     """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port).
 
     ``bandwidth_mbit``: how many million bits a second leave at most, over all receivers (0: no limit), so that a slow
-    link can be tried. Receivers are then served in turn, a frame each.
+    link can be tried. Receivers are then served in turn, a frame each. ``folds``: who makes folded deltas; without it
+    none are served.
     """
 
-    def __init__(self, endpoint: str, name: str, bandwidth_mbit: float = 0.0) -> None:
+    def __init__(self, endpoint: str, name: str, bandwidth_mbit: float = 0.0, folds: Folds | None = None) -> None:
         self.endpoint = endpoint
+        self._folds = folds
+        self._unready: list[tuple[float, bytes, tuple[bytes, ...]]] = []
         self._parts: dict[str, ServedPart] = {}
         self._queue = ReplyQueue()
         self._link = SlowLink(bandwidth_mbit)
@@ -80,6 +105,8 @@ class ServingThread:
     def serve(self, parts: Sequence[ServedPart]) -> None:
         """Replace what is served. A frame already handed to ZeroMQ is still delivered."""
         self._parts = {part.manifest_digest: part for part in parts}
+        if self._folds is not None:
+            self._folds.keep(self._parts)
 
     def close(self) -> None:
         """Stop serving and release the endpoint. Idempotent."""
@@ -121,12 +148,35 @@ class ServingThread:
         poller.register(router, zmq.POLLIN)
         poller.register(stop, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._send_due(router)))
+            wait = self._send_due(router)
+            if self._unready:
+                wait = _FOLD_POLL_MILLISECONDS if wait is None else min(wait, _FOLD_POLL_MILLISECONDS)
+            ready = dict(poller.poll(wait))
             if stop in ready:
                 return
             if router in ready:
                 peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+                self._unready.append((time.monotonic() + _FOLD_PATIENCE, peer, tuple(frames)))
+            self._queue_ready()
+
+    def _queue_ready(self) -> None:
+        """Everything can be answered at once, but for folded deltas that are still being made."""
+        unready, self._unready = self._unready, []
+        for due, peer, frames in unready:
+            if time.monotonic() < due and self._is_being_made(frames):
+                self._unready.append((due, peer, frames))
+            else:
                 self._queue.add(peer, frames)
+
+    def _is_being_made(self, frames: Sequence[bytes]) -> bool:
+        try:
+            request = decode_request(frames[0]) if len(frames) == 1 else None
+        except WeightError:
+            return False  # and is told so
+        if not isinstance(request, GetFold):
+            return False
+        reply, _ = self._answer(frames)
+        return isinstance(reply, FoldReply) and not reply.fold_digest
 
     def _send_due(self, router: zmq.Socket[bytes]) -> int | None:
         """Send what the link has carried by now. Returns the milliseconds until the next frame, None without one."""
@@ -157,11 +207,25 @@ class ServingThread:
         except WeightError as error:
             return NotServed("", str(error)), b""
         digest = request.manifest_digest
-        part = self._parts.get(digest)
+        part = self._parts.get(digest) or (self._folds.served(digest) if self._folds else None)
         if part is None:
             return NotServed(digest, "this manifest is not served (any more): ask for a newer version"), b""
+        if isinstance(request, GetFold):
+            return self._answer_fold(request)
         if isinstance(request, GetManifest):
             return ManifestReply(digest), part.manifest
         if not 0 <= request.chunk < len(part.chunks):
             return NotServed(digest, f"chunk {request.chunk} of {len(part.chunks)} does not exist"), b""
         return ChunkReply(digest, request.chunk), part.chunks[request.chunk]
+
+    def _answer_fold(self, request: GetFold) -> tuple[Reply, bytes]:
+        digest = request.manifest_digest
+        if self._folds is None or digest not in self._parts:
+            return NotServed(digest, "no folded deltas are served here"), b""
+        try:
+            fold = self._folds.part_of(request)
+        except WeightError as error:
+            return NotServed(digest, str(error)), b""
+        return (
+            (FoldReply(digest, ""), b"") if fold is None else (FoldReply(digest, fold.manifest_digest), fold.manifest)
+        )

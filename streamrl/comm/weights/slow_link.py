@@ -31,6 +31,8 @@ class SlowLink:
     def carried(self, size: int, *, more: bool) -> None:
         """The next frame is through. With ``more`` waiting, the one after it began where it ended, however late its
         end was noticed."""
+        if not self._bytes_per_second:
+            return
         if self._began_at is not None:
             self._free_at = self._began_at + size / self._bytes_per_second
         self._began_at = self._free_at if more else None

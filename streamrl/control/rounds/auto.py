@@ -7,8 +7,12 @@ estimated online (``length_estimate``, ``engine_cost``), the candidates are comp
 
 Rules of change: synchronous until ``FIRST_GROUPS`` groups were seen; a race must promise ``LEAST_GAIN`` more than what
 runs; back to synchronous, which has no bias and no queue, as soon as it promises anything more; a choice is held for a
-whole cycle, and losers are never left behind: what lost a race has had its long round before the rounds change. Every
+whole cycle, and losers are never left behind: what lost a race has had its long round before the rounds change. A
+promise that was not kept is not made again: each kind of round is predicted at the pace at which it went so far. Every
 comparison is explained with the figures of all candidates.
+
+Long rounds of more than one batch are candidates where ``tail_batching.long_round_batches`` allows them, since the step
+on a larger batch is for the recipe to decide. What pre-submission saves is in the measured times.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ import math
 
 import msgspec
 
-from streamrl.config.scheduling import Losers
+from streamrl.config.scheduling import SAME_NOISE, Losers
 from streamrl.control.actions import Explain
-from streamrl.control.engine_cost import EngineCost, RoundLoad
+from streamrl.control.engine_cost import LONG, EngineCost
 from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.length_estimate import LengthEstimate
+from streamrl.control.load_profile import PlayedLoad
 from streamrl.control.prediction import BatchShape, Form, Prediction, Schedule, predict
 from streamrl.control.rounds.policy import (
     Candidate,
@@ -33,7 +38,7 @@ from streamrl.control.rounds.policy import (
     RoundView,
 )
 from streamrl.control.rounds.synchronous import SynchronousRounds
-from streamrl.control.rounds.tail_batching import LONG, TailBatching
+from streamrl.control.rounds.tail_batching import TailBatching
 from streamrl.control.settings import ControlSettings
 from streamrl.types import DropReason
 
@@ -49,7 +54,8 @@ SYNCHRONOUS = Schedule()
 
 
 class _State(msgspec.Struct):
-    """What ``snapshot`` gives. ``loads``: of rounds whose times are not known yet, by the version that they make."""
+    """What ``snapshot`` gives. ``loads``: of rounds whose times are not known yet: the version that they make, their
+    kind, what they asked for. ``warm``: the first round, in which engines and trainer compile, is over."""
 
     current: Schedule
     decided: int
@@ -58,7 +64,8 @@ class _State(msgspec.Struct):
     last_kind: str
     lengths: list[tuple[int, dict[str, object]]]
     cost: dict[str, object]
-    loads: list[tuple[int, RoundLoad]]
+    warm: bool
+    loads: list[tuple[int, str, PlayedLoad]]
     because: Explain | None = None
 
 
@@ -75,21 +82,25 @@ class AutoRounds:
             raise ValueError(
                 'tail_batching.losers = "resume" is off-policy and rounds = "auto" is not: use "replay" or "regenerate"'
             )
-        self._replays = options.losers is Losers.REPLAY
-        self._long_batches = options.long_round_batches
+        self._replays = options.losers in SAME_NOISE
         self._policies: dict[Schedule, RoundPolicy] = {SYNCHRONOUS: SynchronousRounds(settings)}
-        for schedule in (*(Schedule(Form.TAIL_BATCHING, eta) for eta in ETAS), PACKED):
+        elastic = sorted({1, options.long_round_batches})
+        races = [Schedule(Form.TAIL_BATCHING, eta, long_batches=batches) for batches in elastic for eta in ETAS]
+        for schedule in (*races, PACKED):
             racing = msgspec.structs.replace(
                 options,
                 eta_prompts=schedule.eta_prompts,
                 eta_responses=1.0,
                 cohort_batches=schedule.cohort_batches,
+                long_round_batches=schedule.long_batches,
             )
             self._policies[schedule] = TailBatching(msgspec.structs.replace(settings, tail_batching=racing))
         self.current = SYNCHRONOUS
         self._cost = EngineCost()
         self._lengths: dict[int, LengthEstimate] = {}
-        self._loads: dict[int, RoundLoad] = {}
+        self._loads: dict[int, PlayedLoad] = {}
+        self._kinds: dict[int, str] = {}
+        self._warm = False
         self._decided = -1
         self._opened = -1
         self._held_until = 0
@@ -144,11 +155,10 @@ class AutoRounds:
             case GroupObserved():
                 self._observe_group(seen)
             case EnginesMeasured():
-                self._cost.observe_engines(seen)
+                if self._warm:
+                    self._cost.observe_engines(seen)
             case RoundTimed():
-                load = self._loads.pop(seen.policy_version, None)
-                if load is not None and load.requests:
-                    self._cost.observe_round(load, seen)
+                self._observe_round(seen)
 
     def snapshot(self) -> dict[str, object]:
         """All of it: a restored policy answers as this one would."""
@@ -160,7 +170,8 @@ class AutoRounds:
             last_kind=self._last_kind,
             lengths=[(size, estimate.snapshot()) for size, estimate in self._lengths.items()],
             cost=self._cost.snapshot(),
-            loads=list(self._loads.items()),
+            warm=self._warm,
+            loads=[(version, self._kinds[version], load) for version, load in self._loads.items()],
             because=self._because,
         )
         built: dict[str, object] = msgspec.to_builtins(state)
@@ -170,11 +181,13 @@ class AutoRounds:
         """See ``RoundPolicy``. The state of other rounds, from which the run is resumed: start anew."""
         if "loads" not in state:
             return
-        known = msgspec.convert(state, _State)
+        known = msgspec.convert(state, _State, str_keys=True)
         self.current, self._held_until = known.current, known.held_until
         self._decided, self._opened = known.decided, known.opened
         self._last_kind = known.last_kind
-        self._loads, self._because = dict(known.loads), known.because
+        self._warm, self._because = known.warm, known.because
+        self._loads = {version: load for version, _, load in known.loads}
+        self._kinds = {version: kind for version, kind, _ in known.loads}
         self._cost.restore(known.cost)
         self._lengths = {}
         for size, lengths in known.lengths:
@@ -190,6 +203,8 @@ class AutoRounds:
             self._lengths.setdefault(plan.size, LengthEstimate()).begin_again(plan.groups)
         self._opened = view.trainer_version
         self._last_kind = plan.round_kind
+        if self._decided + 1 in self._loads:
+            self._kinds[self._decided + 1] = plan.round_kind
 
     def _observe_group(self, group: GroupObserved) -> None:
         packed = self.current.form is Form.PACKED
@@ -200,22 +215,24 @@ class AutoRounds:
         elif not packed:
             estimate.observe_cut(group.lengths, size=group.size, cut_at=group.cut_at)
         load = self._loads.get(self._decided + 1)
-        if load is None:
+        if load is not None:
+            load.add(group.lengths, size=group.size, cut=group.cut, cut_at=group.cut_at)
+
+    def _observe_round(self, timed: RoundTimed) -> None:
+        played, kind = self._loads.pop(timed.policy_version, None), self._kinds.pop(timed.policy_version, "")
+        if played is None or not played.requests:
             return
-        tokens = sum(group.lengths) + (group.size - len(group.lengths)) * group.cut_at
-        self._loads[self._decided + 1] = RoundLoad(
-            longest=load.longest if group.cut else max(load.longest, *group.lengths, 0),
-            tokens=load.tokens + tokens,
-            requests=load.requests + group.size,
-            trained_tokens=load.trained_tokens + (0 if group.cut else tokens),
-        )
+        if self._warm:
+            self._cost.observe_round(played.load(), timed, kind)
+        self._warm = True
 
     # ---- what it chooses -------------------------------------------------------------------------
 
     def _round_opens(self, view: RoundView) -> None:
-        self._loads[view.trainer_version + 1] = RoundLoad(longest=0, tokens=0, requests=0, trained_tokens=0)
+        self._loads[view.trainer_version + 1] = PlayedLoad()
+        self._kinds[view.trainer_version + 1] = ""
         for version in [v for v in self._loads if v <= view.trainer_version + 1 - _ROUNDS_UNTIMED]:
-            del self._loads[version]
+            del self._loads[version], self._kinds[version]
         lengths = self._lengths.get(view.group_size)
         if lengths is None or lengths.seen < FIRST_GROUPS or not self._cost.ready:
             return
@@ -233,17 +250,16 @@ class AutoRounds:
             prompts=view.batch_trajectories // view.group_size,
             group_size=view.group_size,
             replays=self._replays,
-            long_batches=self._long_batches,
         )
 
     def _candidates(self, view: RoundView, shape: BatchShape) -> list[Schedule]:
         """Those that differ for this batch; a race of a few prompts may launch as many at two factors."""
-        launched: dict[int, Schedule] = {}
+        races: dict[tuple[int, int], Schedule] = {}
         for schedule in self._policies:
-            if schedule.form is Form.TAIL_BATCHING:
-                launched.setdefault(shape.launched(schedule), schedule)
-        launched.pop(shape.prompts, None)
-        chosen = [SYNCHRONOUS, *launched.values()]
+            launched = shape.launched(schedule)
+            if schedule.form is Form.TAIL_BATCHING and launched > shape.prompts:
+                races.setdefault((launched, schedule.long_batches), schedule)
+        chosen = [SYNCHRONOUS, *races.values()]
         if self.current.form is Form.TAIL_BATCHING and self.current not in chosen:
             chosen.append(self.current)
         known_order = view.rank_quality >= LEAST_RANK_QUALITY and shape.launched(PACKED) > shape.prompts

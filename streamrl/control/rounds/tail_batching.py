@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 
-from streamrl.config.scheduling import Losers, SizingKind, tail_batching_slots
+from streamrl.config.scheduling import SAME_NOISE, Losers, SizingKind, tail_batching_slots
+from streamrl.control.engine_cost import LONG, SHORT
 from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
 from streamrl.types import DropReason
-
-SHORT, LONG = "short", "long"
 
 
 class TailBatching(StatelessRounds):
@@ -32,7 +31,7 @@ class TailBatching(StatelessRounds):
         self._sizes = (settings.group_size,) if fixed else settings.group_sizing.sizes
         self._parks = options.losers is Losers.RESUME
         self.on_policy = not self._parks
-        self.replays = options.losers is Losers.REPLAY
+        self.replays = options.losers in SAME_NOISE
         self.learns_prompt_lengths = self.shortest_prompts_first = options.cohort_batches > 0
 
     def launch(self, view: RoundView) -> Launch | None:

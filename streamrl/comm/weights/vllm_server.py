@@ -1,8 +1,9 @@
-"""A ``vllm serve`` as the target of weight pushes: what ``vllm_weights`` asks of an ``AsyncLLM``, over HTTP.
+"""A ``vllm serve`` as the target of weight pushes: what ``engine_push`` asks of an ``AsyncLLM``, over HTTP.
 
 The server must run in vLLM's developer mode (that is where its weight routes are) and with streamrl's backend; see
-``server_environment`` and ``SERVER_OPTIONS``. Whoever reaches those routes can stop the server or change its weights:
-keep the port on a private network. Weight bytes do not pass here; the server's workers pull them from the publisher.
+``server_environment`` and ``SERVER_OPTIONS`` of ``vllm_names``. Whoever reaches those routes can stop the server or
+change its weights: keep the port on a private network. Weight bytes do not pass here; the server's workers pull them
+from the publisher.
 """
 
 from __future__ import annotations
@@ -17,17 +18,8 @@ from typing import Any
 
 import anyio.to_thread
 
-from streamrl.engines.vllm_plugin import TEXT_METHODS, WEIGHT_BACKEND
-from streamrl.engines.vllm_weights import engine_environment
+from streamrl.comm.weights.vllm_names import TEXT_METHODS
 from streamrl.errors import EngineError
-
-SERVER_OPTIONS = ("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND}))
-"""What ``vllm serve MODEL`` needs on its command line."""
-
-
-def server_environment() -> dict[str, str]:
-    """What ``vllm serve`` needs in its environment."""
-    return {**engine_environment(), "VLLM_SERVER_DEV_MODE": "1"}
 
 
 class VllmServer:

@@ -1,0 +1,88 @@
+"""What the sets of engines of a recipe must satisfy together. The machine is asked by ``preflight``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from streamrl.config.recipe import Launch, Recipe, ReleaseKind
+from streamrl.config.scheduling import RoundKind
+from streamrl.config.topology import prepared_sets
+
+KINDS_OF_ROUNDS = {RoundKind.SYNCHRONOUS: {"synchronous"}, RoundKind.TAIL_BATCHING: {"short", "long"}}
+"""Rounds whose kinds are known; others may call theirs what they like."""
+
+
+def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """One set is awake, and they change between rounds: there must be such a time, and something to choose from; also
+    what only several engines can do."""
+    engines = recipe.engines
+    if recipe.weights.canary and engines.count == 1:
+        yield "weights.canary", "compares several engines and engines.count is 1: leave it out"
+    if not engines.sets:
+        if engines.rounds:
+            yield "engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set"
+        return
+    yield from _shapes(recipe)
+    rounds = recipe.rollout.rounds
+    if not recipe.on_policy:
+        yield (
+            "engines.sets",
+            (
+                f'does not fit rounds = "{rounds}" at staleness {recipe.rollout.max_staleness}, where one round runs '
+                "into the next and no set may leave: leave engines.sets out, or take rounds that train on-policy"
+            ),
+        )
+    if recipe.rollout.presubmit:
+        yield (
+            "engines.sets",
+            (
+                "does not fit rollout.presubmit, which submits a round before its set of engines serves: "
+                "set presubmit = false, or leave engines.sets out"
+            ),
+        )
+    if engines.release is not ReleaseKind.NEVER:
+        yield (
+            "engines.sets",
+            (
+                f'does not fit engines.release = "{engines.release}" yet, which frees engines of one set: '
+                'set release = "never", or leave engines.sets out'
+            ),
+        )
+    if recipe.transport.engines is Launch.EXTERNAL:
+        yield (
+            "engines.sets",
+            (
+                'does not fit transport.engines = "external", whose processes this run does not start: '
+                "leave engines.sets out"
+            ),
+        )
+
+
+def _shapes(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    sets = prepared_sets(recipe)
+    for name, count in Counter(one.name for one in sets).items():
+        if count > 1:
+            yield (
+                "engines.sets",
+                (
+                    f"{count} sets are {name} (engines x tensor-parallel size): sets must differ in one of the two; "
+                    "the first is engines.count and engines.tensor_parallel"
+                ),
+            )
+    for kind, count in Counter(kind for one in sets for kind in one.rounds).items():
+        if count > 1:
+            yield "engines.sets", f'"{kind}" rounds belong to {count} sets: name them in one of them'
+    known = KINDS_OF_ROUNDS.get(recipe.rollout.rounds)
+    for index, shape in enumerate(recipe.engines.sets):
+        if len(shape.cores) not in (0, shape.count):
+            yield (
+                f"engines.sets.{index}.cores",
+                f"has {len(shape.cores)} entries for {shape.count} engines: give one for each, or none",
+            )
+    for index, one in enumerate(sets):
+        field = f"engines.sets.{index - 1}.rounds" if index else "engines.rounds"
+        for kind in one.rounds:
+            if known and kind not in known:
+                names = ", ".join(f'"{name}"' for name in sorted(known))
+                yield field, f'rounds = "{recipe.rollout.rounds}" has no "{kind}" rounds: name some of {names}'

@@ -1,0 +1,104 @@
+"""What vLLM's CPU worker chooses for tokens of the prompt, and requests that begin in the middle of their noise.
+
+Two seams of vLLM 0.32, patched by our plugin in each worker process. Both act only on requests that carry our arguments
+(``SamplingParams.extra_args``).
+
+On CPU a request's generator gives one number a token, and the sampler's Gumbel noise is a function of that number and
+of the token id (``TopKTopPSampler.forward_cpu``). So the noise of any position can be had again. A CUDA sampler draws
+noise for the whole vocabulary from a generator on the device: there kept tokens are replayed (``verifies``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMPARE = "streamrl_compare"
+"""Extra argument: so many tokens at the end of the prompt are compared with what would be chosen there."""
+
+SKIP = "streamrl_skip"
+"""Extra argument: so many tokens were sampled with this seed before."""
+
+_SEEDS = 2**31  # range of the number that forward_cpu draws for a token
+_GREEDY = 1e-5  # vLLM's own bound: below it the temperature is taken to be 0
+
+
+def verifies() -> bool:
+    """Whether the worker's noise can be had again: vLLM's fused sampler on CPU."""
+    import torch
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and hasattr(torch.ops._C, "fused_gumbel_argmax"))
+
+
+def add_continuation() -> None:
+    """Patch this process. Called by the plugin, before a model runner is made."""
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if hasattr(GPUModelRunner._get_prompt_logprobs_dict, "streamrl_original"):
+        return
+    initialised, scored = CachedRequestState.__post_init__, GPUModelRunner._get_prompt_logprobs_dict
+
+    def initialise(state: Any) -> None:
+        initialised(state)
+        skip = _argument(state.sampling_params, SKIP)
+        if skip and state.generator is not None:
+            _draw(state.generator, skip)
+
+    def score(runner: Any, hidden_states: Any, scheduled: dict[str, int]) -> Any:
+        compared = {
+            request_id: _choices(runner, runner.requests[request_id], hidden_states)
+            for request_id in runner.num_prompt_logprobs
+            if request_id in scheduled and _argument(runner.requests[request_id].sampling_params, COMPARE)
+        }
+        found = scored(runner, hidden_states, scheduled)
+        for request_id, (chosen, logprobs) in compared.items():
+            tensors = found.get(request_id)
+            if tensors is not None:
+                # The place of the rank of a prompt token: a number that nothing else is asked for.
+                tensors.selected_token_ranks[-len(chosen) :] = chosen
+                tensors.logprobs[-len(chosen) :, 0] = logprobs
+        return found
+
+    score.streamrl_original = scored  # type: ignore[attr-defined]
+    CachedRequestState.__post_init__ = initialise
+    GPUModelRunner._get_prompt_logprobs_dict = score
+
+
+def _argument(params: Any, name: str) -> int:
+    arguments = getattr(params, "extra_args", None)
+    return int(arguments.get(name, 0)) if arguments else 0
+
+
+def _draw(generator: Any, count: int) -> Any:
+    """What ``forward_cpu`` draws for the next ``count`` tokens: [count]."""
+    import torch
+
+    return torch.randint(0, _SEEDS, (count,), generator=generator, dtype=torch.long)
+
+
+def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
+    """(choices, logprobs of the tokens that are there), each [kept], of the last tokens of a prompt.
+
+    As ``Sampler.forward`` treats the tokens that it samples: temperature, top-p, then logprobs and noise.
+    """
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    params, tokens = request.sampling_params, request.prompt_token_ids
+    kept = _argument(params, COMPARE)
+    # Nothing of such a prompt is read from the prefix cache, nor is it cut into chunks.
+    first = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request.req_id]].item()
+    last = first + len(tokens) - 1
+    logits = runner.model.compute_logits(hidden_states[last - kept : last]).to(torch.float32)
+    greedy = params.temperature < _GREEDY
+    if not greedy:
+        logits = logits / params.temperature
+    if params.top_p < 1:
+        logits = apply_top_k_top_p(logits, None, torch.full((kept,), params.top_p))
+    there = torch.tensor(tokens[-kept:], dtype=torch.long).unsqueeze(1)
+    logprobs = logits.log_softmax(dim=-1).gather(1, there).squeeze(1)
+    if greedy:
+        return logits.argmax(dim=-1), logprobs
+    seeds = _draw(torch.Generator().manual_seed(params.seed), kept)
+    return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), seeds).view(-1), logprobs

@@ -1,0 +1,120 @@
+"""What every built-in reward says of itself: a name, options that are checked, and what the function needs."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from streamrl.config.check_fields import expected, struct_fields
+from streamrl.config.problems import nearest, shown
+from streamrl.errors import RecipeError
+
+RewardCallable = Callable[..., Any]
+"""``function(completion, **columns)``, or a coroutine function of that form."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the options of a built-in reward; the docstring of each says what they mean."""
+
+
+class BadOption(ValueError):
+    """An option that its type allows and the reward cannot use; the message begins with the option's name."""
+
+
+class BuiltinReward:
+    """Makes one kind of reward function. ``needs``: importable module -> the extra of streamrl that brings it."""
+
+    def __init__(
+        self,
+        name: str,
+        options: type[Options],
+        make: Callable[[Any], RewardCallable],
+        needs: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self._make = make
+        self._needs = needs or {}
+
+    def __call__(self, **options: Any) -> RewardCallable:
+        """The reward function. Raises ``RecipeError`` with one problem for each option that is wrong or missing,
+        and for each library that is not installed."""
+        problems = [*self._bad_options(options), *self._missing_libraries()]
+        if problems:
+            raise RecipeError(problems)
+        try:
+            function = self._make(msgspec.convert(options, self.options))
+        except BadOption as error:
+            raise RecipeError([f'reward "{self.name}": option {error}']) from error
+        function.__name__ = function.__qualname__ = self.name
+        return function
+
+    def _bad_options(self, options: Mapping[str, Any]) -> Iterable[str]:
+        fields = {field.name: field for field in struct_fields(self.options)}
+        for key, value in options.items():
+            place = f'reward "{self.name}": option "{key}"'
+            if key not in fields:
+                meant = nearest(key, fields)
+                hint = f'; did you mean "{meant}"?' if meant else "."
+                yield f"{place} is unknown{hint} Its options: {', '.join(fields) or 'none'}"
+                continue
+            try:
+                msgspec.convert({key: value}, _only(self.options, key))
+            except msgspec.ValidationError:
+                yield f"{place} = {shown(value)} is not allowed: must be {expected(fields[key].type)}"
+        for key, field in fields.items():
+            if field.required and key not in options:
+                yield f'reward "{self.name}" has no option "{key}": set it in [rewards.options]'
+
+    def _missing_libraries(self) -> Iterable[str]:
+        for module, extra in self._needs.items():
+            if find_spec(module) is None:
+                yield f"reward \"{self.name}\" needs {module}: pip install 'streamrl[{extra}]'"
+
+
+def _only(options: type[Options], key: str) -> type[msgspec.Struct]:
+    """A struct with one of the fields, so that each is checked by itself."""
+    kind = inspect.get_annotations(options, eval_str=True)[key]
+    return msgspec.defstruct("Option", [(key, kind)])
+
+
+def declare(
+    function: RewardCallable, *, columns: Iterable[str] = (), optional: Iterable[str] = (), provided: Iterable[str] = ()
+) -> RewardCallable:
+    """Give ``function(completion, **columns)`` a signature that names what it is to be called with.
+
+    ``columns``: dataset columns it cannot do without; ``optional``: with a default; ``provided``: names that the
+    runtime provides (``token_ids``, ``prompt``, ...). Raises ``BadOption`` for a column that cannot be passed by name.
+    """
+    named = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name in dict.fromkeys([*columns, *provided]):
+        if not name.isidentifier() or keyword.iskeyword(name) or name in ("completion", "completions"):
+            raise BadOption(f'"column": {name!r} cannot be passed by name: rename the column of the dataset')
+        parameters.append(inspect.Parameter(name, named))
+    parameters += [inspect.Parameter(name, named, default=None) for name in optional]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
+
+
+def compiled(option: str, pattern: str) -> re.Pattern[str]:
+    """The regular expression of an option. Raises ``BadOption``."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise BadOption(f'"{option}" = {pattern!r} is no regular expression ({error}): correct it') from error
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The first group of the last match (the whole match where the pattern has no group); None: no match."""
+    last = deque(pattern.finditer(text), maxlen=1)
+    if not last:
+        return None
+    return last[0].group(1) if pattern.groups else last[0].group()

@@ -1,0 +1,85 @@
+"""``length`` and ``overlong``: what a completion's length costs. Both are 0 where it is fine, and never positive."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from streamrl.config.objective import Natural, Positive
+from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
+
+
+class LengthUnit(StrEnum):
+    """What is counted."""
+
+    TOKENS = "tokens"
+    WORDS = "words"
+    CHARACTERS = "characters"
+
+
+class LengthOptions(Options, frozen=True):
+    """0 for a completion of ``shortest`` to ``longest`` units; outside it falls to -1 over ``margin`` units.
+
+    ``longest`` 0: no upper bound. ``unit``: tokens (as sampled, the end token among them), words or characters.
+    """
+
+    shortest: Natural = 0
+    longest: Natural = 0
+    margin: Positive = 64
+    unit: LengthUnit = LengthUnit.TOKENS
+
+
+def _length(options: LengthOptions) -> RewardCallable:
+    if not options.shortest and not options.longest:
+        raise BadOption('"longest" is 0 and so is "shortest": set one')
+    if options.longest and options.longest < options.shortest:
+        raise BadOption(f'"longest" = {options.longest} is below "shortest" = {options.shortest}: correct one')
+
+    def penalty(size: int) -> float:
+        below = max(0, options.shortest - size)
+        above = max(0, size - options.longest) if options.longest else 0
+        return -min(1.0, (below + above) / options.margin) or 0.0
+
+    if options.unit is LengthUnit.TOKENS:
+
+        def length_in_tokens(_completion: str, *, token_ids: list[int]) -> float:
+            return penalty(len(token_ids))
+
+        return declare(length_in_tokens, provided=["token_ids"])
+
+    def length_of_text(completion: str) -> float:
+        return penalty(len(completion.split() if options.unit is LengthUnit.WORDS else completion))
+
+    return declare(length_of_text)
+
+
+class OverlongOptions(Options, frozen=True):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+    ``max_tokens``: the longest completion (``sampling.max_tokens``); ``buffer``: the last so many tokens of it, over
+    which the penalty goes from 0 to -1 (the paper: 4096 of 20480).
+    """
+
+    max_tokens: Positive
+    buffer: Positive
+
+
+def _overlong(options: OverlongOptions) -> RewardCallable:
+    if options.buffer > options.max_tokens:
+        raise BadOption(f'"buffer" = {options.buffer} is above "max_tokens" = {options.max_tokens}: lower it')
+
+    def overlong(_completion: str, *, token_ids: list[int]) -> float:
+        return soft_overlong_penalty(len(token_ids), options.max_tokens, options.buffer)
+
+    return declare(overlong, provided=["token_ids"])
+
+
+def soft_overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
+    """0 up to ``max_tokens - buffer``, then linear, -1 from ``max_tokens`` on."""
+    free = max_tokens - buffer
+    if tokens <= free:
+        return 0.0
+    return (free - tokens) / buffer if tokens <= max_tokens else -1.0
+
+
+LENGTH = BuiltinReward("length", LengthOptions, _length)
+OVERLONG = BuiltinReward("overlong", OverlongOptions, _overlong)

@@ -1,0 +1,176 @@
+"""One call process, as the reward worker sees it: its socket, its page, and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from streamrl.rewards.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
+from streamrl.rewards.values import CallResult
+
+_RECEIVE_BYTES = 1 << 18
+_LOGGED_BYTES = 64 << 10  # of what one process prints; the rest is read, counted and thrown away
+
+_log = logging.getLogger(__name__)
+
+
+class PoolCall(msgspec.Struct):
+    """A call that waits for a process or runs in one. ``count``: of completions. ``rank``: smaller goes first.
+    ``lost``: how often its process ended while nobody knew which call was to blame."""
+
+    function: int
+    completion: Any
+    arguments: Mapping[str, Any]
+    count: int
+    limit_s: float
+    rank: tuple[int, int]
+    on_done: Callable[[CallResult], None]
+    asked_at: float
+    sent_at: float = 0.0
+    lost: int = 0
+
+
+class CallChild:
+    """``pending``: calls that it has, by sequence number, oldest first. ``on_answer(child, answer)`` is called for each
+    answer. Raises ``OSError`` where no descriptors are left."""
+
+    def __init__(self, number: int, *, loop: bool, on_answer: Callable[[CallChild, CallAnswer], None]) -> None:
+        self.number = number
+        self.loop = loop
+        self.pending: dict[int, PoolCall] = {}
+        self.expected_s = 0.0
+        self.answers = 0
+        self.retiring = False
+        self.idle_since = time.monotonic()
+        self._on_answer = on_answer
+        self._sequence = 0
+        self._unsent: list[CallOrder] = []
+        self._outbox = bytearray()
+        self._frames: FrameReader[CallAnswer] = FrameReader(CallAnswer)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._printed = 0
+        self._closed = False
+        self._connection, self._their_connection = socket.socketpair()
+        self._connection.setblocking(False)
+        self._their_page = CallPage.create()
+        self.page = CallPage(self._their_page)
+        self._output, self._their_output = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._output, False)
+
+    def descriptors(self) -> tuple[int, int, int]:
+        """What the forked process gets."""
+        return self._their_connection.fileno(), self._their_page, self._their_output
+
+    def started(self) -> None:
+        """The fork server has its descriptors: listen."""
+        self._their_connection.close()
+        os.close(self._their_page)
+        os.close(self._their_output)
+        events = asyncio.get_running_loop()
+        events.add_reader(self._connection.fileno(), self.drain)
+        events.add_reader(self._output, self._read_output)
+
+    def take(self, call: PoolCall, expected_s: float) -> None:
+        """Give it a call; ``flush`` sends."""
+        self._sequence += 1
+        call.sent_at = time.monotonic()
+        self.pending[self._sequence] = call
+        self.expected_s += expected_s
+        self._unsent.append(
+            CallOrder(self._sequence, call.function, call.limit_s, call.completion, dict(call.arguments))
+        )
+
+    def flush(self) -> None:
+        """Send what was taken, in one frame."""
+        if self._unsent and not self._closed:
+            self._outbox += to_frame(self._encoder, self._unsent)
+            self._unsent.clear()
+            self._write()
+
+    def take_back(self) -> list[PoolCall]:
+        """All calls that it has not begun; they will not begin."""
+        self.page.revoke(self._sequence)
+        running, _ = self.page.running()
+        back = [call for sequence, call in self.pending.items() if sequence != running]
+        self.pending = {sequence: call for sequence, call in self.pending.items() if sequence == running}
+        self.expected_s = 0.0
+        return back
+
+    def drain(self) -> None:
+        """Take in all answers that are there."""
+        while not self._closed:
+            try:
+                received = self._connection.recv(_RECEIVE_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                received = b""
+            if not received:
+                self._stop_listening()
+                return
+            try:
+                for answer in self._frames.feed(received):
+                    self.answers += 1
+                    self._on_answer(self, answer)
+            except msgspec.MsgspecError as error:  # user code wrote to the socket: the process is of no use any more
+                _log.warning("reward process %d answers in no known way (%s)", self.number, error)
+                self.retiring = True
+                self._stop_listening()
+                return
+
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
+        if self._closed:
+            return
+        self._stop_listening()
+        self._read_output()
+        self._closed = True
+        asyncio.get_running_loop().remove_reader(self._output)
+        if self._printed > _LOGGED_BYTES:
+            _log.warning("reward process %d printed %d bytes: only the first were kept", self.number, self._printed)
+        self._connection.close()
+        os.close(self._output)
+        self.page.close()
+
+    def discard(self) -> None:
+        """It was never started."""
+        self.started()
+        self.close()
+
+    def _write(self) -> None:
+        events = asyncio.get_running_loop()
+        try:
+            while self._outbox:
+                sent = self._connection.send(self._outbox)
+                del self._outbox[:sent]
+        except (BlockingIOError, InterruptedError):
+            events.add_writer(self._connection.fileno(), self._write)
+            return
+        except OSError:
+            self._outbox.clear()  # it is gone: the fork server will tell
+        events.remove_writer(self._connection.fileno())
+
+    def _stop_listening(self) -> None:
+        events = asyncio.get_running_loop()
+        events.remove_reader(self._connection.fileno())
+        events.remove_writer(self._connection.fileno())
+
+    def _read_output(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(16):  # the loop has other work: what is left is read next time
+                printed = os.read(self._output, _RECEIVE_BYTES)
+                if not printed:
+                    asyncio.get_running_loop().remove_reader(self._output)
+                    return
+                if self._printed < _LOGGED_BYTES:
+                    text = printed[: _LOGGED_BYTES - self._printed].decode(errors="replace").rstrip()
+                    _log.info("reward process %d: %s", self.number, text)
+                self._printed += len(printed)

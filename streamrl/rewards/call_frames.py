@@ -1,0 +1,170 @@
+"""What the reward worker and its call processes tell each other.
+
+Over a socket pair: frames of a length (4 bytes, little endian) and MessagePack. Calls travel many to a frame. Beside
+it one page of shared memory says which call runs now and since when, so that nothing is sent when a call begins and
+whoever is killed in the middle of one is known.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from streamrl.config.rewards import Reward
+from streamrl.rewards.signature import RewardSignature
+from streamrl.rewards.values import CheckedValue
+
+LARGEST_FRAME = 1 << 30
+_LENGTH = struct.Struct("<I")
+_SEQUENCE, _STARTED, _REVOKED = range(3)
+
+Received = TypeVar("Received")
+
+
+class CallOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One call. ``sequence`` grows by one in each process; ``function``: index in the set of rewards;
+    ``completion``: a text, a list of texts (per group), or what a combining function gets."""
+
+    sequence: int
+    function: int
+    limit_s: float
+    completion: Any
+    arguments: dict[str, Any]
+
+
+class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """One value for each completion of the call. ``retire``: this process has grown too large or too old, or holds a
+    coroutine that does not end: give it no more calls."""
+
+    sequence: int
+    seconds: float
+    values: list[CheckedValue]
+    retire: bool = False
+
+
+class LoadRewards(msgspec.Struct, frozen=True, tag=True):
+    """To the fork server, once: import these. ``preload`` False: in each process after it was forked."""
+
+    rewards: list[Reward]
+    preload: bool = True
+
+
+class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Signatures, or why there is none. ``threads``: of the fork server; forking more than one is not safe."""
+
+    signatures: list[RewardSignature]
+    problems: list[str]
+    threads: int
+
+
+class ForkChild(msgspec.Struct, frozen=True, tag=True):
+    """Fork one. With it travel descriptors: its socket, its page, where it may print. ``loop``: for coroutines."""
+
+    child: int
+    loop: bool
+    memory_bytes: int
+
+
+class KillChild(msgspec.Struct, frozen=True, tag=True):
+    """Kill it, and all processes that it started. ``explain``: let it print where it is first, if it can."""
+
+    child: int
+    explain: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Kill all of them and end."""
+
+
+class ChildEnded(msgspec.Struct, frozen=True, tag=True):
+    """``status``: exit code, or minus the signal. ``pid``: for the log."""
+
+    child: int
+    pid: int
+    status: int
+
+
+ServerOrder = LoadRewards | ForkChild | KillChild | Leave
+ServerEvent = RewardsLoaded | ChildEnded
+
+
+class FrameReader(Generic[Received]):
+    """Cuts a stream of bytes into frames of ``Received``."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Received]:
+        """The frames that ``received`` completes. Raises ``msgspec.DecodeError`` for what is none."""
+        buffer = self._buffer
+        buffer += received
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > LARGEST_FRAME:
+                raise msgspec.DecodeError(f"a frame of {length} bytes")
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            body = bytes(memoryview(buffer)[start + _LENGTH.size : end])
+            start = end
+            yield self._decoder.decode(body)
+        del buffer[:start]
+
+
+def to_frame(encoder: msgspec.msgpack.Encoder, content: Any) -> bytes:
+    """One frame."""
+    body = encoder.encode(content)
+    return _LENGTH.pack(len(body)) + body
+
+
+class CallPage:
+    """The shared page of one call process: the call that runs now, since when, and which calls were taken back."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._words = memoryview(self._map).cast("Q")
+
+    @staticmethod
+    def create() -> int:
+        """Descriptor of a new page."""
+        descriptor = os.memfd_create("streamrl-call", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        return descriptor
+
+    def begin(self, sequence: int) -> None:
+        """A call runs from now on. The time goes first: a reader that sees the new call sees its time."""
+        self._words[_STARTED] = time.monotonic_ns()
+        self._words[_SEQUENCE] = sequence
+
+    def end(self) -> None:
+        """None runs."""
+        self._words[_SEQUENCE] = 0
+
+    def running(self) -> tuple[int, float]:
+        """Sequence number of the call that runs (0: none), and since how many seconds."""
+        words = self._words
+        sequence, started = words[_SEQUENCE], words[_STARTED]
+        if sequence == 0 or words[_SEQUENCE] != sequence:
+            return 0, 0.0
+        return sequence, (time.monotonic_ns() - started) / 1e9
+
+    def revoke(self, through: int) -> None:
+        """Calls up to ``through`` that have not begun must not begin."""
+        self._words[_REVOKED] = through
+
+    def revoked(self, sequence: int) -> bool:
+        """Whether the call was taken back."""
+        return bool(sequence <= self._words[_REVOKED])
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._words.release()
+        self._map.close()

@@ -1,0 +1,198 @@
+"""Pure: the code of a completion, the test cases of a dataset column, and whether an output is the expected one.
+
+Accepted forms of the column (a string that is JSON of one of them too):
+
+    [{"input": "3 4", "output": "7"}, ...]               a program: stdin and stdout
+    {"inputs": [...], "outputs": [...]}                   the same (APPS, TACO); with "fn_name": calls of a function
+    ["assert add(3, 4) == 7", ...]                        snippets, each a case (MBPP)
+    "def check(candidate): assert candidate(3, 4) == 7"   one snippet (HumanEval; with the column ``entry_point``)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+Comparison = Literal["exact", "lines", "tokens"]
+
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+.-]*)")
+_PYTHON = ("python", "python3", "py", "py3")
+_INPUT_NAMES = ("input", "stdin")
+_OUTPUT_NAMES = ("output", "stdout", "expected_output")
+# APPS wraps what a function returns in a list, in some of its tasks.
+_CALL = """
+_call = globals().get({name!r}) or getattr(Solution(), {name!r})
+_given, _expected = _call(*{arguments!r}), {expected!r}
+_given = list(_given) if isinstance(_given, tuple) else _given
+assert _given == _expected or (isinstance(_expected, list) and len(_expected) > 0 and _given == _expected[0])
+"""
+
+
+class ProgramCase(msgspec.Struct, frozen=True):
+    """The code as a program: what it reads, and what it has to write."""
+
+    stdin: str
+    stdout: str
+
+
+class SnippetCase(msgspec.Struct, frozen=True):
+    """Python that calls what the code defines, and raises where that is wrong."""
+
+    test: str
+    setup: str = ""
+    entry_point: str = ""
+
+
+Case = ProgramCase | SnippetCase
+
+
+def extract_code(completion: str, *, whole: bool = False) -> str | None:
+    """The last fenced block that is marked as Python, else the last without a mark; None where there is neither.
+
+    A block that never closes ends with the completion (it may have been cut). ``whole``: the completion as it is.
+    """
+    if whole:
+        return completion
+    blocks = _blocks(completion)
+    for names in (_PYTHON, ("",)):
+        found = [text for name, text in blocks if name in names]
+        if found:
+            return found[-1]
+    return None
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of every fenced block."""
+    blocks: list[tuple[str, str]] = []
+    fence, name = "", ""
+    content: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if fence:
+            bare = line.strip()
+            if len(bare) >= len(fence) and bare == fence[0] * len(bare):
+                blocks.append((name, "".join(content)))
+                fence = ""
+            else:
+                content.append(line)
+        elif opened := _FENCE.match(line):
+            fence, name, content = opened.group(1), opened.group(2).lower(), []
+    return [*blocks, (name, "".join(content))] if fence else blocks
+
+
+def read_cases(tests: Any, *, entry_point: str = "", setup: str = "") -> tuple[Case, ...]:
+    """The cases of a column. Raises ``ValueError`` that says what is wrong with it; no tests: an empty tuple."""
+    if isinstance(tests, str):
+        tests = _unpacked(tests)
+    if isinstance(tests, str):
+        return (_snippet(tests, entry_point, setup),) if tests.strip() else ()
+    if isinstance(tests, Mapping):
+        return _paired(tests, setup)
+    if not isinstance(tests, Sequence):
+        raise ValueError(f"tests are a {type(tests).__name__}: give a list of cases, a mapping, or a string")
+    return tuple(_one_case(test, entry_point, setup) for test in tests)
+
+
+def same_output(given: str, expected: str, comparison: Comparison, tolerance: float | None = None) -> bool:
+    """Whether an output is the expected one.
+
+    ``lines``: but for white space at the ends of lines and empty lines at the end; ``tokens``: but for all white
+    space. ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one.
+    """
+    if comparison == "exact" and tolerance is None:
+        return given == expected
+    if comparison == "tokens":
+        return _same_words(given.split(), expected.split(), tolerance)
+    ours, theirs = (([line.rstrip() for line in text.rstrip().split("\n")]) for text in (given, expected))
+    if len(ours) != len(theirs):
+        return False
+    if tolerance is None:
+        return ours == theirs
+    return all(_same_words(a.split(), b.split(), tolerance) for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_words(given: list[str], expected: list[str], tolerance: float | None) -> bool:
+    if len(given) != len(expected):
+        return False
+    return all(a == b or _near(a, b, tolerance) for a, b in zip(given, expected, strict=True))
+
+
+def _near(given: str, expected: str, tolerance: float | None) -> bool:
+    if tolerance is None:
+        return False
+    try:
+        ours, theirs = float(given), float(expected)
+    except ValueError:
+        return False
+    return math.isfinite(ours) and abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
+
+
+def _unpacked(text: str) -> Any:
+    """What the string is JSON of, when that is a list or a mapping; else the string."""
+    if text.lstrip()[:1] not in ("[", "{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _one_case(test: Any, entry_point: str, setup: str) -> Case:
+    if isinstance(test, str):
+        return _snippet(test, entry_point, setup)
+    if isinstance(test, Mapping):
+        given = next((test[name] for name in _INPUT_NAMES if name in test), "")
+        expected = next((test[name] for name in _OUTPUT_NAMES if name in test), None)
+        if expected is not None:
+            return ProgramCase(_text(given), _text(expected))
+    raise ValueError(f'a test is {test!r:.80}: give a string with Python, or a mapping with "input" and "output"')
+
+
+def _paired(tests: Mapping[str, Any], setup: str) -> tuple[Case, ...]:
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+        raise ValueError('tests are a mapping without "inputs" and "outputs" of equal length')
+    name = tests.get("fn_name") or ""
+    if not name:
+        return tuple(ProgramCase(_text(a), _text(b)) for a, b in zip(inputs, outputs, strict=True))
+    return tuple(
+        SnippetCase(_CALL.format(name=name, arguments=_arguments(a), expected=_result(b)), setup, name)
+        for a, b in zip(inputs, outputs, strict=True)
+    )
+
+
+def _arguments(value: Any) -> list[Any]:
+    """A list of arguments, or JSON of each in a line of its own (LiveCodeBench)."""
+    if not isinstance(value, str):
+        return list(value) if isinstance(value, Sequence) else [value]
+    return [_result(line) for line in value.splitlines()]
+
+
+def _result(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _snippet(test: str, entry_point: str, setup: str) -> SnippetCase:
+    if (
+        entry_point
+        and re.search(r"^def check\(", test, re.MULTILINE)
+        and not re.search(r"^check\(", test, re.MULTILINE)
+    ):
+        test = f"{test}\ncheck({entry_point})\n"
+    return SnippetCase(test, setup, entry_point)
+
+
+def _text(value: Any) -> str:
+    """stdin and stdout as text; datasets have them as lists of lines too."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(map(_text, value)) if isinstance(value, Sequence) else json.dumps(value)

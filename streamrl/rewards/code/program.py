@@ -1,0 +1,106 @@
+"""What the jailed process does: run the code as a program, or load it and answer calls. Only the standard library."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+
+from streamrl.rewards.code.peer import ChannelEnded, Peer
+
+_FILE = "solution.py"
+
+
+def as_program(source_fd: int) -> Callable[[], int]:
+    """What runs the code as ``python solution.py`` would, and gives its exit code."""
+    source = _prepare(source_fd)
+    return lambda: _ended(lambda: _execute(source, "__main__"))
+
+
+def as_module(source_fd: int, channel_fd: int) -> Callable[[], int]:
+    """What loads the code as a module and answers the calls of the judge until it is done."""
+    source = _prepare(source_fd)
+
+    def serve() -> None:
+        # Its own __main__ part must not run: the judge calls what it needs.
+        module = _execute(source, "solution")
+        peer = Peer(channel_fd, is_judge=False)
+        peer.offer_names(vars(module))
+        with contextlib.suppress(ChannelEnded):
+            peer.serve()
+
+    return lambda: _ended(serve)
+
+
+def _prepare(source_fd: int) -> bytes:
+    """The source; and an interpreter that looks as if it had just been started with it."""
+    size = os.fstat(source_fd).st_size
+    source = b""
+    while len(source) < size and (part := os.pread(source_fd, size - len(source), len(source))):
+        source += part
+    os.close(source_fd)
+    sys.argv[:] = [_FILE]
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.FileIO(fd, "w", closefd=False)
+        # As for a file: written when the buffer is full; errors at once.
+        stream = io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", write_through=fd == 2)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    return source
+
+
+def _execute(source: bytes, name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    module.__dict__["__file__"] = _FILE
+    exec(compile(source, _FILE, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def _ended(run: Callable[[], object]) -> int:
+    """Exit code of ``run()``, after what an interpreter does at its end: threads, ``atexit``, flushed output."""
+    code = _outcome(run)
+    for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        code = _outcome(last) or code
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # over the limit for files, or closed by the code
+        code = code or 120
+    return code
+
+
+def _outcome(run: Callable[[], object]) -> int:
+    try:
+        run()
+    except SystemExit as error:
+        return _exit_code(error.code)
+    except BaseException:  # noqa: BLE001 - the code's own, shown as the interpreter would
+        _write_traceback()
+        return 1
+    return 0
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _write_traceback() -> None:
+    # The code may have closed or replaced stderr, and its exceptions may not be printable.
+    try:
+        traceback.print_exc(file=sys.__stderr__)
+    except BaseException:  # noqa: BLE001
+        os.write(2, b"an exception that cannot be shown\n")

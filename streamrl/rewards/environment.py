@@ -1,0 +1,30 @@
+"""What of the environment reward processes see: what programs need to run, and what the recipe names. No tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from streamrl.config.rewards import Reward
+
+_NEEDED = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP"),
+        *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "STREAMRL_RUN_MARKER"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    }
+)
+_PREFIXES = ("LC_",)
+# Rewards run side by side in processes; and a numeric library with threads could not be forked after its import.
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def passed_environment(rewards: Iterable[Reward]) -> dict[str, str]:
+    """Environment of the processes that run ``rewards``."""
+    named = {name for reward in rewards for name in reward.environment}
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _NEEDED or name in named or name.startswith(_PREFIXES)
+    }
+    return dict.fromkeys(_ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"} | passed

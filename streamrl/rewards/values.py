@@ -1,0 +1,117 @@
+"""What a function returned, as a value or a failure. Pure; nothing here raises for what user code returned."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from streamrl.types import RewardFailureKind
+
+
+class CallFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a call gave no value."""
+
+    kind: RewardFailureKind
+    message: str
+
+
+class CheckedValue(msgspec.Struct, frozen=True, array_like=True):
+    """What one function gave one sample: a finite ``value``, finite named ``parts``, a ``failure``, or none of them:
+    not applicable."""
+
+    value: float | None = None
+    parts: dict[str, float] = {}
+    failure: CallFailure | None = None
+
+
+NOT_APPLICABLE = CheckedValue()
+
+
+class CallResult(msgspec.Struct, frozen=True):
+    """What one call gave: one value for each completion. ``seconds``: wall time inside of the function; ``waited_s``:
+    from when it was asked for to when it began; ``limit_s``: the time it had."""
+
+    values: tuple[CheckedValue, ...]
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    limit_s: float = 0.0
+
+
+def failed(kind: RewardFailureKind, message: str, count: int = 1) -> tuple[CheckedValue, ...]:
+    """The same failure for each of ``count`` completions."""
+    return (CheckedValue(failure=CallFailure(kind, message)),) * count
+
+
+def check_returned(returned: Any, count: int, *, per_group: bool) -> tuple[CheckedValue, ...]:
+    """``count`` checked values from what one call returned."""
+    if not per_group:
+        return (check_value(returned),)
+    if not isinstance(returned, (list, tuple)):
+        message = f"returned {_type_name(returned)}: a group function returns a list with one value for each completion"
+    elif len(returned) != count:
+        message = f"returned {len(returned)} values for {count} completions"
+    else:
+        return tuple(check_value(value) for value in returned)
+    return failed(RewardFailureKind.WRONG_TYPE, message, count)
+
+
+def check_value(value: Any) -> CheckedValue:
+    """A finite float, or finite named parts, from what a function returned for one sample: a number (bool and NumPy
+    scalars too), a mapping of names to numbers, or None."""
+    if type(value) is float and math.isfinite(value):  # the usual case
+        return CheckedValue(value)
+    if value is None:
+        return NOT_APPLICABLE
+    if isinstance(value, Mapping):
+        return _check_parts(value)
+    number = _number(value)
+    return CheckedValue(failure=number) if isinstance(number, CallFailure) else CheckedValue(number)
+
+
+def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
+    """The parts that apply. One part that is no value fails them all: a sum without it would be another reward."""
+    parts: dict[str, float] = {}
+    try:
+        items = list(value.items())
+    except Exception as error:  # noqa: BLE001 - a user's mapping class may raise anything
+        message = f"returned {_type_name(value)} that cannot be read: {type(error).__name__}"
+        return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
+    for name, part in items:
+        if not isinstance(name, str) or "/" in name:
+            message = f"returned a part called {name!r:.60}: name parts with strings without a slash"
+            return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
+        if part is None:
+            continue
+        number = _number(part)
+        if isinstance(number, CallFailure):
+            return CheckedValue(failure=CallFailure(number.kind, f'part "{name}": {number.message}'))
+        parts[name] = number
+    return CheckedValue(parts=parts)
+
+
+def _number(value: Any) -> float | CallFailure:
+    if not isinstance(value, numbers.Real):
+        return CallFailure(
+            RewardFailureKind.WRONG_TYPE,
+            f"returned {_type_name(value)}: return a float, an int, a bool, a mapping of named parts, or None for not "
+            "applicable",
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except Exception as error:  # noqa: BLE001 - a user's number class may raise anything
+        message = f"returned {_type_name(value)} that is no float: {type(error).__name__}"
+        return CallFailure(RewardFailureKind.WRONG_TYPE, message)
+    if not math.isfinite(number):
+        return CallFailure(RewardFailureKind.NOT_FINITE, f"returned {number}: a reward must be finite")
+    return number
+
+
+def _type_name(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

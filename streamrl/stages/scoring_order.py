@@ -1,0 +1,80 @@
+"""Which orders are scored first: those that close a round soonest. Pure.
+
+A round closes when whole groups are complete, so a group that lacks one member goes before one that lacks five;
+among equals, what came first. Held-out work, for which no round waits, goes last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import NamedTuple
+
+from streamrl.stage_messages import ScoreGroup
+
+
+class _Rank(NamedTuple):
+    evaluation: bool
+    missing: int
+    arrival: int
+    group_id: int
+
+
+class ScoringOrder:
+    """Orders that wait for a worker. ``missing``: members of a group that have not ended, waiting ones among them."""
+
+    def __init__(self) -> None:
+        self._missing: dict[int, int] = {}
+        self._waiting: dict[int, deque[tuple[int, bool, ScoreGroup]]] = {}
+        self._ranks: list[_Rank] = []
+        self._arrivals = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def launched(self, group_id: int, group_size: int) -> None:
+        """A member of a group was heard of; only the first time counts."""
+        self._missing.setdefault(group_id, group_size)
+
+    def ended(self, group_id: int) -> bool:
+        """A member was scored, failed, or was lost. Whether it was the last."""
+        left = self._missing.get(group_id, 1) - 1
+        if left > 0:
+            self._missing[group_id] = left
+        else:
+            self._missing.pop(group_id, None)
+        self._rank(group_id)
+        return left <= 0
+
+    def add(self, order: ScoreGroup) -> None:
+        """An order of one group."""
+        first = order.trajectories[0]
+        self._arrivals += 1
+        self._count += 1
+        waiting = self._waiting.setdefault(first.id.group_id, deque())
+        waiting.append((self._arrivals, first.evaluation, order))
+        if len(waiting) == 1:
+            self._rank(first.id.group_id)
+
+    def pop(self) -> ScoreGroup:
+        """The order to score next. Raises ``IndexError`` when there is none."""
+        while True:
+            rank = heapq.heappop(self._ranks)
+            waiting = self._waiting.get(rank.group_id)
+            if not waiting or rank != self._rank_of(rank.group_id):
+                continue
+            _, _, order = waiting.popleft()
+            if not waiting:
+                del self._waiting[rank.group_id]
+            self._count -= 1
+            self._rank(rank.group_id)
+            return order
+
+    def _rank(self, group_id: int) -> None:
+        if group_id in self._waiting:
+            heapq.heappush(self._ranks, self._rank_of(group_id))
+
+    def _rank_of(self, group_id: int) -> _Rank:
+        arrival, evaluation, _ = self._waiting[group_id][0]
+        return _Rank(evaluation, self._missing.get(group_id, 0), arrival, group_id)

@@ -1,0 +1,160 @@
+"""Rewards that are changed while a run goes on: through the real stage, a real worker and real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.reward_changes import RewardChange
+from streamrl.comm.zmq_stream import zmq_receiver
+from streamrl.config.recipe import Recipe
+from streamrl.config.rewards import Reward
+from streamrl.errors import RecipeError, StreamRLError
+from streamrl.rewards.attachments import RewardAttachments
+from streamrl.rewards.decorated import as_reward, reward
+from streamrl.rewards.worker import run_reward_worker
+from streamrl.stage_messages import FinishedTrajectory, Scored
+from streamrl.stages.attached_rewards import AttachedRewards
+from streamrl.stages.reward import RewardSettings, RewardStage, next_ready
+from streamrl.types import ScoredTrajectory, Trajectory
+
+MakeTrajectory = Callable[..., Trajectory]
+MakeRecipe = Callable[..., Recipe]
+KILLERS = Path(__file__).parent / "killers.py"
+COUNT = 300
+
+
+@reward(weight=0.5, time_limit_s=2.0)
+def decorated(completion: str) -> float:
+    return float(len(completion))
+
+
+def test_a_function_is_named_as_another_process_can_import_it() -> None:
+    made = as_reward(decorated, weight=2.0)
+    assert (made.function, made.weight, made.time_limit_s) == (f"{__name__}:decorated", 2.0, 2.0)
+    assert as_reward("module:f") == Reward(function="module:f")
+    with pytest.raises(RecipeError, match="cannot be imported"):
+        as_reward(lambda completion: 1.0)
+    with pytest.raises(TypeError, match="wieght"):
+        reward(wieght=1.0)
+
+
+@pytest.mark.asyncio
+async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    recipe = make_recipe("length")
+    attachments = RewardAttachments()
+    log: list[Any] = []
+
+    def note(version: int, rewards: tuple[str, ...], change: str) -> None:
+        log.append((version, rewards, change))
+
+    async def reply(answer: Any) -> None:
+        attachments.answered(answer)
+
+    give, incoming = memory_stream(COUNT)
+    scored, take = memory_stream(COUNT)
+    outcomes: list[Any] = []
+    endpoint = f"ipc://{tmp_path}/changes"
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(64)
+            results_in, results_out = memory_stream(64)
+
+            async def work() -> None:
+                await run_reward_worker(recipe, 0, orders_out, results_in, owns_process=False)
+                await results_in.aclose()
+
+            group.start_soon(work)
+            await next_ready(results_out)
+            yield orders_in, results_out
+
+        async def listen() -> None:
+            async with zmq_receiver(RewardChange, endpoint, bind=False, name="changes") as changes:
+                await attached.run(changes)
+
+        async def flow() -> None:
+            for sample in range(COUNT):
+                trajectory = make_trajectory("ab", sample=sample, group=sample // 5)
+                await give.send(FinishedTrajectory(trajectory=trajectory, group_size=5))
+                await asyncio.sleep(0)
+                if sample in (60, 120, 180, 240):
+                    await reached[sample].wait()
+
+        reached = {sample: anyio.Event() for sample in (60, 120, 180, 240)}
+        settings = RewardSettings(functions="length", per_group=False, time_limit_s=5.0, concurrency=4)
+        stage = RewardStage(settings, [open_worker])
+        attached = AttachedRewards(recipe, stage, note, reply)
+        group.start_soon(stage.run, incoming, scored)
+        changing = anyio.CancelScope()
+        group.start_soon(listen)
+        group.start_soon(flow)
+
+        async def change() -> None:
+            with changing:
+                await attachments.run(endpoint)
+
+        group.start_soon(change)
+        outcomes.append(await take.receive())
+        assert await attachments.attach(f"{KILLERS}:half", weight=2.0) == 1
+        reached[60].set()
+        with pytest.raises(RecipeError, match="no_such"):
+            await attachments.replace("length", f"{KILLERS}:no_such")
+        reached[120].set()
+        with pytest.raises(RecipeError, match='no reward is called "lenght"'):
+            await attachments.detach("lenght")
+        version = await attachments.replace("length", f"{KILLERS}:three", trusted=True)
+        reached[180].set()
+        assert await attachments.detach("half") == version + 1
+        reached[240].set()
+        outcomes += [await take.receive() for _ in range(COUNT - 1)]
+        await give.aclose()
+        assert [outcome async for outcome in take] == []
+        changing.cancel()
+        attachments.close()
+    with pytest.raises(StreamRLError, match="has ended"):
+        await attachments.detach("three")
+    assert all(isinstance(o, Scored) and isinstance(o.outcome, ScoredTrajectory) for o in outcomes), outcomes
+    assert sorted(o.outcome.trajectory.id.sample for o in outcomes) == list(range(COUNT))
+    by_version = {0: {"length": 2.0}, 1: {"length": 2.0, "half": 0.5}}
+    by_version |= {version: {"three": 3.0, "half": 0.5}, version + 1: {"three": 3.0}}
+    totals = {0: 2.0, 1: 3.0, version: 4.0, version + 1: 3.0}
+    for outcome in (o.outcome for o in outcomes):
+        assert outcome.reward_parts == by_version[outcome.reward_version]
+        assert outcome.reward == totals[outcome.reward_version]
+    assert {o.outcome.reward_version for o in outcomes} == set(by_version)
+    assert len({(o.outcome.trajectory.id.group_id, o.outcome.reward_version) for o in outcomes}) == COUNT // 5
+    assert log == [
+        (1, ("length", "half"), f"attach half ({KILLERS}:half)"),
+        (version, ("three", "half"), f"replace length by three ({KILLERS}:three)"),
+        (version + 1, ("three",), "detach half"),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_the_run_ends_whoever_waits(tmp_path: Path) -> None:
+    attachments = RewardAttachments()
+    async with anyio.create_task_group() as group:
+        group.start_soon(attachments.run, f"ipc://{tmp_path}/changes")
+        await anyio.wait_all_tasks_blocked()
+        attachments.close()
+    attachments = RewardAttachments()
+    async with anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            with pytest.raises(StreamRLError, match="ended before"):
+                await attachments.detach("length")  # nobody answers
+
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        attachments.close()

@@ -1,0 +1,240 @@
+"""Everything that a reward function can do to a run, one test each, in real processes.
+
+A fault strikes on the completion "z"; its three siblings are scored by the same function at the same time. What a test
+leaves running fails it (``tests/conftest.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from streamrl.config.objective import AdvantageKind
+from streamrl.config.rewards import Reward, RewardLimits
+from streamrl.learning.advantages import group_advantages
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.tokenizer import load_tokenizer
+from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
+
+MakeTrajectory = Callable[..., Trajectory]
+KILLERS = Path(__file__).parent / "killers.py"
+RAISED, TIMED_OUT = RewardFailureKind.RAISED, RewardFailureKind.TIMED_OUT
+NOT_FINITE, WRONG_TYPE = RewardFailureKind.NOT_FINITE, RewardFailureKind.WRONG_TYPE
+MOST_SHUTDOWN_S = 5.0
+
+pytestmark = pytest.mark.asyncio
+
+
+def everything_left() -> tuple[set[int], set[str]]:
+    """Our processes, and our open descriptors other than those that the test's own loop has."""
+    descriptors = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:
+            continue
+    return {process.pid for process in psutil.Process().children(recursive=True)}, descriptors
+
+
+class Pool:
+    """Makes reward sets; all are closed together."""
+
+    def __init__(self, model_directory: Path, tasks: asyncio.TaskGroup) -> None:
+        self._tokenizer = load_tokenizer(model_directory)
+        self._tasks = tasks
+        self.sets: list[RewardSet] = []
+
+    async def open(self, *rewards: Reward, processes: int = 2) -> RewardSet:
+        limits = RewardLimits(processes=processes)
+        attached = RewardsOf(version=1, rewards=rewards, limits=limits)
+        rewards_open = RewardSet(attached, self._tokenizer, self._tasks)
+        self.sets.append(rewards_open)
+        await rewards_open.open()
+        return rewards_open
+
+
+FAULTS = {
+    "fault_raises": (RAISED, "ValueError: planted"),
+    "fault_nan": (NOT_FINITE, "nan"),
+    "fault_text": (WRONG_TYPE, "a str"),
+    "fault_late": (TIMED_OUT, "0.4 s"),
+    "fault_blocks_loop": (TIMED_OUT, "0.4 s"),
+    "fault_swallows": (TIMED_OUT, "0.4 s"),
+    "fault_exit": (RAISED, "SystemExit: 0"),
+    "fault_os_exit": (RAISED, "ended its process (exit code 0)"),
+    "fault_leaks": (RAISED, "MemoryError"),
+    "fault_deadlocks": (TIMED_OUT, "0.4 s"),
+}
+
+
+@pytest_asyncio.fixture
+async def pool(model_directory: Path) -> AsyncIterator[Pool]:
+    async with asyncio.TaskGroup() as tasks:
+        made = Pool(model_directory, tasks)
+        yield made
+        for rewards in made.sets:
+            await rewards.aclose()
+
+
+async def strike(pool: Pool, make_trajectory: MakeTrajectory, name: str) -> tuple[list[Any], Any]:
+    """What ``name`` gave three siblings, and the outcome of the one that it struck."""
+    time_limit_s = 0.4 if FAULTS.get(name, (None,))[0] is TIMED_OUT else 30.0
+    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", time_limit_s=time_limit_s, memory_mib=300))
+    group = [make_trajectory(text, sample=i) for i, text in enumerate(["abc", "a", "z", "ab"])]
+    async with asyncio.timeout(30):
+        outcomes = await rewards.score(group)
+        again = await rewards.score(group[:2])  # the run goes on
+    assert [outcome.trajectory for outcome in outcomes] == group
+    assert [o.reward for o in again if isinstance(o, ScoredTrajectory)] == [3.0, 1.0]
+    struck = outcomes[2]
+    return [o.reward for o in outcomes if isinstance(o, ScoredTrajectory) and o is not struck], struck
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_fault_is_recorded_and_its_siblings_are_as_without_it(
+    pool: Pool, make_trajectory: MakeTrajectory, name: str
+) -> None:
+    kind, message = FAULTS[name]
+    values, struck = await strike(pool, make_trajectory, name)
+    assert isinstance(struck, RewardFailure), struck
+    assert (struck.kind, struck.function, struck.policy) == (kind, name, "drop_sample")
+    assert message in struck.message
+    assert values == [3.0, 1.0, 2.0]
+    with_it = group_advantages(torch.tensor(values), AdvantageKind.GROUP_STD)
+    without_it = group_advantages(torch.tensor([3.0, 1.0, 2.0]), AdvantageKind.GROUP_STD)
+    assert torch.equal(with_it, without_it)
+
+
+async def test_function_that_forks_answers_once_and_its_copies_do_not_stay(
+    pool: Pool, make_trajectory: MakeTrajectory
+) -> None:
+    values, forked = await strike(pool, make_trajectory, "fault_forks")
+    assert (values, forked.reward) == ([3.0, 1.0, 2.0], 1.0)
+
+
+async def test_function_that_prints_100_mb_is_read_and_scored(
+    pool: Pool, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="streamrl.rewards"):
+        values, printed = await strike(pool, make_trajectory, "fault_prints")
+    assert (values, printed.reward) == ([3.0, 1.0, 2.0], 1.0)
+    assert 0 < sum(len(record.getMessage()) for record in caplog.records) < 1 << 20
+
+
+@pytest.mark.parametrize(("name", "kind"), [("fault_late", TIMED_OUT), ("fault_os_exit", RAISED)])
+async def test_only_the_call_in_progress_pays_when_its_process_ends(
+    pool: Pool, make_trajectory: MakeTrajectory, name: str, kind: RewardFailureKind
+) -> None:
+    """Quick calls are sent ahead in dozens. Those behind one that ends the process are run by another, and just once
+    for all that anybody sees."""
+    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", time_limit_s=0.2), processes=4)
+    await rewards.score([make_trajectory("ab", sample=i) for i in range(20)])  # now they are known to be quick
+    group = [make_trajectory("z" if i % 50 == 49 else "ab", sample=i) for i in range(200)]
+    async with asyncio.timeout(30):
+        outcomes = await rewards.score(group)
+    failed = [(o.trajectory.id.sample, o.kind) for o in outcomes if isinstance(o, RewardFailure)]
+    assert failed == [(i, kind) for i in range(200) if i % 50 == 49]
+    assert sum(isinstance(o, ScoredTrajectory) for o in outcomes) == 196
+
+
+async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says_where_it_was(
+    pool: Pool, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="streamrl.rewards")
+    rewards = await pool.open(Reward(function=f"{KILLERS}:fault_forks_and_hangs", time_limit_s=0.3), processes=1)
+    (outcome,) = await rewards.score([make_trajectory("z")])
+    assert isinstance(outcome, RewardFailure)
+    async with asyncio.timeout(5):
+        while len(everything_left()[0]) != 2:  # the server and the process that took the place of the killed one
+            await rewards.score([make_trajectory("a")])
+    assert "in fault_forks_and_hangs" in caplog.text
+
+
+async def test_environment_has_no_keys_but_those_that_the_recipe_names(
+    pool: Pool, make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "1")
+    monkeypatch.setenv("JUDGE_API_KEY", "2")
+    reward = Reward(function=f"{KILLERS}:visible_environment", name="seen", environment=("JUDGE_API_KEY",))
+    rewards = await pool.open(reward, processes=1)
+    (outcome,) = await rewards.score([make_trajectory()])
+    assert isinstance(outcome, ScoredTrajectory), outcome
+    assert set(outcome.reward_parts) == {"seen", "seen.judge_api_key"}
+
+
+async def test_raised_calls_are_tried_again_with_pauses(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    options = {"directory": str(tmp_path), "until": 3}
+    reward = Reward(function=f"{KILLERS}:tries", options=options, retries=2, backoff_s=0.05)
+    rewards = await pool.open(reward, processes=1)
+    (outcome,) = await rewards.score([make_trajectory()])
+    assert isinstance(outcome, ScoredTrajectory), outcome
+    assert outcome.reward == 3.0
+    times = [float(line) for line in (tmp_path / "calls").read_text().split()]
+    assert times[1] - times[0] >= 0.05 * 0.75
+    assert times[2] - times[1] >= 0.1 * 0.75
+
+
+async def test_process_that_grows_is_replaced_between_two_calls(pool: Pool, make_trajectory: MakeTrajectory) -> None:
+    rewards = await pool.open(Reward(function=f"{KILLERS}:leaks_a_little", memory_mib=200), processes=1)
+    outcomes = [(await rewards.score([make_trajectory(sample=i)]))[0] for i in range(14)]
+    processes = {outcome.reward for outcome in outcomes if isinstance(outcome, ScoredTrajectory)}
+    assert all(isinstance(outcome, ScoredTrajectory) for outcome in outcomes), outcomes
+    assert 2 <= len(processes) < 14
+
+
+async def test_module_with_threads_is_imported_by_each_process(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    module = tmp_path / "threaded.py"
+    module.write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "def here(completion):\n    return threading.active_count()\n"
+    )
+    rewards = await pool.open(Reward(function=f"{module}:here"), processes=1)
+    (outcome,) = await rewards.score([make_trajectory()])
+    assert isinstance(outcome, ScoredTrajectory), outcome
+    assert (
+        outcome.reward == 2.0
+    )  # forked after the import it would be 1, and the lock that a thread held locked for ever
+
+
+async def test_killed_server_is_replaced(pool: Pool, make_trajectory: MakeTrajectory) -> None:
+    rewards = await pool.open(Reward(function=f"{KILLERS}:length"), processes=1)
+    before = await rewards.score([make_trajectory()])
+    assert rewards._pool is not None and rewards._pool._link._server is not None
+    rewards._pool._link._server.kill()
+    async with asyncio.timeout(10):
+        after = await rewards.score([make_trajectory()])
+    assert before[0].calls[0].value == after[0].calls[0].value == 3.0
+
+
+async def test_nothing_is_left_behind_and_shutdown_does_not_wait_for_user_code(
+    model_directory: Path, make_trajectory: MakeTrajectory
+) -> None:
+    before = everything_left()
+    async with asyncio.TaskGroup() as tasks:
+        pool = Pool(model_directory, tasks)
+        names = ("fault_late", "fault_deadlocks", "fault_blocks_loop", "fault_swallows", "fault_forks")
+        rewards = await pool.open(
+            *(Reward(function=f"{KILLERS}:{name}", time_limit_s=600) for name in names), processes=8
+        )
+        scoring = tasks.create_task(rewards.score([make_trajectory("z", sample=i) for i in range(3)]))
+        while len(everything_left()[0] - before[0]) < 8:
+            await asyncio.sleep(0.01)
+        scoring.cancel()
+        started = time.monotonic()
+        async with asyncio.timeout(MOST_SHUTDOWN_S):
+            await rewards.aclose()
+        assert time.monotonic() - started < MOST_SHUTDOWN_S
+    assert everything_left() == before

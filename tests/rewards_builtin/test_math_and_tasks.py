@@ -1,0 +1,86 @@
+"""Rewards that stand on a library: math-verify and reasoning-gym."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from streamrl.stages.prompt_spec import read_spec
+from streamrl.stages.prompt_tasks import TaskRows
+
+pytest.importorskip("math_verify")
+pytest.importorskip("reasoning_gym")
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "value"),
+    [
+        ("42", r"Thus \boxed{42}.", 1),
+        (42, "The answer is 42", 1),
+        ("1/2", r"so $\frac{1}{2}$", 1),
+        (r"\frac{1}{2}", r"\boxed{0.5}", 1),
+        (r"$\frac{1}{2}$", "0.25", 0),
+        (r"\sqrt{8}", r"it is $2\sqrt{2}$", 1),
+        ("x^2 + 2x + 1", r"\boxed{(x+1)^2}", 1),
+        ("x^2 + 2x + 1", r"\boxed{(x+1)^3}", 0),
+        (r"(1, 2)", r"\boxed{(1,2)}", 1),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}", 1),
+        ("8", r"\boxed{8}, since $x = 7$ is too small.", 1),  # a box goes before anything else
+        ("10", "nothing to see", 0),
+        ("10", "", 0),
+        (["3", "4"], r"\boxed{4}", 1),
+    ],
+)
+def test_math(make, score, answer, completion, value) -> None:
+    assert score(make("math"), completion, answer=answer) == value
+
+
+def test_only_what_is_boxed(make, score) -> None:
+    boxed = make("math", boxed=True)
+    assert score(boxed, "The answer is 42", answer="42") == 0
+    assert score(boxed, r"The answer is $42$", answer="42") == 0
+    assert score(boxed, r"\boxed{42}", answer="42") == 1
+
+
+def test_an_answer_of_the_dataset_that_is_no_mathematics_is_a_failure_and_no_zero(make, score) -> None:
+    with pytest.raises(ValueError, match="the answer '' of this prompt cannot be read as mathematics: correct it"):
+        score(make("math"), r"\boxed{1}", answer="")
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "leg_counting", "countdown", "sudoku", "rearc", "knights_knaves"])
+def test_the_verifier_knows_the_answers_of_its_task_after_the_trip_through_columns(make, score, task) -> None:
+    """``rearc`` compares tuples, ``knights_knaves`` brings NumPy's text, ``sudoku`` nested lists."""
+    rows = TaskRows(read_spec(f"reasoning_gym:{task}?size=2&seed=3"))
+    row = msgspec.msgpack.decode(msgspec.msgpack.encode(rows.row(1)))
+    reward = make("reasoning_gym")
+    assert reward.signature.columns == ("answer", "metadata", "task")
+    assert "<answer>" in row["prompt"]
+    right = score(reward, f"thinking <answer>0</answer> <answer> {row['answer']} </answer>", **row)
+    assert right == 1
+    assert score(reward, "<answer>what?</answer>", **row) < 1
+    assert score(reward, str(row["answer"]), **row) == 0  # not between the tags
+    assert score(make("reasoning_gym", extract=""), str(row["answer"]), **row) == 1
+
+
+def test_a_task_that_the_dataset_misspells_is_a_failure(make, score) -> None:
+    with pytest.raises(ValueError, match='the task "sums" of this prompt is none of reasoning-gym'):
+        score(make("reasoning_gym"), "<answer>1</answer>", answer="1", metadata={}, task="sums", prompt="")
+    reward = make("reasoning_gym", task="chain_sum")
+    assert score(reward, "<answer>1</answer>", answer="1", metadata={}, prompt="") == 1
+
+
+HEAVY = ("math_verify", "sympy", "reasoning_gym", "pyarrow", "httpx", "torch", "transformers", "matplotlib")
+
+
+def test_the_registry_imports_no_library() -> None:
+    """The start of every process that looks a reward up stays what it was."""
+    program = (
+        "import sys, json\nimport streamrl.rewards.builtin, streamrl.stages.prompts\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []

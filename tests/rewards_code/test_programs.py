@@ -1,0 +1,178 @@
+"""Programs by stdin and stdout, the cases of datasets, and what a completion's code is."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from streamrl.rewards.code.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
+from streamrl.rewards.code.reward import CaseEnd, CaseOutcome, CodeOptions, CodeReward
+from streamrl.rewards.code.sandbox import Sandbox
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADD = "Here it is:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
+TESTS = [{"input": "3 4", "output": "7"}, {"input": "1 1", "output": "2\n"}, {"input": "0 5", "output": "5"}]
+WRONG_SECOND = "```python\na, b = map(int, input().split())\nprint(a + b + (a == b))\n```"
+
+
+def make(sandbox: Sandbox, **options: Any) -> CodeReward:
+    return CodeReward(CodeOptions(**options), sandbox)
+
+
+async def test_all_cases_have_to_pass(sandbox: Sandbox) -> None:
+    reward = make(sandbox)
+    assert await reward(ADD, tests=TESTS) == 1.0
+    assert await reward(WRONG_SECOND, tests=TESTS) == 0.0
+    assert await reward("no code here", tests=TESTS) == 0.0
+    assert await reward(ADD, tests=[]) is None
+
+
+async def test_it_stops_at_the_first_failure_but_for_the_share(sandbox: Sandbox) -> None:
+    first = await make(sandbox).judge(WRONG_SECOND, TESTS)
+    assert [case.end for case in first.cases] == [CaseEnd.PASSED, CaseEnd.WRONG]
+    shared = await make(sandbox, value="share").judge(WRONG_SECOND, TESTS)
+    assert len(shared.cases) == 3 and shared.value == pytest.approx(2 / 3)
+
+
+ENDINGS = {
+    "print(7)": CaseEnd.PASSED,
+    "import sys; sys.stdout.write('7'); sys.exit()": CaseEnd.PASSED,
+    "import atexit, os; atexit.register(lambda: print(7))": CaseEnd.PASSED,
+    "import threading; threading.Thread(target=print, args=(7,)).start()": CaseEnd.PASSED,
+    "import sys; data = sys.stdin.buffer.read().split(); print(len(data) * 7 // 2); exit(0)": CaseEnd.PASSED,
+    "print(len(open(0).readlines()) * 7)": CaseEnd.PASSED,
+    "import asyncio\nasync def main(): print(7)\nasyncio.run(main())": CaseEnd.PASSED,
+    "import tempfile\nwith tempfile.TemporaryFile('w+') as f: f.write('7'); f.seek(0); print(f.read())": CaseEnd.PASSED,
+    "if __name__ == '__main__': print(7)": CaseEnd.PASSED,
+    "import numpy": CaseEnd.RAISED,
+    "print(7); exit(1)": CaseEnd.RAISED,
+    "print(7); import os; os.abort()": CaseEnd.RAISED,
+    "print(7); raise ValueError": CaseEnd.RAISED,
+    "print(7": CaseEnd.RAISED,
+    "import os; os._exit(0)": CaseEnd.WRONG,
+    "print(77)": CaseEnd.WRONG,
+    "": CaseEnd.WRONG,
+    "print('x' * (1 << 20))": CaseEnd.TOO_MUCH_OUTPUT,
+    "import time; time.sleep(9)": CaseEnd.TIMED_OUT,
+}
+
+
+@pytest.mark.parametrize("source", ENDINGS)
+async def test_how_a_program_ends(source: str, sandbox: Sandbox) -> None:
+    reward = make(sandbox, whole=True, output_mb=1, time_limit_s=0.4 if "sleep" in source else 5)
+    outcome = await reward.judge(source, [{"input": "3 4", "output": "7"}])
+    assert [case.end for case in outcome.cases] == [ENDINGS[source]], outcome
+
+
+async def test_beyond_the_limit_is_wrong_or_a_failure(sandbox: Sandbox) -> None:
+    assert await make(sandbox, time_limit_s=0.1)("```\nwhile True: pass\n```", tests=TESTS) == 0.0
+    with pytest.raises(TimeoutError, match=r"case 0 of 3 ran beyond its limit of 0\.1 s"):
+        await make(sandbox, time_limit_s=0.1, time_limit_is_wrong=False)("```\nwhile True: pass\n```", tests=TESTS)
+
+
+async def test_run_times_are_told_and_limits_asked_for_each_case(sandbox: Sandbox) -> None:
+    told: list[tuple[int, CaseOutcome]] = []
+    source = "```python\nimport time; time.sleep(float(input())); print(1)\n```"
+    tests = [{"input": text, "output": "1"} for text in ("0", "0.2", "9")]
+    outcome = await make(sandbox).judge(
+        source,
+        tests,
+        limit_s=lambda index, case: 0.3 if index == 2 else 5.0,
+        observe=lambda index, case, outcome: told.append((index, outcome)),
+    )
+    assert [(index, case.end) for index, case in told] == [
+        (0, CaseEnd.PASSED),
+        (1, CaseEnd.PASSED),
+        (2, CaseEnd.TIMED_OUT),
+    ]
+    assert tuple(case for _, case in told) == outcome.cases
+    assert outcome.cases[1].seconds >= 0.2 and outcome.cases[1].cpu_seconds < 0.2 and outcome.cases[2].seconds >= 0.3
+
+
+async def test_runs_side_by_side_do_not_mix(sandbox: Sandbox) -> None:
+    reward = make(sandbox, concurrency=8)
+    tests = [[{"input": f"{n} 1", "output": str(n + 1)}] for n in range(12)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(reward(ADD, tests=tests[n])) for n in range(12)]
+        wrong = group.create_task(reward(ADD, tests=[{"input": "1 1", "output": "3"}]))
+    assert [task.result() for task in tasks] == [1.0] * 12 and wrong.result() == 0.0
+
+
+async def test_more_than_a_pipe_holds(sandbox: Sandbox) -> None:
+    text = "\n".join(str(n) for n in range(100_000))
+    assert (
+        await make(sandbox)("```\nimport sys; print(sys.stdin.read())\n```", tests=[{"input": text, "output": text}])
+        == 1.0
+    )
+
+
+async def test_the_columns_are_in_the_signature(sandbox: Sandbox) -> None:
+    parameters = inspect.signature(make(sandbox, column="cases")).parameters
+    assert list(parameters) == ["completion", "cases", "entry_point", "setup"]
+    assert parameters["cases"].default is inspect.Parameter.empty
+    assert await make(sandbox, column="cases")(ADD, cases=TESTS) == 1.0
+    assert inspect.iscoroutinefunction(type(make(sandbox)).__call__)  # how the runtime tells a coroutine function
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("```py\na\n```\ntext\n```python\nb\n```\n```\noutput\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```bash\nls\n```", None),
+        ("  ~~~python3\n  a\n  ~~~", "  a\n"),
+        ("```python\ncut in the mid", "cut in the mid"),
+        ("```python\nx = '''\n```` no end\n'''\n```", "x = '''\n```` no end\n'''\n"),
+        ("````python\n```\n````", "```\n"),
+        ("a", None),
+    ],
+)
+async def test_the_last_block_is_the_code(completion: str, code: str | None) -> None:
+    assert extract_code(completion) == code
+    assert extract_code(completion, whole=True) == completion
+
+
+@pytest.mark.timeout(10)  # minutes, where the time is quadratic
+async def test_looking_for_code_takes_no_time_in_a_bad_completion() -> None:
+    assert extract_code("```python\n" * 20_000 + "x" * 100_000) is not None
+    assert extract_code("`" * 200_000) == ""
+    assert extract_code("~~~ \n" * 100_001) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "options", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", {"comparison": "lines"}, True),
+        ("1  2", "1 2", {"comparison": "lines"}, False),
+        ("1  2\n3", "1 2 3", {"comparison": "tokens"}, True),
+        ("1\n", "1", {"comparison": "exact"}, False),
+        ("0.3333333", "0.33333334", {"comparison": "lines", "tolerance": 1e-6}, True),
+        ("0.34", "0.33", {"comparison": "lines", "tolerance": 1e-6}, False),
+        ("nan", "1", {"comparison": "tokens", "tolerance": 1e9}, False),
+        ("1", "1\n2", {"comparison": "lines"}, False),
+        ("", "", {"comparison": "lines"}, True),
+    ],
+)
+async def test_outputs(given: str, expected: str, options: dict[str, Any], same: bool) -> None:
+    assert same_output(given, expected, **options) is same
+
+
+async def test_forms_of_the_column() -> None:
+    program = (ProgramCase("1", "2"),)
+    assert read_cases([{"input": "1", "output": "2"}]) == read_cases({"inputs": ["1"], "outputs": ["2"]}) == program
+    assert read_cases('[{"input": "1", "output": 2}]') == read_cases([{"stdin": ["1"], "stdout": ["2"]}]) == program
+    assert read_cases(["assert f()"], setup="x") == (SnippetCase("assert f()", "x"),)
+    assert read_cases("") == read_cases([]) == ()
+    called = read_cases("def check(c):\n    pass", entry_point="f")[0]
+    assert isinstance(called, SnippetCase) and called.test.endswith("check(f)\n")
+
+
+@pytest.mark.parametrize("tests", [3, [3], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, [{"input": "1"}]])
+async def test_tests_that_are_none_are_named(tests: Any) -> None:
+    with pytest.raises(ValueError, match="test"):
+        read_cases(tests)

@@ -1,0 +1,303 @@
+"""Snippets with asserts: what honest code may do, and what no code can make of a verdict."""
+
+# ruff: noqa: E501, ISC004 - the programs read better as they are
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from streamrl.rewards.code.reward import CaseEnd, CodeOptions, CodeReward
+from streamrl.rewards.code.sandbox import Sandbox
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reward(sandbox: Sandbox) -> CodeReward:
+    return CodeReward(CodeOptions(whole=True, time_limit_s=3.0), sandbox)
+
+
+# The code, and a snippet that holds for it.
+HONEST = {
+    "numbers": (
+        "def f(x): return [x, x / 3, 10 ** 40 * x, complex(x, 1), float('inf'), True, None]",
+        "assert f(2) == [2, 2 / 3, 2 * 10 ** 40, 2 + 1j, float('inf'), True, None]; assert f(2)[5] is True",
+    ),
+    "text and bytes": (
+        "def f(x): return {x: x.encode(), 'ü\\ud800': bytearray(b'\\xff')}",
+        "assert f('é') == {'é': 'é'.encode(), 'ü\\ud800': bytearray(b'\\xff')}",
+    ),
+    "numbers of other classes": (
+        "import enum\nclass Color(enum.IntEnum):\n    RED = 1\nclass Half(float): pass\nclass Word(str): pass\n"
+        "def f(): return [Color.RED, Half(0.5), Word('a'), 10 ** 17]",
+        "assert f() == [1, 0.5, 'a', 10 ** 17] and abs(f()[0] - 1) < 1e-9",
+    ),
+    "containers": (
+        "from collections import *\n"
+        "def f(): return (deque([1], 3), Counter('aab'), OrderedDict(a=1), defaultdict(list, a=[1]), {1}, frozenset([2]))",
+        "from collections import deque, Counter\na, b, c, d, e, g = f()\n"
+        "assert a == deque([1]) and a.maxlen == 3 and b == Counter(a=2, b=1) and c == {'a': 1} == {k: v[0] for k, v in d.items()}\n"
+        "assert e == {1} and g == {2} and isinstance(d, dict)",
+    ),
+    "values of the library": (
+        "import datetime as d, decimal, fractions, collections\nP = collections.namedtuple('P', 'x y')\n"
+        "def f(): return [d.date(2020, 1, 2), d.timedelta(3), decimal.Decimal('1.10'), fractions.Fraction(1, 3), P(1, 2), range(3)]",
+        "import datetime, decimal, fractions\n"
+        "assert f() == [datetime.date(2020, 1, 2), datetime.timedelta(3), decimal.Decimal('1.1'), fractions.Fraction(1, 3), (1, 2), range(3)]\n"
+        "assert f()[4].y == 2",
+    ),
+    "in place": (
+        "def f(rows, key):\n    rows.sort()\n    rows[0].append(9)\n    key['n'] = rows\n    return rows",
+        "a, k = [[2], [1]], {}\nfirst = a[1]\nassert f(a, k) is a and a == [[1, 9], [2]] and k['n'] == a and first == [1, 9]",
+    ),
+    "shared and cyclic": (
+        "def f(x): y = [x, x]; x.append(y); return y",
+        "y = f([])\nassert y[0] is y[1] and y[0][0] is y",
+    ),
+    "a class": (
+        "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n"
+        "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n"
+        "    def __getitem__(self, i): return self.items[i]\n    def __str__(self): return 'stack'",
+        "s = Stack(); s.push(1).push([2])\nassert len(s) == 2 and s[0] == 1 and str(s) == f'{s}' == 'stack' and 1 in s\n"
+        "assert isinstance(s, Stack) and s.pop() == [2] and list(s) == [1] and s.items == [1] and bool(s)\n"
+        "s.limit = 3\nassert s.limit == 3",
+    ),
+    "comparing its objects": (
+        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n"
+        "    def __lt__(self, o): return self.x < o.x\n    def __add__(self, o): return P(self.x + o.x)\n"
+        "    def __mul__(self, n): return P(self.x * n)\n    def __hash__(self): return self.x",
+        "assert P(1) + P(2) == P(3) and P(1) < P(2) and P(2) * 3 == P(6) and P(1) != P(2)\n"
+        "assert sorted([P(2), P(1)])[0].x == 1 and len({P(1), P(1)}) == 1",
+    ),
+    "a linked list": (
+        "class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next\n"
+        "def reverse(n):\n    p = None\n    while n: n.next, p, n = p, n, n.next\n    return p",
+        "n = reverse(Node(1, Node(2, Node(3))))\nfound = []\nwhile n: found.append(n.v); n = n.next\nassert found == [3, 2, 1]",
+    ),
+    "an object of the test": (
+        "def depth(t): return 0 if t is None else 1 + max(depth(t.left), depth(t.right))\ndef mark(t): t.seen = depth(t)",
+        "class Tree:\n    def __init__(self, left=None, right=None): self.left, self.right = left, right\n"
+        "t = Tree(Tree(), Tree(None, Tree()))\nassert depth(t) == 3\nmark(t)\nassert t.seen == 3",
+    ),
+    "functions as arguments": (
+        "def apply(f, xs): return [f(x) for x in xs]\ndef twice(f): return lambda x: f(f(x))\n"
+        "def sort(xs, key): return sorted(xs, key=key)",
+        "assert apply(lambda x: x + 1, [1, 2]) == [2, 3] and twice(lambda x: x * 3)(2) == 18\n"
+        "assert sort(['aaa', 'b'], len) == ['b', 'aaa'] and apply(str, [1]) == ['1']",
+    ),
+    "generators": (
+        "def count(n):\n    for i in range(n): yield i\ndef total(xs): return sum(xs)",
+        "assert list(count(3)) == [0, 1, 2] and total(x for x in (1, 2)) == 3 and next(count(1)) == 0",
+    ),
+    "exceptions": (
+        "class Mine(ValueError):\n    pass\ndef f(x):\n    if x < 0: raise ValueError('below', x)\n    if x == 0: raise Mine('none')\n    raise KeyError",
+        "try: f(-1)\nexcept ValueError as error: assert error.args == ('below', -1)\nelse: assert False\n"
+        "try: f(0)\nexcept Mine as error: assert str(error) == 'none' and isinstance(error, ValueError)\nelse: assert False\n"
+        "try: f(1)\nexcept KeyError: pass\nelse: assert False",
+    ),
+    "modules that the code imported": (
+        "import math\nfrom collections import Counter\ndef f(x): return math.sqrt(x)",
+        "assert math.isclose(f(2) ** 2, 2) and Counter('aa') == {'a': 2}",
+    ),
+    "its main part does not run": ("def f(): return __name__\nif __name__ == '__main__': input(); raise SystemExit(3)", "assert f()"),
+    "deep recursion": ("def f(n): return 0 if n == 0 else 1 + f(n - 1)\nimport sys; sys.setrecursionlimit(10**6)", "assert f(20000) == 20000"),
+    "a large value": ("def f(n): return list(range(n))", "assert f(100000)[-1] == 99999"),
+    "printing": ("print('x' * 100000)\ndef f(): print('y'); return 1", "assert f() == 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HONEST)
+async def test_honest_code_passes(name: str, reward: CodeReward) -> None:
+    code, test = HONEST[name]
+    outcome = await reward.judge(code, [test, "assert False"])
+    assert [case.end for case in outcome.cases] == [CaseEnd.PASSED, CaseEnd.WRONG], outcome
+
+
+# The code speaks the protocol of the channel itself.
+CHANNEL = """
+import json, os, stat, struct
+def is_socket(fd):
+    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError: return False
+channel = next(fd for fd in range(3, 64) if is_socket(fd))
+def send(frame):
+    content = json.dumps(frame).encode()
+    os.write(channel, struct.pack("<I", len(content)) + content)
+def receive():
+    size, = struct.unpack("<I", os.read(channel, 4))
+    content = b""
+    while len(content) < size: content += os.read(channel, size - len(content))
+    return json.loads(content)
+"""
+# Each is tested with `assert add(2, 3) == 5` and the like below, and does not add.
+FORGERIES = {
+    "exit 0 at once": "import os; os._exit(0)",
+    "exit 0 by exception": "raise SystemExit(0)",
+    "exit 0 when called": "import os\ndef add(a, b): os._exit(0)",
+    "exit when called": "def add(a, b): raise SystemExit(0)",
+    "an object that equals everything": "class E:\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\ndef add(a, b): return E()",
+    "a number that equals everything": "class E(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\ndef add(a, b): return E(1)",
+    "an object that is near everything": """
+class E:
+    def __getattr__(self, name): return lambda *a: 0
+    __sub__ = __rsub__ = __abs__ = __float__ = __round__ = lambda s, *o: 0.0
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __contains__ = lambda s, o: True
+def add(a, b): return E()
+""",
+    "other built-ins": """
+import builtins
+class A(Exception): pass
+for name in dir(builtins):
+    if name not in ("__build_class__", "__import__"): globals()[name] = lambda *a, **k: True
+builtins.AssertionError = builtins.abs = builtins.isinstance = lambda *a: True
+def add(a, b): return True
+""",
+    "an assertion that is no error": "import builtins\nbuiltins.AssertionError = StopIteration\ndef add(a, b): return 0",
+    "frames and garbage": """
+import gc, sys
+def add(a, b):
+    frame = sys._getframe()
+    while frame:
+        for scope in (frame.f_globals, frame.f_locals):
+            for name in ("expected", "result", "passed", "verdict"): scope[name] = True
+        frame = frame.f_back
+    for found in gc.get_objects():
+        if isinstance(found, dict) and "nonce" in found: return found
+        if isinstance(found, str) and "add(" in found: return eval(found.partition("==")[2])
+    return None
+""",
+    "words on every file": """
+import os
+def add(a, b):
+    for fd in range(64):
+        for text in (b'{"verdict": "passed", "nonce": "", "message": ""}', b'{"status": 0}\\n'):
+            try: os.write(fd, text)
+            except OSError: pass
+    os._exit(0)
+""",
+    "an answer of its own": """
+import json, os, struct
+def add(a, b):
+    for value in (["type", "object"], ["mine", 0], ["member", "unittest.mock", "ANY"], ["remote", 0], 5j and 1):
+        frame = json.dumps({"value": value, "objects": [], "after": []}).encode()
+        for fd in range(3, 64):
+            try: os.write(fd, struct.pack("<I", len(frame)) + frame)
+            except OSError: pass
+    return 0
+""",
+    "built-ins by hand": CHANNEL
+    + """
+atoms = [[name, ["remote", 0]] for name in ("abs", "all", "round")]
+send({"names": {"__builtins__": ["ref", 0], "add": ["remote", 0]}, "objects": [["dict", atoms]]})
+while True:
+    receive()
+    send({"value": 0.0, "objects": [], "after": []})
+""",
+    "a class made in the judge": CHANNEL
+    + """
+def add(a, b):
+    named = ["dict", [["__module__", "test"], ["__eq__", ["type", "bool"]]]]
+    table = [["list", ["X", ["ref", 1], ["ref", 2]]], ["tuple", [["type", "object"]]], named, ["dict", []]]
+    send({"do": "call", "arguments": [["type", "type"], ["ref", 0], ["ref", 3]], "objects": table})
+    made = receive().get("value") or [0, 0]
+    table = [["list", []], ["dict", []]]
+    send({"do": "call", "arguments": [["mine", made[1]], ["ref", 0], ["ref", 1]], "objects": table})
+    one = receive().get("value") or [0, 0]
+    send({"value": ["mine", one[1]], "objects": [], "after": []})
+    os._exit(0)
+""",
+    "names of its own for the test": """
+from unittest.mock import ANY
+import unittest.mock as math
+def all(x): return True
+isclose = approx = lambda *a, **k: True
+add = lambda a, b: ANY
+""",
+    "killing the judge": "import os, signal\ndef add(a, b):\n    for p in (1, os.getppid(), -1):\n        try: os.kill(p, 9)\n        except OSError: pass\n    return 0",
+    "a trace": "import sys, threading\nsys.settrace(lambda *a: None); threading.settrace(lambda *a: None)\ndef add(a, b): return 0",
+    "the module of the test": "import sys, types\nsys.modules['test'] = types.SimpleNamespace(add=1)\ndef add(a, b): return sys.modules",
+    "a missing module": "def add(a, b): import numpy.nowhere",
+    "a missing module, by hand": "def add(a, b): raise ModuleNotFoundError('the test needs it')",
+    "nothing": "",
+    "no Python": "def add(a, b) return a + b",
+    "a message that is too long": "def add(a, b): return 'x' * (17 << 20)",
+    "nested": "def add(a, b):\n    x = []\n    for _ in range(200000): x = [x]\n    return x",
+    "a cycle": "def add(a, b): x = []; x.append(x); return x",
+}  # fmt: skip
+CHECKS = [
+    "assert add(2, 3) == 5",
+    "def check(candidate):\n    assert candidate(2, 3) in [5]\ncheck(add)",
+    "assert abs(add(2, 3) - 5) < 1e-6",
+    "assert round(5.0 - add(2, 3)) == 0 and -add(2, 3) < -4",
+    "expected = [add(i, 7) for i in range(3)]\nassert all(a == b for a, b in zip(expected, [7, 8, 9]))",
+]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+async def test_no_code_makes_its_own_verdict(name: str, reward: CodeReward) -> None:
+    outcomes = [await reward.judge(FORGERIES[name], [check]) for check in CHECKS]
+    assert [outcome.value for outcome in outcomes] == [0.0] * len(CHECKS), outcomes
+    assert "StopIteration" not in str(outcomes)  # it found the channel
+
+
+async def test_the_checks_of_the_forgeries_pass_for_what_is_right(reward: CodeReward) -> None:
+    assert await reward("def add(a, b): return a + b", tests=CHECKS) == 1.0
+
+
+async def test_the_code_does_not_find_what_is_expected(reward: CodeReward) -> None:
+    """It looks through all memory that Python can see, before and while it is called, for the number."""
+    source = """
+import gc, os, sys
+def look(found=()):
+    seen = [*gc.get_objects(), dict(os.environ), sys.argv, *sys._current_frames().values()]
+    text = repr([x for x in seen if type(x) in (dict, list, tuple, str)])
+    if "918273" + chr(54) + "45" in text: os.abort()
+look()
+def f(x): look(); return x
+"""
+    outcome = await reward.judge(source, ["assert f(1) == 918273645", "assert f(1) == 1"])
+    assert [case.end for case in outcome.cases] == [CaseEnd.WRONG]
+    assert "Assertion" in outcome.cases[0].message
+    assert await reward(source, tests=["assert f(1) == 1"]) == 1.0
+
+
+async def test_what_the_code_may_do_to_objects_of_the_test(reward: CodeReward) -> None:
+    source = """
+def reach(f, node):
+    ways = [lambda: f.__globals__, lambda: f.__code__, lambda: node._hidden, lambda: f.x,
+            lambda: setattr(f, "y", 1), lambda: node.__dict__, lambda: setattr(node, "__class__", int)]
+    got = []
+    for number, way in enumerate(ways):
+        try: way(); got.append(number)
+        except TypeError: pass
+    return got
+"""
+    test = "class Node:\n    _hidden = 1\ndef f(): pass\nassert reach(f, Node()) == []"
+    outcome = await reward.judge(source, [test])
+    assert outcome.value == 1.0, outcome
+
+
+@pytest.mark.parametrize(
+    ("test", "says"),
+    [("assert (", "no Python"), ("import no_such_module", "no_such_module")],
+)
+async def test_a_broken_test_is_a_failure_and_no_0(test: str, says: str, reward: CodeReward) -> None:
+    with pytest.raises(ValueError, match=says):
+        await reward("def f(): return 1", tests=[test])
+
+
+async def test_forms_of_datasets(reward: CodeReward) -> None:
+    human_eval = "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n"
+    right, wrong = "def total(xs): return sum(xs)", "def total(xs): return 3"
+    apps: dict[str, Any] = {"fn_name": "total", "inputs": [[[1, 2]], "[]"], "outputs": [3, "0"]}
+    solution = "class Solution:\n    def total(self, xs): return sum(xs)"
+    setup = "import math\nbound = math.floor(3.5)"
+    assert await reward(right, tests=human_eval, entry_point="total") == 1.0
+    assert await reward(wrong, tests=human_eval, entry_point="total") == 0.0
+    assert await reward(right, tests=apps) == await reward(solution, tests=apps) == 1.0
+    assert await reward(wrong, tests=apps) == 0.0
+    assert await reward(right, tests='["assert total([bound]) == 3"]', setup=setup) == 1.0
+    assert await reward("def sum(a): return 3", tests="assert sum([4]) == 3", entry_point="sum") == 1.0

@@ -1,0 +1,291 @@
+"""Prompts from parquet, Arrow and dataset directories, from reasoning-gym, and from columns of other names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.config.load import resolve_spec
+from streamrl.errors import RecipeError, StreamRLError
+from streamrl.stages.prompt_spec import SourceKind, read_spec
+from streamrl.stages.prompts import check_prompts, open_prompts
+from streamrl.tokenizer import Tokenizer
+from streamrl.types import Prompt
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [{"prompt": f"p{i}", "answer": i, "tests": [{"in": "a", "out": str(i)}], "level": None} for i in range(40)]
+
+
+class Letters(Tokenizer):
+    """One token a letter; chats are written as JSON."""
+
+    def __init__(self) -> None:
+        self.vocabulary_size = 1 << 16
+
+    def encode(self, text: str) -> Any:
+        from streamrl.types import token_array
+
+        return token_array(list(map(ord, text)))
+
+    def encode_chat(self, messages: Any, tools: Any = None, arguments: Any = None) -> Any:
+        return self.encode(json.dumps(messages))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Letters()
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]] = ROWS, row_group_size: int = 7) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    return path
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]] = ROWS, *, stream: bool = True) -> Path:
+    """As ``datasets`` writes it: the stream format, several batches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_saved(directory: Path) -> Path:
+    """What ``Dataset.save_to_disk`` leaves: two shards and a state."""
+    write_arrow(directory / "data-00000-of-00002.arrow", ROWS[:25])
+    write_arrow(directory / "data-00001-of-00002.arrow", ROWS[25:])
+    files = [{"filename": "data-00000-of-00002.arrow"}, {"filename": "data-00001-of-00002.arrow"}]
+    (directory / "state.json").write_text(json.dumps({"_data_files": files, "_fingerprint": "x", "_split": "train"}))
+    return directory
+
+
+def write_hub(directory: Path) -> Path:
+    """A snapshot of a hub dataset: two configurations, shards, and what git leaves beside them."""
+    for config in ("main", "socratic"):
+        write_parquet(directory / config / "train-00000-of-00002.parquet", ROWS[:25])
+        write_parquet(directory / config / "train-00001-of-00002.parquet", ROWS[25:])
+    write_parquet(directory / "main" / "test-00000-of-00001.parquet", ROWS[:5])
+    write_parquet(directory / ".cache" / "old-00000-of-00001.parquet", ROWS[:1])
+    return directory
+
+
+SOURCES: dict[str, Callable[[Path], str]] = {
+    "parquet": lambda path: str(write_parquet(path / "rows.parquet")),
+    "arrow stream": lambda path: str(write_arrow(path / "rows.arrow")),
+    "arrow file": lambda path: str(write_arrow(path / "rows.arrow", stream=False)),
+    "save_to_disk": lambda path: str(write_saved(path / "saved")),
+    "hub": lambda path: f"{write_hub(path / 'hub')}?split=main/train",
+}
+
+
+async def draw(spec: str, tokenizer: Tokenizer, count: int, **options: Any) -> list[Prompt]:
+    source = open_prompts(spec, tokenizer, **{"seed": 3, "shuffle": True, **options})
+    try:
+        return await source.draw(count)
+    finally:
+        await source.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", list(SOURCES))
+async def test_the_same_rows_give_the_same_prompts_ids_and_order_from_any_source(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    expected = await draw(str(write_jsonl(tmp_path / "rows.jsonl")), tokenizer, 100)
+    found = await draw(SOURCES[kind](tmp_path), tokenizer, 100)
+    assert found == expected
+    assert len({prompt.prompt_id for prompt in found}) == 40
+    assert found[0].columns["tests"][0]["in"] == "a"
+    # A resumed run goes on where it was.
+    assert await draw(SOURCES[kind](tmp_path), tokenizer, 30, start=70) == expected[70:]
+
+
+def test_a_good_table_has_no_problems(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for write in SOURCES.values():
+        assert check_prompts(write(tmp_path), tokenizer, {"exact": ("answer", "tests")}) == []
+
+
+def test_a_missing_column_is_one_problem_of_the_table_and_names_what_is_there(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (problem,) = check_prompts(str(write_parquet(tmp_path / "r.parquet")), tokenizer, {"math": ("solution",)})
+    assert 'r.parquet has no column "solution", which the reward math needs (it has answer, level,' in problem
+    rows = [{"question": "q", "answer": 1}] * 3
+    (problem,) = check_prompts(str(write_parquet(tmp_path / "q.parquet", rows)), tokenizer, {})
+    assert 'has no column "prompt" (it has answer, question): name the one with ?prompt=COLUMN' in problem
+    (problem,) = check_prompts(f"{tmp_path}/q.parquet?prompt=quest", tokenizer, {})
+    assert 'has no column "quest"' in problem
+
+
+def test_rows_of_a_table_that_are_no_prompts_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": "abc", "prompt_id": "a"}, {"prompt": "", "prompt_id": "b"}, {"prompt": "d", "prompt_id": "a"}]
+    path = write_parquet(tmp_path / "rows.parquet", rows)
+    problems = check_prompts(str(path), tokenizer, {}, max_tokens=2)
+    assert [problem.removeprefix(f"prompts {path}, ")[:30] for problem in problems] == [
+        "row 1 has a prompt of 3 tokens",
+        "row 2 has an empty prompt: rem",
+    ]
+    problems = check_prompts(str(path), tokenizer, {})
+    assert problems[1].endswith('row 3 has the prompt_id "a" of row 1: make ids unique')
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("{hub}", "has several splits: add ?split=NAME, with one of main/test, main/train, socratic/train"),
+        ("{hub}?split=train", "has several splits"),
+        ("{hub}?split=dev", 'has no split "dev": add ?split=NAME, with one of main/test'),
+        ("{hub}?splitt=train", 'unknown option "splitt"; did you mean "split"?'),
+        ("{saved}?split=train", 'has no splits, so no "train": remove the option'),
+        ("{rows}?split=train", 'is a file and has no split "train"'),
+        ("{rows}?chat=maybe", "chat is true or false"),
+        ("{rows}?chat", '"chat" is no option: write ?key=value'),
+        ("{empty}", "is no dataset directory (no .parquet files"),
+        ("{root}/absent.parquet", "cannot be read ("),
+        ("{root}/absent", "nor a directory that exists"),
+        ("{broken}", "cannot be read ("),
+        ("{none}", "is empty: add rows"),
+        ("lines.jsonl?size=3", 'unknown option "size"'),
+        ("module:rows?size=3", "an iterator takes no options"),
+    ],
+)
+def test_sources_that_cannot_be_read(spec: str, problem: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 or not")
+    places = {
+        "root": tmp_path,
+        "hub": write_hub(tmp_path / "hub"),
+        "saved": write_saved(tmp_path / "saved"),
+        "rows": write_parquet(tmp_path / "rows.parquet"),
+        "none": write_arrow(tmp_path / "none.arrow", [{"prompt": "a"}][:0] or []),
+        "empty": tmp_path / "empty",
+        "broken": tmp_path / "broken.parquet",
+    }
+    (found,) = check_prompts(spec.format(**places), tokenizer, {})
+    assert problem in found
+    with pytest.raises(RecipeError):
+        source = open_prompts(spec.format(**places), tokenizer, seed=0, shuffle=False)
+        raise AssertionError(source)
+
+
+def test_one_split_needs_no_name_and_one_configuration_no_path(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub")
+    assert open_prompts(f"{hub}?split=test", tokenizer, seed=0, shuffle=False).size == 5
+    write_parquet(tmp_path / "one" / "data" / "train-00000-of-00001.parquet")
+    assert open_prompts(str(tmp_path / "one"), tokenizer, seed=0, shuffle=False).size == 40
+    splits = tmp_path / "splits"
+    write_saved(splits / "train")
+    write_saved(splits / "test")
+    (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert open_prompts(f"{splits}?split=test", tokenizer, seed=0, shuffle=False).size == 40
+
+
+def test_no_temporary_file_is_left_by_parquet(tokenizer: Tokenizer, tmp_path: Path, monkeypatch) -> None:
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    open_prompts(str(write_parquet(tmp_path / "rows.parquet")), tokenizer, seed=0, shuffle=False)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# ---- columns of other names ----------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl])
+async def test_the_prompt_may_have_another_name_and_become_a_chat(
+    write: Callable[..., Path], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    name = "rows.parquet" if write is write_parquet else "rows.jsonl"
+    path = write(tmp_path / name, [{"question": "2+2", "answer": "4"}])
+    (plain,) = await draw(f"{path}?prompt=question", tokenizer, 1)
+    assert plain.columns == {"question": "2+2", "answer": "4", "prompt": "2+2"}
+    assert plain.token_ids == tokenizer.encode("2+2")
+    (chat,) = await draw(f"{path}?prompt=question&chat=true&system=Be brief%26kind", tokenizer, 1)
+    messages = [{"role": "system", "content": "Be brief&kind"}, {"role": "user", "content": "2+2"}]
+    assert chat.columns == {"question": "2+2", "answer": "4", "messages": messages}
+    assert chat.token_ids == tokenizer.encode(json.dumps(messages))
+
+
+@pytest.mark.asyncio
+async def test_a_system_message_goes_before_a_chat(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": 3}])
+    source = open_prompts(f"{path}?system=Be+kind", tokenizer, seed=0, shuffle=False)
+    (chat,) = await source.draw(1)
+    assert [message["content"] for message in chat.columns["messages"]] == ["Be+kind", "hi"]
+    with pytest.raises(StreamRLError, match='line 2 has a int as "prompt": it must be text to become a chat'):
+        await source.draw(1)
+    await source.aclose()
+
+
+def test_specs_are_taken_apart_and_made_absolute(tmp_path: Path) -> None:
+    assert read_spec("reasoning_gym:chain_sum?size=3").kind is SourceKind.TASK
+    assert read_spec("x/rows.arrow").kind is SourceKind.TABLE
+    assert read_spec("task.py:rows").kind is SourceKind.ITERATOR
+    options = read_spec('reasoning_gym:leg_counting?min_animals=2&kinds=["a", "b"]&name=plain').options
+    assert options == {"min_animals": 2, "kinds": ["a", "b"], "name": "plain"}
+    assert resolve_spec("data?system=You are: x", tmp_path) == f"{tmp_path}/data?system=You are: x"
+    assert resolve_spec("reasoning_gym:sudoku?size=3", tmp_path) == "reasoning_gym:sudoku?size=3"
+
+
+# ---- reasoning-gym -------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_task_gives_the_same_prompts_for_a_seed(tokenizer: Tokenizer) -> None:
+    pytest.importorskip("reasoning_gym")
+    spec = "reasoning_gym:chain_sum?size=12&seed=7&min_terms=3"
+    first = await draw(spec, tokenizer, 30)
+    assert first == await draw(spec, tokenizer, 30)
+    assert len({prompt.prompt_id for prompt in first}) == 12
+    one = first[0].columns
+    assert one["prompt"].endswith("between <answer> and </answer>.")
+    assert (one["task"], one["task_options"]) == ("chain_sum", {"min_terms": 3})
+    other = await draw(spec.replace("seed=7", "seed=8"), tokenizer, 12)
+    assert not {prompt.prompt_id for prompt in other} & {prompt.prompt_id for prompt in first}
+    (bare,) = await draw("reasoning_gym:chain_sum?instruction=", tokenizer, 1)
+    assert bare.columns["prompt"] == bare.columns["question"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("chain_sums", 'has no task "chain_sums" among its 106; did you mean "chain_sum"?'),
+        ("chain_sum?terms=3", "terms'"),
+        ("chain_sum?terms=3", "(the task has min_terms, max_terms,"),
+        ("chain_sum?min_terms=0", "min_terms must be positive"),
+        ("chain_sum?size=many", "size = many is no integer >= 1"),
+    ],
+)
+def test_tasks_that_cannot_be_made(spec: str, problem: str, tokenizer: Tokenizer) -> None:
+    pytest.importorskip("reasoning_gym")
+    (found,) = check_prompts(f"reasoning_gym:{spec}", tokenizer, {})
+    assert problem in found
+
+
+def test_a_task_has_the_columns_of_its_verifier(tokenizer: Tokenizer) -> None:
+    pytest.importorskip("reasoning_gym")
+    needed = {"reasoning_gym": ("answer", "metadata", "task")}
+    assert check_prompts("reasoning_gym:leg_counting?size=2", tokenizer, needed) == []
+    assert 'no column "tests"' in check_prompts("reasoning_gym:leg_counting", tokenizer, {"code": ("tests",)})[0]
+
+
+def test_what_is_missing_names_the_extra(tokenizer: Tokenizer, tmp_path: Path, monkeypatch) -> None:
+    import streamrl.stages.prompt_tasks as tasks
+
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    (problem,) = check_prompts("reasoning_gym:chain_sum", tokenizer, {})
+    assert "pip install 'streamrl[reasoning-gym]'" in problem

@@ -1,0 +1,57 @@
+"""Which orders are scored first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.stage_messages import ScoreGroup
+from streamrl.stages.scoring_order import ScoringOrder
+from streamrl.types import FinishReason, Prompt, Trajectory, TrajectoryId, token_array
+
+
+def order_of(number: int, group: int, *, evaluation: bool = False) -> ScoreGroup:
+    trajectory = Trajectory(
+        id=TrajectoryId(prompt_id="p", group_id=group, sample=number),
+        prompt=Prompt(prompt_id="p", token_ids=token_array([2])),
+        segments=(),
+        finish_reason=FinishReason.STOP,
+        evaluation=evaluation,
+    )
+    return ScoreGroup(order_id=number, trajectories=(trajectory,))
+
+
+def test_what_closes_a_round_soonest_is_scored_first() -> None:
+    waiting = ScoringOrder()
+    for group in (0, 1, 2):
+        waiting.launched(group, 4)
+    waiting.launched(9, 1)
+    waiting.add(order_of(9, 9, evaluation=True))  # held out: lacks one member only, and no round waits for it
+    for number, group in enumerate([0, 0, 1, 2, 2]):
+        waiting.add(order_of(number, group))
+    waiting.ended(2)
+    waiting.ended(2)  # two members to go, both waiting
+    waiting.ended(1)  # three to go
+    assert waiting.pop().order_id == 3
+    for _ in range(3):
+        waiting.ended(0)  # one to go, as groups complete elsewhere
+    assert [waiting.pop().order_id for _ in range(len(waiting))] == [0, 1, 4, 2, 9]
+    with pytest.raises(IndexError):
+        waiting.pop()
+
+
+@given(events=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["add", "end", "pop"])), max_size=60))
+def test_scoring_order_loses_and_repeats_nothing(events: list[tuple[int, str]]) -> None:
+    waiting, added, popped = ScoringOrder(), [], []
+    for number, (group, what) in enumerate(events):
+        if what == "add":
+            waiting.launched(group, 4)
+            waiting.add(order_of(number, group))
+            added.append(number)
+        elif what == "end":
+            waiting.ended(group)
+        elif len(waiting):
+            popped.append(waiting.pop().order_id)
+    popped += [waiting.pop().order_id for _ in range(len(waiting))]
+    assert sorted(popped) == added

@@ -1,0 +1,45 @@
+"""``streamrl.comm.weights`` is what an outside user imports: all of it is there, and nothing else is needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from streamrl.comm import weights
+
+ROOT = Path(__file__).parents[2]
+
+
+def imported(source: str) -> set[str]:
+    """``module.name`` of everything of streamrl's that a text of Python imports."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return {f"{n.module}.{alias.name}" for n in found if (n.module or "").startswith("streamrl") for alias in n.names}
+
+
+def test_everything_listed_is_there_and_everything_there_is_listed() -> None:
+    assert all(getattr(weights, name) is not None for name in weights.__all__)
+    homes = [name for names in weights._HOMES.values() for name in names]
+    assert sorted(homes) == sorted(weights.__all__)
+    assert all(name in (weights.__doc__ or "") for name in weights.__all__)
+
+
+def test_the_example_and_its_page_need_nothing_else() -> None:
+    example = (ROOT / "examples/weights_only/train_loop.py").read_text()
+    page = (ROOT / "docs/weights_outside.md").read_text()
+    for source in (example, *re.findall(r"```python\n(from.*?)```", page, flags=re.DOTALL)):
+        used = imported(source)
+        assert used
+        assert used <= {f"streamrl.comm.weights.{name}" for name in weights.__all__}
+
+
+def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
+    """vLLM's front end and cores import the plugin, which takes names from here."""
+    script = (
+        "import sys, streamrl.engines.vllm_plugin, streamrl.comm.weights; "
+        "sys.stdout.write(' '.join({'zmq', 'numpy', 'torch', 'vllm', 'anyio'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "")
