@@ -117,6 +117,7 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
     "tail_packed_presubmit": _race(1.125, cohort_batches=4) | PRESUBMIT,
     "tail_elastic_presubmit": _race(long_round_batches=2) | PRESUBMIT,
     "tail_elastic4_presubmit": _race(long_round_batches=4) | PRESUBMIT,
+    "tail_elastic4_verify": _race(losers="verify", long_round_batches=4) | PRESUBMIT,
     "tail_both": _race(losers="regenerate", eta_responses=1.25),
     "tail_both_presubmit": _race(losers="regenerate", eta_responses=1.25) | PRESUBMIT,
     "tail_both_elastic": _race(losers="regenerate", eta_responses=1.25, long_round_batches=2) | PRESUBMIT,
@@ -128,6 +129,7 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
     "continuous_1": _rounds("continuous") | {"rollout.max_staleness": 1},
     AUTO: _rounds("auto"),
     "auto_presubmit": _rounds("auto") | PRESUBMIT,
+    "auto_elastic": _rounds("auto") | {"tail_batching.long_round_batches": 2} | PRESUBMIT,
 }
 """How rounds are formed. What an arm leaves out is what the task's recipe says."""
 
