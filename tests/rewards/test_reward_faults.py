@@ -154,7 +154,7 @@ async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says
     (outcome,) = await rewards.score([make_trajectory("z")])
     assert isinstance(outcome, RewardFailure)
     async with asyncio.timeout(5):
-        # The server and the process that took the place of the killed one; what that one said comes by a pipe of its own.
+        # The server and the process that took the place of the killed one, whose words come by a pipe of their own.
         while len(everything_left()[0]) != 2 or "in fault_forks_and_hangs" not in caplog.text:
             await rewards.score([make_trajectory("a")])
 
