@@ -1,37 +1,44 @@
-"""How many completions a second go through the reward runtime: a trivial trusted reward, and a trivial untrusted one
-through a single worker process.
+"""How many completions a second go through rewards, end to end: the reward stage, ZeroMQ, a worker process, a trivial
+function (trusted in the worker's loop; untrusted in one process of its own), and back.
 
-    python benchmarks/reward_throughput.py [--completions 20000] [--rounds 3]
+    python benchmarks/reward_throughput.py [--completions 20000] [--rounds 3] [--looks 500] [--programs 400]
 
-What is measured is what a reward worker does with its orders: token ids are decoded to text, arguments are chosen,
-the function is called (in the worker's loop, or in a process of its own), and the value becomes a scored trajectory.
-``stage``: the same with the reward stage before it and a real worker process behind ZeroMQ, one order a completion.
+``pool``: what a reward worker alone does with its orders (token ids are decoded, arguments chosen, the function called,
+the value combined), without streams. ``alone``: one completion at a time, from when it reaches the stage to when its
+reward leaves it. ``programs``: programs a second in the sandbox of the code reward, one test case each.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
+import psutil
 import tokenizers
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Model, Prompts, Recipe
 from streamrl.config.rewards import Reward, RewardLimits
+from streamrl.rewards.code.reward import code_reward
+from streamrl.rewards.reward_exchange import score_message
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import FinishedTrajectory, RewardOrder, RewardResult
-from streamrl.stages.reward import RewardSettings, RewardStage, next_ready
+from streamrl.stage_messages import FinishedTrajectory, RewardOrder, RewardResult, SampleReward, Scored
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, next_ready
 from streamrl.tokenizer import load_tokenizer
 from streamrl.types import (
     FinishReason,
@@ -47,6 +54,9 @@ from streamrl.types import (
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789"
 TOKENS = 64
 GROUP = 8
+AT_ONCE = 256
+WINDOW = 1024  # completions that wait before the stage, as the slots of a run would let them
+WANTED = {"trusted": 10_000, "untrusted": 2_000}
 FUNCTIONS = """
 async def trusted(completion, *, answer):
     return 1.0 if completion == answer else 0.0
@@ -55,6 +65,9 @@ async def trusted(completion, *, answer):
 def untrusted(completion, *, answer):
     return 1.0 if completion == answer else 0.0
 """
+
+
+_lines = itertools.count()
 
 
 def write_model(directory: Path) -> None:
@@ -85,76 +98,141 @@ def make_trajectories(count: int) -> list[Trajectory]:
     ]
 
 
-async def through_set(
-    directory: Path, reward: Reward, trajectories: list[Trajectory], rounds: int
-) -> tuple[list[float], list[float]]:
-    """Completions a second, and a CPU second of the worker, each round; an order a completion, 256 orders at once."""
-    rates, cpu_rates = [], []
+async def through_pool(directory: Path, reward: Reward, trajectories: list[Trajectory], rounds: int) -> list[float]:
+    """Completions a second of a worker's functions alone, an order each, at most ``AT_ONCE`` at a time."""
+    rates = []
     async with asyncio.TaskGroup() as tasks:
-        limits = RewardLimits(processes=1, concurrency=256)
+        limits = RewardLimits(processes=1, concurrency=AT_ONCE)
         rewards = RewardSet(RewardsOf(version=0, rewards=(reward,), limits=limits), load_tokenizer(directory), tasks)
         await rewards.open()
         await rewards.score(trajectories[:64])
+        messages = [score_message([trajectory]) for trajectory in trajectories]
         for _ in range(rounds):
-            left = iter(trajectories)
+            started = time.perf_counter()
+            places, scored = asyncio.Semaphore(AT_ONCE), 0
+            ended = asyncio.Event()
 
-            async def score_some(left: object = left) -> None:
-                for trajectory in left:  # type: ignore[attr-defined]
-                    (outcome,) = await rewards.score([trajectory])
-                    assert isinstance(outcome, ScoredTrajectory), outcome
+            def on_scored(given: tuple[SampleReward, ...], places: asyncio.Semaphore = places) -> None:
+                nonlocal scored
+                assert given[0].kind is None, given
+                scored += 1
+                places.release()
+                if scored == len(trajectories):
+                    ended.set()  # noqa: B023 - of this round
 
-            started, cpu_started = time.perf_counter(), time.process_time()
-            async with asyncio.TaskGroup() as orders:
-                for _ in range(256):
-                    orders.create_task(score_some())
+            for message in messages:
+                await places.acquire()
+                rewards.begin(message.groups[0], message.prompts, on_scored)
+            await ended.wait()
             rates.append(len(trajectories) / (time.perf_counter() - started))
-            cpu_rates.append(len(trajectories) / (time.process_time() - cpu_started))
         await rewards.aclose()
-    return rates, cpu_rates
+    return rates
 
 
-async def through_stage(directory: Path, reward: Reward, trajectories: list[Trajectory]) -> tuple[float, float]:
-    """Completions a second, and a CPU second of the controller, from the reward stage through ZeroMQ to a worker
-    process and back."""
+class Line:
+    """The stage with one worker process, ready to score."""
+
+    def __init__(self, give: Any, take: Any) -> None:
+        self.give, self.take = give, take
+        self.worker = psutil.Process()
+
+    async def rate(self, trajectories: list[Trajectory]) -> tuple[float, float, float]:
+        """Completions a second; microseconds of CPU for each in this process, and in the worker's processes."""
+        finished = [FinishedTrajectory(trajectory=trajectory, group_size=GROUP) for trajectory in trajectories]
+        started, here, there = time.perf_counter(), time.process_time(), cpu_seconds(self.worker)
+        async with anyio.create_task_group() as both:
+            both.start_soon(self._give_all, finished)
+            for _ in finished:
+                scored = await self.take.receive()
+                assert isinstance(scored, Scored), scored
+                assert isinstance(scored.outcome, ScoredTrajectory), scored
+        seconds = time.perf_counter() - started
+        each = 1e6 / len(finished)
+        return (
+            len(finished) / seconds,
+            (time.process_time() - here) * each,
+            (cpu_seconds(self.worker) - there) * each,
+        )
+
+    async def _give_all(self, finished: list[FinishedTrajectory]) -> None:
+        for trajectory in finished:
+            await self.give.send(trajectory)
+
+    async def alone(self, trajectories: list[Trajectory]) -> tuple[float, float]:
+        """Milliseconds that a completion waits for its reward when nothing else does: median and 95th percentile."""
+        waited = []
+        for trajectory in trajectories:
+            await anyio.sleep(0.002)  # so that every process has gone to sleep
+            started = time.perf_counter()
+            await self.give.send(FinishedTrajectory(trajectory=trajectory, group_size=GROUP))
+            await self.take.receive()
+            waited.append(1e3 * (time.perf_counter() - started))
+        return statistics.median(waited), statistics.quantiles(waited, n=20)[-1]
+
+
+def cpu_seconds(worker: psutil.Process) -> float:
+    """Of a process and all that it started."""
+    processes = [worker, *worker.children(recursive=True)]
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes))
+
+
+@asynccontextmanager
+async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
+    """Start a worker process for ``reward`` and the stage before it."""
     recipe = Recipe(
         model=Model(path=str(directory)),
         prompts=Prompts(train="none.jsonl"),
         rewards=(reward,),
-        reward_limits=RewardLimits(processes=1, concurrency=256),
+        reward_limits=RewardLimits(processes=1, concurrency=AT_ONCE),
     )
     recipe_file = directory / "recipe.json"
     recipe_file.write_bytes(msgspec.json.encode(recipe))
-    at = [f"ipc://{directory}/orders", f"ipc://{directory}/results"]
+    number = next(_lines)
+    at = [f"ipc://{directory}/orders{number}", f"ipc://{directory}/results{number}"]
+    give, incoming = memory_stream(WINDOW)
+    scored, take = memory_stream(WINDOW)
+    line = Line(give, take)
 
     @asynccontextmanager
     async def open_worker() -> AsyncIterator[tuple[object, object]]:
         async with (
-            zmq_sender(RewardOrder, at[0], bind=True, name="orders") as orders,
+            zmq_sender(RewardOrder, at[0], bind=True, window=ORDERS_WINDOW, name="orders") as orders,
             zmq_receiver(RewardResult, at[1], bind=True, name="results") as results,
         ):
             process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--worker", str(recipe_file), *at)
+            line.worker = psutil.Process(process.pid)
             await next_ready(results)
             yield orders, results
             await process.wait()
 
-    settings = RewardSettings(functions=reward.label, per_group=False, time_limit_s=30.0, concurrency=256)
-    give, incoming = memory_stream(len(trajectories) + 1)
-    scored, take = memory_stream(len(trajectories) + 1)
+    settings = RewardSettings(functions=reward.label, per_group=False, time_limit_s=30.0, concurrency=AT_ONCE)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(RewardStage(settings, [open_worker]).run, incoming, scored)  # type: ignore[list-item]
-        for trajectory in trajectories[:64]:
-            await give.send(FinishedTrajectory(trajectory=trajectory, group_size=GROUP))
-        for _ in range(64):
-            await take.receive()
-        started, controller_s = time.perf_counter(), time.process_time()
-        for trajectory in trajectories:
-            await give.send(FinishedTrajectory(trajectory=trajectory, group_size=GROUP))
-        for _ in trajectories:
-            await take.receive()
-        seconds = time.perf_counter() - started
-        controller_s = time.process_time() - controller_s
+        await line.rate(make_trajectories(512))
+        yield line
         await give.aclose()
-    return len(trajectories) / seconds, len(trajectories) / controller_s
+
+
+async def programs_a_second(count: int) -> float:
+    """Programs through the sandbox of the code reward, as many at once as there are CPUs."""
+    reward = code_reward()
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+    tests = [{"input": "3 4", "output": "7"}]
+    left: Iterator[int] = iter(range(count))
+
+    async def judge_some() -> None:
+        for _ in left:
+            value = await reward(program, tests=tests)
+            assert value == 1.0, value
+
+    assert await reward(program, tests=tests) == 1.0
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(2 * len(os.sched_getaffinity(0))):
+            tasks.create_task(judge_some())
+    seconds = time.perf_counter() - started
+    await reward.aclose()
+    return count / seconds
 
 
 async def serve(recipe: Recipe, *endpoints: str) -> None:
@@ -167,23 +245,28 @@ async def serve(recipe: Recipe, *endpoints: str) -> None:
         await run_reward_worker(recipe, 0, orders, results)
 
 
-async def measure(completions: int, rounds: int, stage: bool) -> None:
-    """Prints a line for each kind."""
+async def measure(given: argparse.Namespace) -> None:
+    """Prints what was measured, a line for each kind and each way."""
     with tempfile.TemporaryDirectory(prefix="srl", dir="/tmp") as name:
         directory = Path(name)
         write_model(directory)
         (directory / "trivial.py").write_text(FUNCTIONS)
-        trajectories = make_trajectories(completions)
-        for kind, wanted in (("trusted", 10_000), ("untrusted", 2_000)):
+        trajectories = make_trajectories(given.completions)
+        for kind, wanted in WANTED.items():
             reward = Reward(function=f"{directory}/trivial.py:{kind}", trusted=kind == "trusted")
-            rates, per_cpu_s = await through_set(directory, reward, trajectories, rounds)
-            shown, per_cpu_shown = (", ".join(f"{rate:,.0f}" for rate in r) for r in (rates, per_cpu_s))
-            print(f"{kind:>9}: {shown} completions a second (wanted: {wanted:,})")
-            print(f"{'':>11}({per_cpu_shown} a CPU second of the worker)")
-            if stage:
-                rate, per_cpu = await through_stage(directory, reward, trajectories)
-                print(f"{'':>9}  {rate:,.0f} through stage, ZeroMQ and a worker process")
-                print(f"{'':>11}({per_cpu:,.0f} a CPU second of the controller)")
+            print(f"{kind} (wanted: {wanted:,} completions a second)")
+            async with open_line(directory, reward) as line:
+                for _ in range(given.rounds):
+                    rate, here, there = await line.rate(trajectories)
+                    print(f"  end to end {rate:>9,.0f}/s   CPU us each: {here:.0f} controller, {there:.0f} worker")
+                if given.looks:
+                    median, p95 = await line.alone(trajectories[: given.looks])
+                    print(f"  alone      {median:>9.2f} ms median, {p95:.2f} ms P95, of {given.looks}")
+            if not given.no_pool:
+                rates = await through_pool(directory, reward, trajectories, given.rounds)
+                print(f"  pool       {', '.join(f'{rate:,.0f}' for rate in rates):>9}/s")
+    if given.programs:
+        print(f"programs     {await programs_a_second(given.programs):>9,.0f}/s in the sandbox of the code reward")
 
 
 def main() -> None:
@@ -195,9 +278,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--completions", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-stage", action="store_true")
-    given = parser.parse_args()
-    anyio.run(measure, given.completions, given.rounds, not given.no_stage, backend_options={"use_uvloop": True})
+    parser.add_argument("--looks", type=int, default=500, help="completions that go alone; 0: none")
+    parser.add_argument("--programs", type=int, default=400, help="in the sandbox; 0: none")
+    parser.add_argument("--no-pool", action="store_true")
+    anyio.run(measure, parser.parse_args(), backend_options={"use_uvloop": True})
 
 
 if __name__ == "__main__":

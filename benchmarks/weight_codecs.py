@@ -227,7 +227,7 @@ def measure(name: str, request: BenchRequest) -> Column:
     """Every form over all tensors of an update. Fails when a form does not give the new bits back."""
     column, counts = Column(name), UpdateCounts()
     for tensors in slices_of(updates_of(request).tensors):
-        units = [unit for tensor in tensors for unit in units_of(tensor)]
+        units = units_of(tensors)
         for tensor in tensors:
             counts.add(UpdateCounts.of(tensor.old, tensor.new, tensor.dtype))
         differing = [unit for unit in units if not np.array_equal(unit.old, unit.new)]

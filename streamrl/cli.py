@@ -44,7 +44,7 @@ def report_error(error: BaseException) -> int:
     if isinstance(cause, RecipeError):
         count = len(cause.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        _complain("\n".join([f"error: {head}; nothing was started", *(f"  {problem}" for problem in cause.problems)]))
+        _complain("\n".join([f"error: {head}; {cause.outcome}", *(f"  {problem}" for problem in cause.problems)]))
         return EXIT_BAD_INPUT
     _complain(f"error: {cause}")
     return EXIT_FAILED

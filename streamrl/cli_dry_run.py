@@ -12,12 +12,13 @@ from streamrl.config.load import dump_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.errors import RecipeError
-from streamrl.preflight import CheckedModel, check_model, preflight
+from streamrl.preflight import CheckedModel, check_model, preflight, resumed
 
 
 def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
     """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails."""
     arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
+    recipe, kept = resumed(recipe)
     topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
     model = _model(recipe)
     facts, context = (model.facts, model.context) if model else (None, 0)
@@ -27,7 +28,7 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
     print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
-    preflight(recipe)
+    preflight(recipe, kept)
     print("\nall checks passed; nothing was started")
     return 0
 

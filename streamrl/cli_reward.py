@@ -12,15 +12,14 @@ import os
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from streamrl.cli_reward_arguments import RewardTestRequest
+from streamrl.cli_reward_changes import reward_option
 from streamrl.cli_reward_completions import CompletedGroup, PlainText, groups_from_engine, groups_from_file
 from streamrl.cli_reward_report import RewardReport, rich_report, summarize
 from streamrl.config.load import resolve_function
@@ -68,22 +67,12 @@ def _reward(request: RewardTestRequest) -> Reward:
         raise RecipeError(["-n, --samples, --time-limit and --memory must be above 0: correct them"])
     return Reward(
         function=function,
-        options=dict(map(_option, request.options)),
+        options=dict(map(reward_option, request.options)),
         time_limit_s=request.time_limit_s,
         memory_mib=request.memory_mib,
         environment=request.environment,
         trusted=request.trusted,
     )
-
-
-def _option(text: str) -> tuple[str, Any]:
-    key, equals, raw = text.partition("=")
-    if not equals or not key:
-        raise RecipeError([f"--option {text}: write --option key=value, such as --option column=answer"])
-    try:
-        return key, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, raw
 
 
 async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:

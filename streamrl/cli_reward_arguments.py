@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.cli_reward_changes import add_changes
+
 
 class RewardTestRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line asked for. ``prompt_count``: prompts, at most; ``samples``: completions of each, from an
@@ -34,9 +36,10 @@ class RewardTestRequest(msgspec.Struct, frozen=True, kw_only=True):
 def add_reward(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
 ) -> None:
-    """``streamrl reward test``."""
-    reward = commands.add_parser("reward", help="try a reward function alone")
+    """``streamrl reward``. ``run``: what tests one; the others change those of a running run."""
+    reward = commands.add_parser("reward", help="try a reward function alone; change the rewards of a running run")
     actions = reward.add_subparsers(required=True, metavar="ACTION")
+    add_changes(actions)
     test = actions.add_parser(
         "test",
         help="values, spread, latency, failures, and whether groups would carry signal",

@@ -13,11 +13,13 @@ class StreamRLError(Exception):
 
 
 class RecipeError(StreamRLError):
-    """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each."""
+    """The user's input is wrong; nothing was started. Exit code 2. ``problems`` holds one line each; ``outcome``: what
+    became of it, in a few words."""
 
-    def __init__(self, problems: list[str]) -> None:
+    def __init__(self, problems: list[str], outcome: str = "nothing was started") -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+        self.outcome = outcome
 
 
 class ProcessDied(StreamRLError):

@@ -48,12 +48,15 @@ class WeightAnnouncement(Record, frozen=True):
     """A version that engines may stage. ``base_version`` None: an anchor, complete in itself.
 
     ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
+    ``probe_logprobs``: what the trainer found for the tokens of ``config.canary`` by the version before this one
+    (empty: it was not asked).
     """
 
     policy_version: int
     base_version: int | None
     state_hash: int
     sources: tuple[WeightSource, ...]
+    probe_logprobs: tuple[float, ...] = ()
 
 
 # ---- controller -> engine ------------------------------------------------------------------------
@@ -69,7 +72,8 @@ class PauseMode(StrEnum):
 class Generate(Message, frozen=True):
     """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
     the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
-    sampled with this seed by other weights: what of them these weights choose, too, need not be decoded."""
+    sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
+    many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them."""
 
     request_id: str
     token_ids: TokenArray
@@ -79,6 +83,7 @@ class Generate(Message, frozen=True):
     top_p: float = 1.0
     prefix_length: int = 0
     kept: int = 0
+    scored: int = 0
 
 
 class Abort(Message, frozen=True):
@@ -275,7 +280,8 @@ class TrainerReady(Message, frozen=True):
 
 
 class StepReport(Message, frozen=True):
-    """One optimizer step, from one rank. ``metrics`` are reduced over ranks (equal on each)."""
+    """One optimizer step, from one rank. ``metrics`` are reduced over ranks (equal on each). ``probe_logprobs``: by the
+    weights before the step (empty: this rank was not asked, or trained nothing)."""
 
     rank: int
     batch_id: int
@@ -284,6 +290,7 @@ class StepReport(Message, frozen=True):
     state_hash: int
     source: WeightSource
     metrics: dict[str, float]
+    probe_logprobs: tuple[float, ...] = ()
 
 
 class AnchorPublished(Message, frozen=True):

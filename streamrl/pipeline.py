@@ -43,11 +43,11 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.reward_changes import RewardsChanged
+from streamrl.comm.reward_changes import RewardReply, RewardsListed
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.supervisor_orders import ParentMessage
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.model_facts import read_model_facts
+from streamrl.config.canary import canary_bounds
 from streamrl.config.recipe import Recipe, ReleaseKind
 from streamrl.config.topology import Topology, prepared_sets
 from streamrl.control.alarms import Alarms, alarm_rules
@@ -65,8 +65,8 @@ from streamrl.control.settings import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.control.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.control.weight_audit import WeightAudit
-from streamrl.control.weight_canary import WeightCanary
-from streamrl.engines.engine_options import CPU_BLOCK_TOKENS, expected_room
+from streamrl.control.weight_canary import canary_of
+from streamrl.engines.engine_options import CPU_BLOCK_TOKENS, expected_room, installed_device
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.engine_seat import EngineSeat, SeatedEngines, seated_engines
 from streamrl.engines.pool_service import PoolService
@@ -83,9 +83,9 @@ from streamrl.messages import (
 )
 from streamrl.observe.reporter import Reporter
 from streamrl.observe.sinks import JsonlSink, PublishSink
-from streamrl.processes.reward_workers import change_rewards, open_worker, reward_settings
+from streamrl.processes.judge_link import JudgeLink
+from streamrl.processes.reward_workers import change_rewards, open_reward_stage
 from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
-from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.prompts import open_prompts
 from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
@@ -96,7 +96,7 @@ MOST_HELD_OUT = 10_000
 
 T = TypeVar("T")
 Ends = tuple[SendStream[T], ReceiveStream[T]]
-Emit = Callable[[RunEvent | RewardsChanged], Awaitable[None]]
+Emit = Callable[[RunEvent | RewardReply], Awaitable[None]]
 
 
 async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path) -> None:
@@ -112,14 +112,16 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
         reporter = Reporter([JsonlSink(run_directory / "metrics.jsonl"), socket])
         streams.callback(reporter.close)
 
-        async def emit(event: RunEvent | RewardsChanged) -> None:
+        async def emit(event: RunEvent | RewardReply) -> None:
+            event = judge.measured(event)
             _report(event, reporter)
             await steps.send(event)
 
-        trainer, seats = TrainerRanks(ranks), _seats(recipe, topology)
+        trainer, seats, judge = TrainerRanks(ranks), _seats(recipe, topology), JudgeLink(recipe, topology)
         async with anyio.create_task_group() as nursery:
             for seat in seats.values():
                 nursery.start_soon(seat.run)
+            nursery.start_soon(judge.run)
             first, *others = (one.engines for one in prepared_sets(recipe))
             absent = [name for engines in others for name in engines]
             began = anyio.current_time()
@@ -127,6 +129,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             ready = await pool.start()
             start_s = anyio.current_time() - began
             greetings = await trainer.ready()
+            await judge.ready(pool.load, min(ready.max_running, recipe.rollout.batch_trajectories))
             tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
             digests |= {f"trainer rank {greeting.rank}": greeting.tokenizer_digest for greeting in greetings}
@@ -151,6 +154,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             await hosts.aclose()
             for seat in seats.values():
                 seat.retire()
+            judge.retire()
 
 
 class _Parts(msgspec.Struct, frozen=True):
@@ -172,10 +176,7 @@ async def _run_stages(
 ) -> None:
     """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
     held_out = await _held_out(recipe, parts)
-    reward = RewardStage(
-        await reward_settings(recipe),
-        [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)],
-    )
+    reward, attached = await open_reward_stage(recipe, topology, run_directory, parts.emit)
     rollout = RolloutStage(
         parts.pool,
         max_tokens=recipe.sampling.max_tokens,
@@ -199,7 +200,7 @@ async def _run_stages(
         on_hold=rollout.stand_still,
         service=service,
         patience_s=recipe.weights.engine_patience_s,
-        canary=await anyio.to_thread.run_sync(_canary, recipe),
+        canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
     )
     keeper = CheckpointKeeper(parts.trainer, run_directory / "checkpoints", recipe.checkpoint, forget=_remove_directory)
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
@@ -215,10 +216,11 @@ async def _run_stages(
         report=report,
         seed=recipe.run.seed,
         save=keeper.save,
+        beside=attached.file,
         audit=audit.after_push,
         scored=keeper.scored,
         store=samples.write if recipe.evaluation.store_samples else None,
-        alarms=Alarms(alarm_rules(recipe.off_policy.alarm)),
+        alarms=Alarms(alarm_rules(recipe.off_policy.alarm, canary_bounds(recipe, installed_device()).alarm)),
         load=parts.pool.load,
         release=_release(recipe, parts, publisher),
         switch=engine_switch(recipe, parts.pool, parts.rooms, publisher, parts.hosts, parts.start_s),
@@ -235,10 +237,10 @@ async def _run_stages(
             stages.start_soon(_stop_on_sigterm, controller)
             if service is not None:
                 stages.start_soon(service.run)
+            stages.start_soon(publisher.run)
             stages.start_soon(rollout.run, orders_ends[1], trajectories_ends[0])
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
-            attached = AttachedRewards(recipe, reward, controller.rewards_attached, parts.emit)
-            stages.start_soon(change_rewards, topology, attached)
+            stages.start_soon(change_rewards, topology, attached, controller.rewards_attached)
             reason = await controller.run(orders_ends[0], scored_ends[1])
             await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
@@ -271,12 +273,6 @@ def _run_report(
         rewards_in_flight=lambda: reward.in_flight,
         trace=trace,
     )
-
-
-def _canary(recipe: Recipe) -> WeightCanary | None:
-    if not recipe.weights.canary:
-        return None
-    return WeightCanary(max(1, min(256, read_model_facts(Path(recipe.model.path)).vocabulary)))
 
 
 def _service(recipe: Recipe, pool: EnginePool) -> PoolService | None:
@@ -382,11 +378,13 @@ async def _held_out(recipe: Recipe, parts: _Parts) -> HeldOut:
     )
 
 
-def _report(event: RunEvent | RewardsChanged, reporter: Reporter) -> None:
+def _report(event: RunEvent | RewardReply, reporter: Reporter) -> None:
     match event:
         case StepFinished():
             reporter.step(event.step, event.policy_version, event.metrics)
         case EvaluationFinished():
             reporter.evaluation(event.step, event.policy_version, event.metrics)
+        case RewardsListed():
+            return  # it concerns whoever asked
         case _:
             reporter.event(type(event).__name__, **msgspec.structs.asdict(event))

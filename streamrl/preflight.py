@@ -20,6 +20,7 @@ from streamrl.config.rules import broken_rules
 from streamrl.config.topology import RENDEZVOUS, plan_topology
 from streamrl.engines.engine_devices import device_problems
 from streamrl.engines.engine_options import installed_device, max_context, model_config
+from streamrl.engines.judge_options import judge_problems
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.learning.durable_files import read_digests, surviving
 from streamrl.machine_check import (
@@ -31,6 +32,7 @@ from streamrl.machine_check import (
 )
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resumed_rewards
 from streamrl.stages.prompts import check_prompts, missing_source
 from streamrl.tokenizer import Tokenizer, load_tokenizer
 
@@ -44,19 +46,40 @@ class CheckedModel(msgspec.Struct, frozen=True):
     context: int
 
 
-def preflight(recipe: Recipe) -> None:
-    """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking."""
+def resumed(recipe: Recipe) -> tuple[Recipe, KeptRewards | None]:
+    """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
+    ``RecipeError`` where it is unclear which ones are meant."""
+    if not recipe.checkpoint.resume_from:
+        return recipe, None
+    checkpoint = surviving(Path(recipe.checkpoint.resume_from))
+    try:
+        kept = read_rewards_file(checkpoint)
+    except StreamRLError as error:
+        raise RecipeError([f"checkpoint.resume_from: {error}"]) from error
+    if kept is None:
+        return recipe, None
+    begins = resumed_rewards(recipe, kept, checkpoint)
+    return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
+
+
+def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
+    """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
+
+    ``kept``: where its rewards come from, in a run that resumes another.
+    """
     problems = [f"{path}: {text}" for path, text in broken_rules(recipe)]
     model: CheckedModel | None = None
     try:
         model = check_model(recipe)
     except RecipeError as error:
         problems += error.problems
-    problems += _rewards_and_prompts(recipe, model)
+    of_rewards = list(_rewards_and_prompts(recipe, model))
+    problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
     problems += _installation(recipe)
     problems += _ports(recipe)
     problems += _memory(recipe, model)
     problems += _engine_sets(recipe, model)
+    problems += judge_problems(recipe)
     problems += _run_directory(Path(recipe.run.directory))
     problems += _checkpoint(recipe)
     if problems:
@@ -99,6 +122,14 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator
             continue
         problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
+
+
+def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:
+    return (
+        f"checkpoint.resume_from: {recipe.checkpoint.resume_from} was scored with {', '.join(kept.changed_live)}, "
+        "attached while the run went on: put their code back, or start with the rewards of the recipe by "
+        'checkpoint.rewards = "recipe"'
+    )
 
 
 def _installation(recipe: Recipe) -> Iterator[str]:
@@ -157,13 +188,21 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if model is None or installed_device() != "cpu":
         return
     local = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if process.local}
-    estimate = estimate_memory(recipe, model.facts, model.context).by_process
+    estimate = estimate_memory(recipe, model.facts, model.context, _judge_facts(recipe)).by_process
     needed, available = sum(size for name, size in estimate.items() if name in local), available_memory()
     if needed > available:
         yield (
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
             "engines.max_running, training.micro_batch_tokens or training.ranks, or take a smaller model"
         )
+
+
+def _judge_facts(recipe: Recipe) -> ModelFacts | None:
+    """None where there is no judge, or none that can be read: ``judge_problems`` says so."""
+    try:
+        return read_model_facts(Path(recipe.judge.model)) if recipe.judge.model else None
+    except ModelDirectoryError:
+        return None
 
 
 def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:

@@ -18,18 +18,21 @@ from typing import Self
 import anyio
 import anyio.to_thread
 
-from streamrl.comm.reward_changes import RewardsChanged
+from streamrl.comm.control_socket import serving_control
+from streamrl.comm.reward_changes import RewardReply
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.supervisor_orders import ParentMessage, StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import Recipe
-from streamrl.config.topology import plan_topology, rewards_endpoint
+from streamrl.config.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.errors import ProcessDied, StreamBroken
 from streamrl.messages import RunEvent, RunFinished, RunProgress, StepFinished
-from streamrl.preflight import preflight
+from streamrl.preflight import preflight, resumed
+from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.supervisor import Supervisor
 from streamrl.rewards.attachments import RewardAttachments
+from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 
 PROGRESS_BACKLOG = 1000
 """Events that a slow reader may leave unread before progress is dropped; steps never are."""
@@ -53,8 +56,9 @@ class Pipeline:
         self._changing = anyio.CancelScope()
 
     async def __aenter__(self) -> Self:
-        await anyio.to_thread.run_sync(preflight, self.recipe)
-        self.run_directory = await anyio.to_thread.run_sync(_make_run_directory, self.recipe)
+        self.recipe, kept = await anyio.to_thread.run_sync(resumed, self.recipe)
+        await anyio.to_thread.run_sync(preflight, self.recipe, kept)
+        self.run_directory = await anyio.to_thread.run_sync(_make_run_directory, self.recipe, kept)
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
@@ -70,6 +74,10 @@ class Pipeline:
                 zmq_receiver(
                     ParentMessage, topology.endpoint("controller", "steps"), bind=True, name="controller.steps"
                 )
+            )
+            operations = ControlOperations(self._rewards)
+            await entered.enter_async_context(
+                serving_control(control_socket(topology), self.run_directory, operations.carry_out)
             )
             tasks.start_soon(self._watch)
             tasks.start_soon(self._receive, steps)
@@ -136,7 +144,7 @@ class Pipeline:
                     if isinstance(event, StopEngine | StartEngine):
                         await self._order.send(event)
                         continue
-                    if isinstance(event, RewardsChanged):
+                    if isinstance(event, RewardReply):
                         self._rewards.answered(event)
                         continue
                     backlog = self._give.statistics().current_buffer_used
@@ -159,8 +167,9 @@ class Pipeline:
                     self._supervisor.start_engine(order.engine)
 
 
-def _make_run_directory(recipe: Recipe) -> Path:
-    """``<directory>/<name>-<time>``, with the resolved recipe in it, and the link ``latest`` beside it."""
+def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
+    """``<directory>/<name>-<time>``, with the resolved recipe and what a resumed run ``kept`` of its rewards; and the
+    link ``latest`` beside it."""
     parent = Path(recipe.run.directory).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     stem = f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -170,6 +179,8 @@ def _make_run_directory(recipe: Recipe) -> Path:
             break
     directory.mkdir()
     (directory / "recipe.toml").write_text(dump_recipe(recipe))
+    for name, content in (rewards_file(kept) if kept else {}).items():
+        (directory / name).write_bytes(content)
     latest = parent / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(directory.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from streamrl.config.rewards import Reward
 from streamrl.messages import Message
 from streamrl.types import (
+    FinishReason,
     Prompt,
     Record,
     RewardCall,
@@ -109,21 +110,35 @@ class RolloutStatistics(Record, frozen=True):
 # ---- reward stage <-> reward worker --------------------------------------------------------------
 
 
-class ScoreGroup(Record, frozen=True):
-    """Score these trajectories; more than one where a function scores whole groups. ``reward_version``: which set of
-    functions does it. ``rank``: of several that wait, the smallest goes first. Logprobs stay behind: no reward reads
-    them."""
+class CompletionToScore(Record, frozen=True, array_like=True):
+    """What a reward may read of a trajectory. ``prompt``: its place among the prompts of the message; ``token_ids``:
+    int32 in the byte order of this machine, what the policy sampled (all trained segments, joined). Logprobs, version
+    spans and the turns of an environment stay behind: no reward reads them."""
+
+    prompt: int
+    group_id: int
+    sample: int
+    token_ids: bytes
+    finish_reason: FinishReason
+    attempt: int = 0
+
+
+class ScoreGroup(Record, frozen=True, array_like=True):
+    """Score these completions; more than one where a function scores whole groups. ``reward_version``: which set of
+    functions does it. ``rank``: of several that wait, the smallest goes first."""
 
     order_id: int
-    trajectories: tuple[Trajectory, ...]
+    completions: tuple[CompletionToScore, ...]
     reward_version: int = 0
     rank: int = 0
 
 
 class ScoreGroups(Message, frozen=True):
-    """What has come together since the last message. Each group is answered when it is scored."""
+    """What has come together since the last message, best rank first. Each group is answered when it is scored;
+    ``prompts``: of all of them, each once."""
 
     groups: tuple[ScoreGroup, ...]
+    prompts: tuple[Prompt, ...]
 
 
 class LoadRewardSet(Message, frozen=True):
@@ -139,7 +154,15 @@ class CloseRewardSet(Message, frozen=True):
     reward_version: int
 
 
-RewardOrder = ScoreGroups | LoadRewardSet | CloseRewardSet
+class RememberLimits(Message, frozen=True):
+    """Slowest correct calls so far, in seconds, by reward and key: of other workers, and of this one before it was
+    replaced. For functions of this version, which are loaded."""
+
+    reward_version: int
+    slowest_s: dict[str, dict[str, float]]
+
+
+RewardOrder = ScoreGroups | LoadRewardSet | CloseRewardSet | RememberLimits
 
 
 class RewardWorkerReady(Message, frozen=True):
@@ -162,7 +185,7 @@ class SampleReward(Record, frozen=True):
     separate: dict[str, tuple[float, float]] = {}
 
 
-class GroupScored(Record, frozen=True):
+class GroupScored(Record, frozen=True, array_like=True):
     """One reward or failure for each trajectory of the order, in the same order."""
 
     order_id: int
@@ -183,4 +206,11 @@ class RewardSetLoaded(Message, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-RewardResult = RewardWorkerReady | GroupsScored | RewardSetLoaded
+class LimitsLearnt(Message, frozen=True):
+    """Correct calls of functions of this version that were slower than all before, in seconds, by reward and key."""
+
+    reward_version: int
+    slowest_s: dict[str, dict[str, float]]
+
+
+RewardResult = RewardWorkerReady | GroupsScored | RewardSetLoaded | LimitsLearnt

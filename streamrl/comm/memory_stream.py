@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 
 from streamrl.comm.stream import StreamStatistics
+from streamrl.comm.wakeup import Turns, Wakeup
 from streamrl.errors import StreamBroken, StreamClosed, StreamEnded
 
 T = TypeVar("T")
@@ -24,19 +25,12 @@ class _Channel(Generic[T]):
         self.window = window
         self.ended = False
         self.broken = ""
-        self._changed = anyio.Event()
-
-    def wake(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def changed(self) -> None:
-        await self._changed.wait()
+        self.changed = Wakeup()
 
     def fail(self, reason: str) -> None:
         if not self.ended and not self.broken:
             self.broken = reason
-            self.wake()
+            self.changed.notify()
 
 
 class _MemoryStream(ABC, Generic[T]):
@@ -44,7 +38,8 @@ class _MemoryStream(ABC, Generic[T]):
 
     def __init__(self, channel: _Channel[T]) -> None:
         self._channel = channel
-        self._turn = anyio.Lock()
+        self._turn = anyio.Lock(fast_acquire=True)
+        self._turns = Turns()
         self._closed = False
         self._items = 0
         self._wait_seconds = 0.0
@@ -68,7 +63,7 @@ class _MemoryStream(ABC, Generic[T]):
         """Break the stream: the peer gets ``StreamBroken`` with this reason."""
         self._closed = True
         self._channel.fail(f"broken by the {self._role}: {reason}")
-        self._channel.wake()
+        self._channel.changed.notify()
 
     def statistics(self) -> StreamStatistics:
         """Items sent, or taken; nothing is encoded, so ``bytes`` is 0."""
@@ -89,8 +84,9 @@ class _MemoryStream(ABC, Generic[T]):
     async def _wait_for_change(self) -> None:
         started = time.monotonic()
         try:
-            await self._channel.changed()
+            await self._channel.changed.wait()
         finally:
+            self._turns.waited()
             self._wait_seconds += time.monotonic() - started
 
 
@@ -101,22 +97,26 @@ class MemorySendStream(_MemoryStream[T]):
 
     async def send(self, item: T) -> None:
         """Hand over one item, waiting while the window is full. Cancelled, it has not sent."""
-        async with self._turn:
-            while True:
-                self._raise_if_unusable()
-                if len(self._channel.items) < self._channel.window:
-                    break
-                await self._wait_for_change()
-            self._channel.items.append(item)
-            self._items += 1
-            self._channel.wake()
+        if self._turns.due():
+            await anyio.lowlevel.checkpoint()
+        if self._turn.locked() or not self._has_room():  # otherwise nobody has to be waited for
+            async with self._turn:
+                while not self._has_room():
+                    await self._wait_for_change()
+        self._channel.items.append(item)
+        self._items += 1
+        self._channel.changed.notify()
+
+    def _has_room(self) -> bool:
+        self._raise_if_unusable()
+        return len(self._channel.items) < self._channel.window
 
     async def aclose(self) -> None:
         """End the stream: the receiver gets what was sent, then ``StreamEnded``."""
         if not self._closed:
             self._closed = True
             self._channel.ended = not self._channel.broken
-            self._channel.wake()
+            self._channel.changed.notify()
 
 
 class MemoryReceiveStream(_MemoryStream[T]):
@@ -126,16 +126,24 @@ class MemoryReceiveStream(_MemoryStream[T]):
 
     async def receive(self) -> T:
         """The next item. Cancelled, it has taken none. What was sent before an end or a break comes first."""
-        async with self._turn:
-            while self._closed or not self._channel.items:
-                if self._channel.ended and not self._closed:
-                    raise StreamEnded("memory stream: the sender ended it and everything was received")
-                self._raise_if_unusable()
-                await self._wait_for_change()
-            item = self._channel.items.popleft()
-            self._items += 1
-            self._channel.wake()
-            return item
+        if self._turns.due():
+            await anyio.lowlevel.checkpoint()
+        if self._turn.locked() or not self._has_item():  # otherwise nobody has to be waited for
+            async with self._turn:
+                while not self._has_item():
+                    await self._wait_for_change()
+        item = self._channel.items.popleft()
+        self._items += 1
+        self._channel.changed.notify()
+        return item
+
+    def _has_item(self) -> bool:
+        if self._channel.items and not self._closed:
+            return True
+        if self._channel.ended and not self._closed:
+            raise StreamEnded("memory stream: the sender ended it and everything was received")
+        self._raise_if_unusable()
+        return False
 
     async def aclose(self) -> None:
         """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""

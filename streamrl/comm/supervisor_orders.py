@@ -3,7 +3,7 @@ stream ``steps``, among the events."""
 
 from __future__ import annotations
 
-from streamrl.comm.reward_changes import RewardsChanged
+from streamrl.comm.reward_changes import RewardReply
 from streamrl.messages import Message, RunEvent
 
 
@@ -22,4 +22,4 @@ class StartEngine(Message, frozen=True):
 
 
 SupervisorOrder = StopEngine | StartEngine
-ParentMessage = RunEvent | SupervisorOrder | RewardsChanged
+ParentMessage = RunEvent | SupervisorOrder | RewardReply

@@ -15,6 +15,7 @@ import zmq
 
 from streamrl.comm import zmq_sockets
 from streamrl.comm.stream_protocol import Origin, StreamEnd
+from streamrl.comm.wakeup import Wakeup
 from streamrl.comm.wire import Buffer, WireLimits
 
 UNBIND_SECONDS = 1.0
@@ -37,7 +38,7 @@ class StreamConnection:
         self._attached = False
         self._unreachable = False
         self._departure_told = False
-        self._changed = anyio.Event()
+        self._changed = Wakeup()
         self._running = anyio.CancelScope(shield=True)
 
     # ---- life ------------------------------------------------------------------------------------
@@ -103,8 +104,7 @@ class StreamConnection:
 
     def wake(self) -> None:
         """Let every waiter look again."""
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed.notify()
 
     # ---- messages --------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from anyio.abc import TaskGroup
 
 from streamrl.comm.stream import StreamStatistics
 from streamrl.comm.stream_protocol import Greeting, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.wakeup import Turns
 from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
 from streamrl.errors import StreamBroken, StreamClosed, StreamEnded, WireError
@@ -50,7 +51,8 @@ class _ZmqStream(ABC):
         self._close_seconds = close_seconds
         self._connection: StreamConnection
         self._tasks: TaskGroup
-        self._turn = anyio.Lock()
+        self._turn = anyio.Lock(fast_acquire=True)
+        self._turns = Turns()
         self._closed = False
         self._bytes = 0
         self._wait_seconds = 0.0
@@ -117,6 +119,7 @@ class _ZmqStream(ABC):
         try:
             await self._connection.changed()
         finally:
+            self._turns.waited()
             self._wait_seconds += time.monotonic() - started
 
 
@@ -149,18 +152,22 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         """
         frames = self._codec.encode(item)
         size = sum(len(frame) for frame in frames)
-        async with self._turn:
-            while True:
-                self._raise_if_unusable()
-                if self._end.credit > 0:
-                    break
-                await self._wait_for_change()
-            accepted = self._end.peer_greeting.message_bytes if self._end.peer_greeting else size
-            if size > accepted:
-                raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {accepted}"))
-            self._end.send_item(frames)
-            self._bytes += size
-            self._connection.service()
+        if self._turns.due():
+            await anyio.lowlevel.checkpoint()
+        if self._turn.locked() or not self._has_credit():  # otherwise nobody has to be waited for
+            async with self._turn:
+                while not self._has_credit():
+                    await self._wait_for_change()
+        accepted = self._end.peer_greeting.message_bytes if self._end.peer_greeting else size
+        if size > accepted:
+            raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {accepted}"))
+        self._end.send_item(frames)
+        self._bytes += size
+        self._connection.service()
+
+    def _has_credit(self) -> bool:
+        self._raise_if_unusable()
+        return self._end.credit > 0
 
     async def aclose(self) -> None:
         """End the stream and wait until the receiver has everything, at most ``close_seconds``.
@@ -227,24 +234,32 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
         Items that arrived before an end or a break come first.
         Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``.
         """
-        async with self._turn:
-            while self._closed or not self._end.items:
-                if self._end.phase is Phase.ENDED and not self._closed:
-                    raise StreamEnded(self._describe("the sender ended it and everything was received"))
-                self._raise_if_unusable()
-                await self._wait_for_change()
-            frames = self._end.items[0]
-            try:
-                item = self._codec.decode(frames)
-                self._end.take()
-            except WireError as error:
-                self._end.items.clear()
-                self._end.fail(str(error))
-                raise StreamBroken(self._describe(str(error))) from error
-            finally:
-                self._connection.service()
-            self._bytes += sum(len(frame) for frame in frames)
-            return item
+        if self._turns.due():
+            await anyio.lowlevel.checkpoint()
+        if self._turn.locked() or not self._has_item():  # otherwise nobody has to be waited for
+            async with self._turn:
+                while not self._has_item():
+                    await self._wait_for_change()
+        frames = self._end.items[0]
+        try:
+            item = self._codec.decode(frames)
+            self._end.take()
+        except WireError as error:
+            self._end.items.clear()
+            self._end.fail(str(error))
+            raise StreamBroken(self._describe(str(error))) from error
+        finally:
+            self._connection.service()
+        self._bytes += sum(len(frame) for frame in frames)
+        return item
+
+    def _has_item(self) -> bool:
+        if self._end.items and not self._closed:
+            return True
+        if self._end.phase is Phase.ENDED and not self._closed:
+            raise StreamEnded(self._describe("the sender ended it and everything was received"))
+        self._raise_if_unusable()
+        return False
 
     async def aclose(self) -> None:
         """Stop receiving: the sender gets ``StreamBroken``, unless it had ended the stream."""

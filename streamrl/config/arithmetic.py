@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.algorithms import objective_settings
+from streamrl.config.judge import JUDGE_CONTEXT
 from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
 from streamrl.config.recipe import OptimizerKind, Recipe
 from streamrl.config.scheduling import InFlight, StalePolicy
-from streamrl.config.topology import PreparedSet, ProcessPlan, Role, Topology, prepared_sets
+from streamrl.config.topology import JUDGE, PreparedSet, ProcessPlan, Role, Topology, prepared_sets
 
 MIB = 1 << 20
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
@@ -28,6 +29,7 @@ MOMENT_BYTES = {OptimizerKind.ADAMW: 8, OptimizerKind.ADAMW_OFFLOADED: 8, Optimi
 PUBLISHED_BYTES = 2  # the shadow of the published 16-bit values, which are a view of what the forward runs on
 FROZEN_BYTES = 4  # a float32 parameter that is only read: the reference model, the weights below adapters
 ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the mirror of the published bits
+JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 ACTIVATIONS_PER_HIDDEN = 16  # float32 values that one layer keeps for the backward, per token and hidden unit
 LARGEST_CACHE_BYTES = 1 << 30
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
@@ -119,11 +121,12 @@ def staleness_sentence(recipe: Recipe) -> str:
     )
 
 
-def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int) -> MemoryEstimate:
+def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: ModelFacts | None = None) -> MemoryEstimate:
     """Host memory of a CPU run with ``context`` tokens a request, process by process.
 
     The KV cache counts whole, because vLLM touches it whole on CPU: room for every running request, one GiB at most.
-    Of several sets of engines, of which one is awake, those of the largest count.
+    Of several sets of engines, of which one is awake, those of the largest count. ``judge``: the run's own, where it
+    has one.
     """
     ranks = recipe.training.ranks
     engines = max((_engine_bytes(one, facts, context) for one in prepared_sets(recipe)), key=lambda e: sum(e.values()))
@@ -132,6 +135,10 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int) -> MemoryEs
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
     by_process |= engines
     by_process |= {f"trainer-{i}": trainer for i in range(ranks)}
+    if judge is not None:
+        own = recipe.judge.max_context or JUDGE_CONTEXT
+        cache = min(recipe.judge.max_running * own * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
+        by_process[JUDGE] = ENGINE_BASE_BYTES + JUDGE_BYTES_PER_PARAMETER * judge.parameters + cache
     return MemoryEstimate(by_process=by_process)
 
 

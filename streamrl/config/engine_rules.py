@@ -14,11 +14,8 @@ KINDS_OF_ROUNDS = {RoundKind.SYNCHRONOUS: {"synchronous"}, RoundKind.TAIL_BATCHI
 
 
 def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """One set is awake, and they change between rounds: there must be such a time, and something to choose from; also
-    what only several engines can do."""
+    """One set is awake, and they change between rounds: there must be such a time, and something to choose from."""
     engines = recipe.engines
-    if recipe.weights.canary and engines.count == 1:
-        yield "weights.canary", "compares several engines and engines.count is 1: leave it out"
     if not engines.sets:
         if engines.rounds:
             yield "engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set"

@@ -13,9 +13,12 @@ from msgspec import structs
 from streamrl.config.check_fields import CheckedTable, check_recipe_table
 from streamrl.config.problems import Origin, problem
 from streamrl.config.recipe import Recipe
+from streamrl.config.rewards import PATH_OPTIONS, Reward
 from streamrl.config.rules import broken_rules
 from streamrl.config.toml_text import key_lines, toml_document
 from streamrl.errors import RecipeError
+
+_MARKED_PATHS = ("./", "../")
 
 # What stands in for a required section that is wrong, so that the rules about the others are still checked.
 _PLACEHOLDERS: dict[str, Any] = {
@@ -139,7 +142,8 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         recipe,
         model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
-        rewards=tuple(structs.replace(r, function=resolve_function(r.function, directory)) for r in recipe.rewards),
+        rewards=tuple(_resolved_reward(reward, directory) for reward in recipe.rewards),
+        judge=structs.replace(recipe.judge, model=_absolute_if_given(recipe.judge.model, directory)),
         reward_limits=structs.replace(
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
         ),
@@ -148,9 +152,28 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
     )
 
 
+def _resolved_reward(reward: Reward, directory: Path) -> Reward:
+    options = {
+        name: _absolute_if_given(value, directory) if _is_path(reward.function, name, value) else value
+        for name, value in reward.options.items()
+    }
+    return structs.replace(reward, function=resolve_function(reward.function, directory), options=options)
+
+
+def _is_path(function: str, option: str, value: Any) -> bool:
+    """Of a built-in reward it is known; in the user's own, ``./`` and ``../`` say so."""
+    if not isinstance(value, str):
+        return False  # if it should be one, the reward says what it should be
+    return value.startswith(_MARKED_PATHS) if ":" in function else option in PATH_OPTIONS.get(function, ())
+
+
+def _absolute_if_given(path: str, directory: Path) -> str:
+    return str(_absolute(path, directory)) if path else path
+
+
 def _absolute_to_here(path: str) -> str:
     """Absolute now, because ``runs/latest`` is another run once this one has begun."""
-    return str(_absolute(path, Path.cwd())) if path else path
+    return _absolute_if_given(path, Path.cwd())
 
 
 def _absolute(path: str, directory: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from streamrl.config.algorithms import METHODS
+from streamrl.config.judge import Judge
 from streamrl.config.objective import (
     Natural,
     NaturalFloat,
@@ -161,14 +162,14 @@ class Weights(Section, frozen=True):
     written to ``audits.jsonl`` (0: never; slow). ``bandwidth_mbit``: what each trainer rank sends to all engines
     together, in million bits a second, at most (0: no limit), so that a slow link can be tried. ``engine_patience_s``:
     how long after the first engine another one may go on fetching before it leaves service and catches up beside the
-    run (0: all are waited for). ``canary``: after each push several engines sample the same few tokens and must find
-    them equally likely; these requests wait their turn in full engines, and the push with them."""
+    run (0: all are waited for). ``canary``: after each push every engine scores a few fixed tokens, which the trainer
+    scored, too; they must agree. Nobody waits for the answers."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
     bandwidth_mbit: NaturalFloat = 0.0
     engine_patience_s: NaturalFloat = 0.0
-    canary: bool = False
+    canary: bool = True
 
 
 class Evaluation(Section, frozen=True):
@@ -188,12 +189,21 @@ class Evaluation(Section, frozen=True):
     temperature: PositiveFloat | None = None
 
 
+class ResumedRewards(StrEnum):
+    """What a resumed run is scored with. ``kept``: what scored when the checkpoint was written, changed live or not.
+    ``recipe``: what ``[[rewards]]`` says."""
+
+    KEPT = "kept"
+    RECIPE = "recipe"
+
+
 class Checkpoint(Section, frozen=True):
     """Trainer state and a Hugging Face directory every ``every`` steps (0: only at the end).
 
     Kept: the last ``keep``, the ``keep_best`` of highest held-out score, and every ``keep_every``-th step (0: none).
     ``min_free_gib``: refuse to write, and stop the run, where less than this would be left on the disk.
     ``resume_from``: a checkpoint directory to start from: weights, optimizer and version, on any number of ranks.
+    ``rewards``: those that were attached to the running run when it was written, or the recipe's.
     """
 
     every: Natural = 0
@@ -203,6 +213,7 @@ class Checkpoint(Section, frozen=True):
     at_end: bool = True
     min_free_gib: NaturalFloat = 1.0
     resume_from: str = ""
+    rewards: ResumedRewards = ResumedRewards.KEPT
 
 
 class TransportKind(StrEnum):
@@ -248,6 +259,7 @@ class Recipe(Section, frozen=True):
     group_sizing: GroupSizing = GroupSizing()
     sampling: Sampling = Sampling()
     reward_limits: RewardLimits = RewardLimits()
+    judge: Judge = Judge()
     objective: Objective = Objective()
     off_policy: OffPolicy = OffPolicy()
     training: Training = Training()

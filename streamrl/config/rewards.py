@@ -16,6 +16,9 @@ from streamrl.config.objective import Natural, NaturalFloat, Positive, PositiveF
 COMBINE_WEIGHTS = "weights"
 COMBINE_SEPARATE = "separate"
 
+PATH_OPTIONS = {"reward_model": ("path",), "judge": ("cache",)}
+"""Options of built-in rewards that are paths: relative to the recipe, as all paths in it."""
+
 
 class FailurePolicy(StrEnum):
     """What becomes of a sample without a reward. ``drop_sample``: it is not trained, its siblings are. ``drop_group``:

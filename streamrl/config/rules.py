@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Set
 
 import msgspec
 
-from streamrl.config import objective_rules, reward_rules, scheduling_rules, sizing_rules
+from streamrl.config import judge_rules, objective_rules, reward_rules, scheduling_rules, sizing_rules
 from streamrl.config.engine_rules import prepared_engine_sets
 from streamrl.config.problems import shown
 from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind, TransportKind
 
 DEVICES = ("auto", "cpu", "cuda")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_CORES = re.compile(r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -156,7 +155,7 @@ def _engine_cores(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f'has {len(cores)} entries for {count} engines: give one for each, such as ["0-3", "4-7"], or none',
         )
     for index, entry in enumerate(cores):
-        if not _CORES.match(entry):
+        if not judge_rules.CORES.match(entry):
             yield f"engines.cores.{index}", f'"{entry}" is not a list of cores: write "0", "0-3" or "0,2,4-7"'
 
 
@@ -258,6 +257,10 @@ RULES = (
     Rule(("rewards",), reward_rules.limits_fit),
     Rule(("rewards",), reward_rules.failures_have_one_meaning),
     Rule(("rewards", "reward_limits.combine", "objective"), reward_rules.combination),
+    Rule(("rewards", "judge"), judge_rules.judges_are_there),
+    Rule(("rewards", "judge"), judge_rules.questions_come_in_time),
+    Rule(("rewards", "judge", "reward_limits"), judge_rules.batches_come_together),
+    Rule(("judge",), judge_rules.judge_cores),
     Rule(("evaluation",), _evaluation),
     Rule(("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps"), _checkpoints),
     Rule(("lora",), _lora),

@@ -10,13 +10,21 @@ def engine_threads(recipe: Recipe, cores: int) -> int:
     return max(cores // (2 * recipe.engines.count), 1)
 
 
+def judge_threads(recipe: Recipe, cores: int) -> int:
+    """OpenMP threads of the run's own judge on a CPU: ``judge.threads``, or a quarter of the host's (0: no judge)."""
+    if not recipe.judge.model:
+        return 0
+    return recipe.judge.threads or max(cores // 4, 1)
+
+
 def idle_threads(recipe: Recipe, cores: int) -> int:
     """Torch threads of one rank while the engines of this host do nothing: all cores, shared by the ranks."""
     return recipe.training.threads or max(cores // recipe.training.ranks, 1)
 
 
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
-    """Torch threads of one rank: ``training.threads``, or what the engines of this host leave, shared by the ranks.
+    """Torch threads of one rank: ``training.threads``, or what engines and judge of this host leave, shared by the
+    ranks.
 
     ``freed``: so many of the engines do nothing until the next round.
     """
@@ -24,4 +32,5 @@ def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: 
         return recipe.training.threads
     shared = engines_on_cpu and recipe.transport.engines is Launch.LOCAL
     left = cores - (recipe.engines.count - freed) * engine_threads(recipe, cores) if shared else cores
+    left -= judge_threads(recipe, cores) if engines_on_cpu else 0
     return max(left // recipe.training.ranks, 1)

@@ -17,16 +17,18 @@ class Role(StrEnum):
     ENGINE = "engine"
     TRAINER = "trainer"
     REWARD = "reward"
+    JUDGE = "judge"
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``resting``: only when it is
-    told to, because its set of engines serves."""
+    told to, because its set of engines serves. ``restarts``: how often it is started again when it died."""
 
     role: Role
     index: int
     local: bool = True
     resting: bool = False
+    restarts: int = 0
 
     @property
     def name(self) -> str:
@@ -72,7 +74,10 @@ STREAMS = {
     Role.ENGINE: ("orders", "completions"),
     Role.TRAINER: ("batches", "reports", "weights"),
     Role.REWARD: ("orders", "results"),
+    Role.JUDGE: ("orders", "reports"),
 }
+JUDGE = "judge-0"
+"""The run's own judge, where the recipe names a model for it."""
 RENDEZVOUS = "trainer.rendezvous"
 
 
@@ -136,11 +141,13 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
         for i in range(last.first + last.count)
     ]
     processes += [ProcessPlan(role=Role.TRAINER, index=i, local=training_local) for i in range(recipe.training.ranks)]
+    if recipe.judge.model:
+        processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
     names = [f"{p.name}.{s}" for p in processes for s in STREAMS.get(p.role, ())]
     tcp = recipe.transport.kind is TransportKind.TCP
     endpoints = {}
     for offset, name in enumerate(names):
-        # Reward workers and the controller are always children of this run, so they never need a port.
+        # Reward workers, the judge and the controller are always children of this run, so they never need a port.
         if tcp and name.startswith((Role.ENGINE.value, Role.TRAINER.value)):
             endpoints[name] = f"tcp://{recipe.transport.host}:{recipe.transport.port + offset}"
         else:
@@ -149,6 +156,17 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     return Topology(processes=tuple(processes), endpoints=endpoints)
 
 
+def judge_socket(topology: Topology) -> Path | None:
+    """Where the run's own judge answers questions, for this user on this host only; None: there is none."""
+    orders = topology.endpoints.get(f"{JUDGE}.orders")
+    return Path(orders.removeprefix("ipc://")).with_name(f"{JUDGE}.http") if orders else None
+
+
 def rewards_endpoint(topology: Topology) -> str:
     """Where changes of the rewards reach the controller. Beside its own stream, which never leaves the host."""
     return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.rewards"
+
+
+def control_socket(topology: Topology) -> Path:
+    """Where the holder of the run listens for whoever looks at it or changes it: this user on this host."""
+    return Path(topology.endpoint(Role.CONTROLLER.value, "steps").removeprefix("ipc://")).with_name("control")

@@ -23,8 +23,9 @@ class AlarmRule(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
 
 
-def alarm_rules(mismatch_bound: float) -> tuple[AlarmRule, ...]:
-    """The rules of a run. ``mismatch_bound``: ``off_policy.alarm`` of the recipe; 0 leaves that rule out."""
+def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[AlarmRule, ...]:
+    """The rules of a run. ``mismatch_bound``: ``off_policy.alarm`` of the recipe; ``canary_bound``: see
+    ``config.canary``; 0 leaves a rule out."""
     no_signal = AlarmRule(
         metric="reward/zero_std_ratio",
         bound=NO_SIGNAL_SHARE,
@@ -41,7 +42,14 @@ def alarm_rules(mismatch_bound: float) -> tuple[AlarmRule, ...]:
         "whether the engines hold the trainer's weights; off_policy.correct_mismatch = true corrects what stays, "
         "off_policy.alarm moves this bound",
     )
-    return (mismatch, no_signal) if mismatch_bound > 0 else (no_signal,)
+    canary = AlarmRule(
+        metric="weights/canary_deviation",
+        bound=canary_bound,
+        advice="an engine finds other logprobs for fixed tokens than the trainer does on the same weights. Look at "
+        "policy/mismatch_abs_mean for what was sampled meanwhile, and set weights.audit_interval = 1 to see whether "
+        "the engines hold the trainer's weights; an engine that is much further off takes them anew by itself",
+    )
+    return (*(rule for rule in (mismatch, canary) if rule.bound > 0), no_signal)
 
 
 class Alarms:

@@ -73,6 +73,7 @@ class Controller:
         report: RunReport,
         seed: int,
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
+        beside: Callable[[], Mapping[str, bytes]] = dict,
         audit: Callable[[int], Awaitable[None]],
         scored: Callable[[int, dict[str, float]], Awaitable[None]],
         store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None,
@@ -92,6 +93,7 @@ class Controller:
         self._report = report
         self._seed = seed
         self._save = save
+        self._beside = beside
         self._audit = audit
         self._scored = scored
         self._store = store
@@ -207,7 +209,7 @@ class Controller:
                 if self._evaluation is not None:
                     await self._evaluation.cancel(orders)
             case do.WriteCheckpoint():
-                beside = control_file(take_snapshot(self.state), self._shelf)
+                beside = control_file(take_snapshot(self.state), self._shelf) | dict(self._beside())
                 children.start_soon(self._checkpoint, action.policy_version, beside)
             case do.StopRun():
                 raise RewardFailureLimit(action.message)

@@ -34,7 +34,8 @@ __all__ = ["EngineService", "PushReport", "PushedEngine", "WeightPublisher"]
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """One push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the longest
     pause of an engine for its commit; ``held_s``: how long engines had been held when the push began; ``behind``:
-    engines that are out of service after it; ``canary``: how they compare (None: they were not compared)."""
+    engines that are out of service after it; ``canary``: what engines answered about a version before it (None: no
+    engine did)."""
 
     policy_version: int
     staged_s: float
@@ -61,8 +62,8 @@ class WeightPublisher:
     told when a hold begins and when it has ended. ``service``: see above; ``patience_s``: how long after the first
     engine another one may go on staging before it leaves service (0: until the push is late).
 
-    ``canary``: compares what the engines sample after each push (None: nobody does). Those that deviate take the next
-    version as an anchor, out of service until then where others serve; who deviates even then ends the run otherwise.
+    ``canary``: compares what engines compute after each push with what the trainer does (None: nobody does; it needs
+    ``run``). Those beyond its limit take the next version as an anchor; who is beyond it even then ends the run.
 
     ``push``, ``hold``, ``release``, ``admit`` and ``leave`` wait for each other.
     """
@@ -77,7 +78,7 @@ class WeightPublisher:
         on_hold: Callable[[bool], None] | None = None,
         service: EngineService | None = None,
         patience_s: float = 0.0,
-        canary: WeightCanary | None = None,
+        canary: WeightCanary[PushedEngine] | None = None,
     ) -> None:
         self._engines = list(engines)
         self._behind: dict[PushedEngine, _CatchingUp | None] = {}
@@ -98,6 +99,11 @@ class WeightPublisher:
         self._paused_at: dict[PushedEngine, float] = {}
         self._held = False
         self._on_hold = on_hold
+
+    async def run(self) -> None:
+        """What goes on beside pushes: the canary's questions. Until it is cancelled."""
+        if self._canary is not None:
+            await self._canary.run()
 
     async def push(self, announced: WeightAnnouncement) -> PushReport:
         """Make ``announced`` live on every engine; ends a hold. Raises ``EngineError`` when that fails or is late."""
@@ -154,6 +160,8 @@ class WeightPublisher:
             self._paused_at.pop(engine, None)
             self._need_anchor.discard(engine)
             self._suspects.discard(engine)
+            if self._canary is not None:
+                self._canary.forget(engine)
 
     def _hold(self, held: bool) -> None:
         changed, self._held = held != self._held, held
@@ -172,6 +180,7 @@ class WeightPublisher:
         started = self._staged_at = anyio.current_time()
         held_since = min((at for engine, at in self._paused_at.items() if engine not in self._behind), default=started)
         await self._stop_catching_up(list(self._behind))
+        canary = self._compared(announced)
         self._first_live, self._refusals = anyio.Event(), {}
         pauses = await self._on_all(announced, [engine for engine in self._engines if engine not in self._suspects])
         staged_s = self._staged_at - started
@@ -188,7 +197,8 @@ class WeightPublisher:
             self._catch_up(engine, anchor if anchor is not None and engine in self._need_anchor else announced)
         self._live = announced
         self._hold(False)
-        canary = await self._compare(announced.policy_version)
+        if self._canary is not None:
+            self._canary.ask(self._engines)
         changed = sum(s.changed_elements for s in announced.sources)
         return PushReport(
             policy_version=announced.policy_version,
@@ -242,22 +252,20 @@ class WeightPublisher:
         for scope in self._staging.values():
             scope.cancel()
 
-    async def _compare(self, policy_version: int) -> CanaryReport | None:
-        """The canary. Who deviates takes the next version as an anchor, out of service meanwhile where others serve."""
+    def _compared(self, announced: WeightAnnouncement) -> CanaryReport | None:
+        """What is said of the version before ``announced``. Raises ``EngineError`` where an anchor did not help."""
         if self._canary is None:
             return None
-        report, suspects = await self._canary.deviating(list(self._engines))
+        report, suspects = self._canary.compare(announced.policy_version - 1, announced.probe_logprobs)
         once_more = suspects.keys() & self._suspects
-        self._suspects = set(suspects)
-        reason = (
-            f"its canary at version {policy_version} is off by {report.deviation:.3g} ({report.tolerance:.3g} may be)"
-        )
-        if self._service is not None and suspects and len(suspects) < len(self._engines):
-            self._refusals |= {engine: WeightError(reason) for engine in suspects}
-            self._need_anchor.update(suspects)
-            await self._leave_service(list(suspects), policy_version)
-        elif once_more:
-            raise EngineError(f"{len(once_more)} engines disagree with others after an anchor as before it: {reason}")
+        if once_more:
+            raise EngineError(
+                f"{len(once_more)} engines compute something else than the trainer with the same weights, after an "
+                f"anchor as before it: logprobs of the canary are {max(suspects.values()):.3g} nats apart "
+                f"({self._canary.limit:g} may be). Set engines.dtype and training.compute_dtype to float32 to see "
+                "whether rounding does it; weights.canary = false lets the run go on"
+            )
+        self._suspects = {engine for engine in suspects if engine in self._engines}
         return report
 
     # ---- engines that are behind -------------------------------------------------------------------

@@ -146,4 +146,5 @@ def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
         base_version=base_version,
         state_hash=sum(r.state_hash for r in reports) % HASH_MODULUS,
         sources=tuple(r.source for r in reports),
+        probe_logprobs=reports[0].probe_logprobs,
     )

@@ -1,39 +1,40 @@
-"""The logprob canary: after a push all engines sample the same few tokens, and must find them equally likely.
+"""The logprob canary: after a push every engine scores a few fixed tokens, as the trainer does on the same bits.
 
 The state hash proves that the weights are right; the canary looks at what is computed with them: a kernel's packed copy
-that was not packed again, a cache of old keys, a layer that reads something else. How far sound engines lie apart, by
-rounding and by what else is in their batches, is measured with the first version. One engine alone has nobody to be
-compared with: there the trainer's logprobs of each batch say the same (``off_policy`` metrics).
+that was not packed again, a cache of old keys, a layer that reads something else, a trainer that reads a checkpoint
+otherwise. One engine is enough.
+
+Nobody waits for it. An engine gets its question, one short prefill, when it has the version, and goes on with its
+requests; a full one answers when it has room. The trainer scores the tokens while engines sample, and tells with the
+next version. Then both are compared. A question that is still open is not asked again, and an answer by a later version
+waits for what the trainer finds for that one.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
+from streamrl.config.canary import canary_bounds, probe_tokens
+from streamrl.config.model_facts import read_model_facts
+from streamrl.config.recipe import Recipe
+from streamrl.control.pushed_engine import PushedEngine
+from streamrl.errors import EngineError, RequestRefused
 from streamrl.messages import Generate
 from streamrl.types import Completion, token_array
 
-PROBES = 3
-"""Prompts. One whose first token lies between two equally likely ones says nothing; the middle one of three counts."""
+VERSIONS_KEPT = 8
+"""The trainer's logprobs of so many versions are kept, for answers that are late."""
 
-TOKENS = 4
-"""Sampled of each prompt, which costs as many steps of decoding."""
-
-MARGIN = 4.0
-"""Times the largest deviation that was measured with the first version."""
-
-SMALLEST_TOLERANCE = 1e-3
-"""Nats. The demo model in float32 deviates by 1e-5, in bfloat16 models up to 1e-1 are rounding: those are measured."""
-
-_MEASUREMENTS = 3
-_PROMPT_TOKENS = 12
-_SEED = 20_250_701
+log = logging.getLogger(__name__)
 
 
 class ProbedEngine(Protocol):
@@ -46,82 +47,102 @@ Engine = TypeVar("Engine", bound=ProbedEngine)
 
 
 class CanaryReport(msgspec.Struct, frozen=True):
-    """``deviation``: the largest of all engines, in nats (infinite: other tokens from the start; 0: nobody to compare
-    with). ``tolerance``: what is let pass. ``engines``: how many were compared."""
+    """What was compared since the report before: the latest version among it, the largest deviation from the trainer in
+    nats (infinite: not a number), and how many engines it was."""
 
+    policy_version: int
     deviation: float
-    tolerance: float
     engines: int
 
 
-class WeightCanary:
-    """Compares engines that hold the same version. ``vocabulary``: token ids below it are in every prompt's range."""
+class WeightCanary(Generic[Engine]):
+    """Asks engines about ``tokens``. Who is further than ``limit`` nats from the trainer is taken for broken. ``run``
+    must run beside the pushes."""
 
-    def __init__(self, vocabulary: int = 256) -> None:
-        self.tolerance: float | None = None
-        self._prompts = [
-            [(_SEED * (probe + 1) + 7919 * place) % vocabulary for place in range(_PROMPT_TOKENS)]
-            for probe in range(PROBES)
-        ]
+    def __init__(self, tokens: Sequence[int], limit: float) -> None:
+        self.limit = limit
+        self._tokens = token_array(tokens)
+        self._expected: dict[int, Sequence[float]] = {}
+        self._open: dict[Engine, anyio.CancelScope] = {}
+        self._answers: dict[Engine, tuple[int, Sequence[float]]] = {}
+        self._group: TaskGroup | None = None
         self._asked = 0
 
-    async def measure(self, engines: Sequence[Engine]) -> None:
-        """With engines that are known to be sound: how far they lie apart, also each from itself."""
-        found = [await self._answers(engines) for _ in range(_MEASUREMENTS)]
-        all_answers = [answers for measured in found for answers in measured.values()]
-        apart = [deviation(first, second) for first in all_answers for second in all_answers]
-        finite = [d for d in apart if math.isfinite(d)]
-        self.tolerance = max(SMALLEST_TOLERANCE, MARGIN * max(finite, default=0.0))
+    async def run(self) -> None:
+        """Questions run as children of this, until it is cancelled."""
+        async with anyio.create_task_group() as self._group:
+            await anyio.sleep_forever()
 
-    async def deviating(self, engines: Sequence[Engine]) -> tuple[CanaryReport, dict[Engine, float]]:
-        """Engines that do not agree with the others, and by how much: all of them where only two are there to differ.
+    def ask(self, engines: Sequence[Engine]) -> None:
+        """Ask ``engines`` where no question is open. Returns at once."""
+        assert self._group is not None, "run() was not started"
+        for engine in engines:
+            if engine not in self._open:
+                self._open[engine] = anyio.CancelScope()
+                self._group.start_soon(self._ask, engine)
 
-        The first call measures the tolerance.
-        """
-        if self.tolerance is None:
-            await self.measure(engines)
-        assert self.tolerance is not None
-        answers = await self._answers(engines)
-        distances = {
-            engine: statistics.median_low([deviation(own, other) for e, other in answers.items() if e is not engine])
-            for engine, own in answers.items()
-            if len(answers) > 1
+    def compare(
+        self, policy_version: int, expected: Sequence[float]
+    ) -> tuple[CanaryReport | None, Mapping[Engine, float]]:
+        """With what the trainer found by ``policy_version``, its logprobs of the tokens after the first (empty:
+        nothing): the report (None: there was nothing to compare), and the engines that are beyond the limit."""
+        if expected:
+            self._expected[policy_version] = expected
+        for old in sorted(self._expected)[:-VERSIONS_KEPT]:
+            del self._expected[old]
+        apart = {
+            engine: deviation(found, self._expected[version])
+            for engine, (version, found) in self._answers.items()
+            if version in self._expected
         }
-        report = CanaryReport(max(distances.values(), default=0.0), self.tolerance, len(distances))
-        return report, {engine: d for engine, d in distances.items() if not d <= self.tolerance}
+        if not apart:
+            return None, {}
+        report = CanaryReport(max(self._answers[e][0] for e in apart), max(apart.values()), len(apart))
+        for engine in apart:
+            del self._answers[engine]
+        return report, {engine: nats for engine, nats in apart.items() if nats > self.limit}
 
-    async def _answers(self, engines: Sequence[Engine]) -> Mapping[Engine, list[Completion]]:
-        answers: dict[Engine, list[Completion | None]] = {engine: [None] * PROBES for engine in engines}
+    def forget(self, engine: Engine) -> None:
+        """It is about to be stopped, or holds nothing that could be compared."""
+        self._answers.pop(engine, None)
+        if engine in self._open:
+            self._open[engine].cancel()
+
+    async def _ask(self, engine: Engine) -> None:
         self._asked += 1
+        request = Generate(
+            request_id=f"canary-{self._asked}",
+            token_ids=self._tokens,
+            max_tokens=1,
+            seed=0,
+            temperature=1.0,
+            scored=len(self._tokens) - 1,
+        )
+        try:
+            with self._open[engine]:
+                self._note(engine, await engine.generate(request))
+        except (EngineError, RequestRefused) as error:  # who dies is missed elsewhere
+            log.warning("the canary of an engine was not answered: %s", error)
+        finally:
+            del self._open[engine]
 
-        async def ask(engine: Engine, probe: int) -> None:
-            request = Generate(
-                request_id=f"canary-{self._asked}-{probe}",
-                token_ids=token_array(self._prompts[probe]),
-                max_tokens=TOKENS,
-                seed=_SEED + probe,
-                temperature=1.0,
-            )
-            answers[engine][probe] = await engine.generate(request)
-
-        async with anyio.create_task_group() as group:
-            for engine in engines:
-                for probe in range(PROBES):
-                    group.start_soon(ask, engine, probe)
-        return {engine: [c for c in completions if c is not None] for engine, completions in answers.items()}
+    def _note(self, engine: Engine, answer: Completion) -> None:
+        """An aborted question has no answer, and one that was paused half-way none of one version."""
+        versions = {span.policy_version for span in answer.version_spans}
+        if len(versions) == 1 and len(answer.behavior_logprobs) == len(self._tokens) - 1:
+            self._answers[engine] = (versions.pop(), answer.behavior_logprobs)
 
 
-def deviation(first: Sequence[Completion], second: Sequence[Completion]) -> float:
-    """The median over probes of the mean absolute difference of logprobs, in nats, of the tokens that both sampled."""
-    return statistics.median(_apart(a, b) for a, b in zip(first, second, strict=True))
+def canary_of(recipe: Recipe, device: str) -> WeightCanary[PushedEngine] | None:
+    """The canary of ``recipe``, whose engines run on ``device`` (``cpu`` or ``cuda``); None where it has none."""
+    if not recipe.weights.canary:
+        return None
+    tokens = probe_tokens(read_model_facts(Path(recipe.model.path)).vocabulary)
+    return WeightCanary(tokens, canary_bounds(recipe, device).limit)
 
 
-def _apart(first: Completion, second: Completion) -> float:
-    """Up to the first token that differs: what follows has another past. Infinite where that is the first of all."""
-    differences = []
-    pairs = zip(first.token_ids, second.token_ids, first.behavior_logprobs, second.behavior_logprobs, strict=False)
-    for mine, theirs, own_logprob, other_logprob in pairs:
-        if mine != theirs:
-            break
-        differences.append(abs(float(own_logprob) - float(other_logprob)))
-    return statistics.fmean(differences) if differences else math.inf
+def deviation(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The median over tokens of the absolute difference, in nats: single tokens may be far apart by rounding, where an
+    expert is chosen, say, and a fault of a layer moves all. Infinite where more than half are not numbers."""
+    apart = [abs(float(a) - float(b)) for a, b in zip(found, expected, strict=True)]
+    return statistics.median_low([d if math.isfinite(d) else math.inf for d in apart])

@@ -33,7 +33,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``cache_blocks`` 0: vLLM
-    decides from free memory (CUDA). ``sleeps``: its memory must be such that it can be put to sleep.
+    decides from free memory (CUDA). ``sleeps``: its memory must be such that it can be put to sleep. ``pushed``: it
+    gets weights from a trainer.
 
     ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
     """
@@ -50,6 +51,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     sleeps: bool
     environment: dict[str, str]
+    pushed: bool = True
 
     @property
     def on_cpu(self) -> bool:
@@ -130,15 +132,15 @@ def installed_device() -> str:
     return "cpu"
 
 
-def model_config(model_path: str) -> dict[str, Any]:
-    """The model's ``config.json``. Raises ``RecipeError`` when it is missing or not a JSON object."""
+def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:
+    """The model's ``config.json``. Raises ``RecipeError`` about ``field`` when it is missing or not a JSON object."""
     path = Path(model_path) / "config.json"
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RecipeError([f"model.path: cannot read {path}: {error}; give a Hugging Face model directory"]) from error
+        raise RecipeError([f"{field}: cannot read {path}: {error}; give a Hugging Face model directory"]) from error
     if not isinstance(config, dict):
-        raise RecipeError([f"model.path: {path} holds no JSON object; give a Hugging Face model directory"])
+        raise RecipeError([f"{field}: {path} holds no JSON object; give a Hugging Face model directory"])
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -185,31 +187,43 @@ def _environment(
     config: dict[str, Any],
     on_cpu: bool,
 ) -> dict[str, str]:
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": str(socket_directory),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    environment = shared_environment(socket_directory)
     if on_cpu:
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_BYTES >> 30)
-        # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
-        environment["TORCHDYNAMO_DISABLE"] = "1"
         wide = int(config.get("hidden_size") or 0) >= PACKED_LINEAR_WIDTH
-        environment["STREAMRL_CPU_LINEAR"] = "packed" if wide else "plain"
+        environment |= cpu_environment("packed" if wide else "plain")
         place = index - mine.first
         numbers = core_numbers(mine.cores[place]) if place < len(mine.cores) else []
         if mine.tensor_parallel > 1:
             environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
         else:
-            environment |= _openmp(numbers)
+            environment |= openmp_places(numbers)
             environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
     elif mine.count * mine.tensor_parallel > 1:
         environment |= cuda_devices(index - mine.first, mine)
     return environment
 
 
-def _openmp(numbers: list[int]) -> dict[str, str]:
+def shared_environment(socket_directory: str | Path) -> dict[str, str]:
+    """Variables of every engine."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(socket_directory),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
+def cpu_environment(linear: str) -> dict[str, str]:
+    """Variables of every engine on a CPU. ``linear``: see ``vllm_plugin.keep_linear_weights``."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_BYTES >> 30),
+        # The sampler compiles one small function with g++ in the first batch: 17 s on two cores and files in /tmp.
+        "TORCHDYNAMO_DISABLE": "1",
+        "STREAMRL_CPU_LINEAR": linear,
+    }
+
+
+def openmp_places(numbers: list[int]) -> dict[str, str]:
     """OpenMP's own variables for cores: an engine of one worker computes in its EngineCore process (see
     ``vllm_engine``), where vLLM's binding does not reach."""
     if not numbers:

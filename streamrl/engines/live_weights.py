@@ -19,12 +19,13 @@ import torch
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
 from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
+from streamrl.comm.weights.state_hash import MODULUS, hash_elements
+from streamrl.engines.live_weights_bits import UPPER_HALF, hash_rectangle, inside, to_runtime
+from streamrl.engines.live_weights_layers import LayerWrite, LiveLayers
 from streamrl.engines.live_weights_scatter import scatter_checked
 from streamrl.engines.load_plan import LoadPlan, Rectangle, Route
 from streamrl.errors import WeightError
 
-_UPPER_HALF = 16
 _SMALL_STORAGE = 2**32  # elements; below it they are counted in 4 bytes, which is what the scatter reads most
 
 
@@ -49,13 +50,17 @@ class LiveWeights:
     """The runtime parameters of one worker, seen through its load plan.
 
     ``counted``: the routes whose elements this worker counts, so that the parts of all workers add up.
-    ``state_hash`` is this worker's part. It is the sum over bits that were found, each one, in the live parameters.
+    ``state_hash`` is this worker's part. It is the sum over bits that were found, each one, in the live parameters, or
+    that a layer was rebuilt from. ``layers``: those of the plan that are rebuilt; None: as ``LiveLayers`` has it.
     """
 
-    def __init__(self, plan: LoadPlan, counted: frozenset[tuple[str, int]]) -> None:
+    def __init__(
+        self, plan: LoadPlan, counted: frozenset[tuple[str, int]], *, layers: LiveLayers | None = None
+    ) -> None:
         self.plan = plan
         self.state_hash = 0
         self._counted = counted
+        self._layers = layers or LiveLayers(plan, counted)
         self._storages = {name: _integer_view(storage) for name, storage in plan.storages.items()}
         self._in_host_memory = {
             name: storage.numpy().view(f"<u{storage.element_size()}")
@@ -64,43 +69,53 @@ class LiveWeights:
         }
         self._compile()
 
-    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[RouteWrite]:
+    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[RouteWrite | LayerWrite]:
         """Where every staged element goes. Reads the mirror; touches nothing live."""
-        return [
+        writes: list[RouteWrite | LayerWrite] = [
             write
             for name, patch in staged.patches.items()
-            for index, route in enumerate(self.plan.routes[name])
+            for index, route in self._routes(name)
             if (write := self._write_of(staged.tensors[name], patch, index, route, mirror)) is not None
         ]
+        return writes + self._layers.prepare(staged, mirror)
 
-    def apply(self, writes: Sequence[RouteWrite], *, anchor: bool) -> int:
-        """Write, read back, and return this worker's new part of the state hash.
+    def apply(self, writes: Sequence[RouteWrite | LayerWrite], *, anchor: bool) -> int:
+        """Write, read back, rebuild layers, and return this worker's new part of the state hash.
 
         Raises ``WeightError`` naming the parameter when a live element is not what the mirror says it was, or
         not what was just written: the caller must then undo.
         """
-        for write in writes:
-            self._write_and_check(write)
+        direct, layers = _apart(writes)
+        failed = ""
+        try:
+            for write in direct:
+                self._write_and_check(write)
+        except WeightError as error:  # raised when other workers were told: they wait for this one
+            failed = str(error)
+        self._layers.apply(layers, failed=failed, anchor=anchor)
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
 
-    def undo(self, writes: Sequence[RouteWrite], mirror: CheckpointMirror) -> None:
-        """Write what was there back to every element that ``writes`` may have touched."""
-        for write in writes:
+    def undo(self, writes: Sequence[RouteWrite | LayerWrite], mirror: CheckpointMirror) -> None:
+        """Write what was there back to every element that ``writes`` may have touched, and rebuild layers from what
+        ``mirror`` holds. Raises ``WeightError`` where that cannot be done."""
+        direct, layers = _apart(writes)
+        for write in direct:
             if write.old_bits is not None:
                 self._write(write, write.old_bits)
                 continue
             bits = mirror.bits(write.tensor.name)
             source = write.route.checkpoint
-            self._write(write, _inside(source, bits))
+            self._write(write, inside(source, bits))
+        self._layers.undo(layers, mirror)
 
     def audit(self, mirror: CheckpointMirror) -> int:
         """Compare every live element with the mirror, and hash anew: this worker's part of the state hash.
 
         Raises ``WeightError`` naming the first parameter and element that differ.
         """
-        total = 0
+        total = self._layers.audit(mirror)
         for name, spec in mirror.tensors.items():
-            for index, route in enumerate(self.plan.routes[name]):
+            for index, route in self._routes(name):
                 complete = StagedPatch(None, mirror.bits(name))
                 write = self._write_of(spec, complete, index, route, mirror)
                 assert write is not None
@@ -108,9 +123,15 @@ class LiveWeights:
                 total += write.hash_change
         return total % MODULUS
 
-    def storages_of(self, writes: Sequence[RouteWrite]) -> set[int]:
-        """``data_ptr()`` of the storages that ``writes`` touch."""
-        return {self._storages[write.route.parameter].untyped_storage().data_ptr() for write in writes}
+    def storages_of(self, writes: Sequence[RouteWrite | LayerWrite]) -> set[int]:
+        """``data_ptr()`` of the storages that ``writes`` touch, without those of rebuilt layers."""
+        direct, _ = _apart(writes)
+        return {self._storages[write.route.parameter].untyped_storage().data_ptr() for write in direct}
+
+    def _routes(self, tensor: str) -> list[tuple[int, Route]]:
+        """The routes of a tensor that lead to live memory, and not into a layer that is rebuilt."""
+        routes = enumerate(self.plan.routes[tensor])
+        return [(index, route) for index, route in routes if route.parameter not in self.plan.layers]
 
     def _write_of(
         self, spec: TensorSpec, patch: StagedPatch, index: int, route: Route, mirror: CheckpointMirror
@@ -118,8 +139,8 @@ class LiveWeights:
         """What a patch writes through one route; None when none of its elements lie there."""
         counted = (spec.name, index) in self._counted
         if patch.positions is None:
-            bits = _inside(route.checkpoint, patch.new_bits)
-            change = _hash_rectangle(spec.name, route.checkpoint, bits) if counted else 0
+            bits = inside(route.checkpoint, patch.new_bits)
+            change = hash_rectangle(spec.name, route.checkpoint, bits) if counted else 0
             return RouteWrite(route, spec, None, None, bits, None, change)
         chosen, elements = route.locate(patch.positions)
         if not chosen.size:
@@ -148,7 +169,7 @@ class LiveWeights:
 
     def _write(self, write: RouteWrite, bits: BitArray) -> None:
         storage = self._storages[write.route.parameter]
-        values = torch.from_numpy(_to_runtime(bits, storage.element_size())).to(storage.device)
+        values = torch.from_numpy(to_runtime(bits, storage.element_size())).to(storage.device)
         if write.elements is None:
             target = write.route.runtime
             storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
@@ -173,23 +194,12 @@ class LiveWeights:
                     scatter_checked(live, elements, bits, bits)
 
 
+def _apart(writes: Sequence[RouteWrite | LayerWrite]) -> tuple[list[RouteWrite], list[LayerWrite]]:
+    return [w for w in writes if isinstance(w, RouteWrite)], [w for w in writes if isinstance(w, LayerWrite)]
+
+
 def _indices(elements: npt.NDArray[Any], storage: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(elements.astype(np.int64, copy=False)).to(storage.device)
-
-
-def _inside(rectangle: Rectangle, bits: BitArray) -> BitArray:
-    """The elements of ``bits`` inside the rectangle, flat: a view where they are contiguous, else a copy."""
-    if rectangle.strides == (1,):
-        return bits[rectangle.offset : rectangle.offset + rectangle.elements]
-    strides = tuple(stride * bits.itemsize for stride in rectangle.strides)
-    view = np.lib.stride_tricks.as_strided(bits[rectangle.offset :], rectangle.sizes, strides, writeable=False)
-    return cast("BitArray", view.reshape(-1))
-
-
-def _hash_rectangle(name: str, rectangle: Rectangle, bits: BitArray) -> int:
-    if rectangle.strides == (1,):
-        return hash_range(name, rectangle.offset, bits)
-    return hash_elements(name, rectangle.positions(), bits)
 
 
 def count_routes(
@@ -225,13 +235,6 @@ def _integer_view(storage: torch.Tensor) -> torch.Tensor:
     return storage.view(torch.int16 if storage.element_size() == 2 else torch.int32)
 
 
-def _to_runtime(bits: BitArray, element_size: int) -> npt.NDArray[np.int16] | npt.NDArray[np.int32]:
-    if bits.dtype.itemsize == element_size:
-        flat = np.ascontiguousarray(bits)
-        return flat.view(np.int16) if element_size == 2 else flat.view(np.int32)
-    return (bits.astype(np.uint32) << np.uint32(_UPPER_HALF)).view(np.int32)
-
-
 def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:
     if live.dtype.itemsize == write.new_bits.dtype.itemsize:
         return cast("BitArray", live.view(write.new_bits.dtype))
@@ -241,7 +244,7 @@ def _from_runtime(live: npt.NDArray[np.generic], write: RouteWrite) -> BitArray:
             f"runtime parameter {write.route.parameter!r} holds float32 values that are no {write.tensor.dtype}: "
             "something else than a commit wrote to it"
         )
-    return (unsigned >> np.uint32(_UPPER_HALF)).astype(np.uint16)
+    return (unsigned >> np.uint32(UPPER_HALF)).astype(np.uint16)
 
 
 def _check_equal(write: RouteWrite, live: BitArray, moment: str, expected: BitArray | None = None) -> None:

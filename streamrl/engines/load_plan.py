@@ -3,13 +3,15 @@
 The model's own ``load_weights`` is run once over meta tensors under a dispatch mode that records the
 source view and the destination view of each copy and suppresses the write. Each pair is an affine map from
 flat checkpoint positions to runtime elements: fused projections, tensor-parallel shards, experts and tied
-embeddings need no code of their own. Where the engine packed a parameter after loading it, the map is carried on to
-the packed places (``load_plan_layouts``). What is not such a copy is refused by name; nothing is guessed.
+embeddings need no code of their own. Where the engine rearranged a parameter after loading it, the map is carried on to
+the places that it has now (``load_plan_layouts``). Where it packed or quantised a layer, the map leads to what that was
+loaded as, and the layer is rebuilt from there (``load_plan_reload``). What is no such copy is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamrl.comm.weights.bit_patterns import PositionArray
 from streamrl.comm.weights.mirror import TensorSpec
 from streamrl.engines.load_plan_layouts import BlockPermutation, fit_rectangles, permutations_of
+from streamrl.engines.load_plan_reload import ReloadedLayer, reloaded_layers
 from streamrl.errors import WeightError
 
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -98,6 +101,8 @@ class LoadPlan(msgspec.Struct, frozen=True, eq=False):
     routes: Mapping[str, Sequence[Route]]
     storages: Mapping[str, torch.Tensor]
     """By runtime parameter: its whole storage as a flat tensor of its dtype."""
+    layers: Mapping[str, ReloadedLayer] = {}
+    """By parameter that is there only while its layer is loaded: the layer. It has no storage of its own."""
 
 
 def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) -> LoadPlan:
@@ -107,13 +112,16 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
     that cannot hold the published bits, a parameter that no published tensor covers or two write to (emptied
     parameters among them), one that was rearranged after loading in a way that is not known.
     """
-    parameters = _runtime_parameters(model)
-    permutations = permutations_of(model)
+    layers = reloaded_layers(model)
+    permutations = permutations_of(model, layers.keys())
     sources = {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
-    recorder = _CopyRecorder(sources, parameters)
-    with torch.no_grad(), recorder:
-        model.load_weights(iter(sources.items()))  # type: ignore[operator]
-    _check_same_memory(model, parameters)
+    with ExitStack() as loading:
+        for layer in layers.values():
+            loading.enter_context(layer.as_loaded(layer.loading))
+        parameters = _runtime_parameters(model)
+        with torch.no_grad(), _CopyRecorder(sources, parameters) as recorder:
+            model.load_weights(iter(sources.items()))  # type: ignore[operator]
+        _check_same_memory(model, parameters)
     carry = _Carrier(permutations)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
     for name, loaded in recorder.routes:
@@ -122,8 +130,9 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
         if route not in routes[name]:  # a loader may write a tied tensor twice
             routes[name].append(route)
     _check_covered(parameters, routes, recorder.filled, permutations.keys())
-    storages = {name: _flat_storage(parameter) for name, parameter in parameters.items()}
-    return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages)
+    storages = {name: _flat_storage(parameter) for name, parameter in parameters.items() if not parameter.is_meta}
+    rebuilt = {name: layers[name.rpartition(".")[0]] for name, parameter in parameters.items() if parameter.is_meta}
+    return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=rebuilt)
 
 
 class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -327,10 +336,13 @@ def _check_same_memory(model: torch.nn.Module, parameters: Mapping[str, torch.nn
 
 
 def _flat_storage(parameter: torch.nn.Parameter) -> torch.Tensor:
-    storage = parameter.untyped_storage()
-    count = storage.nbytes() // parameter.element_size()
     flat = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return flat.set_(storage, 0, (count,), (1,))
+    return flat.set_(parameter.untyped_storage(), 0, (_stored(parameter),), (1,))
+
+
+def _stored(parameter: torch.nn.Parameter) -> int:
+    """Elements that its storage holds."""
+    return parameter.untyped_storage().nbytes() // parameter.element_size()
 
 
 def _check_exact(tensor: TensorSpec, parameter: str, runtime: torch.nn.Parameter) -> None:
@@ -364,7 +376,7 @@ def _check_covered(
                 f"runtime parameter {name!r} is empty: the engine packed its weights after loading. Start it with "
                 "streamrl's vLLM plugin (VLLM_PLUGINS=streamrl, STREAMRL_ENGINE=1)"
             )
-        written = torch.zeros(_flat_storage(parameter).numel(), dtype=torch.bool)
+        written = torch.zeros(_stored(parameter), dtype=torch.bool)
         for part in written_by[name]:
             written.as_strided(part.sizes, part.strides, part.offset).fill_(True)
         routed = sum(part.elements for part in written_by[name])

@@ -8,7 +8,7 @@ plan accepts a rearranged one only where the permutation is known: it is found b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ import torch
 from streamrl.comm.weights.bit_patterns import PositionArray
 from streamrl.errors import WeightError
 
+REMEDY = "Start its engines without what does that (another quantization, attention or expert backend)"
 _ATTRIBUTE = "streamrl_after_loading"
 _BLOCK = 1 << 20  # 64-bit words digested at once
 _PLANE_BITS = {2: 16, 4: 32}
@@ -52,12 +53,12 @@ class BlockPermutation(msgspec.Struct, frozen=True, eq=False):
 
 def observe_after_loading(model: torch.nn.Module, finish_loading: Callable[[], None]) -> None:
     """Run ``finish_loading`` and note on the model what it did to its parameters (for ``after_loading``)."""
-    parameters, others = dict(_digests(model.named_parameters())), dict(_digests(_other_tensors(model)))
+    parameters, others = dict(digests(model.named_parameters())), dict(digests(_other_tensors(model)))
     finish_loading()
-    after = dict(_digests(model.named_parameters()))
+    after = dict(digests(model.named_parameters()))
     noted = AfterLoading(
         rearranged=frozenset(name for name, digest in after.items() if parameters.get(name) != digest),
-        derived=frozenset(name for name, digest in _digests(_other_tensors(model)) if others.get(name) != digest),
+        derived=frozenset(name for name, digest in digests(_other_tensors(model)) if others.get(name) != digest),
     )
     setattr(model, _ATTRIBUTE, noted)
 
@@ -80,21 +81,22 @@ def after_loading(model: torch.nn.Module) -> AfterLoading:
     return AfterLoading(frozenset(), frozenset())
 
 
-def permutations_of(model: torch.nn.Module) -> Mapping[str, BlockPermutation]:
-    """By runtime parameter, how it was rearranged after loading.
+def permutations_of(model: torch.nn.Module, reloaded: Container[str]) -> Mapping[str, BlockPermutation]:
+    """By runtime parameter, how it was rearranged after loading. ``reloaded``: modules that are rebuilt in any case.
 
     Raises ``WeightError`` naming the parameter or tensor when that is not known to be a permutation.
     """
     noted = after_loading(model)
-    if noted.derived:
+    derived = [name for name in noted.derived if name.rpartition(".")[0] not in reloaded]
+    if derived:
         raise WeightError(
-            f"{min(noted.derived)!r} (one of {len(noted.derived)}) was computed from weights after they were loaded, "
-            "and would keep the old ones: updates of this model cannot be applied in place"
+            f"{min(derived)!r} (one of {len(derived)}) was computed from weights after they were loaded, "
+            f"and would keep the old ones: updates of this model cannot be applied in place. {REMEDY}"
         )
     found: dict[tuple[object, ...], BlockPermutation] = {}
     permutations = {}
     for name, parameter in model.named_parameters():
-        if name in noted.rearranged:
+        if name in noted.rearranged and name.rpartition(".")[0] not in reloaded:
             isa = _expert_layout(model, name)
             key = (isa, parameter.dtype, *parameter.shape[1:])
             if key not in found:
@@ -129,16 +131,27 @@ def fit_rectangles(
     return tuple(d[0] for d in dimensions), tuple(d[1] for d in dimensions), tuple(d[2] for d in dimensions)
 
 
+def has_known_layout(model: torch.nn.Module, name: str) -> bool:
+    """Whether rearranged parameter ``name`` is one of vLLM's own expert kernels on CPU."""
+    owner, _, attribute = name.rpartition(".")
+    return attribute in ("w13_weight", "w2_weight") and _is_plain_cpu_kernel(_experts(model, owner))
+
+
+def _experts(model: torch.nn.Module, owner: str) -> Any:
+    method = getattr(model.get_submodule(owner), "quant_method", None)
+    return getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+
+
 def _expert_layout(model: torch.nn.Module, name: str) -> str:
     """The layout of vLLM's own expert kernels on CPU. Raises ``WeightError`` for every other rearranged parameter."""
-    owner, _, attribute = name.rpartition(".")
+    owner = name.rpartition(".")[0]
+    if has_known_layout(model, name):
+        return str(_experts(model, owner).isa)
     method = getattr(model.get_submodule(owner), "quant_method", None)
-    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    if attribute in ("w13_weight", "w2_weight") and _is_plain_cpu_kernel(experts):
-        return str(experts.isa)  # type: ignore[union-attr]
     raise WeightError(
         f"runtime parameter {name!r} is rearranged after loading by {type(method).__name__} in a way that streamrl "
-        "does not know: updates of this model cannot be applied in place"
+        "does not know, and vLLM noted nothing to load that layer by again: updates of this model cannot be applied in "
+        f"place. {REMEDY}"
     )
 
 
@@ -184,15 +197,15 @@ def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield f"{name}.{attribute}", value
 
 
-def _digests(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """By name: shape, strides, type and a 64-bit sum over places and values, on the tensor's device."""
     for name, tensor in tensors:
-        total = 0 if tensor.is_meta else _place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
         yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)
 
 
-def _place_sum(content: torch.Tensor) -> int:
-    """``content``: uint8, flat. As 64-bit words, and what is left over as bytes."""
+def place_sum(content: torch.Tensor) -> int:
+    """A 64-bit sum over places and values of ``content``: uint8, flat; taken as words of 64 bits, the rest as bytes."""
     whole = content.numel() // 8 * 8 if content.data_ptr() % 8 == 0 else 0
     total = 0
     for words in (content[:whole].view(torch.int64), content[whole:]):

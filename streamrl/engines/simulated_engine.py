@@ -289,18 +289,21 @@ class SimulatedEngine:
         self._notify()
 
     async def _until_finished(self, running: _Running) -> None:
-        while not running.finished:
-            if self._driver is not None:
-                await running.wakeup.wait()
-                if not running.finished:
-                    running.wakeup = anyio.Event()
-                continue
-            self._driver = running
-            try:
-                while not running.finished:
-                    await self._step()
-            finally:
-                self._driver = None
+        try:
+            while not running.finished:
+                if self._driver is not None:
+                    await running.wakeup.wait()
+                    if not running.finished:
+                        running.wakeup = anyio.Event()
+                    continue
+                self._driver = running
+                try:
+                    while not running.finished:
+                        await self._step()
+                finally:
+                    self._driver = None
+        finally:
+            if self._driver is None:  # also where it was appointed, and aborted before it could begin
                 self._appoint_driver(after=running)
 
     def _appoint_driver(self, after: _Running) -> None:

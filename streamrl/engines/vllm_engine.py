@@ -20,6 +20,7 @@ from streamrl.engines.engine_options import EngineOptions
 from streamrl.engines.process_watch import ProcessWatch
 from streamrl.engines.resident_thread import ResidentThread
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
+from streamrl.engines.vllm_fork import fork_engine_core
 from streamrl.engines.vllm_statistics import EngineStatistics, kv_tokens, stat_loggers
 from streamrl.errors import EngineError, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
@@ -59,6 +60,12 @@ class VllmEngine:
         self._verifying: set[str] = set()
         self._aborted: set[str] = set()
 
+    @property
+    def front_end(self) -> Any:
+        """vLLM's ``AsyncLLM``, for whoever speaks to it beside us. Raises ``EngineError`` before ``start``."""
+        self._require_alive()
+        return self._llm
+
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
         os.environ.update(self._options.environment)
@@ -95,6 +102,8 @@ class VllmEngine:
             return _empty(FinishReason.LENGTH)
         self._open_requests += 1
         try:
+            if request.scored:
+                return await self._given(request)
             if request.kept:
                 return await self._verified(request)
             return _completion(await self._sampled(request))
@@ -171,6 +180,18 @@ class VllmEngine:
 
     async def _sampled(self, request: Generate, **changes: Any) -> CompletionOutput:
         return (await self._unless_dead(lambda: self._final_output(request, **changes), refusable=True)).outputs[0]
+
+    async def _given(self, request: Generate) -> Completion:
+        """The last ``scored`` tokens, with their logprobs: one prefill, and one token that is not answered."""
+        output = await self._unless_dead(
+            lambda: self._final_output(request, max_tokens=1, prompt_logprobs=0), refusable=True
+        )
+        sampled = _completion(output.outputs[0])
+        if not sampled.token_ids:
+            return _empty(FinishReason.ABORT)
+        tokens = request.token_ids[-request.scored :]
+        logprobs = output.prompt_logprobs.logprobs[-request.scored :]
+        return accepted_part(tokens, logprobs, request.scored, sampled.version_spans[0].policy_version)
 
     async def _verified(self, request: Generate) -> Completion:
         """First one prefill that says which of the kept tokens hold; from there the engine samples on, with the noise
@@ -306,11 +327,13 @@ def _build(options: EngineOptions, statistics: EngineStatistics) -> Any:
         enable_sleep_mode=options.sleeps,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend="streamrl"),
-        disable_log_stats=True,  # those of vLLM's own loggers: ours turns the statistics on
+        weight_transfer_config=WeightTransferConfig(backend="streamrl") if options.pushed else None,
         **device_arguments,
     )
-    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers(statistics))
+    config = arguments.create_engine_config()
+    fork_engine_core(spawn_workers=options.on_cpu)
+    # Its own loggers off; a factory of ours turns the statistics on.
+    llm = AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers(statistics), disable_log_stats=True)
     # Its statistics look up an environment variable for every token, which without the cache is three quarters of their
     # cost (3.2 against 0.7 us a token). vLLM's own processes turn it on when they are ready.
     enable_envs_cache()

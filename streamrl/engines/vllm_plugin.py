@@ -17,7 +17,7 @@ from typing import Any
 
 from streamrl.comm.weights.vllm_names import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
 
-LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default) or "packed": see keep_linear_weights
+LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,7 +28,8 @@ def register() -> None:
     die_with_parent()
     make_numba_harmless()
     register_weight_backend()
-    keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
+    if os.environ.get(LINEAR_VARIABLE) != "stock":
+        keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
     watch_after_loading()
     add_text_methods()
     from streamrl.engines.vllm_continuation import add_continuation
@@ -146,14 +147,14 @@ def repack_linear_layers(model: Any, changed: set[int]) -> int:
     """
     from vllm.model_executor.layers import utils
 
-    if os.environ.get(LINEAR_VARIABLE) != "packed":
+    if os.environ.get(LINEAR_VARIABLE, "plain") == "plain":
         return 0
     repacked = 0
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if not hasattr(layer, "cpu_linear") or weight is None:
             continue
-        if weight.untyped_storage().data_ptr() in changed:
+        if weight.numel() and weight.untyped_storage().data_ptr() in changed:
             utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
             repacked += 1
     return repacked

@@ -11,7 +11,8 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from streamrl.comm.weights.mirror import CheckpointMirror, TensorSpec
 from streamrl.comm.weights.node_mirror import NodeMirror, node_directory
 from streamrl.engines.live_weights import LiveWeights, count_routes
+from streamrl.engines.live_weights_layers import LiveLayers
 from streamrl.engines.load_plan import LoadPlan, record_load_plan
 from streamrl.engines.vllm_plugin import repack_linear_layers
 from streamrl.engines.weight_transaction import LiveModel, LiveReport, StageReport, WeightTransaction
@@ -98,7 +100,20 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
             if isinstance(other, str):
                 raise WeightError(other)
         assert plan is not None
-        return LiveWeights(plan, count_routes(plans, _worker_index(), tensors))
+        counted = count_routes(plans, _worker_index(), tensors)
+        agreed = _agree if len(plans) > 1 else None
+        layers = LiveLayers(plan, counted, as_when_loading=self._as_when_loading, agreed=agreed)
+        return LiveWeights(plan, counted, layers=layers)
+
+    @contextmanager
+    def _as_when_loading(self) -> Iterator[None]:
+        """What ``BaseModelLoader.load_model`` sets up around ``process_weights_after_loading``."""
+        from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        dtype = self.vllm_config.model_config.dtype
+        with set_current_vllm_config(self.vllm_config), set_default_torch_dtype(dtype), self.device:
+            yield
 
     # ---- commit: between two steps of a paused engine ----------------------------------------------
 
@@ -138,7 +153,9 @@ def loaded_checkpoint(vllm_config: Any) -> Path | None:
     """The directory that vLLM loaded the weights from as they are; None where it did something else."""
     model, load = vllm_config.model_config, vllm_config.load_config
     directory = Path(str(model.model))
-    plain = str(load.load_format) in _PLAIN_FORMATS and not model.quantization
+    # Quantised while it is loaded, a layer still comes of the files' values; quantised files hold other tensors.
+    quantised = getattr(model.hf_config, "quantization_config", None) is not None
+    plain = str(load.load_format) in _PLAIN_FORMATS and not quantised
     return directory if plain and directory.is_dir() else None
 
 
@@ -171,6 +188,13 @@ def _gather_from_workers(own: Any) -> list[Any]:
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, own, group=get_world_group().cpu_group)
     return gathered
+
+
+def _agree(failed: str) -> None:
+    """Tell the other workers what failed here, if anything did. Raises ``WeightError`` where one of them failed."""
+    for worker, reason in enumerate(_gather_from_workers(failed)):
+        if reason:
+            raise WeightError(failed or f"worker {worker}: {reason}")
 
 
 # ---- methods of the worker, called by name through AsyncLLM.collective_rpc ------------------------------

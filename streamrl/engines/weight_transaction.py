@@ -238,7 +238,11 @@ class WeightTransaction:
         if self.mirror.policy_version is None:
             self._error += "; the live weights are undefined until an anchor is committed"
             return
-        live.undo(staged.writes, self.mirror)
+        try:
+            live.undo(staged.writes, self.mirror)
+        except WeightError as error:
+            self._error += f"; it could not be undone ({error}): publish an anchor"
+            return
         self._repack(live, staged.writes)
         if not staged.was_tainted:
             self.tainted = ""

@@ -1,4 +1,4 @@
-"""What changed in bits that lie on a GPU, found there: only changes come to the host, to be encoded.
+"""What changed in weights that lie on a GPU, found there: only changes come to the host, to be encoded.
 
 The same split into classes as ``comm.weights.class_split``, element for element, by torch alone: a comparison, a
 running count for each class, and gathers at the places that changed. On a CPU the compiled form is many times faster.
@@ -6,6 +6,7 @@ running count for each class, and gathers at the places that changed. On a CPU t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +14,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.comm.weights import compiled_split, exponent_classes, single_exponents
+from streamrl.comm.weights import class_split, exponent_classes, single_exponents
 from streamrl.comm.weights.bit_patterns import BitArray, BitType, bit_type
 from streamrl.comm.weights.class_split import ClassStreams, Split, Thresholds
-from streamrl.comm.weights.codec import EncodedPatch, encode_split
+from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, encode_split
 from streamrl.comm.weights.exponent_classes import THRESHOLD_BITS
+from streamrl.comm.weights.manifest import ShardSpec
+from streamrl.errors import WeightError
+from streamrl.learning.published_weights import upper_halves
+
+
+class DeviceReader:
+    """Reads float32 values of published bfloat16 bits on their device (``BitReader``). The shadow that they are
+    compared with lies there too, 2 bytes an element, beside the publisher's own in host memory: what is encoded, and
+    what is kept of earlier versions, is made of the few changes there."""
+
+    def __init__(self) -> None:
+        self._shadow: dict[int, Tensor] = {}
+
+    def checked(self, given: Any, shard: ShardSpec) -> Tensor:
+        """The bits of ``given``, flat float32: int16, and a view of it."""
+        values: Tensor = given
+        if shard.dtype != "bfloat16" or values.dtype != torch.float32 or values.numel() != shard.count:
+            raise WeightError(
+                f"tensor {shard.name!r} ({shard.dtype}) was given as {values.numel()} elements of {values.dtype} on "
+                f"{values.device}; its shard is {shard.count} of bfloat16, given as float32 values"
+            )
+        return upper_halves(values)
+
+    def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
+        """All elements of a unit, in host memory."""
+        return _to_host(_together(parts), bit_type(dtype, "on the device"))
+
+    def changes(self, unit: int, parts: Sequence[Any], shadow: BitArray, dtype: str) -> EncodedPatch | None:
+        """See ``encode_on_device``. The first time, the shadow comes from the host."""
+        new, base = _together(parts), self._shadow.get(unit)
+        if base is None:
+            base = self._shadow[unit] = _from_host(shadow, new.device).clone()
+        return encode_on_device(new, base, dtype)
+
+    @torch.no_grad()
+    def advance(self, patches: Mapping[int, WeightPatch]) -> None:
+        """In proportion to what changed."""
+        for unit, patch in patches.items():
+            shadow = self._shadow.get(unit)
+            if shadow is not None and patch.positions is not None:
+                places = torch.from_numpy(patch.positions).to(shadow.device)
+                shadow[places] = _from_host(patch.values, shadow.device)
 
 
 @torch.no_grad()
@@ -27,8 +70,8 @@ def encode_on_device(new: Tensor, base: Tensor, dtype: str) -> EncodedPatch | No
     bits, elements = bit_type(dtype, "on the device"), new.numel()
     every = single_exponents.sample_every(elements)
     old, now = (_to_host(_blocks(side, every), bits) for side in (base, new))
-    found = compiled_split.sample_changes(old, now, 1)
-    thresholds = single_exponents.thresholds_of_sample(found, every, dtype)
+    found = class_split.sample_changes(old, now, 1)
+    thresholds = single_exponents.thresholds_of_sample(found, elements, dtype)
     single = thresholds is not None
     if thresholds is None:
         every = exponent_classes.sample_every(elements)
@@ -70,8 +113,8 @@ def _step_symbols(old: Tensor, now: Tensor, width: int) -> Tensor:
 
 
 def _blocks(bits: Tensor, every: int) -> Tensor:
-    """One block out of ``every``, as ``compiled_split.sample_changes`` reads them."""
-    block = compiled_split.SAMPLE_BLOCK
+    """One block out of ``every``, as ``class_split.sample_changes`` reads them."""
+    block = class_split.SAMPLE_BLOCK
     starts = torch.arange(0, bits.numel(), every * block, device=bits.device)
     places = (starts[:, None] + torch.arange(block, device=bits.device)).flatten()
     return bits[places[places < bits.numel()]]
@@ -81,6 +124,16 @@ def _unsigned(numbers: Tensor, wanted: np.dtype[Any]) -> Any:
     """Numbers that fit in ``wanted``, on the host."""
     signed = torch.int16 if wanted.itemsize == 2 else torch.int32
     return numbers.to(signed).cpu().numpy().view(wanted)
+
+
+def _together(parts: Sequence[Any]) -> Tensor:
+    """One after the other."""
+    joined: Tensor = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return joined
+
+
+def _from_host(bits: BitArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")).to(device)
 
 
 def _to_host(bits: Tensor, wanted: BitType) -> BitArray:

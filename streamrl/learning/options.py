@@ -22,6 +22,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``threads`` 0: every core; ``idle_threads``: while the engines of the host do nothing (0: as many);
     ``freed_threads``: while one of them does nothing, two of them, ... (empty: always ``threads``).
     ``streaming``: groups may be trained before their batch is closed.
+    ``canary``: engines want to know what each version finds for the canary's tokens.
     ``resume_from``: a directory that ``save_checkpoint`` wrote; empty: the weights of ``model_path``.
     """
 
@@ -57,6 +58,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     activation_checkpointing: bool = False
     compile: bool = False
     collective_timeout_s: float = 600.0
+    canary: bool = False
     resume_from: str = ""
 
     def threads_while(self, freed: int) -> int:
@@ -118,5 +120,6 @@ def trainer_options(
         compute_dtype=training.compute_dtype,
         activation_checkpointing=training.activation_checkpointing,
         compile=training.compile,
+        canary=recipe.weights.canary,
         resume_from=resume_from or recipe.checkpoint.resume_from,
     )

@@ -150,15 +150,28 @@ class PublishedWeights(ABC):
     @torch.no_grad()
     def bits(self) -> dict[str, np.ndarray]:
         """Published bits of this rank as flat uint16 arrays, by name. Views where they can be: valid until a step."""
-        bits = {name: self._parameter_bits(parameter) for name, parameter in self._parameters.items()}
-        starts = {shard.name: shard.start for shard in self._parameter_shards}
-        return {
-            shard.name: bits[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
-            for piece, shard in zip(self._pieces, self.shards, strict=True)
-        }
+        return self._by_piece({n: self._parameter_bits(parameter) for n, parameter in self._parameters.items()})
 
     def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
         return bit_array(local_part(parameter))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the published bits lie on a device, and what changed is best found there."""
+        return any(local_part(parameter).device.type != "cpu" for parameter in self._parameters.values())
+
+    def values(self) -> dict[str, Tensor]:
+        """What ``bits`` is made of, where it lies: flat float32 views, by name. Valid until a step."""
+        flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
+        return self._by_piece(flat)
+
+    def _by_piece(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """The published tensors, given this rank's part of each parameter."""
+        starts = {shard.name: shard.start for shard in self._parameter_shards}
+        return {
+            shard.name: flat[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
+            for piece, shard in zip(self._pieces, self.shards, strict=True)
+        }
 
     @abstractmethod
     def _master_tensors(self) -> Mapping[str, Tensor]:
@@ -276,10 +289,15 @@ class FullWeights(PublishedWeights):
 
 def bit_array(published: Tensor) -> np.ndarray:
     """The bits of float32 values that bfloat16 has, as flat uint16: their upper halves, a view of values on a CPU."""
-    flat = published.detach().reshape(-1)
-    if flat.device.type == "cpu":
-        return flat.numpy().view(np.uint32).view(np.uint16)[UPPER_HALF::2]
-    return flat.to(PUBLISHED_DTYPE).view(torch.int16).cpu().numpy().view(np.uint16)
+    halves = upper_halves(published.detach().reshape(-1))
+    # Gathered before they cross: a copy of every second half would take all.
+    there = halves if halves.device.type == "cpu" else halves.contiguous().cpu()
+    return there.numpy().view(np.uint16)
+
+
+def upper_halves(values: Tensor) -> Tensor:
+    """The bits of flat float32 values that bfloat16 has, as int16: a view, which lies apart."""
+    return values.view(torch.int16)[UPPER_HALF::2]
 
 
 def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:

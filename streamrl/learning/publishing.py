@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.publisher import WeightPublisher
+from streamrl.comm.weights.publisher import Published, WeightPublisher
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.published_weights import PublishedWeights
 
 
-def start_publisher(options: TrainerOptions, shards: Sequence[ShardSpec]) -> WeightPublisher:
-    """Serve this rank's ``shards`` to engines. Raises ``WeightError`` when the endpoint cannot be bound."""
+def start_publisher(options: TrainerOptions, weights: PublishedWeights) -> WeightPublisher:
+    """Serve this rank's shards to engines. Raises ``WeightError`` when the endpoint cannot be bound.
+
+    What changed is found where the weights lie: on a GPU by torch, with a shadow of 2 bytes an element there.
+    """
+    reader = None
+    if weights.on_device:
+        # Only here: it is torch's way, and slow on a CPU.
+        from streamrl.learning.device_split import DeviceReader
+
+        reader = DeviceReader()
     publisher = WeightPublisher(
         options.weights_endpoint,
         run_id=options.run_id,
         rank=options.rank,
-        shards=shards,
+        shards=weights.shard_specs,
         bandwidth_mbit=options.weights_bandwidth_mbit,
         checkpoint=Path(options.model_path),
+        reader=reader,
     )
     publisher.start()
     return publisher
+
+
+def publish(publisher: WeightPublisher, policy_version: int, weights: PublishedWeights) -> Published:
+    """Publish what the weights are now, by a publisher that was started for them."""
+    return publisher.publish(policy_version, weights.values() if weights.on_device else weights.bits())

@@ -29,27 +29,27 @@ from streamrl.config.objective import AdvantageKind
 from streamrl.errors import StreamRLError
 from streamrl.learning import process_group
 from streamrl.learning.advantages import Moments
+from streamrl.learning.canary import probe_logprobs
 from streamrl.learning.compilation import checkpoint_activations, compile_policy
 from streamrl.learning.critic import ValueHead
 from streamrl.learning.gradients import BatchSums, accumulate
 from streamrl.learning.host_memory import return_freed_memory
 from streamrl.learning.loading import load_policy, load_reference
 from streamrl.learning.objectives import loss_denominator
+from streamrl.learning.open_batch import OpenBatch
 from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.options import trainer_options as trainer_options
 from streamrl.learning.packing import PreparedSample, empty_micro_batch, pack, plan_micro_batches
 from streamrl.learning.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
 from streamrl.learning.preparation import (
-    counts_in_loss,
-    has_signal,
     prepare_group,
     token_moments,
     whitened,
     worth_training,
 )
 from streamrl.learning.published_weights import global_norm, make_weights
-from streamrl.learning.publishing import start_publisher
+from streamrl.learning.publishing import publish, start_publisher
 from streamrl.learning.scoring import score_samples
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
 from streamrl.messages import AnchorPublished, CheckpointSaved, CloseBatch, SaveCheckpoint, StepReport, TrainerReady
@@ -83,7 +83,7 @@ class TorchTrainer:
     @property
     def idle_work(self) -> bool:
         """Whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at least."""
-        return self._options.streaming and 4 * self._waiting_tokens >= self._options.micro_batch_tokens
+        return self._options.streaming and 4 * self._batch.waiting_tokens >= self._options.micro_batch_tokens
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class TorchTrainer:
         if options.resume_from:
             self._resume(Path(options.resume_from))
         self._open_batch()
-        self._publisher = start_publisher(options, self._weights.shard_specs)
+        self._publisher = start_publisher(options, self._weights)
         return TrainerReady(
             rank=options.rank,
             ranks=options.ranks,
@@ -148,12 +148,9 @@ class TorchTrainer:
         return sum(hash_range(s.name, s.offset, bits[s.name]) for s in self._weights.shards) % MODULUS
 
     def _open_batch(self) -> None:
-        self._sums = BatchSums()
-        self._batch_id: int | None = None
-        self._waiting: list[TrainingGroup] = []
-        self._waiting_tokens = 0
-        self._sample_ids: list[str] = []
+        self._batch = OpenBatch(self._options)
         self._open_gradients()
+        self._probed: tuple[float, ...] = ()
 
     def _open_gradients(self) -> None:
         self._weights.clear_gradient()
@@ -171,37 +168,19 @@ class TorchTrainer:
 
     def train_group(self, group: TrainingGroup) -> None:
         """Take a group into the open batch; when streaming, train what is waiting once it fills a row."""
-        if self._batch_id is None:
-            self._batch_id = group.batch_id
-        if group.batch_id != self._batch_id:
-            raise StreamRLError(
-                f"group {group.group_id} is of batch {group.batch_id} while batch {self._batch_id} is open"
-            )
-        options, sums = self._options, self._sums
-        seen = [sample for sample in group.samples if counts_in_loss(sample, options)]
-        sums.groups += 1
-        sums.samples += len(group.samples)
-        sums.trained_tokens += sum(sample.trained_tokens for sample in group.samples)
-        sums.loss_samples += len(seen)
-        sums.loss_tokens += sum(sample.trained_tokens for sample in seen)
-        if not has_signal(group, options):
-            sums.groups_without_signal += 1
-            # Its advantages are 0, which the deviation of a whole batch has to count.
-            if options.objective.advantages not in WHOLE_BATCH:
-                return
-        self._waiting.append(group)
-        self._waiting_tokens += sum(len(sample.token_ids) for sample in seen)
-        self._sample_ids += [str(sample.id) for sample in seen]
-        if options.streaming and self._waiting_tokens >= STREAMED_ROWS * options.micro_batch_tokens:
+        options, batch = self._options, self._batch
+        batch.take(group)
+        if options.canary and not self._probed:  # now, while engines sample: at the close they would wait for it
+            self._probed = probe_logprobs(self._policy, options)
+        if options.streaming and batch.waiting_tokens >= STREAMED_ROWS * options.micro_batch_tokens:
             self.train_pending()
 
     @process_group.needs_peers("training what waited")
     def train_pending(self) -> None:
         """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised."""
         started = time.perf_counter()
-        groups, self._waiting, self._waiting_tokens = self._waiting, [], 0
-        self._accumulate(self._prepare(groups, proximal=False))
-        self._sums.seconds += time.perf_counter() - started
+        self._accumulate(self._prepare(self._batch.take_waiting(), proximal=False))
+        self._batch.sums.seconds += time.perf_counter() - started
 
     def _prepare(self, groups: Sequence[TrainingGroup], *, proximal: bool) -> list[PreparedSample]:
         """Samples of ``groups`` worth training, with their advantages. Collective for ``WHOLE_BATCH`` kinds."""
@@ -227,7 +206,7 @@ class TorchTrainer:
     def _accumulate(self, samples: Sequence[PreparedSample]) -> None:
         for planned in plan_micro_batches(samples, self._options.micro_batch_tokens):
             row = pack(planned, self._policy_version, self._device)
-            accumulate(self._policy, self._critic, row, self._options, self._sums, self._batch_id or 0)
+            accumulate(self._policy, self._critic, row, self._options, self._batch.sums, self._batch.batch_id or 0)
 
     @process_group.needs_peers("closing a batch")
     def close_batch(self, close: CloseBatch) -> StepReport:
@@ -235,22 +214,22 @@ class TorchTrainer:
 
         Raises ``StreamRLError`` when groups are missing or the gradient is not finite.
         """
-        if close.policy_version != self._policy_version + 1 or self._batch_id not in (None, close.batch_id):
+        if close.policy_version != self._policy_version + 1 or self._batch.batch_id not in (None, close.batch_id):
             raise StreamRLError(
                 f"close of batch {close.batch_id} as version {close.policy_version}, "
-                f"but batch {self._batch_id} is open at version {self._policy_version}"
+                f"but batch {self._batch.batch_id} is open at version {self._policy_version}"
             )
-        check_totals(self._sums, close, self._device)
+        check_totals(self._batch.sums, close, self._device)
         process_group.use_threads((self._options.idle_threads if close.engines_idle else 0) or self._threads)
         if self._options.updates_per_batch > 1:
             stepped = self._update_several_times(close)
         else:
             self.train_pending()
-            sums = self._sums
+            sums = self._batch.sums
             started = time.perf_counter()
             stepped = self._step(close, sums.loss_tokens, sums.loss_samples, sums.tokens.computed_tokens)
             stepped["time/optim_s"] = time.perf_counter() - started
-        metrics = policy_metrics(self._sums, self._options, self._device) | stepped
+        metrics = policy_metrics(self._batch.sums, self._options, self._device) | stepped
         metrics["optim/skipped_steps_total"] = float(self._skipped_steps)
         self._policy_version = close.policy_version
         started = time.perf_counter()
@@ -258,6 +237,7 @@ class TorchTrainer:
         metrics["time/publish_s"] = time.perf_counter() - started
         metrics |= publishing_metrics(published.source, self._device)
         process_group.use_threads(self._threads)
+        probed = self._probed
         self._open_batch()
         return StepReport(
             rank=self._options.rank,
@@ -267,16 +247,18 @@ class TorchTrainer:
             state_hash=published.state_hash,
             source=published.source,
             metrics=metrics,
+            probe_logprobs=probed,
         )
 
     def _update_several_times(self, close: CloseBatch) -> dict[str, float]:
         """``updates_per_batch`` steps, each on its share of the batch, all against the logprobs before the first."""
         updates = self._options.updates_per_batch
         started = time.perf_counter()
-        prepared = self._prepare(self._waiting, proximal=True)
-        self._sums.seconds += time.perf_counter() - started
+        sums = self._batch.sums
+        prepared = self._prepare(self._batch.take_waiting(), proximal=True)
+        sums.seconds += time.perf_counter() - started
         # Every token of the batch weighs the same, in whichever update it is.
-        loss_tokens, loss_samples = self._sums.loss_tokens / updates, self._sums.loss_samples / updates
+        loss_tokens, loss_samples = sums.loss_tokens / updates, sums.loss_samples / updates
         order = {group: index for index, group in enumerate(sorted({i.sample.id.group_id for i in prepared}))}
         steps, optimizing = [], 0.0
         for update in range(updates):
@@ -288,7 +270,7 @@ class TorchTrainer:
             steps.append(self._step(close, loss_tokens, loss_samples, computed))
             if update < updates - 1:
                 self._open_gradients()
-            self._sums.seconds += trained - started
+            sums.seconds += trained - started
             optimizing += time.perf_counter() - trained
         means = {name: sum(step[name] for step in steps) / updates for name in steps[0]}
         return means | {"time/optim_s": optimizing}
@@ -313,10 +295,10 @@ class TorchTrainer:
         square = (global_norm(gradient_L) * mean_of_ranks) ** 2 + (self._critic.reduce() if self._critic else 0.0)
         norm = math.sqrt(square) / denominator
         if not math.isfinite(norm):
-            names = ", ".join(self._sample_ids[:8])
+            names = ", ".join(self._batch.sample_ids[:8])
             raise StreamRLError(
                 f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
-                f"({len(self._sample_ids)} in all); lower training.learning_rate if policy/kl_rollout grew before"
+                f"({len(self._batch.sample_ids)} in all); lower training.learning_rate if policy/kl_rollout grew before"
             )
         warm_up = min(1.0, close.policy_version / options.warmup_steps) if options.warmup_steps else 1.0
         rate = options.learning_rate * warm_up
@@ -335,7 +317,7 @@ class TorchTrainer:
 
     def _publish(self, policy_version: int) -> Published:
         self._published_once = True
-        return self._publisher.publish(policy_version, self._weights.bits())
+        return publish(self._publisher, policy_version, self._weights)
 
     def publish_anchor(self, policy_version: int) -> AnchorPublished:
         """Publish the current version complete. Raises ``StreamRLError`` for another version."""

@@ -97,6 +97,14 @@ METRICS: tuple[Metric, ...] = (
         SUM,
         "reward/round_cost_s, where it was this function that the last sample of the batch waited for longest.",
     ),
+    Metric(
+        "judge/questions_total", "questions", TOTAL, "What the run's own judge was asked: calls that no cache answered."
+    ),
+    Metric("judge/batches_total", "batches", TOTAL, "Times that it was woken, or was asked after it had had nothing."),
+    Metric(
+        "judge/waited_mean_s", "s", MEAN, "How long a question waited for its batch and the actor, since the start."
+    ),
+    Metric("judge/awake_s_total", "s", TOTAL, "Time in which it did not rest."),
     Metric("reward/latency_p50_s", "s", P50, "Time from a trajectory to its reward, over trained samples."),
     Metric("reward/latency_p95_s", "s", P95, "Time from a trajectory to its reward, over trained samples."),
     Metric(
@@ -338,7 +346,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/payload_bytes", "bytes", SUM, "Encoded bytes of the version, over ranks."),
     Metric("weights/changed_ratio", "share", SHARE, "Elements whose published bits changed."),
     Metric("weights/reanchored", "engines", SUM, "Engines that refused the delta and took an anchor."),
-    Metric("weights/canary_deviation", "nats", LAST, "How far apart engines find the same tokens (`weights.canary`)."),
+    Metric(
+        "weights/canary_deviation",
+        "nats",
+        LAST,
+        "How far engines are from the trainer on fixed tokens (`weights.canary`): the worst engine's median over the "
+        "tokens. Of the latest version that was answered for when this one was pushed, the one before as a rule.",
+    ),
     Metric(
         "health/telemetry_dropped_total",
         "messages",

@@ -117,6 +117,10 @@ def role_main(role: Role) -> RoleMain:
             from streamrl.processes.reward_process import run_reward_process
 
             return run_reward_process
+        case Role.JUDGE:
+            from streamrl.processes.judge_process import run_judge_process
+
+            return run_judge_process
 
 
 async def _until_terminated(main: RoleMain, context: ChildContext) -> None:

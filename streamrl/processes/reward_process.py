@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.config.topology import judge_socket
 from streamrl.processes.child import ChildContext
+from streamrl.rewards.kept_rewards import read_rewards_file
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stage_messages import (
     RewardOrder,
@@ -13,10 +18,14 @@ from streamrl.stage_messages import (
 
 async def run_reward_process(context: ChildContext) -> None:
     """Score what comes until the orders end."""
+    os.environ[JUDGE_SOCKET] = str(judge_socket(context.topology) or "")
+    os.environ[JUDGE_MODEL] = context.recipe.judge.model
     name = context.plan.name
     orders_at, results_at = (context.topology.endpoint(name, stream) for stream in ("orders", "results"))
     async with (
         zmq_sender(RewardResult, results_at, bind=False, name=f"{name}.results") as results,
         zmq_receiver(RewardOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
     ):
-        await run_reward_worker(context.recipe, context.plan.index, orders, results)
+        kept = read_rewards_file(context.run_directory)
+        first = kept.reward_version if kept else 0
+        await run_reward_worker(context.recipe, context.plan.index, orders, results, first_version=first)

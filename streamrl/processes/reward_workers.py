@@ -2,47 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
 
-from streamrl.comm.reward_changes import RewardChange
+from streamrl.comm.reward_changes import RewardReply, RewardRequest
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
+from streamrl.config.rewards import Reward
 from streamrl.config.topology import Topology, rewards_endpoint
+from streamrl.errors import RecipeError
+from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.rewards.kept_rewards import fresh_rewards, read_rewards_file
+from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stage_messages import RewardOrder, RewardResult
-from streamrl.stages.attached_rewards import AttachedRewards
-from streamrl.stages.reward import RewardSettings, WorkerStreams, next_ready
+from streamrl.stages.attached_rewards import AttachedRewards, Note
+from streamrl.stages.prompt_spec import SourceKind, read_spec
+from streamrl.stages.prompts import check_prompts, missing_columns, open_prompts
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, next_ready
+from streamrl.tokenizer import Tokenizer, load_tokenizer
+
+FIRST_PROMPTS = 16
 
 
 @asynccontextmanager
 async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStreams]:
     """Streams to reward worker ``index`` or to its successor, once it said that it is ready."""
     name = f"reward-{index}"
+    orders_at = topology.endpoint(name, "orders")
     async with (
-        zmq_sender(RewardOrder, topology.endpoint(name, "orders"), bind=True, name=f"{name}.orders") as orders,
+        zmq_sender(RewardOrder, orders_at, bind=True, window=ORDERS_WINDOW, name=f"{name}.orders") as orders,
         zmq_receiver(RewardResult, topology.endpoint(name, "results"), bind=True, name=f"{name}.results") as results,
     ):
         await next_ready(results)
         yield orders, results
 
 
-async def reward_settings(recipe: Recipe) -> RewardSettings:
-    """What the reward stage must know, from the functions' signatures."""
+async def open_reward_stage(
+    recipe: Recipe, topology: Topology, run_directory: Path, reply: Callable[[RewardReply], Awaitable[None]]
+) -> tuple[RewardStage, AttachedRewards]:
+    """The stage with what it must know of the functions, and whoever changes them: as the recipe says, or as the run
+    that is resumed had them."""
+    kept = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
     inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, recipe.rewards)
-    return RewardSettings(
+    settings = RewardSettings(
         functions="+".join(r.label for r in recipe.rewards),
         per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
         time_limit_s=max(r.time_limit_s for r in recipe.rewards),
         concurrency=recipe.reward_limits.concurrency,
+        first_version=kept.reward_version,
     )
+    workers = [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)]
+    stage = RewardStage(settings, workers, LearntLimits(kept.since, kept.slowest_s))
+    return stage, AttachedRewards(recipe, stage, kept, reply, check_reward)
 
 
-async def change_rewards(topology: Topology, attached: AttachedRewards) -> None:
-    """Carry out what the holder of the pipeline asks for."""
+async def change_rewards(topology: Topology, attached: AttachedRewards, note: Note) -> None:
+    """Carry out what is asked for from outside. What the run resumed with is noted first."""
+    if kept := attached.kept.reward_version:
+        note(kept, tuple(reward.label for reward in attached.kept.rewards), "resume")
     endpoint = rewards_endpoint(topology)
-    async with zmq_receiver(RewardChange, endpoint, bind=False, name="controller.rewards") as changes:
-        await attached.run(changes)
+    async with zmq_receiver(RewardRequest, endpoint, bind=False, name="controller.rewards") as requests:
+        await attached.run(requests, note)
+
+
+async def check_reward(recipe: Recipe, reward: Reward) -> None:
+    """Import one function in a process of its own, and look whether the first prompts have its columns. Raises
+    ``RecipeError``."""
+    (inspection,) = await anyio.to_thread.run_sync(inspect_in_subprocess, [reward])
+    problems = list(inspection.problems)
+    if inspection.signature is not None:
+        columns = needed_columns([inspection.signature])
+        tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
+        for path, spec in (("prompts.train", recipe.prompts.train), ("evaluation.prompts", recipe.evaluation.prompts)):
+            if spec and any(columns.values()):
+                problems += [f"{path}: {text}" for text in await _missing_columns(spec, tokenizer, columns)]
+    if problems:
+        raise RecipeError(list(dict.fromkeys(problems)))
+
+
+async def _missing_columns(spec: str, tokenizer: Tokenizer, columns: Mapping[str, Sequence[str]]) -> list[str]:
+    if read_spec(spec).kind is SourceKind.ITERATOR:  # never import user code here
+        return await anyio.to_thread.run_sync(check_prompts, spec, tokenizer, columns)
+    source = await anyio.to_thread.run_sync(partial(open_prompts, spec, tokenizer, seed=0, shuffle=False))
+    try:
+        prompts = await source.draw(min(FIRST_PROMPTS, source.size or FIRST_PROMPTS))
+    finally:
+        await source.aclose()
+    return [missing for prompt in prompts for missing in missing_columns(prompt, columns)]

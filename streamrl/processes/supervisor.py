@@ -25,6 +25,7 @@ from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import ChildProcess, open_guardian, start_child
 from streamrl.processes.exit_reason import Death, first_cause, last_lines
 from streamrl.processes.guardian import Done, Session
+from streamrl.processes.restarts import Restarts
 from streamrl.processes.sweep import (
     RunTraces,
     end_session,
@@ -49,7 +50,8 @@ class Supervisor:
     """Starts, watches and ends the local processes of ``topology``.
 
     ``socket_directory`` is removed at the end. ``entry``: what ``python`` runs, before the role's arguments.
-    ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together. ``others_end_s``: how far
+    ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for other roles the topology
+    says how often they may die. ``others_end_s``: how far
     apart the ends of the controller and of the others may be when a run ends well.
     """
 
@@ -73,6 +75,7 @@ class Supervisor:
         self._children: dict[str, ChildProcess] = {}
         self.resource_trackers: dict[psutil.Process, str] = {}
         self._resting: set[str] = set()
+        self._restarts = {plan.name: Restarts(plan.restarts) for plan in topology.processes if plan.restarts}
         self._draining = False
         self._ending = False
         self._one_end = anyio.Lock()
@@ -102,6 +105,7 @@ class Supervisor:
         finished_s: float | None = None
         while not self._ending:
             self._restart_reward_workers()
+            await self._start_dead_again()
             deaths = self._deaths()
             if finished_s is None and deaths:
                 raise await self._died()
@@ -153,11 +157,7 @@ class Supervisor:
             if child.running:
                 child.process.terminate()
             await _ended_within(grace_s, child)
-            survivors = await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid)
-            if survivors:
-                log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, name)
-            child.close()
-        self.resource_trackers = {tracker: owner for tracker, owner in self.resource_trackers.items() if owner != name}
+            await self._end_what_it_started(child)
 
     def start_engine(self, name: str) -> None:
         """Start an engine host that rests: after ``stop_engine``, under the same name and endpoints, or because its set
@@ -237,6 +237,27 @@ class Supervisor:
             child.close()
             self._start_child(plan)
 
+    async def _start_dead_again(self) -> None:
+        """Processes whose death the topology forgives so and so often, each after a pause that grows."""
+        for name, restarts in self._restarts.items():
+            child = self._children.get(name)
+            if child is None or child.plan is None or child.running or not child.exit_code or self._finished():
+                continue
+            if restarts.due(time.monotonic()):
+                death = child.death(self.run_directory).describe()
+                log.warning("%s; it is started again (%d restarts left); see %s", death, restarts.left, child.log)
+                await self._end_what_it_started(child)
+                if not self._ending:
+                    self._start_child(child.plan)
+
+    async def _end_what_it_started(self, child: ChildProcess) -> None:
+        """Kill what is left of its session, which it led, and forget it."""
+        survivors = await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid)
+        if survivors:
+            log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, child.name)
+        child.close()
+        self.resource_trackers = {t: owner for t, owner in self.resource_trackers.items() if owner != child.name}
+
     def _finished(self) -> bool:
         controller = self._children[Role.CONTROLLER.value]
         # Before the controller listens for SIGTERM it dies of it: when draining that is an end like another.
@@ -257,6 +278,8 @@ class Supervisor:
 
     def _is_death(self, child: ChildProcess) -> bool:
         if child.running or child.name in self._resting:
+            return False
+        if child.exit_code and child.name in self._restarts and self._restarts[child.name].forgive:
             return False
         if child.plan is None:
             return True  # the guardian never ends by itself

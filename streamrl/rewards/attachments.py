@@ -8,8 +8,19 @@ from contextlib import suppress
 from typing import Any
 
 import anyio
+from msgspec import structs
 
-from streamrl.comm.reward_changes import AttachReward, DetachReward, ReplaceReward, RewardChange, RewardsChanged
+from streamrl.comm.reward_changes import (
+    AttachReward,
+    DetachReward,
+    ListRewards,
+    ReplaceReward,
+    RewardChange,
+    RewardReply,
+    RewardRequest,
+    RewardsChanged,
+    RewardsListed,
+)
 from streamrl.comm.zmq_stream import zmq_sender
 from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError, StreamBroken, StreamRLError
@@ -22,40 +33,52 @@ class RewardAttachments:
     it raises ``RecipeError`` when the functions cannot be used, and nothing has changed then."""
 
     def __init__(self) -> None:
-        self._give, self._take = anyio.create_memory_object_stream[RewardChange](math.inf)
-        self._waiting: dict[int, tuple[anyio.Event, list[RewardsChanged]]] = {}
+        self._give, self._take = anyio.create_memory_object_stream[RewardRequest](math.inf)
+        self._waiting: dict[int, tuple[anyio.Event, list[RewardReply]]] = {}
         self._asked = 0
         self._ended = False
         self._running = False
 
     async def attach(self, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with one more function."""
-        return await self._ask(AttachReward(request_id=self._next_id(), reward=as_reward(given, **settings)))
+        return (await self.change(AttachReward(reward=as_reward(given, **settings)))).reward_version
 
     async def replace(self, name: str, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with another function in place of ``name``."""
-        change = ReplaceReward(request_id=self._next_id(), name=name, reward=as_reward(given, **settings))
-        return await self._ask(change)
+        return (await self.change(ReplaceReward(name=name, reward=as_reward(given, **settings)))).reward_version
 
     async def detach(self, name: str) -> int:
         """Score without ``name``."""
-        return await self._ask(DetachReward(request_id=self._next_id(), name=name))
+        return (await self.change(DetachReward(name=name))).reward_version
 
-    def _next_id(self) -> int:
-        self._asked += 1
-        return self._asked
+    async def change(self, change: RewardChange) -> RewardsChanged:
+        """One of the three, as a record."""
+        reply = await self._ask(change)
+        assert isinstance(reply, RewardsChanged), reply
+        if reply.problems:
+            raise RecipeError(list(reply.problems))
+        return reply
 
-    async def _ask(self, change: RewardChange) -> int:
+    async def attached(self) -> RewardsListed:
+        """What scores now."""
+        reply = await self._ask(ListRewards())
+        assert isinstance(reply, RewardsListed), reply
+        return reply
+
+    async def _ask(self, request: RewardRequest) -> RewardReply:
         if self._ended:
             raise StreamRLError("the run has ended: its rewards cannot be changed any more")
-        done, replies = self._waiting[change.request_id] = (anyio.Event(), [])
-        self._give.send_nowait(change)
-        await done.wait()
+        self._asked += 1
+        number = self._asked
+        done, replies = self._waiting[number] = (anyio.Event(), [])
+        self._give.send_nowait(structs.replace(request, request_id=number))
+        try:
+            await done.wait()
+        finally:
+            self._waiting.pop(number, None)
         if not replies:
-            raise StreamRLError("the run ended before its rewards were changed")
-        if replies[0].problems:
-            raise RecipeError(list(replies[0].problems))
-        return replies[0].reward_version
+            raise StreamRLError("the run ended before it answered")
+        return replies[0]
 
     # ---- for the pipeline ------------------------------------------------------------------------
 
@@ -64,13 +87,13 @@ class RewardAttachments:
         self._running = True
         with self._take, suppress(anyio.EndOfStream, StreamBroken):  # the run has ended
             first = await self._take.receive()
-            async with zmq_sender(RewardChange, endpoint, bind=True, name="controller.rewards") as changes:
+            async with zmq_sender(RewardRequest, endpoint, bind=True, name="controller.rewards") as changes:
                 await changes.send(first)
                 async for change in self._take:
                     await changes.send(change)
 
-    def answered(self, reply: RewardsChanged) -> None:
-        """The controller has carried out a change, or could not."""
+    def answered(self, reply: RewardReply) -> None:
+        """The controller has carried out a change, or could not, or says what is attached."""
         done, replies = self._waiting.pop(reply.request_id, (None, []))
         if done is not None:
             replies.append(reply)

@@ -30,7 +30,7 @@ class LaneCall(msgspec.Struct):
     key: str
     rank: int
     asked_at: float
-    result: asyncio.Future[CallResult]
+    on_done: Callable[[CallResult], None]
     tries: int = 0
 
 
@@ -49,22 +49,39 @@ class RewardLane:
         self._next_start = 0.0
         self._pausing: asyncio.TimerHandle | None = None
         self._beginning = False
+        self._closed = False
 
     def call(
-        self, completion: Any, arguments: Mapping[str, Any], *, count: int, key: str, rank: int = 0
-    ) -> asyncio.Future[CallResult]:
-        """The result of ``function(completion, **arguments)``, after retries. It never holds an exception."""
-        result: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
-        self._ask(LaneCall(completion, arguments, count, key, rank, time.monotonic(), result))
-        return result
+        self,
+        completion: Any,
+        arguments: Mapping[str, Any],
+        on_done: Callable[[CallResult], None],
+        *,
+        count: int,
+        key: str,
+        rank: int = 0,
+    ) -> None:
+        """``on_done(result)`` is called once with the result of ``function(completion, **arguments)``, after retries:
+        now or later, or never where the lane is closed before."""
+        self._ask(LaneCall(completion, arguments, count, key, rank, time.monotonic(), on_done))
+
+    def close(self) -> None:
+        """Begin no more calls, and tell of none."""
+        self._closed = True
+        self._waiting.clear()
+        if self._pausing is not None:
+            self._pausing.cancel()
 
     def _ask(self, call: LaneCall) -> None:
         self._asked += 1
+        if not self._waiting and not self.reward.rate_per_s and self.running < self._concurrency:
+            self._start_call(call, self._asked)  # the usual case: there is nothing to choose from
+            return
         heapq.heappush(self._waiting, (call.rank, self._asked, call))
         self._begin_some()
 
     def _begin_some(self) -> None:
-        if self._beginning:  # a call ended as soon as it began: the loop below goes on
+        if self._beginning or self._closed:  # a call ended as soon as it began: the loop below goes on
             return
         self._beginning = True
         try:
@@ -80,22 +97,23 @@ class RewardLane:
                     self._resume_at(self._next_start - now)
                     return
                 self._next_start = max(self._next_start, now) + 1.0 / self.reward.rate_per_s
-            rank, order, call = heapq.heappop(self._waiting)
-            if call.result.done():  # nobody waits for it any more
-                continue
-            self.running += 1
-            self._start(
-                PoolCall(
-                    function=self._index,
-                    completion=call.completion,
-                    arguments=call.arguments,
-                    count=call.count,
-                    limit_s=self.limits.limit_s(call.key),
-                    rank=(rank, order),
-                    on_done=partial(self._ended, call),
-                    asked_at=call.asked_at,
-                )
+            _, order, call = heapq.heappop(self._waiting)
+            self._start_call(call, order)
+
+    def _start_call(self, call: LaneCall, order: int) -> None:
+        self.running += 1
+        self._start(
+            PoolCall(
+                function=self._index,
+                completion=call.completion,
+                arguments=call.arguments,
+                count=call.count,
+                limit_s=self.limits.limit_s(call.key),
+                rank=(call.rank, order),
+                on_done=partial(self._ended, call),
+                asked_at=call.asked_at,
             )
+        )
 
     def _resume_at(self, seconds: float) -> None:
         if self._pausing is None:
@@ -107,17 +125,24 @@ class RewardLane:
 
     def _ended(self, call: LaneCall, result: CallResult) -> None:
         self.running -= 1
-        if not call.result.done():
-            if call.tries < self.reward.retries and _raised(result):
-                call.tries += 1
-                pause_s = min(self.reward.backoff_s * 2 ** (call.tries - 1), LONGEST_PAUSE_S)
-                # Jitter, so that calls which a service refused together do not come back together.
-                asyncio.get_running_loop().call_later(pause_s * random.uniform(0.75, 1.25), self._ask, call)
-            else:
+        if self._closed:
+            return
+        if call.tries < self.reward.retries and _raised(result):
+            call.tries += 1
+            pause_s = min(self.reward.backoff_s * 2 ** (call.tries - 1), LONGEST_PAUSE_S)
+            # Jitter, so that calls which a service refused together do not come back together.
+            asyncio.get_running_loop().call_later(pause_s * random.uniform(0.75, 1.25), self._ask_again, call)
+        else:
+            if self.reward.adaptive_limit is not None:
                 for value in result.values:
                     self.limits.observe(call.key, result.seconds, total_of(self.reward, value))
-                call.result.set_result(result)
-        self._begin_some()
+            call.on_done(result)
+        if self._waiting:
+            self._begin_some()
+
+    def _ask_again(self, call: LaneCall) -> None:
+        if not self._closed:
+            self._ask(call)
 
 
 def _raised(result: CallResult) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -11,12 +12,16 @@ from streamrl.config.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, Reward, R
 from streamrl.errors import StreamRLError
 from streamrl.rewards.call_pool import CallPool
 from streamrl.rewards.lanes import RewardLane
+from streamrl.rewards.reward_exchange import outcome_of, score_message
 from streamrl.rewards.scoring import Outcome, SampleTexts, SampleValue, column_failure, combine
 from streamrl.rewards.signature import RewardFunction, RewardSignature, load_reward
 from streamrl.rewards.trusted_calls import TrustedCalls
 from streamrl.rewards.values import CallFailure, CallResult
+from streamrl.stage_messages import SampleReward, ScoreGroup
 from streamrl.tokenizer import Tokenizer
-from streamrl.types import Trajectory
+from streamrl.types import Prompt, Trajectory
+
+OnScored = Callable[[tuple[SampleReward, ...]], None]
 
 COMBINING = "combine"
 
@@ -40,7 +45,8 @@ class RewardsOf(msgspec.Struct, frozen=True, kw_only=True):
 class RewardSet:
     """Scores trajectories with every function of ``attached``, side by side. ``open`` before, ``aclose`` after.
 
-    ``tasks`` must outlive it: a trusted coroutine that swallows its cancellation stays there.
+    ``tasks`` must outlive it: a trusted coroutine that swallows its cancellation stays there. ``combines``: the recipe
+    has a function of its own that makes one number of the values.
     """
 
     def __init__(self, attached: RewardsOf, tokenizer: Tokenizer, tasks: asyncio.TaskGroup) -> None:
@@ -49,7 +55,7 @@ class RewardSet:
         self._tasks = tasks
         combining = attached.combining
         self._all = (*attached.rewards, *([combining] if combining is not None else []))
-        self._combines = combining is not None
+        self.combines = combining is not None
         self._trusted = {index: reward for index, reward in enumerate(self._all) if reward.trusted}
         self._calls: TrustedCalls | None = None
         self._pool: CallPool | None = None
@@ -98,77 +104,145 @@ class RewardSet:
         await (pool.failed_for_good if pool is not None else asyncio.get_running_loop().create_future())
         raise StreamRLError("reward processes cannot be started any more")
 
+    def begin(self, order: ScoreGroup, prompts: Sequence[Prompt], on_scored: OnScored) -> None:
+        """Score one order. ``on_scored(rewards)`` is called once, now or later, with one for each completion in the
+        same order, whatever user code does; never where the set is closed before. ``prompts``: of the message."""
+        _Scoring(self, SampleTexts(order.completions, prompts, self._tokenizer), order.rank, on_scored).begin()
+
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
         """One outcome for each trajectory, in the same order. Never raises for what user code does.
 
         ``rank``: of several orders that wait, the smallest goes first.
         """
-        texts = SampleTexts(trajectories, self._tokenizer)
-        count = len(self.attached.rewards)
-        started = [self._begin(index, texts, rank) for index in range(count)]
-        by_sample: list[list[SampleValue]] = [[] for _ in trajectories]
-        for index, calls in enumerate(started):
-            reward = self._all[index]
-            for members, result in calls:
-                found = result if isinstance(result, CallResult) else await result
-                for member, checked in zip(members, found.values, strict=True):
-                    by_sample[member].append(SampleValue(reward, checked, found))
-        own = await self._combined(texts, by_sample, rank) if self._combines else None
-        version, separate = self.attached.version, self.attached.limits.combine == COMBINE_SEPARATE
-        return tuple(
-            combine(
-                trajectory,
-                values,
-                version=version,
-                own=own[place] if own is not None else None,
-                separate=separate,
-            )
-            for place, (trajectory, values) in enumerate(zip(trajectories, by_sample, strict=True))
-        )
+        message = score_message(trajectories, rank=rank)
+        scored: asyncio.Future[tuple[SampleReward, ...]] = asyncio.get_running_loop().create_future()
+        self.begin(message.groups[0], message.prompts, partial(_unless_cancelled, scored))
+        version = self.attached.version
+        rewards = await scored
+        return tuple(outcome_of(t, reward, version) for t, reward in zip(trajectories, rewards, strict=True))
+
+    def remember_limits(self, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
+        """Slowest correct calls by reward and key, which other workers have observed."""
+        for lane in self._lanes:
+            lane.limits.remember(slowest_s.get(lane.reward.label, {}))
+
+    def take_learnt_limits(self) -> dict[str, dict[str, float]]:
+        """Slowest correct calls by reward and key, as far as they are news."""
+        return {lane.reward.label: news for lane in self._lanes if (news := lane.limits.take_news())}
 
     async def aclose(self) -> None:
-        """End every call process. Idempotent."""
+        """End call processes, and what built-in rewards hold. Calls that have not ended are forgotten. Idempotent."""
+        for lane in self._lanes:
+            lane.close()
+        if self._calls is not None:
+            await self._calls.aclose()
         if self._pool is not None:
             await self._pool.aclose()
 
-    def _begin(
-        self, index: int, texts: SampleTexts, rank: int
-    ) -> list[tuple[list[int], asyncio.Future[CallResult] | CallResult]]:
-        """A call for each trajectory, or for each group; and whom it is about."""
+    def call(
+        self, index: int, texts: SampleTexts, members: list[int], rank: int, on_done: Callable[[CallResult], None]
+    ) -> None:
+        """One call of one function about ``members`` of an order."""
         signature, lane = self._signatures[index], self._lanes[index]
-        groups = texts.groups() if signature.per_group else [[place] for place in range(len(texts.trajectories))]
-        calls: list[tuple[list[int], asyncio.Future[CallResult] | CallResult]] = []
-        for members in groups:
-            arguments = texts.arguments(signature, members)
-            if isinstance(arguments, CallFailure):
-                calls.append((members, column_failure(arguments, len(members))))
-                continue
-            trajectory = texts.trajectories[members[0]]
-            completion = (
-                [texts.completions[m] for m in members] if signature.per_group else texts.completions[members[0]]
-            )
-            key = trajectory.id.prompt_id
-            if (adaptive := lane.reward.adaptive_limit) is not None and adaptive.key != "prompt_id":
-                key = str(trajectory.prompt.columns.get(adaptive.key, key))
-            calls.append((members, lane.call(completion, arguments, count=len(members), key=key, rank=rank)))
-        return calls
+        arguments = texts.arguments(signature, members)
+        if isinstance(arguments, CallFailure):
+            on_done(column_failure(arguments, len(members)))
+            return
+        prompt = texts.prompt_of(members[0])
+        completion = [texts.texts[m] for m in members] if signature.per_group else texts.texts[members[0]]
+        key = prompt.prompt_id
+        if (adaptive := lane.reward.adaptive_limit) is not None and adaptive.key != "prompt_id":
+            key = str(prompt.columns.get(adaptive.key, key))
+        lane.call(completion, arguments, on_done, count=len(members), key=key, rank=rank)
 
-    async def _combined(
-        self, texts: SampleTexts, by_sample: Sequence[Sequence[SampleValue]], rank: int
-    ) -> list[CallResult | None]:
-        """What the combining function makes of the values of each sample; None where there is nothing to combine."""
+    def members_of_calls(self, index: int, texts: SampleTexts) -> list[list[int]]:
+        """Whom each call of a function is about: one completion, or all of a group."""
+        if self._signatures[index].per_group:
+            return texts.groups()
+        return [[place] for place in range(len(texts.completions))]
+
+    def call_combining(
+        self,
+        texts: SampleTexts,
+        place: int,
+        named: dict[str, float],
+        rank: int,
+        on_done: Callable[[CallResult], None],
+    ) -> None:
+        """Let the recipe's own function make one number of the values of a sample."""
         index = len(self.attached.rewards)
-        signature, lane = self._signatures[index], self._lanes[index]
-        calls: list[asyncio.Future[CallResult] | CallResult | None] = []
-        for place, values in enumerate(by_sample):
-            trained = [value for value in values if not value.reward.shadow]
+        arguments = texts.arguments(self._signatures[index], [place])
+        if isinstance(arguments, CallFailure):
+            on_done(column_failure(arguments, 1))
+        else:
+            self._lanes[index].call(named, arguments, on_done, count=1, key="", rank=rank)
+
+
+class _Scoring:
+    """One order while its calls are made: counts what is missing, without a task or a future of its own."""
+
+    def __init__(self, rewards: RewardSet, texts: SampleTexts, rank: int, on_scored: OnScored) -> None:
+        self._rewards = rewards
+        self._texts = texts
+        self._rank = rank
+        self._on_scored = on_scored
+        self._missing = 1  # until all calls were asked for
+        self._values: list[list[SampleValue | None]] = []
+        self._own: list[CallResult | None] = []
+
+    def begin(self) -> None:
+        """Ask for all calls of all functions."""
+        attached = self._rewards.attached.rewards
+        self._values = [[None] * len(attached) for _ in self._texts.completions]
+        for index in range(len(attached)):
+            for members in self._rewards.members_of_calls(index, self._texts):
+                self._missing += 1
+                self._rewards.call(index, self._texts, members, self._rank, partial(self._called, index, members))
+        self._one_less(self._combine)
+
+    def _called(self, index: int, members: Sequence[int], result: CallResult) -> None:
+        reward = self._rewards.attached.rewards[index]
+        for member, checked in zip(members, result.values, strict=True):
+            self._values[member][index] = SampleValue(reward, checked, result)
+        self._one_less(self._combine)
+
+    def _one_less(self, then: Callable[[], None]) -> None:
+        self._missing -= 1
+        if not self._missing:
+            then()
+
+    def _combine(self) -> None:
+        """All values are there. Where the recipe combines them by a function of its own, ask it first."""
+        if not self._rewards.combines:
+            self._finish()
+            return
+        self._own = [None] * len(self._values)
+        self._missing = 1
+        for place, values in enumerate(self._values):
+            trained = [value for value in values if value is not None and not value.reward.shadow]
             named = {value.reward.label: v for value in trained if (v := value.value) is not None}
-            if not named or any(value.failure is not None for value in trained):
-                calls.append(None)
-                continue
-            arguments = texts.arguments(signature, [place])
-            if isinstance(arguments, CallFailure):
-                calls.append(column_failure(arguments, 1))
-            else:
-                calls.append(lane.call(named, arguments, count=1, key="", rank=rank))
-        return [await call if isinstance(call, asyncio.Future) else call for call in calls]
+            if named and all(value.failure is None for value in trained):
+                self._missing += 1
+                self._rewards.call_combining(self._texts, place, named, self._rank, partial(self._combined, place))
+        self._one_less(self._finish)
+
+    def _combined(self, place: int, result: CallResult) -> None:
+        self._own[place] = result
+        self._one_less(self._finish)
+
+    def _finish(self) -> None:
+        separate = self._rewards.attached.limits.combine == COMBINE_SEPARATE
+        own = self._own or [None] * len(self._values)
+        self._on_scored(
+            tuple(
+                [
+                    combine([value for value in values if value is not None], own=made, separate=separate)
+                    for values, made in zip(self._values, own, strict=True)
+                ]
+            )
+        )
+
+
+def _unless_cancelled(scored: asyncio.Future[tuple[SampleReward, ...]], rewards: tuple[SampleReward, ...]) -> None:
+    if not scored.done():
+        scored.set_result(rewards)

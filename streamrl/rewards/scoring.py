@@ -19,14 +19,15 @@ from streamrl.config.rewards import FailurePolicy, Reward
 from streamrl.rewards.lanes import total_of
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed
+from streamrl.stage_messages import CompletionToScore, SampleReward
 from streamrl.tokenizer import Tokenizer
 from streamrl.types import (
+    Prompt,
     RewardCall,
     RewardFailure,
     RewardFailureKind,
     ScoredTrajectory,
     TokenArray,
-    Trajectory,
     token_array,
 )
 
@@ -61,47 +62,52 @@ class SampleValue(msgspec.Struct, frozen=True):
 
 
 class SampleTexts:
-    """The trained tokens and texts of the trajectories of one order, decoded once."""
+    """The sampled tokens and texts of the completions of one order, decoded once. ``prompts``: of the whole message."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
-        self.trajectories = trajectories
-        self.token_ids = [trained_tokens(trajectory) for trajectory in trajectories]
-        self.completions = [tokenizer.decode(ids) for ids in self.token_ids]
+    def __init__(
+        self, completions: Sequence[CompletionToScore], prompts: Sequence[Prompt], tokenizer: Tokenizer
+    ) -> None:
+        self.completions = completions
+        self.prompts = prompts
+        self.token_ids = [_tokens_of(completion) for completion in completions]
+        self.texts = [tokenizer.decode(ids) for ids in self.token_ids]
         self._tokenizer = tokenizer
+
+    def prompt_of(self, member: int) -> Prompt:
+        """The prompt of one completion."""
+        return self.prompts[self.completions[member].prompt]
 
     def arguments(self, signature: RewardSignature, members: Sequence[int]) -> dict[str, Any] | CallFailure:
         """Keyword arguments of a call about ``members``, which share a prompt."""
-        first = self.trajectories[members[0]]
+        prompt = self.prompt_of(members[0])
         wanted = signature.provided
         provided: dict[str, Any] = {}
-        if "prompt_id" in wanted:
-            provided["prompt_id"] = first.id.prompt_id
-        if "prompt" in wanted:
-            text = first.prompt.columns.get("prompt")
-            provided["prompt"] = self._tokenizer.decode(first.prompt.token_ids) if text is None else text
-        if "token_ids" in wanted:
-            lists = [self.token_ids[member].tolist() for member in members]
-            provided["token_ids"] = lists if signature.per_group else lists[0]
-        if "finish_reason" in wanted:
-            reasons = [self.trajectories[member].finish_reason.value for member in members]
-            provided["finish_reason"] = reasons if signature.per_group else reasons[0]
-        return choose_arguments(signature, first.prompt.columns, provided)
+        if wanted:
+            if "prompt_id" in wanted:
+                provided["prompt_id"] = prompt.prompt_id
+            if "prompt" in wanted:
+                text = prompt.columns.get("prompt")
+                provided["prompt"] = self._tokenizer.decode(prompt.token_ids) if text is None else text
+            if "token_ids" in wanted:
+                lists = [self.token_ids[member].tolist() for member in members]
+                provided["token_ids"] = lists if signature.per_group else lists[0]
+            if "finish_reason" in wanted:
+                reasons = [self.completions[member].finish_reason.value for member in members]
+                provided["finish_reason"] = reasons if signature.per_group else reasons[0]
+        return choose_arguments(signature, prompt.columns, provided)
 
     def groups(self) -> list[list[int]]:
-        """Indices of trajectories that share a prompt and a group."""
+        """Places of completions that share a prompt and a group."""
         by_group: dict[tuple[int, str], list[int]] = {}
-        for index, trajectory in enumerate(self.trajectories):
-            by_group.setdefault((trajectory.id.group_id, trajectory.id.prompt_id), []).append(index)
+        for place, completion in enumerate(self.completions):
+            by_group.setdefault((completion.group_id, self.prompt_of(place).prompt_id), []).append(place)
         return list(by_group.values())
 
 
-def trained_tokens(trajectory: Trajectory) -> TokenArray:
-    """Token ids of all trained segments, joined: what the policy sampled."""
-    joined = token_array()
-    for segment in trajectory.segments:
-        if segment.trained:
-            joined.extend(segment.token_ids)
-    return joined
+def _tokens_of(completion: CompletionToScore) -> TokenArray:
+    token_ids = token_array()
+    token_ids.frombytes(completion.token_ids)
+    return token_ids
 
 
 def choose_arguments(
@@ -130,35 +136,27 @@ def copied(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
-def combine(
-    trajectory: Trajectory,
-    values: Sequence[SampleValue],
-    *,
-    version: int,
-    own: CallResult | None = None,
-    separate: bool = False,
-) -> Outcome:
-    """The outcome of one sample: of the functions, in the order of the recipe. ``own``: what the recipe's combining
-    function made of their values; ``separate``: each is compared with its siblings' alone. ``reward_parts`` holds the
-    values as returned, without weights; ``reward_seconds`` is the longest call with the time that it waited (functions
+def combine(values: Sequence[SampleValue], *, own: CallResult | None = None, separate: bool = False) -> SampleReward:
+    """The reward of one sample: of the functions, in the order of the recipe. ``own``: what the recipe's combining
+    function made of their values; ``separate``: each is compared with its siblings' alone. ``parts`` holds the
+    values as returned, without weights; ``seconds`` is the longest call with the time that it waited (functions
     run side by side)."""
     trained = [value for value in values if not value.reward.shadow]
     for value in trained:
-        if value.failure is not None:
-            return _failure(trajectory, values, value.reward.label, value.failure, version, policy_of(value))
-    applicable = [(value.reward, v) for value in trained if (v := value.value) is not None]
+        if (failure := value.failure) is not None:
+            return _failure(values, value.reward.label, failure, policy_of(value))
+    known = [(value, value.value) for value in values]
+    applicable = [(value.reward, v) for value, v in known if v is not None and not value.reward.shadow]
     total = _total(applicable, own)
     if isinstance(total, CallFailure):
         name = ", ".join(value.reward.label for value in trained) if own is None else "combine"
-        return _failure(trajectory, values, name, total, version, _strictest(trained))
-    return ScoredTrajectory(
-        trajectory=trajectory,
+        return _failure(values, name, total, _strictest(trained))
+    return SampleReward(
         reward=total,
-        reward_parts=parts_of(values),
-        reward_seconds=_seconds(values),
-        calls=_calls(values),
-        reward_version=version,
-        separate_rewards={reward.label: (reward.weight, v) for reward, v in applicable} if separate else {},
+        parts=_parts(known),
+        seconds=_seconds(values),
+        calls=_calls(known),
+        separate={reward.label: (reward.weight, v) for reward, v in applicable} if separate else {},
     )
 
 
@@ -185,11 +183,11 @@ def policy_of(value: SampleValue) -> FailurePolicy:
     return reward.on_late if late and reward.on_late is not None else reward.on_failure
 
 
-def parts_of(values: Sequence[SampleValue]) -> dict[str, float]:
+def _parts(known: Sequence[tuple[SampleValue, float | None]]) -> dict[str, float]:
     """Values as returned, by name; also those of shadows."""
     parts: dict[str, float] = {}
-    for value in values:
-        if (total := value.value) is not None:
+    for value, total in known:
+        if total is not None:
             parts[value.reward.label] = total
         for name, part in value.checked.parts.items():
             parts[f"{value.reward.label}.{name}"] = part
@@ -211,36 +209,29 @@ def _seconds(values: Sequence[SampleValue]) -> float:
     return max(value.call.seconds + value.call.waited_s for value in values)
 
 
-def _calls(values: Sequence[SampleValue]) -> tuple[RewardCall, ...]:
+def _calls(known: Sequence[tuple[SampleValue, float | None]]) -> tuple[RewardCall, ...]:
     return tuple(
-        RewardCall(
-            function=value.reward.label,
-            seconds=value.call.seconds,
-            waited_s=value.call.waited_s,
-            limit_s=value.call.limit_s,
-            adapted=value.call.limit_s < value.reward.time_limit_s and value.call.limit_s > 0,
-            value=value.value,
-            failure=None if value.checked.failure is None else value.checked.failure.kind,
-        )
-        for value in values
+        [
+            RewardCall(
+                function=value.reward.label,
+                seconds=value.call.seconds,
+                waited_s=value.call.waited_s,
+                limit_s=value.call.limit_s,
+                adapted=value.call.limit_s < value.reward.time_limit_s and value.call.limit_s > 0,
+                value=total,
+                failure=None if value.checked.failure is None else value.checked.failure.kind,
+            )
+            for value, total in known
+        ]
     )
 
 
-def _failure(
-    trajectory: Trajectory,
-    values: Sequence[SampleValue],
-    function: str,
-    failure: CallFailure,
-    version: int,
-    policy: FailurePolicy,
-) -> RewardFailure:
-    return RewardFailure(
-        trajectory=trajectory,
-        function=function,
+def _failure(values: Sequence[SampleValue], function: str, failure: CallFailure, policy: FailurePolicy) -> SampleReward:
+    return SampleReward(
+        seconds=_seconds(values),
+        calls=_calls([(value, value.value) for value in values]),
         kind=failure.kind,
+        function=function,
         message=failure.message,
-        reward_seconds=_seconds(values),
-        calls=_calls(values),
-        reward_version=version,
         policy=policy.value,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from streamrl.config.rewards import Reward
 
 _MOST_KEYS = 200_000  # then the one that was learnt first is forgotten
+_KEYS_IN_PIECE = 20_000
 
 
 class TimeLimits:
@@ -15,6 +18,7 @@ class TimeLimits:
         self._ceiling_s = reward.time_limit_s
         self._adaptive = reward.adaptive_limit
         self._slowest_s: dict[str, float] = {}
+        self._news: dict[str, float] = {}
 
     def limit_s(self, key: str) -> float:
         """For the next call of ``key``."""
@@ -27,12 +31,75 @@ class TimeLimits:
         """A call of ``key`` took ``seconds`` and gave ``value`` (None: nothing)."""
         if self._adaptive is None or value is None or value < self._adaptive.correct_from:
             return
-        if seconds > self._slowest_s.get(key, -1.0):
-            if key not in self._slowest_s and len(self._slowest_s) >= _MOST_KEYS:
-                del self._slowest_s[next(iter(self._slowest_s))]
-            self._slowest_s[key] = seconds
+        if _keep_slowest(self._slowest_s, key, seconds):
+            self._news[key] = seconds
+
+    def take_news(self) -> dict[str, float]:
+        """Slowest correct calls that were observed since the last time, by key."""
+        if not self._news:
+            return {}
+        news, self._news = self._news, {}
+        return news
+
+    def remember(self, slowest_s: Mapping[str, float]) -> None:
+        """Go on from what another worker, or another life of this one, has observed."""
+        for key, seconds in slowest_s.items():
+            _keep_slowest(self._slowest_s, key, seconds)
 
     @property
     def learnt(self) -> int:
         """Keys with a correct call."""
         return len(self._slowest_s)
+
+
+class LearntLimits:
+    """What all workers of a run have observed, by the name of the reward; it outlives each of them.
+
+    ``since``: the version of the rewards that brought each one. A reward that is replaced begins anew, whatever calls
+    of its predecessor still tell.
+    """
+
+    def __init__(
+        self, since: Mapping[str, int] | None = None, slowest_s: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        self.since = dict(since or {})
+        self._slowest_s = {name: dict(found) for name, found in (slowest_s or {}).items() if name in self.since}
+
+    def attached(self, since: Mapping[str, int]) -> None:
+        """These score from now on. What was observed of others is forgotten."""
+        kept = {name for name, version in since.items() if self.since.get(name) == version}
+        self.since = dict(since)
+        self._slowest_s = {name: found for name, found in self._slowest_s.items() if name in kept}
+
+    def observed(self, version: int, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
+        """A worker tells what functions of ``version`` took."""
+        for name, found in slowest_s.items():
+            if version >= self.since.get(name, version + 1):
+                known = self._slowest_s.setdefault(name, {})
+                for key, seconds in found.items():
+                    _keep_slowest(known, key, seconds)
+
+    @property
+    def slowest_s(self) -> dict[str, dict[str, float]]:
+        """Slowest correct calls by reward and key, in seconds."""
+        return self._slowest_s
+
+    def pieces(self, version: int) -> Iterator[dict[str, dict[str, float]]]:
+        """What a worker that has loaded ``version`` must know, in pieces that a message can hold."""
+        for name, found in self._slowest_s.items():
+            if version < self.since[name]:
+                continue
+            keys = list(found)
+            for begin in range(0, len(keys), _KEYS_IN_PIECE):
+                yield {name: {key: found[key] for key in keys[begin : begin + _KEYS_IN_PIECE]}}
+
+
+def _keep_slowest(slowest_s: dict[str, float], key: str, seconds: float) -> bool:
+    """Note a call. False: a slower one was known."""
+    known = slowest_s.get(key)
+    if known is not None and seconds <= known:
+        return False
+    if known is None and len(slowest_s) >= _MOST_KEYS:
+        del slowest_s[next(iter(slowest_s))]
+    slowest_s[key] = seconds
+    return True

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import math
 import time
+from typing import NamedTuple
 
 from streamrl.rewards.call_child import PoolCall
 from streamrl.rewards.call_process import describe_raised, late_message
 from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, failed
 from streamrl.types import RewardFailureKind
+
+_CLOSE_LIMIT_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Begun(NamedTuple):
+    call: PoolCall
+    started: float
+    late_at: float
 
 
 class TrustedCalls:
@@ -23,7 +36,10 @@ class TrustedCalls:
     def __init__(self, tasks: asyncio.TaskGroup, functions: dict[int, RewardFunction]) -> None:
         self._tasks = tasks
         self._functions = functions
+        self._running: dict[asyncio.Task[tuple[CheckedValue, ...]], _Begun] = {}
         self._late: set[asyncio.Task[tuple[CheckedValue, ...]]] = set()
+        self._looking: asyncio.TimerHandle | None = None
+        self._looks_at = math.inf
 
     @property
     def stuck(self) -> int:
@@ -53,29 +69,60 @@ class TrustedCalls:
             values = failed(RewardFailureKind.TIMED_OUT, late_message(call.limit_s), call.count)
         _finish(call, values, seconds)
 
+    async def aclose(self) -> None:
+        """Let built-in rewards give back what they hold: connections, a model, a sandbox. Idempotent."""
+        async with asyncio.TaskGroup() as closing:
+            for function in self._functions.values():
+                closing.create_task(_give_back(function))
+        self._functions = {}
+
     def _await(self, call: PoolCall, function: RewardFunction, started: float) -> None:
         task = self._tasks.create_task(_run(call, function))
+        self._running[task] = _Begun(call, started, started + call.limit_s)
+        task.add_done_callback(self._ended)
+        self._look_at(started + call.limit_s)
 
-        def too_late() -> None:
-            task.remove_done_callback(ended)
+    def _ended(self, task: asyncio.Task[tuple[CheckedValue, ...]]) -> None:
+        begun = self._running.pop(task, None)
+        if begun is None:  # it was late
+            return
+        if task.cancelled():
+            message = "CancelledError: it was cancelled by itself"
+            values = failed(RewardFailureKind.RAISED, message, begun.call.count)
+        else:
+            values = task.result()
+        _finish(begun.call, values, time.perf_counter() - begun.started)
+
+    def _look_at(self, at: float) -> None:
+        """One timer for all calls, set for the first that may be late: most end long before."""
+        if at < self._looks_at:
+            if self._looking is not None:
+                self._looking.cancel()
+            self._looks_at = at
+            self._looking = asyncio.get_running_loop().call_later(at - time.perf_counter(), self._look)
+
+    def _look(self) -> None:
+        self._looking, self._looks_at = None, math.inf
+        now = time.perf_counter()
+        late = [task for task, begun in self._running.items() if begun.late_at <= now]
+        for task in late:
+            call, started, _ = self._running.pop(task)
             self._late.add(task)
             task.add_done_callback(self._late.discard)
             task.cancel()
-            values = failed(RewardFailureKind.TIMED_OUT, late_message(call.limit_s), call.count)
-            _finish(call, values, time.perf_counter() - started)
+            _finish(call, failed(RewardFailureKind.TIMED_OUT, late_message(call.limit_s), call.count), now - started)
+        if self._running:
+            self._look_at(min(begun.late_at for begun in self._running.values()))
 
-        timer = asyncio.get_running_loop().call_later(call.limit_s, too_late)
 
-        def ended(task: asyncio.Task[tuple[CheckedValue, ...]]) -> None:
-            timer.cancel()
-            if task.cancelled():
-                message = "CancelledError: it was cancelled by itself"
-                values = failed(RewardFailureKind.RAISED, message, call.count)
-            else:
-                values = task.result()
-            _finish(call, values, time.perf_counter() - started)
-
-        task.add_done_callback(ended)
+async def _give_back(function: RewardFunction) -> None:
+    aclose = getattr(function.call, "aclose", None)
+    if aclose is None or ":" in function.signature.spec:  # a user's function is one for all versions
+        return
+    try:
+        await asyncio.wait_for(aclose(), _CLOSE_LIMIT_S)
+    except Exception as error:  # noqa: BLE001 - it is over with this reward, and others go on
+        _log.warning("closing reward %s failed: %s: %s", function.name, type(error).__name__, error)
 
 
 async def _run(call: PoolCall, function: RewardFunction) -> tuple[CheckedValue, ...]:

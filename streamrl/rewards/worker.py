@@ -18,29 +18,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
+from collections import Counter
+from functools import partial
 
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.wakeup import Wakeup
 from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError, StreamEnded
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.rewards.exit_timer import ExitTimer
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.rewards.scoring import Outcome
 from streamrl.stage_messages import (
     CloseRewardSet,
     GroupScored,
     GroupsScored,
+    LimitsLearnt,
     LoadRewardSet,
+    RememberLimits,
     RewardOrder,
     RewardResult,
     RewardSetLoaded,
     RewardWorkerReady,
     SampleReward,
-    ScoreGroup,
     ScoreGroups,
 )
 from streamrl.tokenizer import Tokenizer, load_tokenizer
-from streamrl.types import RewardFailure
 
 _HEARTBEAT_S = 0.5
 _STALL_GRACE_S = 2.0
@@ -49,6 +52,7 @@ _LEAVE_GRACE_S = 1.0  # for what was left behind, when the worker ends
 _LEAVE_LOOKS = 50
 _MANY_STUCK_CALLS = 8  # coroutines that never end; each keeps memory and takes time from the others
 _TOO_MANY_STUCK_CALLS = 32
+_TURN_S = 0.005  # plain functions run one after the other for so long; then heartbeat, answers and others go on
 _FLUSH_S = 0.5  # for answers on their way, before the process ends
 
 _log = logging.getLogger(__name__)
@@ -60,27 +64,28 @@ async def run_reward_worker(
     orders: ReceiveStream[RewardOrder],
     results: SendStream[RewardResult],
     *,
+    first_version: int = 0,
     owns_process: bool = True,
 ) -> None:
     """Answer every ``ScoreGroup`` with a ``GroupScored``, until ``orders`` ends; nothing that it started is left then.
 
-    ``owns_process`` False (tests): nothing ends the process, so a trusted function that never stops makes this hang.
-    Otherwise the process ends by ``os._exit`` when trusted code cannot be stopped: with code 75 while orders may come,
-    with code 0 when they ended and all are answered (``results`` is closed, hence flushed, before). Raises
-    ``RecipeError`` when a function or the tokenizer cannot be loaded, ``StreamBroken`` when the controller is gone, and
-    ``StreamRLError`` when call processes cannot be started any more.
+    ``first_version``: how orders call what the recipe says. ``owns_process`` False (tests): nothing ends the process,
+    so a trusted function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code
+    cannot be stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results``
+    is closed, hence flushed, before). Raises ``RecipeError`` when a function or the tokenizer cannot be loaded,
+    ``StreamBroken`` when the controller is gone, and ``StreamRLError`` when call processes cannot be started any more.
     """
     tokenizer = load_tokenizer(recipe.model.path)
     timer = _open_timer() if owns_process else None
     longest_s = max(reward.time_limit_s for reward in recipe.rewards) + _STALL_GRACE_S
     user_calls = asyncio.TaskGroup()
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, owns_process=owns_process)
-    await serving.open()
+    await serving.open(first_version)
     try:
         async with user_calls, asyncio.TaskGroup() as life:
             beating = life.create_task(_beat(timer, longest_s))
             try:
-                await serving.run(worker)
+                await serving.run(worker, first_version)
                 if owns_process:
                     await _leave(serving, results)
             finally:
@@ -93,7 +98,8 @@ async def run_reward_worker(
 
 
 class _Serving:
-    """Receives orders and answers them, each in its own task (the slots of the run bound how many)."""
+    """Receives orders and answers them. An order has no task: its calls tell when they have ended, and what has been
+    scored since the last message goes out with the next one."""
 
     def __init__(
         self,
@@ -112,35 +118,42 @@ class _Serving:
         self._results = results
         self._owns_process = owns_process
         self._sets: dict[int, RewardSet] = {}
-        self._open_orders: dict[int, int] = {}
+        self._open_orders: Counter[int] = Counter()
         self._closing: set[int] = set()
+        self._closed: list[RewardSet] = []  # those of which something still runs
         self._scored: list[GroupScored] = []
-        self._sending = asyncio.Lock()
+        self._ended = False
+        self._changed = Wakeup()
 
     @property
     def stuck(self) -> int:
         """Trusted coroutines past their limit that still run."""
-        return sum(rewards.stuck for rewards in self._sets.values())
+        return sum(rewards.stuck for rewards in (*self._sets.values(), *self._closed))
 
-    async def open(self) -> None:
+    async def open(self, version: int) -> None:
         """Load what the recipe says. Raises ``RecipeError``; nothing is left then."""
-        await self._load(0, RewardsOf(version=0, rewards=self._recipe.rewards, limits=self._recipe.reward_limits))
+        attached = RewardsOf(version=version, rewards=self._recipe.rewards, limits=self._recipe.reward_limits)
+        await self._load(version, attached)
 
-    async def run(self, worker: int) -> None:
+    async def run(self, worker: int, version: int) -> None:
         """Until orders end; every order is answered before it returns, and no call process is left."""
         try:
             await self._results.send(RewardWorkerReady(worker=worker))
-            async with asyncio.TaskGroup() as answers:
-                watches = [answers.create_task(self._sets[0].watch())]
-                await self._receive(answers, watches)
+            async with asyncio.TaskGroup() as serving:
+                watches = [serving.create_task(self._sets[version].watch())]
+                answering = serving.create_task(self._answer())
+                await self._receive(serving, watches)
+                self._ended = True
+                self._changed.notify()
+                await asyncio.wait([answering])
                 for watch in watches:
                     watch.cancel()
         finally:
             for rewards in list(self._sets.values()):
                 await asyncio.shield(asyncio.wait_for(rewards.aclose(), _CLOSE_LIMIT_S))
 
-    async def _receive(self, answers: asyncio.TaskGroup, watches: list[asyncio.Task[None]]) -> None:
-        pending: set[asyncio.Task[None]] = set()
+    async def _receive(self, serving: asyncio.TaskGroup, watches: list[asyncio.Task[None]]) -> None:
+        loading: set[asyncio.Task[None]] = set()
         while True:
             try:
                 order = await self._orders.receive()
@@ -148,22 +161,36 @@ class _Serving:
                 break
             match order:
                 case ScoreGroups():
-                    for group in order.groups:
-                        version = group.reward_version
-                        self._open_orders[version] = self._open_orders.get(version, 0) + 1
-                        task = answers.create_task(self._answer(group))
-                        pending.add(task)
-                        task.add_done_callback(pending.discard)
+                    await self._begin(order)
                 case LoadRewardSet():
                     # In turn with the orders: whoever sends an order of this version has heard that it is loaded.
-                    task = answers.create_task(self._load_another(order, answers, watches))
-                    pending.add(task)
-                    task.add_done_callback(pending.discard)
+                    task = serving.create_task(self._load_another(order, serving, watches))
+                    loading.add(task)
+                    task.add_done_callback(loading.discard)
                 case CloseRewardSet():
                     self._closing.add(order.reward_version)
                     await self._close_unused()
-        while pending:
-            await asyncio.wait(pending)
+                case RememberLimits():
+                    if (rewards := self._sets.get(order.reward_version)) is not None:
+                        rewards.remember_limits(order.slowest_s)
+        while loading:
+            await asyncio.wait(loading)
+
+    async def _begin(self, orders: ScoreGroups) -> None:
+        """Begin to score what came. Plain trusted functions run here, so between them the loop has its turn."""
+        turn_ends = time.perf_counter() + _TURN_S
+        for order in orders.groups:
+            version = order.reward_version
+            self._open_orders[version] += 1
+            self._sets[version].begin(order, orders.prompts, partial(self._scored_one, order.order_id, version))
+            if time.perf_counter() > turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = time.perf_counter() + _TURN_S
+
+    def _scored_one(self, order_id: int, version: int, rewards: tuple[SampleReward, ...]) -> None:
+        self._open_orders[version] -= 1
+        self._scored.append(GroupScored(order_id=order_id, rewards=rewards))
+        self._changed.notify()
 
     async def _load(self, version: int, attached: RewardsOf) -> RewardSet:
         rewards = RewardSet(attached, self._tokenizer, self._user_calls)
@@ -188,55 +215,43 @@ class _Serving:
         watches.append(answers.create_task(rewards.watch()))
         await self._results.send(RewardSetLoaded(reward_version=version, per_group=rewards.per_group))
 
-    async def _answer(self, order: ScoreGroup) -> None:
-        outcomes = await self._sets[order.reward_version].score(order.trajectories, order.rank)
-        self._scored.append(GroupScored(order_id=order.order_id, rewards=tuple(map(_slim, outcomes))))
-        await self._send_scored()
-        self._open_orders[order.reward_version] -= 1
-        if self._closing:
-            await self._close_unused()
+    async def _answer(self) -> None:
+        """Send what was scored, until orders have ended and all are answered. While one message is on its way, more
+        comes together for the next."""
+        while self._scored or self._open_orders.total() or not self._ended:
+            if not self._scored:
+                await self._changed.wait()
+                continue
+            groups, self._scored = tuple(self._scored), []
+            await self._results.send(GroupsScored(groups=groups))
+            for version, rewards in list(self._sets.items()):
+                if learnt := rewards.take_learnt_limits():
+                    await self._results.send(LimitsLearnt(reward_version=version, slowest_s=learnt))
+            if self._closing:
+                await self._close_unused()
+            await self._end_if_stuck()
+
+    async def _end_if_stuck(self) -> None:
         stuck = self.stuck
-        idle = stuck >= _MANY_STUCK_CALLS and not any(self._open_orders.values())
-        if self._owns_process and (idle or stuck >= _TOO_MANY_STUCK_CALLS):
+        if not stuck or not self._owns_process:
+            return
+        idle = stuck >= _MANY_STUCK_CALLS and not self._open_orders.total()
+        if idle or stuck >= _TOO_MANY_STUCK_CALLS:
             _log.warning("%d reward calls do not end: this worker ends, to be started again", stuck)
             # Without closing the results: an end would mean that nothing is left, and orders may be on the way.
             await asyncio.sleep(_FLUSH_S)
             os._exit(REWARD_RESTART_EXIT_CODE)
 
-    async def _send_scored(self) -> None:
-        """Send what was scored. While one message is on its way, more comes together for the next."""
-        async with self._sending:
-            if self._scored:
-                groups, self._scored = tuple(self._scored), []
-                await self._results.send(GroupsScored(groups=groups))
-
     async def _close_unused(self) -> None:
         for version in list(self._closing):
-            if not self._open_orders.get(version):
+            if not self._open_orders[version]:
                 self._closing.discard(version)
+                self._open_orders.pop(version, None)
                 rewards = self._sets.pop(version, None)
                 if rewards is not None:
                     await rewards.aclose()
-
-
-def _slim(outcome: Outcome) -> SampleReward:
-    """The outcome without its trajectory, which the stage has kept."""
-    if isinstance(outcome, RewardFailure):
-        return SampleReward(
-            seconds=outcome.reward_seconds,
-            calls=outcome.calls,
-            kind=outcome.kind,
-            function=outcome.function,
-            message=outcome.message,
-            policy=outcome.policy,
-        )
-    return SampleReward(
-        reward=outcome.reward,
-        parts=outcome.reward_parts,
-        seconds=outcome.reward_seconds,
-        calls=outcome.calls,
-        separate=outcome.separate_rewards,
-    )
+                    if rewards.stuck:
+                        self._closed.append(rewards)
 
 
 async def _beat(timer: ExitTimer | None, stall_s: float) -> None:

@@ -2,62 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec import structs
 
-from streamrl.comm.reward_changes import AttachReward, DetachReward, ReplaceReward, RewardChange, RewardsChanged
+from streamrl.comm.reward_changes import (
+    AttachedReward,
+    AttachReward,
+    DetachReward,
+    ListRewards,
+    ReplaceReward,
+    RewardChange,
+    RewardReply,
+    RewardRequest,
+    RewardsChanged,
+    RewardsListed,
+)
 from streamrl.comm.stream import ReceiveStream
 from streamrl.config.load import check_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError, StreamBroken
+from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 from streamrl.stages.reward import RewardStage
 
 Note = Callable[[int, tuple[str, ...], str], None]
 """Told of a change before the first sample is scored by it: the version, the names, what was asked for."""
+
+Check = Callable[[Recipe, Reward], Awaitable[None]]
+"""Looks at a function before any worker hears of it, as at start. Raises ``RecipeError``."""
 
 
 class AttachedRewards:
     """Carries out changes, one after the other. A change that cannot be made leaves everything as it was."""
 
     def __init__(
-        self, recipe: Recipe, stage: RewardStage, note: Note, reply: Callable[[RewardsChanged], Awaitable[None]]
+        self,
+        recipe: Recipe,
+        stage: RewardStage,
+        kept: KeptRewards,
+        reply: Callable[[RewardReply], Awaitable[None]],
+        check: Check,
     ) -> None:
         self._recipe = recipe
         self._stage = stage
-        self._note = note
+        self._kept = kept
         self._reply = reply
-        self._version = 0
+        self._check = check
+        self._version = kept.reward_version
 
-    async def run(self, changes: ReceiveStream[RewardChange]) -> None:
-        """Until ``changes`` ends or breaks: then whoever asked is gone, and the run goes on."""
+    @property
+    def kept(self) -> KeptRewards:
+        """What a resumed run must know to score as this one does now."""
+        return structs.replace(self._kept, slowest_s=self._stage.limits.slowest_s)
+
+    def file(self) -> Mapping[str, bytes]:
+        """The same, as a checkpoint keeps it."""
+        return rewards_file(self.kept)
+
+    async def run(self, requests: ReceiveStream[RewardRequest], note: Note) -> None:
+        """Until ``requests`` ends or breaks: then whoever asked is gone, and the run goes on."""
         try:
-            async for change in changes:
-                await self._reply(await self._carry_out(change))
+            async for request in requests:
+                if isinstance(request, ListRewards):
+                    await self._reply(self._list(request))
+                else:
+                    await self._reply(await self._carry_out(request, note))
         except StreamBroken:
             return
 
-    async def _carry_out(self, change: RewardChange) -> RewardsChanged:
+    def _list(self, request: ListRewards) -> RewardsListed:
+        attached = tuple(
+            AttachedReward(
+                name=reward.label,
+                function=reward.function,
+                weight=reward.weight,
+                shadow=reward.shadow,
+                trusted=reward.trusted,
+                since=self._kept.since[reward.label],
+            )
+            for reward in self._kept.rewards
+        )
+        return RewardsListed(request_id=request.request_id, reward_version=self._kept.reward_version, rewards=attached)
+
+    async def _carry_out(self, change: RewardChange, note: Note) -> RewardsChanged:
         try:
-            rewards = changed(self._recipe.rewards, change)
+            rewards = changed(self._kept.rewards, change)
             recipe = structs.replace(self._recipe, rewards=rewards)
             check_recipe(recipe, "rewards")
-            names = tuple(reward.label for reward in rewards)
-            await self._stage.load(
-                self._version + 1, rewards, lambda: self._note(self._version + 1, names, described(change))
-            )
+            if not isinstance(change, DetachReward):
+                await self._check(recipe, change.reward)
+            self._version += 1  # also where it fails: some worker may have heard of it
+            after = self._after(change, rewards)
+            await self._stage.load(self._version, rewards, lambda: self._now(after, change, note))
         except RecipeError as error:
-            self._version += 1  # some worker may have heard of it
-            return RewardsChanged(
-                request_id=change.request_id,
-                reward_version=self._stage.reward_version,
-                rewards=tuple(reward.label for reward in self._recipe.rewards),
-                problems=tuple(error.problems),
-            )
-        self._version += 1
-        self._recipe = recipe
-        return RewardsChanged(request_id=change.request_id, reward_version=self._version, rewards=names)
+            return self._answer(change, tuple(error.problems))
+        return self._answer(change)
+
+    def _after(self, change: RewardChange, rewards: tuple[Reward, ...]) -> KeptRewards:
+        since = {reward.label: self._kept.since.get(reward.label, self._version) for reward in rewards}
+        if not isinstance(change, DetachReward):  # one that replaces another begins anew, also under the same name
+            since[change.reward.label] = self._version
+        return structs.replace(self._kept, reward_version=self._version, rewards=rewards, since=since)
+
+    def _now(self, after: KeptRewards, change: RewardChange, note: Note) -> None:
+        self._kept = after
+        self._stage.limits.attached(after.since)
+        note(after.reward_version, tuple(reward.label for reward in after.rewards), described(change))
+
+    def _answer(self, change: RewardChange, problems: tuple[str, ...] = ()) -> RewardsChanged:
+        return RewardsChanged(
+            request_id=change.request_id,
+            reward_version=self._kept.reward_version,
+            rewards=tuple(reward.label for reward in self._kept.rewards),
+            problems=problems,
+        )
 
 
 def changed(rewards: tuple[Reward, ...], change: RewardChange) -> tuple[Reward, ...]:

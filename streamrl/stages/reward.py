@@ -3,26 +3,34 @@
 A worker that must be replaced (a function that cannot be stopped) shows as a broken stream: what it had been
 scoring for longer than the time limit is recorded as timed out, the rest is scored again by its successor.
 
+What ends together travels together: an order goes to a worker at once when it is alone, and while a worker is busy the
+orders gather, so that under load a message carries as many as there are, in the order that closes rounds soonest.
+
 The functions are a value with a version. ``load`` replaces it while trajectories flow. The version that is attached
 when the first of a group arrives scores all of the group, because siblings are compared with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 
 import anyio
 import msgspec
 
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.wakeup import Wakeup
 from streamrl.config.rewards import FailurePolicy, Reward
 from streamrl.errors import RecipeError, StreamBroken, StreamEnded
+from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
+from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stage_messages import (
     CloseRewardSet,
-    GroupScored,
     GroupsScored,
+    LimitsLearnt,
     LoadRewardSet,
+    RememberLimits,
     RewardOrder,
     RewardOutcome,
     RewardResult,
@@ -31,45 +39,52 @@ from streamrl.stage_messages import (
     RolloutOutcome,
     SampleReward,
     Scored,
-    ScoreGroup,
-    ScoreGroups,
     TrajectoryHeld,
     TrajectoryLost,
 )
-from streamrl.stages.reward_exchange import for_worker, outcome_of
-from streamrl.stages.scoring_order import ScoringOrder
+from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
 from streamrl.types import RewardFailureKind, Trajectory
 
 WorkerStreams = tuple[SendStream[RewardOrder], ReceiveStream[RewardResult]]
 MOST_IN_MESSAGE = 64
+"""Enough that the price of a message is small beside that of what it carries, and little to wait for."""
+
+ORDERS_WINDOW = 4
+"""Messages with orders that a worker may not have taken yet. A few: while it is busy, orders gather here, where what
+closes a round sooner still overtakes them."""
+
 OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
 class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``per_group``: some function scores whole groups. ``time_limit_s``: the largest of all functions."""
+    """``per_group``: some function scores whole groups. ``time_limit_s``: the largest of all functions.
+    ``first_version``: what workers begin with."""
 
     functions: str
     per_group: bool
     time_limit_s: float
     concurrency: int
+    first_version: int = 0
 
 
 class RewardStage:
-    """Feeds reward workers. ``run`` once, as a child of the nursery."""
+    """Feeds reward workers. ``run`` once, as a child of the nursery. ``limits``: what they learnt of time limits."""
 
-    def __init__(self, settings: RewardSettings, workers: Sequence[OpenWorker]) -> None:
+    def __init__(
+        self, settings: RewardSettings, workers: Sequence[OpenWorker], limits: LearntLimits | None = None
+    ) -> None:
+        self.limits = limits or LearntLimits()
         self._settings = settings
         self._open = list(workers)
         self._waiting = ScoringOrder()
-        self._arrived_at: dict[int, float] = {}
         self._gathering: dict[int, list[Trajectory]] = {}
         self._heard: dict[int, int] = {}
         self._next_order = 0
         self._open_orders = 0
         self._ended = False
-        self._changed = anyio.Event()
-        self._attached = _Attachment(0, None, settings.per_group)
-        self._scoring = {0: self._attached}
+        self._changed = Wakeup()
+        self._attached = _Attachment(settings.first_version, None, settings.per_group)
+        self._scoring = {settings.first_version: self._attached}
         self._of_group: dict[int, _Attachment] = {}
         self._workers: set[_Worker] = set()
         self._given_out = 0
@@ -93,7 +108,7 @@ class RewardStage:
             async for outcome in trajectories:
                 await self._arrived(outcome, scored)
             self._ended = True
-            self._wake()
+            self._changed.notify()
         await scored.aclose()
 
     async def load(self, version: int, rewards: tuple[Reward, ...], noted: Callable[[], None]) -> None:
@@ -115,6 +130,8 @@ class RewardStage:
                     raise RecipeError(list(dict.fromkeys(problems)))
                 if replies:
                     noted()
+                    for remembered in self.limits.pieces(version):
+                        await self._tell_all(RememberLimits(reward_version=version, slowest_s=remembered))
                     await self._attach(order, per_group=any(reply.per_group for reply in replies))
 
     async def _attach(self, order: LoadRewardSet, *, per_group: bool) -> None:
@@ -141,17 +158,12 @@ class RewardStage:
                     replies.append(reply)
         return replies
 
-    async def _tell_all(self, order: CloseRewardSet) -> None:
+    async def _tell_all(self, order: RewardOrder) -> None:
         for worker in list(self._workers):
             with suppress(StreamBroken):  # its successor never had that version
                 await worker.orders.send(order)
 
     # ---- what arrives ----------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        """Whoever waits for work, or for the end, looks again."""
-        self._changed.set()
-        self._changed = anyio.Event()
 
     async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> None:
         """Make the order that ``outcome`` completes, if any. A held trajectory comes again: its group waits for it."""
@@ -175,7 +187,7 @@ class RewardStage:
         if isinstance(outcome, TrajectoryLost):
             await scored.send(outcome)
             await self._close_unused(self._member_ended(group_id))
-            self._wake()
+            self._changed.notify()
 
     def _member_ended(self, group_id: int) -> _Attachment:
         """The functions that scored the group, which may have been the last that they were wanted for."""
@@ -188,17 +200,14 @@ class RewardStage:
     def _order(self, trajectories: list[Trajectory], version: int) -> None:
         self._next_order += 1
         self._open_orders += 1
-        self._arrived_at[self._next_order] = anyio.current_time()
-        self._waiting.add(
-            ScoreGroup(order_id=self._next_order, trajectories=tuple(trajectories), reward_version=version)
-        )
-        self._wake()
+        self._waiting.add(WaitingOrder(self._next_order, tuple(trajectories), version, anyio.current_time()))
+        self._changed.notify()
 
     # ---- workers ---------------------------------------------------------------------------------
 
     async def _serve(self, open_worker: OpenWorker, scored: SendStream[RewardOutcome]) -> None:
         """One worker and its successors."""
-        unanswered: dict[int, tuple[ScoreGroup, float]] = {}
+        unanswered: Unanswered = {}
         while True:
             try:
                 async with open_worker() as (orders, results):
@@ -216,124 +225,124 @@ class RewardStage:
         self,
         worker: _Worker,
         results: ReceiveStream[RewardResult],
-        unanswered: dict[int, tuple[ScoreGroup, float]],
+        unanswered: Unanswered,
         scored: SendStream[RewardOutcome],
     ) -> None:
         """Raises ``StreamBroken`` (alone, not in a group) when the worker is gone."""
-        places = anyio.Semaphore(self._settings.concurrency)
         broken: StreamBroken | None = None
 
-        async def order() -> None:
+        async def until_broken(half: Callable[[], Awaitable[None]]) -> None:
             nonlocal broken
             try:
-                async with self._changing:
-                    # A successor has loaded what the recipe says.
-                    for load in [a.order for a in self._scoring.values() if a.order is not None]:
-                        reply = await worker.load(load)
-                        if reply is not None and reply.problems:
-                            raise RecipeError(list(reply.problems))
-                    self._workers.add(worker)
-                    self._wake()
-                while await self._more_work():
-                    await places.acquire()
-                    more = min(len(self._waiting), MOST_IN_MESSAGE) - 1
-                    groups = self._take_work(1 + _acquire_more(places, more))
-                    if not groups:  # another worker was faster
-                        places.release()
-                        continue
-                    now = anyio.current_time()
-                    # Registered before anything can wait: a break must find it.
-                    unanswered.update((group.order_id, (group, now)) for group in groups)
-                    await worker.orders.send(ScoreGroups(groups=tuple(map(for_worker, groups))))
-                await worker.orders.aclose()
-            except StreamBroken as error:
-                broken = broken or error
-                conversation.cancel_scope.cancel()
-
-        async def answer() -> None:
-            nonlocal broken
-            try:
-                async for result in results:
-                    match result:
-                        case RewardSetLoaded():
-                            worker.reply = result
-                            worker.loaded.set()
-                        case GroupsScored():
-                            for group in result.groups:
-                                if (known := unanswered.pop(group.order_id, None)) is not None:
-                                    places.release()
-                                    await self._close_unused(await self._deliver(known[0], group, scored))
+                await half()
             except StreamBroken as error:
                 broken = broken or error
                 conversation.cancel_scope.cancel()
 
         async with anyio.create_task_group() as conversation:
-            conversation.start_soon(order)
-            conversation.start_soon(answer)
+            conversation.start_soon(until_broken, partial(self._give_orders, worker, unanswered))
+            conversation.start_soon(until_broken, partial(self._take_answers, worker, results, unanswered, scored))
         if broken is not None:
             raise broken
 
-    async def _more_work(self) -> bool:
-        """Wait for work; False when no more will come."""
-        while not self._waiting:
-            if self._ended and not self._open_orders:
-                return False
-            await self._changed.wait()
-        return True
+    async def _give_orders(self, worker: _Worker, unanswered: Unanswered) -> None:
+        async with self._changing:
+            await self._bring_up_to_date(worker)
+            self._workers.add(worker)
+            self._changed.notify()
+        while self._open_orders or not self._ended:
+            free = self._settings.concurrency - len(unanswered)
+            if not self._waiting or free <= 0:
+                await self._changed.wait()
+                continue
+            taken = [self._waiting.pop() for _ in range(min(free, len(self._waiting), MOST_IN_MESSAGE))]
+            message, now = OrderMessage(), anyio.current_time()
+            for order in taken:
+                self._given_out += 1  # they are numbered in the order in which they close rounds
+                message.add(
+                    order.order_id, order.trajectories, reward_version=order.reward_version, rank=self._given_out
+                )
+                # Registered before anything can wait: a break must find it.
+                unanswered[order.order_id] = (order, now)
+            await worker.orders.send(message.message())
+        await worker.orders.aclose()
 
-    def _take_work(self, places: int) -> list[ScoreGroup]:
-        """The orders to score next, at most ``places``. They are numbered in the order in which they close rounds."""
-        taken = []
-        for _ in range(min(places, len(self._waiting))):
-            self._given_out += 1
-            taken.append(msgspec.structs.replace(self._waiting.pop(), rank=self._given_out))
-        return taken
+    async def _bring_up_to_date(self, worker: _Worker) -> None:
+        """A successor has loaded what the recipe says, and knows nothing of what its predecessor learnt."""
+        for load in [a.order for a in self._scoring.values() if a.order is not None]:
+            reply = await worker.load(load)
+            if reply is not None and reply.problems:
+                raise RecipeError(list(reply.problems))
+        if (first := self._settings.first_version) not in self._scoring:
+            await worker.orders.send(CloseRewardSet(reward_version=first))
+        for version in self._scoring:
+            for remembered in self.limits.pieces(version):
+                await worker.orders.send(RememberLimits(reward_version=version, slowest_s=remembered))
 
-    async def _deliver(self, order: ScoreGroup, result: GroupScored, scored: SendStream[RewardOutcome]) -> _Attachment:
-        """Pass on what was scored, all of it even where the conversation with its worker breaks meanwhile."""
-        seconds = anyio.current_time() - self._arrived_at.pop(order.order_id)
-        attachment = self._attached
-        with anyio.CancelScope(shield=True):  # ``scored`` has room for everything that is in flight
-            for trajectory, reward in zip(order.trajectories, result.rewards, strict=True):
-                outcome = outcome_of(trajectory, reward, order.reward_version)
-                await scored.send(Scored(outcome=outcome, reward_s=seconds))
-                attachment = self._member_ended(trajectory.id.group_id)
-        self._open_orders -= 1
-        if self._ended:
-            self._wake()
-        return attachment
-
-    async def _after_break(
-        self, unanswered: dict[int, tuple[ScoreGroup, float]], scored: SendStream[RewardOutcome]
+    async def _take_answers(
+        self,
+        worker: _Worker,
+        results: ReceiveStream[RewardResult],
+        unanswered: Unanswered,
+        scored: SendStream[RewardOutcome],
     ) -> None:
+        async for result in results:
+            match result:
+                case RewardSetLoaded():
+                    worker.reply = result
+                    worker.loaded.set()
+                case LimitsLearnt():
+                    self.limits.observed(result.reward_version, result.slowest_s)
+                case GroupsScored():
+                    known = [
+                        (order[0], group.rewards)
+                        for group in result.groups
+                        if (order := unanswered.pop(group.order_id, None)) is not None
+                    ]
+                    await self._deliver(known, scored)
+
+    async def _deliver(
+        self, answered: Iterable[tuple[WaitingOrder, Sequence[SampleReward]]], scored: SendStream[RewardOutcome]
+    ) -> None:
+        """Pass on what was scored, all of it even where the conversation with its worker breaks meanwhile."""
+        now = anyio.current_time()
+        unused: set[_Attachment] = set()
+        with anyio.CancelScope(shield=True):  # ``scored`` has room for everything that is in flight
+            for order, rewards in answered:
+                seconds = now - order.arrived_at
+                for trajectory, reward in zip(order.trajectories, rewards, strict=True):
+                    outcome = outcome_of(trajectory, reward, order.reward_version)
+                    await scored.send(Scored(outcome=outcome, reward_s=seconds))
+                    attachment = self._member_ended(trajectory.id.group_id)
+                    if attachment is not self._attached:
+                        unused.add(attachment)
+                self._open_orders -= 1
+        self._changed.notify()
+        for attachment in unused:
+            await self._close_unused(attachment)
+
+    async def _after_break(self, unanswered: Unanswered, scored: SendStream[RewardOutcome]) -> None:
         now = anyio.current_time()
         left, limit = list(unanswered.values()), self._settings.time_limit_s
         unanswered.clear()
+        late: list[tuple[WaitingOrder, Sequence[SampleReward]]] = []
         for work, started in left:
             if now - started < limit:
                 self._waiting.add(work)
                 continue
-            failure = f"no answer within {limit:g} s and it could not be stopped: its reward worker was replaced"
-            late = SampleReward(
+            failure = SampleReward(
                 kind=RewardFailureKind.TIMED_OUT,
                 function=self._settings.functions,
-                message=failure,
+                message=f"no answer within {limit:g} s and it could not be stopped: its reward worker was replaced",
                 seconds=now - started,
                 policy=FailurePolicy.DROP_SAMPLE.value,
             )
-            result = GroupScored(order_id=work.order_id, rewards=(late,) * len(work.trajectories))
-            await self._deliver(work, result, scored)
-        self._wake()
+            late.append((work, (failure,) * len(work.trajectories)))
+        await self._deliver(late, scored)
 
 
-def _acquire_more(places: anyio.Semaphore, wanted: int) -> int:
-    """Take up to ``wanted`` further places that are free."""
-    taken = 0
-    with suppress(anyio.WouldBlock):
-        while taken < wanted:
-            places.acquire_nowait()
-            taken += 1
-    return taken
+Unanswered = dict[int, tuple[WaitingOrder, float]]
+"""What a worker was given and has not answered, by order id, and when."""
 
 
 class _Worker:

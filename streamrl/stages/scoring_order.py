@@ -10,7 +10,18 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
-from streamrl.stage_messages import ScoreGroup
+import msgspec
+
+from streamrl.types import Trajectory
+
+
+class WaitingOrder(msgspec.Struct, frozen=True):
+    """Trajectories of one group to be scored together. ``arrived_at``: when they were complete, on the loop's clock."""
+
+    order_id: int
+    trajectories: tuple[Trajectory, ...]
+    reward_version: int = 0
+    arrived_at: float = 0.0
 
 
 class _Rank(NamedTuple):
@@ -25,7 +36,7 @@ class ScoringOrder:
 
     def __init__(self) -> None:
         self._missing: dict[int, int] = {}
-        self._waiting: dict[int, deque[tuple[int, bool, ScoreGroup]]] = {}
+        self._waiting: dict[int, deque[tuple[int, bool, WaitingOrder]]] = {}
         self._ranks: list[_Rank] = []
         self._arrivals = 0
         self._count = 0
@@ -44,36 +55,41 @@ class ScoringOrder:
             self._missing[group_id] = left
         else:
             self._missing.pop(group_id, None)
-        self._rank(group_id)
+        if group_id in self._waiting:
+            self._rank(group_id)
         return left <= 0
 
-    def add(self, order: ScoreGroup) -> None:
+    def add(self, order: WaitingOrder) -> None:
         """An order of one group."""
         first = order.trajectories[0]
+        group_id = first.id.group_id
         self._arrivals += 1
         self._count += 1
-        waiting = self._waiting.setdefault(first.id.group_id, deque())
-        waiting.append((self._arrivals, first.evaluation, order))
-        if len(waiting) == 1:
-            self._rank(first.id.group_id)
+        waiting = self._waiting.get(group_id)
+        if waiting is not None:
+            waiting.append((self._arrivals, first.evaluation, order))
+        else:
+            self._waiting[group_id] = deque([(self._arrivals, first.evaluation, order)])
+            self._rank(group_id)
 
-    def pop(self) -> ScoreGroup:
+    def pop(self) -> WaitingOrder:
         """The order to score next. Raises ``IndexError`` when there is none."""
         while True:
             rank = heapq.heappop(self._ranks)
-            waiting = self._waiting.get(rank.group_id)
-            if not waiting or rank != self._rank_of(rank.group_id):
+            group_id = rank.group_id
+            waiting = self._waiting.get(group_id)
+            if not waiting or rank != self._rank_of(group_id):
                 continue
             _, _, order = waiting.popleft()
-            if not waiting:
-                del self._waiting[rank.group_id]
             self._count -= 1
-            self._rank(rank.group_id)
+            if waiting:
+                self._rank(group_id)
+            else:
+                del self._waiting[group_id]
             return order
 
     def _rank(self, group_id: int) -> None:
-        if group_id in self._waiting:
-            heapq.heappush(self._ranks, self._rank_of(group_id))
+        heapq.heappush(self._ranks, self._rank_of(group_id))
 
     def _rank_of(self, group_id: int) -> _Rank:
         arrival, evaluation, _ = self._waiting[group_id][0]

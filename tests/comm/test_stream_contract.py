@@ -204,6 +204,33 @@ async def test_many_coroutines_may_send_at_once(open_ends: Any) -> None:
             assert own == sorted(own)
 
 
+async def test_whoever_never_has_to_wait_lets_others_have_their_turn(open_ends: Any) -> None:
+    """Operations that are over at once do not turn the loop each, but now and then they do."""
+    async with open_ends(Note, window=512) as (sender, receiver), anyio.create_task_group() as tasks:
+        await sender.send(Note(number=0))
+        await receiver.receive()
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                await anyio.lowlevel.checkpoint()
+                turns += 1
+
+        tasks.start_soon(count_turns)
+        await anyio.lowlevel.checkpoint()
+        for act in (lambda: send_notes(sender, range(400)), lambda: receive_notes(receiver, 400)):
+            before = turns
+            await act()
+            assert turns - before >= 3
+        tasks.cancel_scope.cancel()
+
+
+async def receive_notes(receiver: ReceiveStream[Note], count: int) -> None:
+    for number in range(count):
+        assert (await receiver.receive()).number == number
+
+
 async def test_statistics_count(open_ends: Any) -> None:
     async with open_ends(Note, window=4) as (sender, receiver):
         await send_notes(sender, range(3))

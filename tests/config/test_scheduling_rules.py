@@ -18,7 +18,6 @@ from streamrl.config.recipe import (
     ReleaseKind,
     Reward,
     Transport,
-    Weights,
 )
 from streamrl.config.recipe import TransportKind as Kind
 from streamrl.config.rules import broken_rules
@@ -157,7 +156,6 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         "engines.release",
         'set release = "drain"',
     ),
-    ({"weights": Weights(canary=True)}, "weights.canary", "engines.count is 1"),
     *(
         ({"engines": Engines(count=2, **fields), **more}, path, remedy)  # type: ignore[arg-type]
         for fields, more, path, remedy in [

@@ -1,31 +1,42 @@
-"""Engines that hold the same weights and compute something else with them are found, anchored, and not served by."""
+"""Engines that hold the right weights and compute something else with them are found; nobody waits for it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 import pytest
 
+from streamrl.config.canary import PROBE_TOKENS, probe_tokens
 from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import WeightPublisher
-from streamrl.control.weight_canary import MARGIN, PROBES, SMALLEST_TOLERANCE, WeightCanary, deviation
+from streamrl.control.publisher import PushReport, WeightPublisher
+from streamrl.control.weight_canary import CanaryReport, WeightCanary, deviation
 from streamrl.errors import EngineError
 from streamrl.messages import Generate, OrderDone, WeightAnnouncement
-from streamrl.types import Completion, FinishReason, float_array, token_array
-from tests.control.test_publisher import Anchors, CountingEngine, Service, announced
+from streamrl.types import Completion, FinishReason, VersionSpan, float_array
+from tests.control.test_publisher import Anchors, CountingEngine, announced
 
 pytestmark = pytest.mark.asyncio
 
+TOKENS = probe_tokens(300)
+LIMIT = 0.05
+EXPECTED = tuple(-0.25 * place for place in range(1, PROBE_TOKENS))
+
 
 class ComputingEngine(CountingEngine):
-    """Its logprobs are off by ``error``, and by less than ``noise`` each time anew; ``odd``: probes that begin with
-    another token. An anchor ends the error where it is told so."""
+    """Its logprobs are off by ``error``. An anchor ends the error where it is told so. ``room``: a full engine answers
+    when it is set. ``version``: what it says it scored with, if not the version that it holds."""
 
-    def __init__(self, error: float = 0.0, noise: float = 0.0, odd: int = 0, healed: bool = False) -> None:
+    def __init__(self, error: float = 0.0, healed: bool = False) -> None:
         super().__init__(4)
-        self.error, self.noise, self.odd, self.healed, self.asked = error, noise, odd, healed, 0
-        self.anchored = 0
+        self.error, self.healed, self.anchored = error, healed, 0
+        self.asked: list[Generate] = []
+        self.room = anyio.Event()
+        self.room.set()
+        self.dead = self.aborts = False
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         if announcement.base_version is None:
@@ -34,95 +45,142 @@ class ComputingEngine(CountingEngine):
         return await super().stage(announcement)
 
     async def generate(self, request: Generate) -> Completion:
-        self.asked += 1
+        self.asked.append(request)
         assert not self.told or self.told[-1] == "resume", "after the push, not while it is paused"
-        probe = int(request.request_id.rpartition("-")[2])
-        shift = self.error + self.noise * (self.asked % 3)
-        tokens = [9 if probe < self.odd else 3, 4, 5, 6][: request.max_tokens]
+        await self.room.wait()
+        if self.dead:
+            raise EngineError("it died")
+        version = int(next(told for told in reversed(self.told) if told.startswith("commit")).split()[1])
+        kept = 0 if self.aborts else request.scored
         return Completion(
-            token_ids=token_array(tokens),
-            behavior_logprobs=float_array([-1.0 - shift] * len(tokens)),
-            finish_reason=FinishReason.LENGTH,
-            version_spans=(),
+            token_ids=request.token_ids[1:][:kept],
+            behavior_logprobs=float_array([logprob - self.error for logprob in EXPECTED[:kept]]),
+            finish_reason=FinishReason.ABORT,
+            version_spans=(VersionSpan(start=0, end=kept, policy_version=version),) if kept else (),
         )
 
 
-def publisher_of(*engines: ComputingEngine, service: Service | None = None) -> tuple[WeightPublisher, Anchors]:
-    anchors = Anchors()
-    options = {"in_flight": InFlight.KEEP, "timeout_s": 5.0, "canary": WeightCanary(), "service": service}
-    return WeightPublisher(engines, anchors.publish, **options), anchors  # type: ignore[arg-type]
+def scored(version: int) -> WeightAnnouncement:
+    return msgspec.structs.replace(announced(version, version - 1), probe_logprobs=EXPECTED)
 
 
-async def test_sound_engines_pass_within_what_was_measured_with_the_first_version() -> None:
-    """Rounding, and one prompt whose first token lies between two: no deviation."""
-    engines = [ComputingEngine(noise=0.01), ComputingEngine(noise=0.01, odd=1), ComputingEngine()]
-    publisher, anchors = publisher_of(*engines)
-    for version in (5, 6):
-        report = await publisher.push(announced(version, version - 1))
-        assert report.canary is not None
-        assert report.canary.tolerance == pytest.approx(MARGIN * 0.02, rel=1e-3)
-        assert report.canary.deviation <= 0.021
-        assert report.canary.engines == 3
-    assert anchors.asked == []
+class Pushing:
+    def __init__(self, engines: Sequence[ComputingEngine]) -> None:
+        self.anchors = Anchors()
+        self.canary: WeightCanary[ComputingEngine] = WeightCanary(TOKENS, LIMIT)
+        self.publisher = WeightPublisher(
+            engines,
+            self.anchors.publish,
+            in_flight=InFlight.KEEP,
+            timeout_s=5.0,
+            canary=self.canary,  # type: ignore[arg-type]
+        )
+
+    async def push(self, version: int) -> PushReport:
+        """And let the engines answer, if they can."""
+        report = await self.publisher.push(scored(version))
+        await anyio.wait_all_tasks_blocked()
+        return report
 
 
-async def test_one_engine_alone_has_nobody_to_be_compared_with() -> None:
-    publisher, _ = publisher_of(ComputingEngine(error=5.0))
-    report = await publisher.push(announced(5, 4))
-    assert report.canary is not None
-    assert (report.canary.engines, report.canary.deviation, report.canary.tolerance) == (0, 0.0, SMALLEST_TOLERANCE)
-
-
-@pytest.mark.parametrize("odd", [0, PROBES])
-async def test_an_engine_that_deviates_leaves_service_and_comes_back_by_an_anchor(odd: int) -> None:
-    sound, other, wrong = ComputingEngine(), ComputingEngine(), ComputingEngine(healed=True)
+@asynccontextmanager
+async def pushing(*engines: ComputingEngine) -> AsyncIterator[Pushing]:
     async with anyio.create_task_group() as group:
-        service = Service(group)
-        publisher, anchors = publisher_of(sound, other, wrong, service=service)
-        assert (await publisher.push(announced(5, 4))).behind == 0
-        wrong.error, wrong.odd = 0.5, odd
-        report = await publisher.push(announced(6, 5))
+        this = Pushing(engines)
+        group.start_soon(this.publisher.run)
+        await anyio.wait_all_tasks_blocked()
+        yield this
+        group.cancel_scope.cancel()
+
+
+async def test_each_engine_is_asked_once_a_version_and_the_next_push_tells() -> None:
+    one, other = ComputingEngine(0.01), ComputingEngine(0.02)
+    async with pushing(one, other) as this:
+        assert (await this.push(5)).canary is None
+        for version in (6, 7):
+            report = (await this.push(version)).canary
+            assert report is not None
+            assert (report.policy_version, report.engines) == (version - 1, 2)
+            assert report.deviation == pytest.approx(0.02)
+        assert this.anchors.asked == []
+    [request, *_] = one.asked
+    assert len(one.asked) == len({r.request_id for r in one.asked}) == 3
+    assert (list(request.token_ids), request.scored) == (list(TOKENS), PROBE_TOKENS - 1)
+
+
+async def test_one_engine_alone_that_is_off_takes_an_anchor() -> None:
+    engine = ComputingEngine(healed=True)
+    async with pushing(engine) as this:
+        await this.push(5)
+        engine.error = 0.5
+        await this.push(6)
+        report = await this.push(7)
         assert report.canary is not None
-        assert report.canary.deviation == (math.inf if odd else pytest.approx(0.5))
-        assert list(service.out) == [wrong]
-        assert "canary at version 6 is off by" in service.out[wrong]
-        wrong.odd = 0
-        await publisher.push(announced(7, 6))
-        await service.until_back()
-        assert (anchors.asked, wrong.anchored, sound.anchored) == ([7], 1, 0)
-        report = await publisher.push(announced(8, 7))
-        assert report.behind == 0
-        assert anchors.asked == [7], "a delta again"
+        assert report.canary.deviation == pytest.approx(0.5)
+        assert (report.reanchored, engine.anchored, this.anchors.asked) == (1, 1, [7])
+        assert engine.told.count("commit 7") == 1, "the anchor, and not a delta first"
+        assert (await this.push(8)).canary == CanaryReport(7, 0.0, 1)
+        assert this.anchors.asked == [7], "a delta again"
 
 
-async def test_of_two_that_differ_both_take_an_anchor_and_the_run_ends_where_that_does_not_help() -> None:
-    healing, lasting = ComputingEngine(), ComputingEngine(healed=True)
-    publisher, anchors = publisher_of(healing, lasting)
-    await publisher.push(announced(5, 4))
-    lasting.error = 0.5
-    await publisher.push(announced(6, 5))
-    report = await publisher.push(announced(7, 6))
-    assert (anchors.asked, healing.anchored, lasting.anchored) == ([7], 1, 1)
-    assert [engine.told.count("commit 7") for engine in (healing, lasting)] == [1, 1], (
-        "the anchor, and not a delta first"
-    )
-    assert report.canary is not None
-    assert report.canary.deviation == 0.0
-    lasting.error, lasting.healed = 0.5, False
-    await publisher.push(announced(8, 7))
-    with pytest.raises(EngineError, match=r"engines disagree .* canary at version 9 is off by 0\.5"):
-        await publisher.push(announced(9, 8))
+async def test_who_is_off_after_an_anchor_as_before_ends_the_run() -> None:
+    sound, wrong = ComputingEngine(), ComputingEngine(0.5)
+    async with pushing(sound, wrong) as this:
+        await this.push(5)
+        await this.push(6)
+        assert (sound.anchored, wrong.anchored) == (0, 1)
+        with pytest.raises(EngineError, match=r"1 engines compute something else.*0\.5 nats.*weights\.canary = false"):
+            await this.push(7)
 
 
-async def test_tokens_after_the_first_that_differs_are_not_compared() -> None:
-    def sampled(tokens: list[int], logprobs: list[float]) -> Completion:
-        return Completion(
-            token_ids=token_array(tokens),
-            behavior_logprobs=float_array(logprobs),
-            finish_reason=FinishReason.LENGTH,
-            version_spans=(),
-        )
+async def test_full_engines_hold_nothing_up_and_answer_for_the_version_that_scored() -> None:
+    engine = ComputingEngine()
+    engine.room = anyio.Event()
+    async with pushing(engine) as this:
+        for version in (5, 6, 7):
+            assert (await this.push(version)).canary is None
+        assert len(engine.asked) == 1, "one question is open at a time"
+        engine.error = 0.01
+        engine.room.set()
+        await anyio.wait_all_tasks_blocked()
+        assert (await this.push(8)).canary == CanaryReport(7, pytest.approx(0.01, rel=1e-4), 1)  # type: ignore[arg-type]
 
-    first, second = sampled([1, 2, 3], [-1.0, -2.0, -3.0]), sampled([1, 2, 4], [-1.5, -2.0, -90.0])
-    assert deviation([first], [second]) == pytest.approx(0.25)
-    assert deviation([first], [sampled([7], [-1.0])]) == math.inf
+
+async def test_a_question_that_is_aborted_or_whose_engine_dies_is_no_answer() -> None:
+    aborting, dying, sound = ComputingEngine(), ComputingEngine(), ComputingEngine()
+    aborting.aborts = dying.dead = True
+    async with pushing(aborting, dying, sound) as this:
+        await this.push(5)
+        sound.aborts = True
+        assert (await this.push(6)).canary == CanaryReport(5, 0.0, 1)
+        assert len(aborting.asked) == 2, "it is asked again"
+        assert (await this.push(7)).canary is None, "an answer is told of once"
+
+
+async def test_an_engine_that_leaves_is_not_waited_for() -> None:
+    leaving, staying = ComputingEngine(0.5), ComputingEngine()
+    leaving.room = anyio.Event()
+    async with pushing(leaving, staying) as this:
+        await this.push(5)
+        await this.publisher.leave(leaving)
+        leaving.room.set()
+        await anyio.wait_all_tasks_blocked()
+        assert (await this.push(6)).canary == CanaryReport(5, 0.0, 1)
+        assert leaving.told.count("commit 6") == 0
+
+
+async def test_nothing_is_said_where_the_trainer_did_not_score() -> None:
+    engine = ComputingEngine(0.5)
+    async with pushing(engine) as this:
+        await this.push(5)
+        for version in (6, 7):
+            report = await this.publisher.push(announced(version, version - 1))
+            await anyio.wait_all_tasks_blocked()
+            assert (report.canary, report.reanchored) == (None, 0)
+
+
+async def test_the_middle_token_counts_and_what_is_no_number_is_far_off() -> None:
+    expected = [-1.0, -2.0, -3.0]
+    assert deviation([-1.25, -2.25, -90.0], expected) == pytest.approx(0.25)
+    assert deviation([math.nan, math.nan, -3.0], expected) == math.inf
+    assert deviation([-1.0, -2.0, math.nan], expected) == 0.0

@@ -340,15 +340,16 @@ async def test_spans_tell_which_version_sampled_each_token(
         publisher, bits = open_publisher(tiny_model, f"ipc://{directory}/w")
         publisher.start()
         try:
-            await push(engine, publisher, 0, bits)
+            await commit(engine, publisher, await stage(engine, publisher, 0, bits))
+            name = next(name for name in bits if name.endswith("q_proj.weight"))
+            bits[name] = bits[name].copy()
+            bits[name][::7] ^= 1
+            staged = await stage(engine, publisher, 1, bits)
             burst = Burst(engine, [make_request(request_id=f"span-{i}", seed=i, max_tokens=400) for i in range(16)])
             async with anyio.create_task_group() as group:
                 burst.start(group)
                 await until_running(engine)
-                name = next(name for name in bits if name.endswith("q_proj.weight"))
-                bits[name] = bits[name].copy()
-                bits[name][::7] ^= 1
-                await push(engine, publisher, 1, bits)
+                await commit(engine, publisher, staged)
         finally:
             publisher.close()
     spans = [[span.policy_version for span in c.version_spans] for c in burst.completions.values()]
@@ -374,7 +375,9 @@ def open_publisher(model: Path, endpoint: str) -> tuple[WeightPublisher, dict[st
     return WeightPublisher(endpoint, run_id="contract", rank=0, shards=shards), bits
 
 
-async def push(engine: Engine, publisher: WeightPublisher, version: int, bits: dict[str, np.ndarray]) -> None:
+async def stage(
+    engine: Engine, publisher: WeightPublisher, version: int, bits: dict[str, np.ndarray]
+) -> WeightAnnouncement:
     published = publisher.publish(version, bits)
     announcement = WeightAnnouncement(
         policy_version=version,
@@ -383,8 +386,12 @@ async def push(engine: Engine, publisher: WeightPublisher, version: int, bits: d
         sources=(published.source,),
     )
     await engine.stage(announcement)
+    return announcement
+
+
+async def commit(engine: Engine, publisher: WeightPublisher, staged: WeightAnnouncement) -> None:
     await engine.pause(PauseMode.KEEP, clear_cache=False)
-    committed = await engine.commit(version)
-    assert committed.state_hash == published.state_hash
+    committed = await engine.commit(staged.policy_version)
+    assert committed.state_hash == staged.state_hash
     await engine.resume()
-    publisher.acknowledge(version)
+    publisher.acknowledge(staged.policy_version)

@@ -18,8 +18,10 @@ import torch
 from sample_groups import close_of, make_groups
 from torch.distributed.fsdp import fully_shard
 
+from streamrl.comm.weights.publisher import WeightPublisher
 from streamrl.errors import StreamRLError
 from streamrl.learning import checkpoint, process_group
+from streamrl.learning.device_split import DeviceReader
 from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.published_weights import FullWeights
@@ -97,12 +99,28 @@ def odd_weights(seed: int, ranks: int = 1) -> FullWeights:
     return FullWeights(dict(root.named_parameters()))
 
 
+def publish_odd(rank: int, ranks: int) -> None:
+    """What FSDP gave this rank goes to engines alike from host memory and from a device (which is a CPU here)."""
+    weights = odd_weights(3, ranks)
+    publishers = [
+        WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=weights.shard_specs, reader=reader)
+        for reader in (None, DeviceReader())
+    ]
+    for version in range(3):
+        for publisher, given in zip(publishers, (weights.bits(), weights.values()), strict=True):
+            publisher.publish(version, given)
+            publisher.acknowledge(version)
+        assert len({publisher._served[-1].manifest_digest for publisher in publishers}) == 1
+        weights.masters.load(weights.masters.whole() * 1.01)
+
+
 def save_odd(rank: int, ranks: int, directory: Path) -> None:
     rendezvous = f"file://{directory}/odd.rendezvous"
     options = TrainerOptions(
         model_path="", run_id="", weights_endpoint="", rank=rank, ranks=ranks, rendezvous=rendezvous, device="cpu"
     )
     process_group.join(options, torch.device("cpu"))
+    publish_odd(rank, ranks)
     weights = odd_weights(1, ranks)
     optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
     optimizer.load_moments({"exp_avg": 2 * weights.masters.whole(), "exp_avg_sq": weights.masters.whole() ** 2}, 9)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.comm.weights import compiled_paths, compiled_split, single_exponents
+from streamrl.comm.weights import compiled_paths, compiled_split, manifest, single_exponents, work_units
 from streamrl.comm.weights.bit_patterns import bit_type
 from streamrl.comm.weights.codec import encode_patch
 from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES
+from streamrl.comm.weights.fetch import fetch_version
+from streamrl.comm.weights.manifest import ShardSpec
+from streamrl.comm.weights.mirror import CheckpointMirror
+from streamrl.comm.weights.publisher import Published, WeightPublisher
+from streamrl.comm.weights.requests import GetFold
+from streamrl.comm.weights.state_hash import MODULUS
 from streamrl.comm.weights.synthetic_updates import adam_step, draw_weights
-from streamrl.learning.device_split import encode_on_device, split_on_device
+from streamrl.errors import WeightError
+from streamrl.learning.device_split import DeviceReader, encode_on_device, split_on_device
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.published_weights import FullWeights, PublishedWeights
+from streamrl.learning.publishing import publish, start_publisher
+from streamrl.messages import WeightAnnouncement
 
 pytestmark = pytest.mark.timeout(240)  # the first compiles
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -55,7 +70,8 @@ def test_the_patch_is_the_same_to_the_byte(
     device: str, elements: int, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few changes and many, so both codes; nothing, and half."""
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", 1)
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", 1 if elements > 10_000 else 1 << 40)
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", 1 if elements > 10_000 else 1 << 40)
     monkeypatch.setattr(single_exponents, "MANY_CHANGES", 1 << 13)
     weights = draw_weights(elements, seed=3, place=0)
     base, new = adam_step(weights, rate, seed=1, place=0) if rate else (weights, weights.copy())
@@ -68,3 +84,126 @@ def test_the_patch_is_the_same_to_the_byte(
     assert encoded.encoded == expected.encoded
     assert encoded.listed_elements == expected.listed_elements
     assert np.array_equal(encoded.patch.values, expected.patch.values)
+
+
+# ---- through the publisher -----------------------------------------------------------------------------
+
+SHAPES = {"norm": (7,), "row": (1, 300), "none": (0, 4), "layer": (90, 50), "embed": (500, 40), "bias": (9,)}
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these shapes some are joined, some stand alone, and one is cut."""
+    monkeypatch.setattr(work_units, "JOINED_ELEMENTS", 2_000)
+    monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 9_000)
+
+
+@pytest.fixture
+def closed() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def drawn_values(seed: int) -> dict[str, torch.Tensor]:
+    """Published float32 values: bfloat16 ones, flat."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+    return {n: (torch.randn(size, generator=generator) * 0.02).bfloat16().float() for n, size in sizes.items()}
+
+
+def moved(values: dict[str, torch.Tensor], seed: int, share: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    steps = {n: (torch.rand(v.shape, generator=generator) < share) * 1.01 for n, v in values.items()}
+    return {name: (v * torch.where(steps[name] > 0, steps[name], 1.0)).bfloat16().float() for name, v in values.items()}
+
+
+def bits_of(values: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: (v.cpu().numpy().view(np.uint32) >> 16).astype(np.uint16) for name, v in values.items()}
+
+
+def announce(version: int, parts: list[Published]) -> WeightAnnouncement:
+    state_hash = sum(part.state_hash for part in parts) % MODULUS
+    return WeightAnnouncement(version, parts[0].base_version, state_hash, tuple(part.source for part in parts))
+
+
+def assert_same_frames(one: WeightPublisher, other: WeightPublisher) -> None:
+    first, second = one._served[-1], other._served[-1]
+    assert first.manifest == second.manifest
+    assert [bytes(chunk) for chunk in first.chunks] == [bytes(chunk) for chunk in second.chunks]
+
+
+@pytest.mark.usefixtures("small_units")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_publisher_beside_a_device_sends_the_same_frames(
+    device: str, ranks: int, tmp_path: Path, closed: ExitStack
+) -> None:
+    """Of every rank's shards, in whatever order versions are acknowledged; and they arrive."""
+    shards: list[list[ShardSpec]] = []
+    for rank in range(ranks):
+        rows = [(n, s, -(-int(np.prod(s)) // ranks), int(np.prod(s))) for n, s in SHAPES.items()]
+        edges = [(n, s, min(rank * r, total), min((rank + 1) * r, total)) for n, s, r, total in rows]
+        shards.append([ShardSpec(n, "bfloat16", s, start, stop - start) for n, s, start, stop in edges])
+    there, here = [], []
+    for rank in range(ranks):
+        options = {"run_id": "run", "rank": rank, "shards": shards[rank], "history_bytes": 1 << 20}
+        there.append(WeightPublisher(f"ipc://{tmp_path}/{rank}", **options, reader=DeviceReader()))
+        here.append(WeightPublisher("ipc:///nowhere", **options))
+    for publisher in there:
+        publisher.start()
+        closed.callback(publisher.close)
+    mirror, values = CheckpointMirror(), drawn_values(0)
+    # Two versions are not acknowledged, and the next one is the last of them again.
+    for version, (share, taken) in enumerate(
+        [(0, True), (0.02, False), (0.5, False), (0, True), (1, True), (0.1, True)]
+    ):
+        values = moved(values, version, share)
+        parts = []
+        for mine, host, beside in zip(shards, here, there, strict=True):
+            given = {s.name: values[s.name][s.offset : s.offset + s.count].to(device) for s in mine}
+            parts.append(beside.publish(version, given))
+            host.publish(version, bits_of(given))
+            assert_same_frames(beside, host)
+        if taken:
+            mirror.advance(mirror.stage(fetch_version(announce(version, parts), held=mirror, progress_seconds=5.0)))
+            for publisher in (*here, *there):
+                publisher.acknowledge(version)
+            for name, expected in bits_of(values).items():
+                assert np.array_equal(mirror.bits(name), expected), name
+    for host, beside in zip(here, there, strict=True):
+        assert beside.publish_anchor(5).state_hash == host.publish_anchor(5).state_hash
+        assert_same_frames(beside, host)
+        folds = [p._fold(GetFold(p._served[-1].manifest_digest, 3)) for p in (beside, host)]
+        assert folds[0].manifest == folds[1].manifest
+
+
+@pytest.mark.usefixtures("small_units")
+def test_weights_on_a_device_are_published_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: ExitStack
+) -> None:
+    """As the trainer does; that these lie on a CPU is kept from it."""
+    named = {n: torch.nn.Parameter(v.view(SHAPES[n]).clone()) for n, v in drawn_values(1).items() if v.numel()}
+    weights = FullWeights(named)
+    assert not weights.on_device
+    publishers = []
+    for where in (True, False):
+        monkeypatch.setattr(PublishedWeights, "on_device", where)
+        options = TrainerOptions(model_path="", run_id="run", weights_endpoint=f"ipc://{tmp_path}/{where}")
+        publishers.append(start_publisher(options, weights))
+        closed.callback(publishers[-1].close)
+    for version in range(3):
+        for where, publisher in zip((True, False), publishers, strict=True):
+            monkeypatch.setattr(PublishedWeights, "on_device", where)
+            publish(publisher, version, weights)
+            publisher.acknowledge(version)
+        assert_same_frames(*publishers)
+        weights.masters.load(weights.masters.whole() * 1.002)
+    assert isinstance(publishers[0]._reader, DeviceReader)
+    assert not isinstance(publishers[1]._reader, DeviceReader)
+
+
+def test_what_is_no_shard_of_float32_values_is_refused() -> None:
+    reader, shard = DeviceReader(), ShardSpec("w", "bfloat16", (4,), 0, 4)
+    for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)):
+        with pytest.raises(WeightError, match=r"'w' \(bfloat16\) was given as \d elements of torch"):
+            reader.checked(wrong, shard)

@@ -6,7 +6,7 @@ Engines are the product's ``SimulatedEngine``; control, stages, publisher and st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -49,6 +49,8 @@ from streamrl.messages import (
     WeightSource,
 )
 from streamrl.stage_messages import (
+    CompletionToScore,
+    FinishedTrajectory,
     GroupScored,
     GroupsScored,
     RewardOrder,
@@ -171,19 +173,24 @@ class ParityScorer:
         async for order in orders:
             assert isinstance(order, ScoreGroups)
             for group in order.groups:
-                rewards = tuple(map(self._score, group.trajectories))
+                rewards = tuple(map(self._score, group.completions))
                 await results.send(GroupsScored(groups=(GroupScored(order_id=group.order_id, rewards=rewards),)))
         await results.aclose()
 
-    def _score(self, trajectory: Trajectory) -> SampleReward:
+    def _score(self, completion: CompletionToScore) -> SampleReward:
         self.seen += 1
-        if trajectory.evaluation:
-            self.held_out.append(trajectory)
         if self.failing and self.seen % self.failing == 0:
             return SampleReward(kind=RewardFailureKind.RAISED, function="parity", message="planted")
-        reward = float(trajectory.generated_tokens % 2)
-        self.returned[str(trajectory.id)] = reward
+        reward = float(len(completion.token_ids) // 4 % 2)
+        self.returned[f"{completion.group_id}.{completion.sample}.{completion.attempt}"] = reward
         return SampleReward(reward=reward)
+
+    async def noting_held_out(self, outcomes: ReceiveStream[RolloutOutcome]) -> AsyncIterator[RolloutOutcome]:
+        """What comes to the reward stage, with a note of what is held out."""
+        async for outcome in outcomes:
+            if isinstance(outcome, FinishedTrajectory) and outcome.trajectory.evaluation:
+                self.held_out.append(outcome.trajectory)
+            yield outcome
 
 
 class PacedEngine(SimulatedEngine):
@@ -326,7 +333,7 @@ class SimulatedRun:
                 [scorer_streams(self.scorer, parts)],
             )
             parts.start_soon(rollout.run, orders[1], outcomes[0])
-            parts.start_soon(reward.run, outcomes[1], scored[0])
+            parts.start_soon(reward.run, self.scorer.noting_held_out(outcomes[1]), scored[0])
             try:
                 return await self.controller.run(orders[0], scored[1])
             finally:

@@ -134,7 +134,7 @@ async def test_the_next_batch_is_trained_while_an_evaluation_runs(rounds: dict[s
     for trajectory in run.scorer.held_out:
         assert trajectory.oldest_version == trajectory.newest_version == trajectory.id.attempt
     steps = {e.step: e.metrics["time/wait_eval_s"] for e in run.events if isinstance(e, StepFinished)}
-    assert min(steps[1], steps[3], steps[5]) > 0.5 > 0.1 > max(steps[2], steps[4], steps[6])
+    assert min(steps[1], steps[3], steps[5]) > 0.3 > 0.1 > max(steps[2], steps[4], steps[6])
 
 
 async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path: Path) -> None:

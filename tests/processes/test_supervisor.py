@@ -223,6 +223,35 @@ async def test_reward_worker_is_replaced_until_the_budget_is_spent(trial: Callab
 
 
 @pytest.mark.asyncio
+async def test_a_judge_that_dies_is_started_again_until_its_budget_is_spent(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, with grandchildren that outlive it: they end before its successor begins, and the run goes on."""
+    monkeypatch.setattr("streamrl.processes.restarts.FIRST_PAUSE_S", 0.05)
+    one = trial()
+    (one.directory / "behaviour" / "judge-0").write_text("orphan")
+    plan = ProcessPlan(role=Role.JUDGE, index=0, restarts=2)
+    async with one.supervisor((plan,)) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_it_each_time() -> None:
+            for start in range(3):
+                started = one.directory / "pids" / f"judge-0.{start}"
+                await until(started.exists)
+                grandchildren = [int((one.directory / "pids" / f"grandchild-{i}").read_text()) for i in (0, 1)]
+                os.kill(int(started.read_text()), signal.SIGKILL)
+                if start < 2:
+                    await until((one.directory / "pids" / f"judge-0.{start + 1}").exists)
+                    # That which left its session is swept at the end of the run.
+                    assert not lives(grandchildren[0])
+                    os.kill(grandchildren[1], signal.SIGKILL)
+
+        tasks.start_soon(kill_it_each_time)
+        text = await death_in(supervisor)
+    assert text.startswith("judge-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
 async def test_only_reward_workers_are_replaced(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="restart")
     async with one.supervisor() as supervisor:

@@ -191,6 +191,19 @@ async def never_ends_on_z(completion):
     return 1.0
 
 
+async def slow_on_z(completion):
+    if completion == "z":
+        await asyncio.sleep(0.05)
+    return len(completion)
+
+
+def burns(completion):
+    end = time.perf_counter() + 0.002
+    while time.perf_counter() < end:
+        pass
+    return 1.0
+
+
 def ends_process(completion):
     os._exit(9)
 
@@ -403,3 +416,12 @@ def leaks_a_little(completion):
     KEPT.append(bytearray(b"x") * (20 << 20))
     time.sleep(0.05)
     return os.getpid()
+
+
+def takes(completion, *, seconds):
+    time.sleep(seconds)
+    return 1.0
+
+
+def prepared(completion, *, missing):
+    return 1.0

@@ -12,13 +12,14 @@ import anyio
 import pytest
 
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.reward_changes import RewardChange
+from streamrl.comm.reward_changes import RewardRequest
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.recipe import Recipe
 from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward, reward
+from streamrl.rewards.kept_rewards import fresh_rewards
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stage_messages import FinishedTrajectory, Scored
 from streamrl.stages.attached_rewards import AttachedRewards
@@ -53,12 +54,16 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
     recipe = make_recipe("length")
     attachments = RewardAttachments()
     log: list[Any] = []
+    checked: list[str] = []
 
     def note(version: int, rewards: tuple[str, ...], change: str) -> None:
         log.append((version, rewards, change))
 
     async def reply(answer: Any) -> None:
         attachments.answered(answer)
+
+    async def accept(recipe: Recipe, reward: Reward) -> None:
+        checked.append(reward.label)
 
     give, incoming = memory_stream(COUNT)
     scored, take = memory_stream(COUNT)
@@ -80,8 +85,8 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
             yield orders_in, results_out
 
         async def listen() -> None:
-            async with zmq_receiver(RewardChange, endpoint, bind=False, name="changes") as changes:
-                await attached.run(changes)
+            async with zmq_receiver(RewardRequest, endpoint, bind=False, name="changes") as changes:
+                await attached.run(changes, note)
 
         async def flow() -> None:
             for sample in range(COUNT):
@@ -94,7 +99,7 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
         reached = {sample: anyio.Event() for sample in (60, 120, 180, 240)}
         settings = RewardSettings(functions="length", per_group=False, time_limit_s=5.0, concurrency=4)
         stage = RewardStage(settings, [open_worker])
-        attached = AttachedRewards(recipe, stage, note, reply)
+        attached = AttachedRewards(recipe, stage, fresh_rewards(recipe), reply, accept)
         group.start_soon(stage.run, incoming, scored)
         changing = anyio.CancelScope()
         group.start_soon(listen)
@@ -120,6 +125,10 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
         outcomes += [await take.receive() for _ in range(COUNT - 1)]
         await give.aclose()
         assert [outcome async for outcome in take] == []
+        listed = await attachments.attached()
+        assert listed.reward_version == version + 1
+        assert [(r.name, r.since, r.trusted) for r in listed.rewards] == [("three", version, True)]
+        assert checked == ["half", "no_such", "three"]
         changing.cancel()
         attachments.close()
     with pytest.raises(StreamRLError, match="has ended"):

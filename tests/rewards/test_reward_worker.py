@@ -15,10 +15,12 @@ import pytest
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.wire import WireCodec
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError, StreamBroken, StreamEnded
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+from streamrl.rewards.reward_exchange import OrderMessage, score_message
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stage_messages import (
     GroupScored,
@@ -26,7 +28,6 @@ from streamrl.stage_messages import (
     RewardOrder,
     RewardResult,
     RewardWorkerReady,
-    ScoreGroup,
     ScoreGroups,
 )
 from streamrl.types import (
@@ -70,6 +71,72 @@ async def test_every_order_is_answered_in_the_order_of_its_trajectories(
     for number, group in enumerate(groups):
         rewards = [(reward.kind, reward.reward) for reward in answers[number].rewards]
         assert rewards == [(None, 2 * ((number + t.id.sample) % 5 + 1)) for t in group]
+
+
+async def message_answers(recipe: Recipe, orders: ScoreGroups) -> list[list[GroupScored]]:
+    """What a worker sends for one message with many orders, message by message."""
+    send_order, taken = memory_stream(1)
+    results, receive_result = memory_stream(64)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_reward_worker(recipe, 0, taken, results, owns_process=False))
+        assert await receive_result.receive() == RewardWorkerReady(worker=0)
+        await send_order.send(orders)
+        await send_order.aclose()
+        messages: list[list[GroupScored]] = []
+        while sum(map(len, messages)) < len(orders.groups):
+            answer = await receive_result.receive()
+            assert isinstance(answer, GroupsScored)
+            messages.append(list(answer.groups))
+    assert receive_result.statistics().buffered == 0, "something was answered twice"
+    return messages
+
+
+def one_message(*trajectories: Trajectory) -> ScoreGroups:
+    message = OrderMessage()
+    for number, trajectory in enumerate(trajectories):
+        message.add(number, [trajectory], reward_version=0, rank=number)
+    return message.message()
+
+
+@pytest.mark.asyncio
+async def test_what_is_scored_together_is_answered_together_and_waits_for_nobody_slow(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
+) -> None:
+    orders = one_message(*[make_trajectory("z" if i == 3 else "a" * (i + 1), group=i) for i in range(30)])
+    *batches, slow = await message_answers(make_recipe("slow_on_z", trusted=True), orders)
+    together = [group for batch in batches for group in batch]
+    assert len(batches) < 10, "a message each"
+    assert [(g.order_id, g.rewards[0].reward) for g in together] == [(i, i + 1.0) for i in range(30) if i != 3]
+    assert [(g.order_id, g.rewards[0].reward) for g in slow] == [(3, 1.0)]
+
+
+@pytest.mark.asyncio
+async def test_plain_functions_that_take_long_let_the_loop_turn_between_them(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
+) -> None:
+    orders = one_message(*[make_trajectory("a", group=i) for i in range(12)])
+    messages = await message_answers(make_recipe("burns", trusted=True), orders)
+    assert [g.order_id for groups in messages for g in groups] == list(range(12))
+    assert len(messages) >= 3, "answers, heartbeat and everything else waited for all of them"
+
+
+def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_trajectory: MakeTrajectory) -> None:
+    first = make_trajectory("ab", answer="x")
+    sibling = msgspec.structs.replace(first, id=msgspec.structs.replace(first.id, sample=1, attempt=2))
+    turns = (*first.segments, Segment(token_ids=token_array([7, 7]), trained=False), *first.segments)
+    message = one_message(first, make_trajectory("c", group=1), msgspec.structs.replace(sibling, segments=turns), first)
+    assert [prompt.prompt_id for prompt in message.prompts] == ["p0", "p1"]
+    completions = [c for group in message.groups for c in group.completions]
+    assert [(c.prompt, c.group_id, c.sample, c.attempt) for c in completions] == [
+        (0, 0, 0, 0),
+        (1, 1, 0, 0),
+        (0, 0, 1, 2),
+        (0, 0, 0, 0),
+    ]
+    sampled = first.segments[0].token_ids
+    assert completions[2].token_ids == (sampled + sampled).tobytes()
+    codec: WireCodec[RewardOrder] = WireCodec(RewardOrder)
+    assert codec.decode(codec.encode(message)) == message
 
 
 @pytest.mark.asyncio
@@ -155,7 +222,7 @@ async def worker_process(recipe: Recipe) -> AsyncIterator[WorkerProcess]:
 
 
 def order(number: int, *trajectories: Trajectory) -> ScoreGroups:
-    return ScoreGroups(groups=(ScoreGroup(order_id=number, trajectories=trajectories),))
+    return score_message(trajectories, order_id=number)
 
 
 @pytest.mark.asyncio

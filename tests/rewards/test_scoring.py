@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from streamrl.config.recipe import Recipe
 from streamrl.config.rewards import FailurePolicy, Reward, RewardLimits
 from streamrl.rewards import load_reward
+from streamrl.rewards.call_child import PoolCall
 from streamrl.rewards.lanes import RewardLane
+from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import SampleValue, combine
+from streamrl.rewards.trusted_calls import TrustedCalls
 from streamrl.rewards.values import CallResult, check_returned, check_value
 from streamrl.tokenizer import load_tokenizer
 from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
@@ -143,7 +146,9 @@ async def test_failure_is_recorded_with_its_reason(
         lanes = {lane.reward.label: lane for lane in rewards._lanes}
         for name, kind, message in FAILURES[:-2]:
             arguments = {} if name != "match" else {"answer": 1, "bonus": float("nan")}
-            result = await lanes[name].call("abc", arguments, count=1, key="p")
+            made: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+            lanes[name].call("abc", arguments, made.set_result, count=1, key="p")
+            result = await made
             (value,) = result.values
             if name in ("none", "mapping_of_nothing", "match"):
                 continue
@@ -338,7 +343,7 @@ def test_no_reward_is_invented(make_trajectory: MakeTrajectory, value: Any) -> N
     """One function of weight 1: the reward trained on equals what it returned, or there is none."""
     reward = Reward(function="m:f")
     (checked,) = check_returned(value, 1, per_group=False)
-    outcome = combine(make_trajectory(), [SampleValue(reward, checked, CallResult((checked,)))], version=0)
+    outcome = outcome_of(make_trajectory(), combine([SampleValue(reward, checked, CallResult((checked,)))]), 0)
     if isinstance(outcome, ScoredTrajectory):
         returned = sum(v for v in value.values() if v is not None) if isinstance(value, dict) else float(value)
         assert outcome.reward == returned
@@ -371,7 +376,7 @@ def test_total_is_the_weighted_sum_of_what_applies(
     for index, (value, weight) in enumerate(parts):
         checked = check_value(value)
         values.append(SampleValue(Reward(function=f"m:f{index}", weight=weight), checked, CallResult((checked,))))
-    outcome = combine(make_trajectory(), values, version=0)
+    outcome = outcome_of(make_trajectory(), combine(values), 0)
     applicable = [(value, weight) for value, weight in parts if value is not None]
     if not applicable:
         assert isinstance(outcome, RewardFailure)
@@ -397,28 +402,65 @@ class Started:
 async def test_a_lane_bounds_its_calls_and_takes_the_smallest_rank_first() -> None:
     started = Started()
     lane = RewardLane(0, Reward(function="m:f", concurrency=2), started.calls.append, 64)
-    pending = [lane.call(str(rank), {}, count=1, key="k", rank=rank) for rank in (5, 4, 3, 1, 2)]
+    ended: list[Any] = []
+    for rank in (5, 4, 3, 1, 2):
+        lane.call(str(rank), {}, ended.append, count=1, key="k", rank=rank)
     assert [call.completion for call in started.calls] == ["5", "4"]
     started.end(0, 1.0)
     started.end(0, 1.0)
     assert [call.completion for call in started.calls] == ["1", "2"]
-    pending[2].cancel()  # nobody waits for it any more
+    started.end(0, 1.0)
+    assert [call.completion for call in started.calls] == ["2", "3"]
+    lane.call("6", {}, ended.append, count=1, key="k", rank=6)
+    lane.close()
     started.end(0, 1.0)
     started.end(0, 1.0)
-    assert not started.calls
-    assert all(future.done() for future in pending)
+    assert not started.calls and len(ended) == 3, "a closed lane begins nothing and tells nobody"
+
+
+@pytest.mark.asyncio
+async def test_a_short_limit_holds_behind_a_long_one(release: Any) -> None:
+    """One timer watches all coroutines."""
+    ended: dict[str, CallResult] = {}
+    async with asyncio.TaskGroup() as tasks:
+        calls = TrustedCalls(tasks, {0: load_reward(Reward(function=f"{KILLERS}:hangs_async"))})
+
+        def begin(name: str, limit_s: float) -> asyncio.Event:
+            over = asyncio.Event()
+
+            def on_done(result: CallResult) -> None:
+                ended[name] = result
+                over.set()
+
+            calls.submit(
+                PoolCall(
+                    function=0, completion="", arguments={}, count=1, limit_s=limit_s, rank=(0, 0), on_done=on_done,
+                    asked_at=0.0,
+                )
+            )  # fmt: skip
+            return over
+
+        last = begin("long", 0.15)
+        first = begin("short", 0.02)
+        await first.wait()
+        assert list(ended) == ["short"]
+        await begin("after", 0.02).wait()
+        assert list(ended) == ["short", "after"]
+        await last.wait()
+    assert list(ended) == ["short", "after", "long"]
+    assert all(r.values[0].failure and r.values[0].failure.kind is TIMED_OUT for r in ended.values())
 
 
 @pytest.mark.asyncio
 async def test_limits_follow_the_slowest_correct_call() -> None:
     from streamrl.config.rewards import AdaptiveLimit
 
-    started = Started()
+    started, ended = Started(), list[Any]()
     adaptive = AdaptiveLimit(factor=1.5, floor_s=2.0)
     lane = RewardLane(0, Reward(function="m:f", time_limit_s=30.0, adaptive_limit=adaptive), started.calls.append, 64)
 
     def next_limit(key: str, value: Any, seconds: float) -> float:
-        lane.call("x", {}, count=1, key=key)
+        lane.call("x", {}, ended.append, count=1, key=key)
         limit: float = started.calls[0].limit_s
         started.end(0, value, seconds)
         return limit

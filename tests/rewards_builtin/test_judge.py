@@ -1,9 +1,11 @@
-"""The model judge against a server that answers as told: scores, retries, cache, and an engine that yields."""
+"""The model judge against a server that answers as told: scores, retries, cache, and every way in which it fails."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,29 +14,42 @@ from typing import Any
 
 import pytest
 
-from streamrl.rewards.builtin import judge_engine
+from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.config.rewards import FailurePolicy, Reward, RewardLimits
+from streamrl.errors import RecipeError
 from streamrl.rewards.builtin.judge_client import JudgeError
-from streamrl.rewards.builtin.judge_engine import SharedLock, YieldingError, _lock_path
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.signature import RewardFunction
+from streamrl.tokenizer import load_tokenizer
+from streamrl.types import (
+    FinishReason,
+    Prompt,
+    RewardFailure,
+    RewardFailureKind,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    float_array,
+    token_array,
+)
 
 httpx = pytest.importorskip("httpx")
 
 
 class Server(ThreadingHTTPServer):
-    """``answers``: (status, text) of the next questions, then of all others the last. ``calls``: routes and bodies, in
-    order of arrival. ``gate``: questions are answered while it is set. ``awake``: what a real engine would be."""
+    """``answers``: (status, text) of the next questions, then of all others the last; bytes are the body as it is.
+    ``calls``: routes and bodies, in order of arrival. ``gate``: questions are answered while it is set."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Judging)
-        self.answers: list[tuple[int, str]] = [(200, "Score: 7")]
+        self.answers: list[tuple[int, str | bytes | None]] = [(200, "Score: 7")]
         self.calls: list[tuple[str, Any]] = []
         self.headers: list[Any] = []
         self.gate = threading.Event()
         self.gate.set()
-        self.awake = True
-        self.asked_asleep = 0
         self.most_at_once = 0
         self.at_once = 0
         self.counting = threading.Lock()
@@ -57,29 +72,31 @@ class Judging(BaseHTTPRequestHandler):
         server = self.server
         server.calls.append((self.path, body))
         if not self.path.startswith("/v1/"):
-            server.awake = self.path in ("/wake_up", "/resume")
             self.answer(200, {})
             return
         with server.counting:
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
-        server.asked_asleep += not server.awake
         server.gate.wait(10)
         server.headers.append(self.headers)
         status, text = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
         with server.counting:
             server.at_once -= 1
+        if isinstance(text, bytes):
+            self.answer(status, text)
+            return
         choice = {"text": text} if self.path.endswith("/v1/completions") else {"message": {"content": text}}
         self.answer(status, {"choices": [choice]} if status == 200 else {"error": text})
 
     def answer(self, status: int, body: Any) -> None:
-        content = json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         if status == 429:
             self.send_header("Retry-After", "0")
         self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who asked has given up
+            self.wfile.write(content)
 
     def log_message(self, *arguments: object) -> None:
         """Nothing on stderr."""
@@ -241,7 +258,7 @@ def test_at_most_so_many_at_once(judge, server: Server) -> None:
                 await asyncio.sleep(0.005)
             async with httpx.AsyncClient() as other:  # as many round trips as a fourth one would need, and more
                 for _ in range(10):
-                    await other.post(f"{server.root}/resume")
+                    await other.post(f"{server.root}/idle")
             assert server.at_once == 3
             server.gate.set()
         await reward.call.aclose()  # type: ignore[attr-defined]
@@ -256,145 +273,191 @@ def test_the_key_comes_from_the_environment(judge, server: Server, monkeypatch) 
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
-# ---- an engine beside the actor ------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
+
+SORT = Path(__file__).parents[2] / "examples" / "sort" / "model"
+FAULTS: dict[str, tuple[list[tuple[int, str | bytes | None]], str]] = {
+    "busy": ([(429, "slow down")], "answered 429: "),
+    "broken": ([(500, "oops")], "answered 500: "),
+    "no JSON": ([(200, b"<html>Bad gateway</html>")], "gave no answer of the OpenAI form: '<html>"),
+    "cut JSON": ([(200, b'{"choices": [{"mess')], "gave no answer of the OpenAI form"),
+    "no text at all": ([(200, b"\xff\xfe\x00")], "gave no answer of the OpenAI form"),
+    "an error with status 200": ([(200, b'{"error": {"message": "overloaded"}}')], "gave no answer of the OpenAI form"),
+    "no choices": ([(200, b'{"choices": []}')], "gave no answer of the OpenAI form"),
+    "null": ([(200, None)], "wrote no text"),
+    "no score": ([(200, "")], "the judge's answer holds no score: ''"),
+}
 
 
-@pytest.mark.parametrize(
-    ("yields", "wake", "rest"),
-    [("sleep", "/wake_up", "/sleep?level=1&mode=wait"), ("pause", "/resume", "/pause?mode=keep")],
-)
-def test_the_engine_is_awake_for_a_batch_only(judge, server: Server, yields: str, wake: str, rest: str) -> None:
-    server.awake = False
-    reward = judge(yields=yields, batch=4, patience_s=3600.0)
+def trajectory(sample: int) -> Trajectory:
+    ids = token_array([4 + sample, 2])
+    return Trajectory(
+        id=TrajectoryId(prompt_id="p", group_id=0, sample=sample),
+        prompt=Prompt(prompt_id="p", token_ids=token_array([4, 5]), columns={}),
+        segments=(Segment(token_ids=ids, trained=True, behavior_logprobs=float_array([0.0, 0.0])),),
+        finish_reason=FinishReason.STOP,
+    )
 
-    async def scenario() -> list[float]:
+
+def scored(samples: int, *, trusted: bool = True, time_limit_s: float = 30.0, **options: Any) -> list[Any]:
+    """What becomes of a group of so many in the reward runtime, with different policies for failed and for late."""
+    reward = Reward(
+        function="judge",
+        options={"model": "m", "retries": 1, **options},
+        trusted=trusted,
+        time_limit_s=time_limit_s,
+        on_failure=FailurePolicy.DROP_GROUP,
+        on_late=FailurePolicy.STOP,
+    )
+
+    async def score() -> list[Any]:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(reward.call(str(number), prompt="")) for number in range(3)]
-            async with httpx.AsyncClient() as other:  # as many round trips as waking it would need, and more
-                for _ in range(10):
-                    await other.post(f"{server.root}/idle")
-            assert server.routes == ["/idle"] * 10
-            server.calls.clear()
-            asked.append(tasks.create_task(reward.call("3", prompt="")))
-        await reward.call.aclose()  # type: ignore[attr-defined]
-        return [task.result() for task in asked]
+            attached = RewardsOf(version=0, rewards=(reward,), limits=RewardLimits())
+            rewards = RewardSet(attached, load_tokenizer(str(SORT)), tasks)
+            await rewards.open()
+            try:
+                return list(await rewards.score([trajectory(sample) for sample in range(samples)]))
+            finally:
+                await rewards.aclose()
 
-    assert asyncio.run(scenario()) == [0.7] * 4
-    assert server.routes[0] == wake
-    assert server.routes[-1] == rest
-    assert server.routes.count(wake) == server.routes.count(rest) == 1
-    assert server.asked_asleep == 0 and not server.awake
+    return asyncio.run(score())
 
 
-def test_fewer_than_a_batch_wait_for_their_patience_only(judge, server: Server) -> None:
-    server.awake = False
-    assert run(judge(yields="sleep", batch=64, patience_s=0.01), "1") == [0.7]
-    assert server.asked_asleep == 0
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._FIRST_WAIT_S", 0.001)
 
 
-def test_a_call_past_its_time_limit_leaves_the_others_an_engine_that_wakes(judge, server: Server) -> None:
-    """The one that waits to wake the engine is cancelled; then the last one that asks is."""
-    server.awake = False
+def assert_failed(outcome: Any, kind: RewardFailureKind, policy: FailurePolicy, message: str) -> None:
+    assert isinstance(outcome, RewardFailure), outcome
+    assert (outcome.kind, outcome.policy, outcome.function) == (kind, policy.value, "judge")
+    assert message in outcome.message
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("soon")
+def test_a_fault_of_the_server_is_a_failure_and_never_a_value(server: Server, fault: str) -> None:
+    answers, message = FAULTS[fault]
+    server.answers = list(answers)
+    for outcome in scored(2, endpoint=f"{server.root}/v1"):
+        assert_failed(outcome, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, message)
+
+
+@pytest.mark.usefixtures("soon")
+def test_one_that_fails_costs_its_siblings_nothing(server: Server) -> None:
+    server.answers = [(500, "oops"), (200, "Score: 5"), (500, "oops"), (200, "Score: 5")]
+    first, second = scored(2, endpoint=f"{server.root}/v1", concurrency=1, retries=0)
+    assert_failed(first, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "answered 500")
+    assert isinstance(second, ScoredTrajectory) and second.reward == 0.5
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_server_that_hangs_up_refuses_or_says_nothing(server: Server) -> None:
     server.gate.clear()
+    (silent,) = scored(1, endpoint=f"{server.root}/v1", timeout_s=0.05)
+    assert_failed(silent, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "cannot be reached after 2 attempts")
+    assert "ReadTimeout" in silent.message
+    (late,) = scored(1, endpoint=f"{server.root}/v1", time_limit_s=0.1)
+    assert_failed(late, RewardFailureKind.TIMED_OUT, FailurePolicy.STOP, "0.1 s")
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        (refused,) = scored(1, endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
+    assert_failed(refused, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "cannot be reached after 2 attempts")
+    with hanging_up() as address:
+        (broken,) = scored(1, endpoint=f"{address}/v1")
+    assert_failed(broken, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "cannot be reached after 2 attempts")
 
-    async def scenario(reward: RewardFunction) -> list[float]:
-        async def ask(completion: str) -> float:
-            return await reward.call(completion, prompt="")
 
-        async def wait_for(calls: int) -> None:
-            while len(server.calls) < calls:
-                await asyncio.sleep(0.005)
+@contextlib.contextmanager
+def hanging_up() -> Iterator[str]:
+    """A server that closes every connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.05)
+        over = threading.Event()
 
+        def serve() -> None:
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    listening.accept()[0].close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        over.set()
+        thread.join()
+
+
+def test_a_fault_in_a_process_of_its_own(server: Server) -> None:
+    """As every judge is that the recipe does not trust."""
+    server.answers = [(200, b"<html>")]
+    (outcome,) = scored(1, trusted=False, endpoint=f"{server.root}/v1")
+    assert_failed(outcome, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "gave no answer of the OpenAI form")
+
+
+# ---- the run's own judge -------------------------------------------------------------------------
+
+
+class OwnServer(Server):
+    """At a socket file, as the run's own judge is."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.socket.close()
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(path))
+        self.socket.listen()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        return self.socket.accept()[0], ("judge", 0)
+
+
+@contextlib.contextmanager
+def serving(listening: Server) -> Iterator[Server]:
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield listening
+    finally:
+        listening.gate.set()
+        listening.shutdown()
+        thread.join()
+        listening.server_close()
+
+
+@pytest.mark.usefixtures("soon")
+def test_without_an_endpoint_the_runs_own_judge_is_asked_and_waited_for(make, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._OWN_RETRIES", 0)
+    path = tmp_path / "http"
+    monkeypatch.setenv(JUDGE_SOCKET, str(path))
+    monkeypatch.setenv(JUDGE_MODEL, "/models/judge")
+    reward = make("judge", retries=0)
+
+    async def scenario() -> float:
         async with asyncio.TaskGroup() as tasks:
-            first, second = tasks.create_task(ask("1")), tasks.create_task(ask("2"))
-            await asyncio.sleep(0)
-            first.cancel()
-            await wait_for(2)  # the second woke the engine and asked
-            late = tasks.create_task(ask("3"))
-            await wait_for(3)
-            late.cancel()
-            server.gate.set()
-        await reward.call.aclose()  # type: ignore[attr-defined]
-        return [second.result()]
+            asked = tasks.create_task(reward.call("4", prompt=""))
+            await asyncio.sleep(0)  # it has died, and is being started again
+            with serving(OwnServer(path)) as server:
+                value = await asked
+                await reward.call.aclose()  # type: ignore[attr-defined]
+        ((route, body),) = server.calls
+        assert (route, body["model"]) == ("/v1/chat/completions", "/models/judge")
+        return value
 
-    assert asyncio.run(scenario(judge(yields="sleep", batch=2, patience_s=0.05))) == [0.7]
-    assert server.routes[0] == "/wake_up" and server.routes[-1] == "/sleep?level=1&mode=wait"
-    assert server.asked_asleep == 0
+    assert asyncio.run(scenario()) == 0.7
 
 
-def test_workers_share_an_engine_and_the_last_one_puts_it_to_sleep(judge, server: Server) -> None:
-    """Two rewards of the same endpoint stand for two worker processes: file locks do not know the difference."""
-    server.awake = False
-    server.gate.clear()
-    one, other = judge(yields="sleep", patience_s=0.0), judge(yields="sleep", patience_s=0.0)
+def test_a_judge_that_nobody_could_ask_is_refused_when_it_is_made(make, monkeypatch, tmp_path: Path) -> None:
+    def refused(**options: Any) -> str:
+        with pytest.raises(RecipeError) as caught:
+            make("judge", **options)
+        return str(caught.value)
 
-    async def scenario() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(one.call("1", prompt=""))
-            tasks.create_task(other.call("2", prompt=""))
-            while sum(route.startswith("/v1/") for route in server.routes) < 2:
-                await asyncio.sleep(0.005)
-            server.gate.set()
-        await one.call.aclose()  # type: ignore[attr-defined]
-        await other.call.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(scenario())
-    assert not _lock_path(server.root).exists()
-    assert server.routes.count("/sleep?level=1&mode=wait") == 1
-    assert server.routes[-1] == "/sleep?level=1&mode=wait"
-    assert server.asked_asleep == 0
-
-
-@pytest.mark.asyncio
-async def test_a_lock_on_a_file_that_was_just_removed_is_none(tmp_path: Path, monkeypatch) -> None:
-    """Between opening the file and locking it another process may have been the last one."""
-    path = tmp_path / "lock"
-    last = await SharedLock.take(path)
-    assert last.is_last()
-    real, calls = judge_engine.fcntl.flock, []
-
-    def removed_meanwhile(descriptor: int, operation: int) -> None:
-        if not calls:
-            last.remove()
-            last.close()
-        calls.append(operation)
-        real(descriptor, operation)
-
-    monkeypatch.setattr(judge_engine.fcntl, "flock", removed_meanwhile)
-    ours = await SharedLock.take(path)
-    assert path.exists()
-    other = await SharedLock.take(path)
-    assert not ours.is_last()
-    assert other.is_last()
-    other.remove()
-    ours.close()
-    other.close()
-
-
-@pytest.mark.asyncio
-async def test_the_lock_file_is_there_only_while_it_is_held(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    first, second = await SharedLock.take(path), await SharedLock.take(path)
-    assert not first.is_last()
-    first.close()
-    assert second.is_last()
-    async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(SharedLock.take(path))
-        await asyncio.sleep(0)
-        second.remove()
-        second.close()
-    third = waiting.result()
-    assert path.exists()  # the one who waited made it anew, and holds that
-    assert third.is_last()
-    third.remove()
-    third.close()
-    assert not path.exists()
-
-
-def test_an_engine_that_cannot_sleep_says_what_it_needs(make, server: Server, monkeypatch) -> None:
-    monkeypatch.setattr(Judging, "do_POST", lambda self: self.answer(404, {}))
-    reward = make("judge", endpoint=f"{server.root}/v1", model="m", yields="sleep", patience_s=0.0)
+    assert '"model" is empty: give the name' in refused(endpoint="http://h:1/v1")
+    assert 'option "model" = "m" has no endpoint: set it, or name the model in [judge]' in refused(model="m")
+    assert "is no address: write it as http://host:8000/v1" in refused(endpoint="h:1", model="m")
+    assert "nothing can be made in" in refused(cache=str(tmp_path / "missing" / "answers.sqlite"))
+    reward = make("judge")  # a recipe is looked at: where the judge will be is not known yet
     (error,) = run(reward, "4")
-    assert isinstance(error, YieldingError)
-    assert not _lock_path(server.root).exists()
-    assert "VLLM_SERVER_DEV_MODE=1" in str(error)
+    assert "there is nobody to ask: set endpoint" in str(error)
+    monkeypatch.setenv(JUDGE_SOCKET, "")
+    assert "this run has no judge of its own" in refused()

@@ -1,78 +1,123 @@
-"""The judge against a real vLLM engine on this machine, which it wakes and pauses."""
+"""The run's own judge, in the process that a run starts for it: a real vLLM engine that is awake for batches only."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import json
-import urllib.request
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import pytest
+
+from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.comm.stream import ReceiveStream
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
+from streamrl.config.load import dump_recipe
+from streamrl.config.recipe import Model, Prompts, Recipe
+from streamrl.config.rewards import Reward
+from streamrl.config.topology import JUDGE, judge_socket, plan_topology
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
-pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),
 ]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+SORT = Path(__file__).parents[2] / "examples" / "sort"
 LISTS = ["5801", "8607", "97", "420", "5801"]  # none is sorted, so that it has something to say
+# The model sorts digits: its last digit is its score of a completion that is a list.
+OPTIONS = {"chat": False, "question": "{completion}:", "score": r"(\d)\D*$", "highest": 9.0, "max_tokens": 64}
+RECIPE = Recipe(
+    model=Model(path=str(SORT / "model")),
+    prompts=Prompts(train=str(SORT / "train.jsonl")),
+    rewards=(Reward(function="judge", options=OPTIONS, time_limit_s=9000.0),),
+    judge=Judge(model=str(SORT / "model"), batch=4, patience_s=3600.0, longest_wait_s=7200.0, actor_share=0.5),
+)
 
 
-def test_a_real_engine_judges_in_batches_and_is_paused_in_between(make, tmp_path: Path, monkeypatch) -> None:
-    """The demo model sorts digits: its last digit is its score of a completion that is a list."""
-    monkeypatch.syspath_prepend(str(EXAMPLES / "weights_only"))
-    server = importlib.import_module("train_loop").own_server(EXAMPLES / "sort" / "model", tmp_path)
-    with server as address:
-        reward = make(
-            "judge",
-            endpoint=f"{address}/v1",
-            model="policy",
-            chat=False,
-            question="{completion}:",
-            score=r"(\d)\D*$",
-            highest=9,
-            max_tokens=64,
-            yields="pause",
-            batch=4,
-            patience_s=5.0,
-            cache=str(tmp_path / "answers.sqlite"),
+@pytest.mark.asyncio
+async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(make, tmp_path: Path, monkeypatch) -> None:
+    topology = plan_topology(RECIPE, tmp_path)
+    path = judge_socket(topology)
+    monkeypatch.setenv(JUDGE_SOCKET, str(path))
+    monkeypatch.setenv(JUDGE_MODEL, RECIPE.judge.model)
+    reward = make("judge", cache=str(tmp_path / "answers.sqlite"), **OPTIONS)
+    async with (
+        asyncio.timeout(60),
+        zmq_sender(JudgeOrder, topology.endpoint(JUDGE, "orders"), bind=True, name="orders") as orders,
+        zmq_receiver(JudgeEvent, topology.endpoint(JUDGE, "reports"), bind=True, name="reports") as reports,
+        judge_process(tmp_path, msgspec.json.encode(topology)) as process,
+    ):
+        await orders.send(ActorLoad(share=1.0))
+        assert await reports.receive() == JudgeReady(max_context=1024)
+        assert path.stat().st_mode & 0o777 == 0o600
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=60) as http:
+            assert (await http.get("http://judge/is_paused")).json() == {"is_paused": True}
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(reward.call(text)) for text in LISTS]
+                await reported(reports, waiting=4)  # a batch (the fifth equals the first), but the actor is busy
+                await orders.send(ActorLoad(share=0.5))
+            first = [task.result() for task in asked]
+            report = await reported(reports, inside=0, questions=4)
+            assert (report.batches, report.waiting) == (1, 0)
+            assert (await http.get("http://judge/is_paused")).json() == {"is_paused": True}
+            # Asked directly, as a batch of the same questions: what the reward read is what the engine says.
+            async with asyncio.TaskGroup() as tasks:
+                said = [tasks.create_task(score(http, text)) for text in LISTS[:4]]
+            assert first == [*(task.result() for task in said), first[0]]
+        assert [await reward.call(text) for text in LISTS] == first  # from the cache: the engine is not even woken
+        await reward.call.aclose()
+        await orders.aclose()
+        assert (await reported(reports, questions=8)).batches == 2
+        assert [event async for event in reports] == []
+        assert await asyncio.to_thread(process.wait, 30) == 0
+    assert not path.exists()
+
+
+@asynccontextmanager
+async def judge_process(directory: Path, topology: bytes) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """The process that a run starts: it finds recipe and topology in the directory of the run."""
+    (directory / "recipe.toml").write_text(dump_recipe(RECIPE))
+    (directory / "topology.json").write_bytes(topology)
+    command = [sys.executable, "-m", "streamrl.processes", "judge", "--index", "0", "--run-directory", str(directory)]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}  # for the route that tells whether it is paused
+    with (directory / "judge.log").open("wb") as log:
+        process = subprocess.Popen(  # noqa: ASYNC220 - it only forks
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
         )
-
-        async def judged() -> list[float]:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    asked = [tasks.create_task(reward.call(text)) for text in LISTS]
-                return [task.result() for task in asked]
-            finally:
-                await reward.call.aclose()
-
-        first = asyncio.run(judged())
-        assert get(f"{address}/is_paused") == {"is_paused": True}
-        # Asked directly, one by one: what the judge read is what the engine says, and an engine at rest is awake first.
-        urllib.request.urlopen(urllib.request.Request(f"{address}/resume", data=b"")).close()
-        assert first == [score(address, text) for text in LISTS]
-        assert first[0] == first[4]
-        assert asyncio.run(judged()) == first  # from the cache: the engine is not even woken
-        assert get(f"{address}/is_paused") == {"is_paused": False}
+    children: list[psutil.Process] = []
+    try:
+        yield process
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        psutil.wait_procs(children, timeout=10)
 
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url) as answer:
-        return json.loads(answer.read())
+async def reported(reports: ReceiveStream[JudgeEvent], **wanted: int) -> JudgeReport:
+    """The first report that says so."""
+    while True:
+        report = await reports.receive()
+        if all(getattr(report, name) == value for name, value in wanted.items()):
+            assert isinstance(report, JudgeReport)
+            return report
 
 
-def score(address: str, text: str) -> float:
-    body = {"model": "policy", "prompt": f"{text}:", "max_tokens": 64, "temperature": 0}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        said = json.loads(answer.read())["choices"][0]["text"]
+async def score(http: Any, text: str) -> float:
+    body = {"model": RECIPE.judge.model, "prompt": f"{text}:", "max_tokens": 64, "temperature": 0}
+    answer = await http.post("http://judge/v1/completions", json=body)
+    said = answer.json()["choices"][0]["text"]
     return float([letter for letter in said if letter.isdigit()][-1]) / 9

@@ -25,8 +25,12 @@ async def run(sandbox: Sandbox, source: str, limits: Any, stdin: bytes = b"") ->
 
 def running() -> list[psutil.Process]:
     """What the zygotes of this process started and has not ended."""
-    found = psutil.Process().children(recursive=True)
-    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended since the list was made
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from streamrl.config.toml_text import toml_value
 from streamrl.control.event_log import read_log, replay
-from streamrl.control.events import RunBegan
+from streamrl.control.events import RewardsAttached, RunBegan
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]
@@ -114,7 +114,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_two_engines_and_two_ranks_train_on_policy_and_the_log_replays(tmp_path: Path) -> None:
-    run = Run(tmp_path, run__steps=3, engines__count=2, training__ranks=2, weights__canary=True)
+    run = Run(tmp_path, run__steps=3, engines__count=2, training__ranks=2)
     output = run.end()
     assert run.process.returncode == 0, output
     steps = run.metrics()
@@ -123,7 +123,7 @@ def test_two_engines_and_two_ranks_train_on_policy_and_the_log_replays(tmp_path:
         assert abs(step["policy/is_weight_mean"] - 1) < 1e-3
         assert step["async/staleness_oldest_max"] == 0
         assert step["weights/payload_bytes"] > 0
-        assert step["weights/canary_deviation"] < 1e-3, "engines disagree on weights that are right"
+        assert 0 < step["weights/canary_deviation"] < 1e-4, "engines compute as the trainer does, to rounding"
     state = replay(run.files / "events.jsonl")
     accounting = state.accounting()
     assert (accounting.issued, accounting.trained, accounting.in_flight) == (48, 48, 0)
@@ -189,6 +189,8 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     }
     first = Run(tmp_path / "first", run__steps=500, **method)
     first.wait_for_step(2)
+    shadow = [f"{EXAMPLE.with_name('reward.py')}:sorted_trace", "--shadow", "--name", "shade"]
+    subprocess.run([STREAMRL, "reward", "attach", str(first.files), *shadow], check=True)
     os.killpg(first.process.pid, signal.SIGINT)  # as a terminal sends it: to every process of the group
     output = first.end(within=60)
     assert first.process.returncode == 0, output
@@ -215,7 +217,9 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     steps = second.metrics()
     assert [s["step"] for s in steps[:2]] == [done + 1, done + 2], output
     _, events = read_log(second.files / "events.jsonl")
-    began = next(events).event
+    attached, began = next(events).event, next(events).event
+    assert isinstance(attached, RewardsAttached) and attached.rewards == ("sorted_trace", "shade")
+    assert steps[0]["reward/func/shade/mean"] == steps[0]["reward/func/sorted_trace/mean"], "what was attached live"
     assert isinstance(began, RunBegan) and began.kept is not None
     kept = began.kept
     assert list(kept.queued) == list(state.supply.queue.tickets()), "who lost before the signal waits after the resume"

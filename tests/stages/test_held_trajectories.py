@@ -347,6 +347,26 @@ async def test_a_part_that_is_refused_tells_the_tokens_that_it_had() -> None:
     assert (lost.cancelled, lost.reason, lost.tokens) == (False, "planted", bench.held[0])
 
 
+@pytest.mark.parametrize("between", range(4))
+async def test_requests_go_on_when_the_one_that_was_to_advance_time_is_aborted_before_it_could(between: int) -> None:
+    engine = RecordingEngine()
+    await engine.start()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            for sample in range(3):
+                request = Generate(
+                    request_id=str(sample), token_ids=token_array([2]), max_tokens=300, seed=sample, temperature=1.0
+                )
+                group.start_soon(engine.generate, request)
+            while engine.load().generated_tokens < 9:
+                await anyio.lowlevel.checkpoint()
+            engine._finish_open([engine._open["0"]])
+            for _ in range(between):
+                await anyio.lowlevel.checkpoint()
+            await engine.abort(["1"])
+    assert engine.pieces["2"].finish_reason is not FinishReason.ABORT
+
+
 Step = tuple[str, int]
 
 

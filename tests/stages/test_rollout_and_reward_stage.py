@@ -7,16 +7,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.config.rewards import Reward
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import RecipeError
+from streamrl.errors import RecipeError, StreamEnded
 from streamrl.messages import PauseMode
 from streamrl.stage_messages import (
     CancelTrajectories,
     CloseRewardSet,
+    CompletionToScore,
     FinishedTrajectory,
     GroupScored,
     GroupsScored,
@@ -139,22 +141,22 @@ async def score(settings: RewardSettings, scripts: list[Script], incoming: list[
 async def answer_everything(orders: Any, results: Any) -> None:
     await results.send(RewardWorkerReady(worker=0))
     async for order in orders:
-        await results.send(scored_as(order, lambda trajectory: float(trajectory.id.sample)))
+        await results.send(scored_as(order, lambda completion: float(completion.sample)))
     await results.aclose()
 
 
-def scored_as(order: Any, reward: Callable[[Trajectory], float]) -> GroupsScored:
+def scored_as(order: Any, reward: Callable[[CompletionToScore], float]) -> GroupsScored:
     assert isinstance(order, ScoreGroups)
     return GroupsScored(
         groups=tuple(
-            GroupScored(order_id=g.order_id, rewards=tuple(SampleReward(reward=reward(t)) for t in g.trajectories))
+            GroupScored(order_id=g.order_id, rewards=tuple(SampleReward(reward=reward(c)) for c in g.completions))
             for g in order.groups
         )
     )
 
 
-def settings(*, per_group: bool = False, time_limit_s: float = 5.0) -> RewardSettings:
-    return RewardSettings(functions="f", per_group=per_group, time_limit_s=time_limit_s, concurrency=2)
+def settings(*, per_group: bool = False, time_limit_s: float = 5.0, concurrency: int = 2) -> RewardSettings:
+    return RewardSettings(functions="f", per_group=per_group, time_limit_s=time_limit_s, concurrency=concurrency)
 
 
 async def test_what_a_replaced_worker_had_not_overdone_is_scored_by_its_successor() -> None:
@@ -188,8 +190,8 @@ async def test_a_function_that_scores_groups_gets_whole_groups_even_when_a_sibli
     async def note_sizes(orders: Any, results: Any) -> None:
         await results.send(RewardWorkerReady(worker=0))
         async for order in orders:
-            seen.extend(len(group.trajectories) for group in order.groups)
-            await results.send(scored_as(order, lambda trajectory: 0.0))
+            seen.extend(len(group.completions) for group in order.groups)
+            await results.send(scored_as(order, lambda completion: 0.0))
         await results.aclose()
 
     lost = TrajectoryLost(
@@ -223,7 +225,7 @@ async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile
 
     async def answer_then_die(orders: Any, results: Any) -> None:
         order = await orders.receive()
-        await results.send(scored_as(order, lambda trajectory: float(trajectory.id.sample)))
+        await results.send(scored_as(order, lambda completion: float(completion.sample)))
         await anyio.wait_all_tasks_blocked()  # the stage is passing on the first of them
         await orders.abort("killed")
         await results.abort("killed")
@@ -254,6 +256,84 @@ async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile
     assert [o.outcome.trajectory.id.sample for o in outcomes] == [0, 1, 2, 3, 4]
 
 
+async def test_what_comes_together_travels_together_and_what_closes_a_round_soonest_goes_first() -> None:
+    messages: list[list[tuple[int, int]]] = []
+    many = anyio.Event()
+
+    async def take_slowly(orders: Any, results: Any) -> None:
+        while True:
+            try:
+                order = await orders.receive()
+            except StreamEnded:
+                break
+            ranks = [group.rank for group in order.groups]
+            assert ranks == sorted(ranks)
+            messages.append([(c.group_id, c.sample) for group in order.groups for c in group.completions])
+            await many.wait()
+            await results.send(scored_as(order, lambda completion: 1.0))
+        await results.aclose()
+
+    sizes = {1: 5, 2: 2, 3: 1}
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(1)
+            results_in, results_out = memory_stream(8)
+            group.start_soon(take_slowly, orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(64)
+        scored, take = memory_stream(64)
+        stage = RewardStage(settings(concurrency=64), [open_worker])
+        group.start_soon(stage.run, trajectories, scored)
+        await give.send(FinishedTrajectory(trajectory=trajectory(0, group=1), group_size=5))
+        await anyio.wait_all_tasks_blocked()
+        assert messages == [[(1, 0)]], "the first one goes alone, at once"
+        await give.send(FinishedTrajectory(trajectory=trajectory(1, group=1), group_size=5))
+        await anyio.wait_all_tasks_blocked()  # it waits in the stream; what comes now gathers
+        for number, sample in [(1, 2), (2, 0), (1, 3), (3, 0), (2, 1)]:
+            done = trajectory(sample, group=number)
+            await give.send(FinishedTrajectory(trajectory=done, group_size=sizes[number]))
+            await anyio.wait_all_tasks_blocked()
+        many.set()
+        await give.aclose()
+        outcomes = [outcome async for outcome in take]
+    assert messages == [[(1, 0)], [(1, 1)], [(1, 2)], [(3, 0), (2, 0), (2, 1), (1, 3)]]
+    assert len(outcomes) == len({str(o.outcome.trajectory.id) for o in outcomes}) == 7
+
+
+async def test_of_a_batch_whose_worker_dies_each_is_scored_once_and_an_answer_counts_once() -> None:
+    seen: list[list[int]] = []
+
+    async def answer_half_twice_and_die(orders: Any, results: Any) -> None:
+        order = await orders.receive()
+        seen.append([c.sample for group in order.groups for c in group.completions])
+        half = msgspec.structs.replace(order, groups=order.groups[: len(order.groups) // 2])
+        for _ in range(2):
+            await results.send(scored_as(half, lambda completion: 1.0))
+        await results.abort("killed")
+        await orders.abort("killed")
+
+    async def answer_the_rest(orders: Any, results: Any) -> None:
+        async for order in orders:
+            seen.append([c.sample for group in order.groups for c in group.completions])
+            for _ in range(2):
+                await results.send(scored_as(order, lambda completion: 2.0))
+        await results.aclose()
+
+    incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=12) for i in range(12)]
+    lives = [answer_half_twice_and_die, answer_the_rest]
+    outcomes = await score(settings(concurrency=64), lives, incoming)
+    rewards = {o.outcome.trajectory.id.sample: o.outcome.reward for o in outcomes}
+    assert len(outcomes) == len(rewards) == 12
+    first, rest = seen[0], [sample for batch in seen[1:] for sample in batch]
+    assert len(first) > 2 and sorted(first[len(first) // 2 :] + [s for s in range(12) if s not in first]) == sorted(
+        rest
+    )
+    assert {s for s, reward in rewards.items() if reward == 1.0} == set(first[: len(first) // 2])
+
+
 # ---- other functions while trajectories flow ------------------------------------------------------
 
 
@@ -281,8 +361,8 @@ class VersionedWorker:
                 case ScoreGroups():
                     for group in order.groups:
                         assert group.reward_version in self.loaded, "scored by functions that are gone"
-                        self.scored += [(t.id.sample, group.reward_version) for t in group.trajectories]
-                    await results.send(scored_as(order, lambda trajectory: float(trajectory.id.sample)))
+                        self.scored += [(c.sample, group.reward_version) for c in group.completions]
+                    await results.send(scored_as(order, lambda completion: float(completion.sample)))
         await results.aclose()
 
 

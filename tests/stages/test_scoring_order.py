@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.stage_messages import ScoreGroup
-from streamrl.stages.scoring_order import ScoringOrder
+from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
 from streamrl.types import FinishReason, Prompt, Trajectory, TrajectoryId, token_array
 
 
-def order_of(number: int, group: int, *, evaluation: bool = False) -> ScoreGroup:
+def order_of(number: int, group: int, *, evaluation: bool = False) -> WaitingOrder:
     trajectory = Trajectory(
         id=TrajectoryId(prompt_id="p", group_id=group, sample=number),
         prompt=Prompt(prompt_id="p", token_ids=token_array([2])),
@@ -19,7 +18,7 @@ def order_of(number: int, group: int, *, evaluation: bool = False) -> ScoreGroup
         finish_reason=FinishReason.STOP,
         evaluation=evaluation,
     )
-    return ScoreGroup(order_id=number, trajectories=(trajectory,))
+    return WaitingOrder(number, (trajectory,))
 
 
 def test_what_closes_a_round_soonest_is_scored_first() -> None:

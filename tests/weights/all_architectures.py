@@ -2,6 +2,8 @@
 
     python tests/weights/all_architectures.py                      # all of them, one worker and two: about 10 minutes
     python tests/weights/all_architectures.py qwen2-moe --workers 2 --deltas 100
+    python tests/weights/all_architectures.py qwen3 --quantization fp8_per_channel    # quantised after loading
+    python tests/weights/all_architectures.py qwen3 --linear stock                    # packed after loading: no weights
 
 Two tests that share no code with the load plan: vLLM's own checksum of every runtime parameter (asserted to hold
 something: a parameter that the engine packed away hashes as nothing), and 40 greedy tokens.
@@ -42,13 +44,20 @@ EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 async def push_many(
-    directory: Path, architecture: Architecture, *, dtype: str, workers: int, deltas: int
+    directory: Path,
+    architecture: Architecture,
+    *,
+    dtype: str,
+    workers: int,
+    deltas: int,
+    quantization: str | None = None,
 ) -> tuple[dict[str, str], list[int], dict[str, str], list[int]]:
     """Checksums and greedy tokens after an anchor and ``deltas`` deltas, and those of a fresh engine on the result."""
     model = directory / "model"
     bits, shapes = write_model(model, architecture)
     with publisher_of(shapes, directory, checkpoint=model) as publisher:
-        async with running_engine(model, dtype, tensor_parallel_size=workers) as llm:
+        options = {"tensor_parallel_size": workers, "quantization": quantization}
+        async with running_engine(model, dtype, **options) as llm:
             push = Push(llm, publisher)
             asked = count_chunks(publisher)
             for version in range(deltas + 1):
@@ -62,7 +71,7 @@ async def push_many(
                 assert push.sent_as_announced(announcement) == (version > 0), "the first is a delta on the checkpoint"
             pushed, tokens = await push.checksums(), list((await sample(llm, 40)).token_ids)
     save_bits(model, bits, shapes)
-    async with running_engine(model, dtype, tensor_parallel_size=workers) as fresh:
+    async with running_engine(model, dtype, **options) as fresh:
         loaded = await Push(fresh, publisher).checksums()
         return pushed, tokens, loaded, list((await sample(fresh, 40)).token_ids)
 
@@ -80,9 +89,12 @@ def count_chunks(publisher: WeightPublisher) -> Counter[bytes]:
     return asked
 
 
-def faults_of(pushed: dict[str, str], tokens: list[int], loaded: dict[str, str], fresh: list[int]) -> list[str]:
-    """What is wrong; empty when the engine that was pushed to equals the fresh one."""
-    faults = [f"{name}: empty" for name, digest in pushed.items() if digest == EMPTY]
+def faults_of(
+    pushed: dict[str, str], tokens: list[int], loaded: dict[str, str], fresh: list[int], *, packed_away: bool = False
+) -> list[str]:
+    """What is wrong; empty when the engine that was pushed to equals the fresh one. ``packed_away``: some parameters
+    hold nothing, and only the output tells what is computed with."""
+    faults = [f"{name}: empty" for name, digest in pushed.items() if digest == EMPTY and not packed_away]
     faults += [f"{name}: on one engine only" for name in sorted(pushed.keys() ^ loaded.keys())]
     faults += [f"{name}: differs" for name in pushed.keys() & loaded.keys() if pushed[name] != loaded[name]]
     if not pushed:
@@ -97,13 +109,17 @@ def main() -> int:
     arguments.add_argument("--workers", type=int, choices=(1, 2), help="tensor-parallel size (default: 1 and then 2)")
     arguments.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     arguments.add_argument("--deltas", type=int, default=100)
+    arguments.add_argument("--quantization", help="what vLLM does to the weights after loading, e.g. fp8_per_channel")
+    arguments.add_argument("--linear", choices=("plain", "packed", "stock"), default="plain")
     options = arguments.parse_args()
     failed = False
     for name in options.architectures or ARCHITECTURES:
         for workers in (options.workers,) if options.workers else (1, 2):
             started = time.monotonic()
             with tempfile.TemporaryDirectory() as directory:
-                set_engine_variables(os.environ.__setitem__, Path(directory), workers=workers)
+                set_engine_variables(
+                    os.environ.__setitem__, Path(directory), workers=workers, STREAMRL_CPU_LINEAR=options.linear
+                )
                 compared = asyncio.run(
                     push_many(
                         Path(directory),
@@ -111,9 +127,10 @@ def main() -> int:
                         dtype=options.dtype,
                         workers=workers,
                         deltas=options.deltas,
+                        quantization=options.quantization,
                     )
                 )
-            faults = faults_of(*compared)
+            faults = faults_of(*compared, packed_away=options.linear == "stock")
             seconds = time.monotonic() - started
             outcome = "; ".join(faults[:5]) or f"{len(compared[0])} parameters bit-equal, greedy output equal"
             print(f"{name}, {workers} workers, {options.deltas} deltas, {seconds:.0f} s: {outcome}", flush=True)

@@ -27,14 +27,13 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from streamrl.comm.weights import compiled_paths
 from streamrl.comm.weights import publisher as publishing
-from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.codec import decode_patch
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
+from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch, _Decoding
 from streamrl.comm.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
 from streamrl.comm.weights.mirror import CheckpointMirror
 from streamrl.comm.weights.received_part import ReceivedPart
@@ -156,17 +155,10 @@ def receive(sample: Sample, replies: Iterator[list[bytes]]) -> ReceivedPart:
 def fetched_of(sample: Sample, part: ReceivedPart, mirror: CheckpointMirror) -> FetchedVersion:
     """Decode what a complete part holds, as ``fetch`` does."""
     assert part.manifest is not None
-    patches = []
-    for entry, encoded in part.patch_bytes():
-        shard = entry.shard
-        base = None
-        if sample.announced.base_version is not None:
-            known = mirror.tensors.get(shard.name)
-            if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
-                raise WeightError(f"{shard.name!r} is not held like this")
-            base = mirror.bits(shard.name)[shard.offset : shard.offset + shard.count]
-        patch = decode_patch(encoded, bit_type(shard.dtype, shard.name), shard.count, shard.name, base)
-        patches.append(ShardPatch(shard, patch))
+    patches: list[ShardPatch] = []
+    decoding = _Decoding(None if sample.announced.base_version is None else mirror)
+    for patch in part.patch_bytes():
+        patches += decoding._decode(*patch)
     manifest = part.manifest
     size, run_id = manifest.payload_bytes, manifest.run_id
     return FetchedVersion(sample.announced, manifest.base_version, manifest.base_part_hash, patches, size, run_id)
@@ -286,16 +278,23 @@ def manifest_case(random: np.random.Generator) -> str:
     everything = world()
     sample = everything.samples[int(random.integers(len(everything.samples)))]
     if random.random() < 0.7:
-        broken = mutated(random, sample.part.manifest, everything.samples[0].part.manifest)
+        manifests = sample.part.manifest, everything.samples[0].part.manifest
+        if random.random() < 0.5:  # below the zstd frame
+            manifests = tuple(zstandard.decompress(whole) for whole in manifests)
+            broken = zstandard.compress(mutated(random, *manifests))
+        else:
+            broken = mutated(random, *manifests)
         return hostile_bytes(sample, broken, list(sample.part.chunks), sample.manifest.payload_bytes)
     entries = list(sample.manifest.tensors)
     index = int(random.integers(len(entries)))
-    field = str(random.choice(["offset", "count", "shape", "name", "dtype"]))
+    field = str(random.choice(["offset", "count", "shape", "name", "dtype", "joined", "changed_elements"]))
     number = int(random.choice([-1, 0, 1, 7, 2**31, 2**32, 2**62, -(2**62)]))
     value = {"shape": (number, number), "name": "other", "dtype": "float16"}.get(field, number)
-    entries[index] = msgspec.structs.replace(
-        entries[index], shard=msgspec.structs.replace(entries[index].shard, **{field: value})
-    )
+    entry = entries[index]
+    if field in ("joined", "changed_elements"):
+        entries[index] = msgspec.structs.replace(entry, **{field: not entry.joined if field == "joined" else number})
+    else:
+        entries[index] = msgspec.structs.replace(entry, shard=msgspec.structs.replace(entry.shard, **{field: value}))
     if random.random() < 0.2:
         entries.append(entries[index])
     return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tuple(entries)), None)

@@ -155,10 +155,14 @@ async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncItera
         **more,
     )
     llm = AsyncLLM.from_engine_args(arguments)
+    context = llm.engine_core.ctx
     try:
         yield llm
     finally:
         llm.shutdown()
+        for socket in list(context._sockets):
+            socket.close(linger=0)
+        context._shadow_obj.term()  # the one under it, which vLLM never ends
 
 
 @contextmanager

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from all_architectures import EMPTY, faults_of, push_many  # noqa: E402
 from real_engines import (  # noqa: E402
     ARCHITECTURES,
+    LAYERS,
     VOCABULARY,
     Bits,
     Push,
@@ -179,28 +180,35 @@ def corrupt_last_chunk(publisher: WeightPublisher) -> None:
 
 
 @pytest.mark.asyncio
-async def test_packed_kernels_beside_the_parameters(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
+async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
     """Query and key norms, untied heads, a bfloat16 engine, packed kernels beside the parameters: what is computed with
-    is only seen in the output. ``all_architectures.py`` has the other kinds of model."""
+    is only seen in the output. One kind of layer is quantised while it is loaded, and rebuilt: it equals that of an
+    engine that loads the result. ``all_architectures.py`` has the other kinds of model."""
     engine_variables(STREAMRL_CPU_LINEAR="packed")
+    quantised = {"quantization": "online", "quantization_config": {"targets": {"*down_proj": "fp8_per_channel"}}}
     directory = tmp_path / "model"
     bits, shapes = write_model(directory, ARCHITECTURES["qwen3"])
     outputs = []
     with publisher_of(shapes, tmp_path, checkpoint=directory) as publisher:
-        async with running_engine(directory, "bfloat16") as llm:
+        async with running_engine(directory, "bfloat16", **quantised) as llm:
             push = Push(llm, publisher)
             for version, density in enumerate((0.9, 0.9, 0.02)):
                 bits = changed(bits, version, density)
                 announcement = push.publish(version, bits)
                 assert (await push.commit(announcement)).state_hash == announcement.state_hash
+                assert push.sent_as_announced(announcement) == (version > 0), "the first is a delta on the checkpoint"
                 checksums = await checksums_of(push)
                 assert EMPTY not in checksums.values()
-                assert checksums == expected_checksums(bits, shapes, "bfloat16")
+                expected = expected_checksums(bits, shapes, "bfloat16")
+                assert {name for name in expected if checksums[name] != expected[name]} == {
+                    f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(LAYERS)
+                }, "plain parameters hold what was published, and others are quantised"
                 await llm.reset_prefix_cache()
                 outputs.append(list((await sample(llm, 40)).token_ids))
             assert outputs[0] != outputs[1], "the change is too small to be seen in the output"
     save_bits(directory, bits, shapes)
-    async with running_engine(directory, "bfloat16") as fresh:
+    async with running_engine(directory, "bfloat16", **quantised) as fresh:
+        assert await checksums_of(Push(fresh, publisher)) == checksums
         assert list((await sample(fresh, 40)).token_ids) == outputs[-1]
 
 

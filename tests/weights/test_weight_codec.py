@@ -28,16 +28,16 @@ SINGLE_EDGES += [edge | 0x80000000 for edge in SINGLE_EDGES]
 
 @pytest.fixture(autouse=True)
 def plain_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The codec with the split in numpy, whatever the size and whatever is loaded."""
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", 1 << 40)
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", 1 << 40)
+    """The codec with a header and the split in numpy, whatever the size and whatever is loaded."""
+    take_form("plain", monkeypatch)
 
 
 def take_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if form != "plain":
-        monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", 1)
-        monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", 1)
-        monkeypatch.setattr(single_exponents, "MANY_CHANGES", 1 << 40 if form == "single" else -1)
+    from_elements = 1 << 40 if form.startswith("plain") else 1
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", from_elements)
+    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", from_elements)
+    for limit in ("MANY_CHANGES", "MANY_CHANGES_PLAIN"):
+        monkeypatch.setattr(single_exponents, limit, 1 << 40 if form.endswith("single") else -1)
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -96,7 +96,7 @@ def normal_bits(count: int, dtype: str, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.timeout(240)  # the first to compile
-@pytest.mark.parametrize("form", ["plain", "compiled", "single"])
+@pytest.mark.parametrize("form", ["plain", "compiled", "single", "plain single"])
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_round_trip_for_any_change_and_never_larger_than_dense(form: str, data: st.DataObject) -> None:
@@ -406,8 +406,8 @@ def test_bits_must_have_the_width_and_size_of_the_shard() -> None:
 # ---- single exponents ------------------------------------------------------------------------------
 
 
-def a_single_delta(monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, bytes]:
-    take_form("single", monkeypatch)
+def a_single_delta(monkeypatch: pytest.MonkeyPatch, form: str = "single") -> tuple[np.ndarray, bytes]:
+    take_form(form, monkeypatch)
     base, encoded = a_delta()
     assert struct.unpack_from("<H", encoded)[0] >= 1 << 15
     return base, encoded
@@ -439,9 +439,12 @@ def test_refuses_classes_that_cannot_be(monkeypatch: pytest.MonkeyPatch, kinds: 
         pytest.fail(f"{why}: {decode_patch(forged, U16, COUNT, 'layer', base)}")
 
 
-def test_refuses_more_or_fewer_bytes_of_adaptive_code_or_reads_another_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["single", "plain single"])
+def test_refuses_more_or_fewer_bytes_of_adaptive_code_or_reads_another_patch(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arithmetic code has no end of its own: what it reads fits, and the digest and the state hash tell."""
-    base, encoded = a_single_delta(monkeypatch)
+    base, encoded = a_single_delta(monkeypatch, form)
     for appended in (b"\0", b"\1", bytes(50)):
         with pytest.raises(WeightError, match="does not end where its changes do"):
             decode_patch(encoded + appended, U16, COUNT, "layer", base)

@@ -13,6 +13,7 @@ import zmq
 
 from streamrl.comm.weights import fetch as fetching
 from streamrl.comm.weights import publisher as publishing
+from streamrl.comm.weights import work_units
 from streamrl.comm.weights.codec import decode_patch
 from streamrl.comm.weights.fetch import KeptParts
 from streamrl.comm.weights.requests import GetChunk, GetManifest, decode_request, encoder
@@ -25,7 +26,8 @@ FRAMES = 5
 
 @pytest.fixture
 def push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallPush]:
-    """At version 0; the next delta has ``FRAMES - 1`` chunks."""
+    """At version 0; the next delta has ``FRAMES - 1`` chunks, and a patch for each tensor."""
+    monkeypatch.setattr(work_units, "JOINED_ELEMENTS", 1)
     made = SmallPush(tmp_path)
     try:
         made.begin()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from streamrl.comm.weights import manifest
+from streamrl.comm.weights import manifest, work_units
 from streamrl.comm.weights import publisher as publisher_module
 from streamrl.comm.weights.bit_patterns import bit_type
 from streamrl.comm.weights.codec import WeightPatch
@@ -252,6 +252,7 @@ def test_large_shards_are_published_in_pieces_by_several_threads(
 ) -> None:
     """The same bits arrive, and the same state hash, as in one piece; pieces without a change are not sent."""
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 70_001)
+    monkeypatch.setattr(work_units, "JOINED_ELEMENTS", 70_001)
     monkeypatch.setattr(publisher_module, "_ELEMENTS_WORTH_THREADS", 1)
     bits = random_bits(0)
     mirror = CheckpointMirror()
@@ -308,10 +309,9 @@ def test_versions_under_way_are_kept_right_when_one_is_acknowledged(
     (publisher,) = run.publishers
     for version, pending in publisher._versions.pending.items():
         for unit, spec in enumerate(publisher._units):
-            nothing = WeightPatch(np.zeros(0, np.int64), np.zeros(0, bit_type(spec.dtype, spec.name)))
+            nothing = WeightPatch(np.zeros(0, np.int64), np.zeros(0, spec.bits))
             patch = pending.patches.get(unit, nothing)
-            before = versions[acknowledged][spec.name][spec.offset : spec.offset + spec.count]
-            after = versions[version][spec.name][spec.offset : spec.offset + spec.count]
+            before, after = (spec.join(lambda shard, v=v: versions[v][shard.name]) for v in (acknowledged, version))
             assert np.array_equal(patch.positions, np.flatnonzero(before != after))
             assert np.array_equal(patch.values, after[before != after])
     run.commit(run.publish(4, versions[1]))

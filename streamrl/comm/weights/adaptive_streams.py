@@ -4,7 +4,7 @@ No tables travel: both sides start with the same guesses and learn from what the
 Martin 1979; frequencies by the estimator of Krichevsky and Trofimov, 1981). A class starts with what the one before it,
 half as large in its weights, has taught. So a tensor of a few thousand elements costs next to its entropy, where the
 tables of ``symbol_streams`` cost as much again; and classes in which nearly everything changes, or nothing, cost next
-to nothing. Compiled by numba, without the GIL.
+to nothing. Compiled by numba, without the GIL; ``plain_streams`` is the same without a compiler.
 
 A gap is coded as in Golomb's code, with a divisor ``2**shift`` near the mean gap of its class, the quotient in unary. A
 class ends where quotients have passed its last element, so nothing says how many changes there are.
@@ -18,29 +18,32 @@ from typing import cast
 
 import numba  # type: ignore[import-untyped]
 import numpy as np
-import numpy.typing as npt
 
+from streamrl.comm.weights.adaptive_contexts import (
+    CONTEXTS,
+    DIRECTION,
+    DOUBT,
+    INHERITED,
+    INHERITED_STEPS,
+    KNOWN,
+    LARGEST_SHIFT,
+    LEARNED,
+    LEARNED_STEPS,
+    MANTISSA,
+    POWER,
+    RATES,
+    REMAINDER,
+    SHIFT_FAR,
+    SHIFT_LESS,
+    SHIFT_SAME,
+    STOP,
+    CountArray,
+    undecodable,
+)
 from streamrl.comm.weights.bit_patterns import BitArray, BitType
 from streamrl.comm.weights.class_split import ClassStreams
-from streamrl.errors import WeightError
 
-CountArray = npt.NDArray[np.int64]
-
-_KNOWN = 254  # events after which a frequency is no longer learned faster than by 1/256 of the difference
-_INHERITED = 6  # as how many events the class before counts
-_INHERITED_STEPS = 2  # the same for steps
-_DOUBT = 4
-_LARGEST_SHIFT = 31
-_LEARNED = 1  # upper bits of a remainder; those below are next to fair where gaps are random
-_LEARNED_STEPS = 3  # upper bits of a step within its power of two
-# Contexts of a class: stops after a quotient of 0 and after a larger one, for a shift of 0 and for others; upper bits
-# of remainders; directions after either direction; powers of two of a step; the bits below those.
-_STOP, _REMAINDER, _DIRECTION, _POWER, _MANTISSA = 0, 4, 7, 9, 9 + 32
-_CONTEXTS = _MANTISSA + 8 * 32
-# Contexts of all classes: whether a shift is the expected one, its direction, how far.
-_SHIFT_SAME, _SHIFT_LESS, _SHIFT_FAR = 0, 1, 2
-
-_RATES = np.array([65536 // (seen + 2) for seen in range(_KNOWN + 1)], dtype=np.int64)
+_RATES = np.array(RATES, dtype=np.int64)
 
 
 def encode_streams(streams: Sequence[ClassStreams], sizes: CountArray, limit: int) -> bytes | None:
@@ -61,8 +64,7 @@ def decode_streams(encoded: memoryview, bit_dtype: BitType, sizes: CountArray, t
     gaps, symbols = (np.empty(int(sizes.sum()), dtype=np.uint32) for _ in range(2))
     changed = _decode(body, sizes, 8 * bit_dtype.itemsize, starts, gaps, symbols)
     if changed <= 0:
-        reason = ("lists no change", "has changes that do not fit", "does not end where its changes do")[-changed]
-        raise WeightError(f"patch of {tensor!r} has {len(encoded)} bytes of streams and cannot be decoded: it {reason}")
+        raise undecodable(tensor, len(encoded), changed)
     gaps, steps = gaps[:changed].copy(), cast("BitArray", symbols[:changed].astype(bit_dtype))
     return [ClassStreams(gaps[start:stop], steps[start:stop]) for start, stop in pairwise(starts.tolist())]
 
@@ -84,7 +86,7 @@ def _encode(sizes, counts, gaps, symbols, written, limit):
             continue
         shift = _best_shift(left, counts[kind], expected)
         low, span, at = _encode_shift(low, span, at, written, shift_chances, shift_seen, shift - expected)
-        expected = min(shift + 1, _LARGEST_SHIFT)
+        expected = min(shift + 1, LARGEST_SHIFT)
         _inherit(chances, seen)
         direction = np.int64(0)
         for _ in range(counts[kind]):
@@ -96,7 +98,7 @@ def _encode(sizes, counts, gaps, symbols, written, limit):
             direction = symbol & 1
             if at >= limit:
                 return -1
-        stop = _STOP + 2 * (shift > 0)
+        stop = STOP + 2 * (shift > 0)
         first = stop
         while left > 0:
             low, span, at = _encode_bit(low, span, at, written, chances, seen, stop, 1)
@@ -122,12 +124,12 @@ def _decode(body, sizes, width, starts, gaps, symbols):
             continue
         further, code, span, at = _decode_shift(body, code, span, at, shift_chances, shift_seen)
         shift = expected + further
-        if shift < 0 or shift > _LARGEST_SHIFT:
+        if shift < 0 or shift > LARGEST_SHIFT:
             return -1
-        expected = min(shift + 1, _LARGEST_SHIFT)
+        expected = min(shift + 1, LARGEST_SHIFT)
         _inherit(chances, seen)
         direction = np.int64(0)
-        stop = _STOP + 2 * (shift > 0)
+        stop = STOP + 2 * (shift > 0)
         first, gap = stop, np.int64(0)
         while left > 0:
             bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, stop)
@@ -154,16 +156,16 @@ def _decode(body, sizes, width, starts, gaps, symbols):
 @_compiled
 def _first_guesses():
     """How likely each bit is a 0, in 1/65536, and how many events taught it; of a class, and of shifts."""
-    chances, seen = np.full(_CONTEXTS, 1 << 15), np.zeros(_CONTEXTS, np.int64)
-    seen[:_POWER] = 3
-    chances[_STOP + 2 : _STOP + 4] = 41000  # 1 - 1/e
-    for level in range(_LEARNED):
+    chances, seen = np.full(CONTEXTS, 1 << 15), np.zeros(CONTEXTS, np.int64)
+    seen[:POWER] = 3
+    chances[STOP + 2 : STOP + 4] = 41000  # 1 - 1/e
+    for level in range(LEARNED):
         share = np.exp(-(0.5 ** (level + 1)))
-        chances[_REMAINDER + level] = np.int64(65536 / (1 + share))
-        seen[_REMAINDER + level] = 20
-    chances[_POWER : _POWER + 32] = 45000
-    shift_chances, shift_seen = np.full(_SHIFT_FAR + 2, 1 << 15), np.ones(_SHIFT_FAR + 2, np.int64)
-    shift_chances[_SHIFT_FAR] = 45000
+        chances[REMAINDER + level] = np.int64(65536 / (1 + share))
+        seen[REMAINDER + level] = 20
+    chances[POWER : POWER + 32] = 45000
+    shift_chances, shift_seen = np.full(SHIFT_FAR + 2, 1 << 15), np.ones(SHIFT_FAR + 2, np.int64)
+    shift_chances[SHIFT_FAR] = 45000
     return chances, seen, shift_chances, shift_seen
 
 
@@ -171,23 +173,23 @@ def _first_guesses():
 def _inherit(chances, seen):
     """The next class begins with what was learned so far, and is not sure of it. Its numbers lie twice as far apart, so
     its steps are half as many: what was learned of a power of two holds for the one below."""
-    for i in range(_POWER):
-        seen[i] = min(seen[i], _INHERITED)
+    for i in range(POWER):
+        seen[i] = min(seen[i], INHERITED)
     for power in range(31):
-        if seen[_POWER + power + 1]:
-            _inherit_range(chances, seen, _POWER + power, 1, 1)
-            _inherit_range(chances, seen, _MANTISSA + 8 * power, 8, 8)
+        if seen[POWER + power + 1]:
+            _inherit_range(chances, seen, POWER + power, 1, 1)
+            _inherit_range(chances, seen, MANTISSA + 8 * power, 8, 8)
         else:
-            _inherit_range(chances, seen, _POWER + power, 1, 0)
-            _inherit_range(chances, seen, _MANTISSA + 8 * power, 8, 0)
+            _inherit_range(chances, seen, POWER + power, 1, 0)
+            _inherit_range(chances, seen, MANTISSA + 8 * power, 8, 0)
 
 
 @_compiled
 def _inherit_range(chances, seen, context, contexts, distance):
     """From ``distance`` further on; halfway back to no opinion, since rounding may make of half as many steps more."""
     for i in range(context, context + contexts):
-        chances[i] = chances[i + distance] + ((32768 - chances[i + distance]) >> _DOUBT)
-        seen[i] = min(seen[i + distance], _INHERITED_STEPS)
+        chances[i] = chances[i + distance] + ((32768 - chances[i + distance]) >> DOUBT)
+        seen[i] = min(seen[i + distance], INHERITED_STEPS)
 
 
 @_compiled
@@ -199,7 +201,7 @@ def _best_shift(elements, changes, expected):
         shift += 1
     if not changes:
         shift = max(shift, expected)
-    return min(shift, _LARGEST_SHIFT)
+    return min(shift, LARGEST_SHIFT)
 
 
 # ---- what is coded -------------------------------------------------------------------------------------
@@ -207,24 +209,24 @@ def _best_shift(elements, changes, expected):
 
 @_compiled
 def _encode_shift(low, span, at, written, chances, seen, further):
-    low, span, at = _encode_bit(low, span, at, written, chances, seen, _SHIFT_SAME, np.int64(further != 0))
+    low, span, at = _encode_bit(low, span, at, written, chances, seen, SHIFT_SAME, np.int64(further != 0))
     if further:
-        low, span, at = _encode_bit(low, span, at, written, chances, seen, _SHIFT_LESS, np.int64(further < 0))
+        low, span, at = _encode_bit(low, span, at, written, chances, seen, SHIFT_LESS, np.int64(further < 0))
         for _ in range(abs(further) - 1):
-            low, span, at = _encode_bit(low, span, at, written, chances, seen, _SHIFT_FAR, 1)
-        low, span, at = _encode_bit(low, span, at, written, chances, seen, _SHIFT_FAR, 0)
+            low, span, at = _encode_bit(low, span, at, written, chances, seen, SHIFT_FAR, 1)
+        low, span, at = _encode_bit(low, span, at, written, chances, seen, SHIFT_FAR, 0)
     return low, span, at
 
 
 @_compiled
 def _decode_shift(body, code, span, at, chances, seen):
-    bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, _SHIFT_SAME)
+    bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, SHIFT_SAME)
     if not bit:
         return np.int64(0), code, span, at
-    less, code, span, at = _decode_bit(body, code, span, at, chances, seen, _SHIFT_LESS)
+    less, code, span, at = _decode_bit(body, code, span, at, chances, seen, SHIFT_LESS)
     further = np.int64(1)
-    while further <= _LARGEST_SHIFT:
-        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, _SHIFT_FAR)
+    while further <= LARGEST_SHIFT:
+        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, SHIFT_FAR)
         if not bit:
             break
         further += 1
@@ -233,61 +235,61 @@ def _decode_shift(body, code, span, at, chances, seen):
 
 @_compiled
 def _encode_gap(low, span, at, written, chances, seen, shift, gap):
-    stop = _STOP + 2 * (shift > 0)
+    stop = STOP + 2 * (shift > 0)
     first = stop
     for _ in range(gap >> shift):
         low, span, at = _encode_bit(low, span, at, written, chances, seen, stop, 1)
         stop = first + 1
     low, span, at = _encode_bit(low, span, at, written, chances, seen, stop, 0)
-    for level in range(min(shift, _LEARNED)):
+    for level in range(min(shift, LEARNED)):
         bit = (gap >> (shift - 1 - level)) & 1
-        low, span, at = _encode_bit(low, span, at, written, chances, seen, _REMAINDER + level, bit)
-    return _encode_fair(low, span, at, written, gap, shift - _LEARNED)
+        low, span, at = _encode_bit(low, span, at, written, chances, seen, REMAINDER + level, bit)
+    return _encode_fair(low, span, at, written, gap, shift - LEARNED)
 
 
 @_compiled
 def _decode_remainder(body, code, span, at, chances, seen, shift):
     rest = np.int64(0)
-    for level in range(min(shift, _LEARNED)):
-        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, _REMAINDER + level)
+    for level in range(min(shift, LEARNED)):
+        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, REMAINDER + level)
         rest = 2 * rest + bit
-    return _decode_fair(body, code, span, at, rest, shift - _LEARNED)
+    return _decode_fair(body, code, span, at, rest, shift - LEARNED)
 
 
 @_compiled
 def _encode_symbol(low, span, at, written, chances, seen, symbol, direction):
-    low, span, at = _encode_bit(low, span, at, written, chances, seen, _DIRECTION + direction, symbol & 1)
+    low, span, at = _encode_bit(low, span, at, written, chances, seen, DIRECTION + direction, symbol & 1)
     steps = (symbol >> 1) + 1
     power = np.int64(0)
     while steps >> (power + 1):
-        low, span, at = _encode_bit(low, span, at, written, chances, seen, _POWER + power, 1)
+        low, span, at = _encode_bit(low, span, at, written, chances, seen, POWER + power, 1)
         power += 1
-    low, span, at = _encode_bit(low, span, at, written, chances, seen, _POWER + power, 0)
+    low, span, at = _encode_bit(low, span, at, written, chances, seen, POWER + power, 0)
     place = np.int64(1)
-    for level in range(min(power, _LEARNED_STEPS)):
+    for level in range(min(power, LEARNED_STEPS)):
         bit = (steps >> (power - 1 - level)) & 1
-        low, span, at = _encode_bit(low, span, at, written, chances, seen, _MANTISSA + 8 * power + place, bit)
+        low, span, at = _encode_bit(low, span, at, written, chances, seen, MANTISSA + 8 * power + place, bit)
         place = 2 * place + bit
-    return _encode_fair(low, span, at, written, steps, power - _LEARNED_STEPS)
+    return _encode_fair(low, span, at, written, steps, power - LEARNED_STEPS)
 
 
 @_compiled
 def _decode_symbol(body, code, span, at, chances, seen, direction, width):
     """The symbol; -1 for one that is too large, or says that nothing changes."""
-    up, code, span, at = _decode_bit(body, code, span, at, chances, seen, _DIRECTION + direction)
+    up, code, span, at = _decode_bit(body, code, span, at, chances, seen, DIRECTION + direction)
     power = np.int64(0)
     while power < width:
-        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, _POWER + power)
+        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, POWER + power)
         if not bit:
             break
         power += 1
     if power >= width:
         return np.int64(-1), code, span, at
     steps, place = np.int64(1), np.int64(1)
-    for _ in range(min(power, _LEARNED_STEPS)):
-        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, _MANTISSA + 8 * power + place)
+    for _ in range(min(power, LEARNED_STEPS)):
+        bit, code, span, at = _decode_bit(body, code, span, at, chances, seen, MANTISSA + 8 * power + place)
         place, steps = 2 * place + bit, 2 * steps + bit
-    steps, code, span, at = _decode_fair(body, code, span, at, steps, power - _LEARNED_STEPS)
+    steps, code, span, at = _decode_fair(body, code, span, at, steps, power - LEARNED_STEPS)
     symbol = 2 * (steps - 1) + up
     return (symbol if symbol < (np.int64(1) << width) - 1 else np.int64(-1)), code, span, at
 
@@ -303,7 +305,7 @@ def _learn(chances, seen, context, chosen):
     chance, known = chances[context], seen[context]
     change = ((chance ^ (~chosen & (chance ^ (65536 - chance)))) * _RATES[known]) >> 16
     chances[context] = chance + ((change ^ chosen) - chosen)
-    seen[context] = known + (known < _KNOWN)
+    seen[context] = known + (known < KNOWN)
 
 
 @_compiled

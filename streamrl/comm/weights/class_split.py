@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
+from streamrl.comm.weights.exponent_classes import THRESHOLD_BITS
 from streamrl.comm.weights.ordered_bits import apply_steps, step_symbols
 from streamrl.errors import WeightError
+
+SAMPLE_BLOCK = 256
 
 GapArray = npt.NDArray[np.uint32]
 Thresholds = npt.NDArray[np.uint32]
@@ -47,13 +50,31 @@ def split_changes(base: BitArray, new: BitArray, thresholds: Thresholds) -> Spli
     positions = np.flatnonzero(differs).astype(np.int64, copy=False)
     classes = classes_of(base, thresholds)
     symbols, kinds = step_symbols(base[positions], new[positions]), classes[positions]
-    streams = []
+    streams, sizes = [], []
     for kind in range(thresholds.size + 1):
-        ranks = np.flatnonzero(differs[classes == kind])
+        of_class = differs[classes == kind]
+        sizes.append(of_class.size)
+        ranks = np.flatnonzero(of_class)
         gaps = np.diff(ranks, prepend=-1) - 1
         streams.append(ClassStreams(gaps.astype(np.uint32), symbols[kinds == kind]))
-    sizes = np.bincount(classes, minlength=thresholds.size + 1).astype(np.int64, copy=False)
-    return Split(positions, new[positions], streams, sizes)
+    return Split(positions, new[positions], streams, np.array(sizes, dtype=np.int64))
+
+
+def class_sizes(base: BitArray, thresholds: Thresholds) -> npt.NDArray[np.int64]:
+    """Elements of each class, int64 [classes]."""
+    classes = classes_of(base, thresholds)
+    return np.array([np.count_nonzero(classes == kind) for kind in range(thresholds.size + 1)], dtype=np.int64)
+
+
+def sample_changes(base: BitArray, new: BitArray, every: int) -> tuple[int, int, int]:
+    """Of one out of ``every`` blocks of ``SAMPLE_BLOCK`` elements: the highest upper byte of a magnitude, that of a
+    change (-1: there is none), and how many elements change."""
+    starts = range(0, base.size, every * SAMPLE_BLOCK)
+    old, now = (np.concatenate([bits[:0], *(bits[s : s + SAMPLE_BLOCK] for s in starts)]) for bits in (base, new))
+    width = 8 * base.dtype.itemsize
+    upper = (old & base.dtype.type((1 << (width - 1)) - 1)) >> base.dtype.type(width - 1 - THRESHOLD_BITS)
+    changing = upper[old != now]
+    return int(upper.max(initial=0)), int(changing.max(initial=0)) if changing.size else -1, changing.size
 
 
 def join_changes(

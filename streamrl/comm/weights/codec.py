@@ -18,20 +18,18 @@ not have written, and checks each size before it allocates anything by it.
 
 from __future__ import annotations
 
-import importlib
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from types import ModuleType
 from typing import cast
 
 import msgspec
 import numpy as np
 
-from streamrl.comm.weights import class_split
+from streamrl.comm.weights import single_exponents
 from streamrl.comm.weights.bit_patterns import BitArray, BitType, PositionArray
 from streamrl.comm.weights.class_split import ClassStreams, GapArray, Split, Thresholds
-from streamrl.comm.weights.compiled_paths import worth_compiling
+from streamrl.comm.weights.compiled_paths import split_form, worth_compiling
 from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES, SINGLE, THRESHOLD_BITS, choose_thresholds
 from streamrl.comm.weights.exponent_plane import join_planes, split_planes
 from streamrl.comm.weights.symbol_streams import decode_symbols, encode_symbols
@@ -94,10 +92,9 @@ def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPa
         _prepare_deltas(bits)
         return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits), bits.size)
     base, bits = _together(base), _together(bits)
-    form = _compiled_or_plain(bits.size)
-    single = None if form is class_split else _single_exponents().choose_thresholds(base, bits, dtype)
+    single = single_exponents.choose_thresholds(base, bits, dtype)
     thresholds = choose_thresholds(base, bits, dtype) if single is None else single
-    split = form.split_changes(base, bits, thresholds)
+    split = split_form(bits.size).split_changes(base, bits, thresholds)
     return encode_split(split, thresholds, bits.size, lambda: bits, single=single is not None)
 
 
@@ -111,8 +108,8 @@ def encode_split(
     """
     if not split.positions.size:
         return None
-    encode = _single_exponents().encode if single else _encode_classes
-    encoded: bytes = encode(thresholds, split, elements)
+    encode = single_exponents.encode if single else _encode_classes
+    encoded = encode(thresholds, split, elements)
     patch = WeightPatch(split.positions, split.values)
     if 2 * len(encoded) > elements * split.values.itemsize:
         whole = encode_complete(complete())
@@ -142,7 +139,7 @@ def decode_patch(
         return _complete_patch(cast("BitArray", np.frombuffer(view, dtype=bit_dtype)))
     if len(view) >= _LENGTH.size and _LENGTH.unpack_from(view)[0] >= SINGLE:
         held = _base_for(base, bit_dtype, count, tensor)
-        return WeightPatch(*_single_exponents().decode(view, held, tensor))
+        return WeightPatch(*single_exponents.decode(view, held, tensor))
     header, body = _read_header(view, tensor)
     if header.width != bit_dtype.itemsize or header.elements != count or not 0 <= header.changed <= count:
         raise WeightError(
@@ -154,17 +151,13 @@ def decode_patch(
     held = _base_for(base, bit_dtype, count, tensor)
     thresholds = np.array(header.thresholds, dtype=np.uint32)
     streams = _read_streams(header, body, bit_dtype, tensor)
-    positions, values = _compiled_or_plain(count).join_changes(held, thresholds, streams, tensor)
+    positions, values = split_form(count).join_changes(held, thresholds, streams, tensor)
     return WeightPatch(positions, values)
 
 
 def _complete_patch(values: BitArray) -> WeightPatch:
     _prepare_deltas(values)
     return WeightPatch(None, values)
-
-
-def _single_exponents() -> ModuleType:
-    return importlib.import_module("streamrl.comm.weights.single_exponents")
 
 
 def _base_for(base: BitArray | None, bit_dtype: BitType, count: int, tensor: str) -> BitArray:
@@ -179,21 +172,15 @@ def _together(bits: BitArray) -> BitArray:
     return cast("BitArray", np.ascontiguousarray(bits))
 
 
-def _compiled_or_plain(elements: int) -> ModuleType:
-    return importlib.import_module("streamrl.comm.weights.compiled_split") if worth_compiling(elements) else class_split
-
-
 def _prepare_deltas(complete: BitArray) -> None:
     """Load what deltas of such a shard will need while an anchor is made or read: nothing waits for it yet, and on a
     new machine it is compiled first (15 s, then kept beside the source)."""
-    form = _compiled_or_plain(complete.size)
-    if form is not class_split:
-        base = np.arange(64, dtype=complete.dtype)
-        new = base ^ (base == 3)
-        single, thresholds = _single_exponents(), np.zeros(0, dtype=np.uint32)
-        single.choose_thresholds(base, new, "bfloat16")
-        encoded = single.encode(thresholds, form.split_changes(base, new, thresholds), base.size)
-        single.decode(memoryview(encoded), base, "prepared")
+    if worth_compiling(complete.size):
+        form, base = split_form(complete.size), np.zeros(64, dtype=complete.dtype)
+        new, thresholds = base + base.dtype.type(1), np.zeros(0, dtype=np.uint32)
+        single_exponents.choose_thresholds(base, new, "bfloat16")
+        encoded = single_exponents.encode(thresholds, form.split_changes(base, new, thresholds), base.size)
+        single_exponents.decode(memoryview(encoded), base, "prepared")
 
 
 def _encode_classes(thresholds: Thresholds, split: Split, elements: int) -> bytes:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from streamrl.comm.weights.bit_masks import LANES, differing, lowest_one, ones, place_of, within
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
-from streamrl.comm.weights.class_split import ClassStreams, Split, Thresholds, beyond_class
+from streamrl.comm.weights.class_split import SAMPLE_BLOCK, ClassStreams, Split, Thresholds, beyond_class
 from streamrl.comm.weights.exponent_classes import THRESHOLD_BITS
 
-_BLOCK = SAMPLE_BLOCK = 256
+_BLOCK = SAMPLE_BLOCK
 _CROWDED = 24  # changes in a block from which walking along it is quicker
 _GROUPS = _BLOCK // LANES
 _ONE = np.uint64(1)
@@ -62,8 +62,7 @@ def class_sizes(base: BitArray, thresholds: Thresholds) -> npt.NDArray[np.int64]
 
 
 def sample_changes(base: BitArray, new: BitArray, every: int) -> tuple[int, int, int]:
-    """Of one out of ``every`` blocks of ``SAMPLE_BLOCK`` elements: the highest upper byte of a magnitude, that of a
-    change (-1: there is none), and how many elements change."""
+    """See ``class_split.sample_changes``."""
     _, mask, shift = _classes(base, np.zeros(0, dtype=np.uint32))
     highest, highest_changing, changes = _sample_changes(base, new, mask, shift, every)
     return int(highest), int(highest_changing), int(changes)

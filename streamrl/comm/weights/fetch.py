@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import zmq
 
-from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
+from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
 from streamrl.comm.weights.codec import WeightPatch, decode_patch
 from streamrl.comm.weights.held_weights import HeldWeights, choose_held
 from streamrl.comm.weights.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
@@ -28,6 +28,7 @@ from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
 from streamrl.comm.weights.received_part import ReceivedPart
 from streamrl.comm.weights.requests import encoder
 from streamrl.comm.weights.state_hash import MODULUS
+from streamrl.comm.weights.work_units import WorkUnit
 from streamrl.comm.zmq_sockets import ConnectionMonitor, connect
 from streamrl.errors import StreamRLError, WeightError
 from streamrl.messages import WeightAnnouncement, WeightSource
@@ -273,47 +274,47 @@ class _Decoding:
     def __init__(self, base: HeldWeights | None) -> None:
         self.pool = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="weight decoding")
         self._base = base
-        self._begun: dict[str, list[Future[ShardPatch]]] = {}
+        self._begun: dict[str, list[Future[list[ShardPatch]]]] = {}
 
     def offer(self, part: ReceivedPart) -> None:
         """Begin to decode what is there now. Raises what a patch that is done raised."""
         begun = self._begun.setdefault(part.source.manifest_digest, [])
         whole = part.whole_patches()
         if whole > len(begun):
-            for index, (entry, encoded) in enumerate(part.patch_bytes()):
+            for index, patch in enumerate(part.patch_bytes()):
                 if len(begun) <= index < whole:
-                    begun.append(self.pool.submit(self._decode, entry, encoded))
+                    begun.append(self.pool.submit(self._decode, *patch))
         for future in begun:
             if future.done():
                 future.result()
 
     def finish(self, parts: Sequence[ReceivedPart]) -> list[ShardPatch]:
         """All patches, in the order of the manifests."""
-        return [future.result() for part in parts for future in self._begun[part.source.manifest_digest]]
+        futures = [future for part in parts for future in self._begun[part.source.manifest_digest]]
+        return [patch for future in futures for patch in future.result()]
 
     def cancel(self) -> None:
         """What has not begun never will."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def _decode(self, entry: TensorEntry, encoded: memoryview) -> ShardPatch:
-        shard = entry.shard
-        bits = bit_type(shard.dtype, shard.name)
-        patch = decode_patch(encoded, bits, shard.count, shard.name, self._base_of(shard))
-        changed = shard.count if patch.positions is None else patch.positions.size
-        if changed != entry.changed_elements:
-            raise WeightError(
-                f"the patch of {shard.name!r} changes {changed} elements; the manifest says {entry.changed_elements}"
-            )
-        if patch.positions is not None and not _rise_within(patch.positions, shard.count):
-            raise WeightError(
-                f"the patch of {shard.name!r} has positions that do not rise within {shard.count} elements"
-            )
-        return ShardPatch(shard, patch)
+    def _decode(self, unit: WorkUnit, entries: Sequence[TensorEntry], encoded: memoryview) -> list[ShardPatch]:
+        """What a patch makes of each shard that it is of; of a delta, those that change."""
+        base = None if self._base is None else unit.join(self._base_of)
+        patch = decode_patch(encoded, unit.bits, unit.count, unit.name, base)
+        if patch.positions is not None and not _rise_within(patch.positions, unit.count):
+            raise WeightError(f"the patch of {unit.name!r} has positions that do not rise within {unit.count} elements")
+        patches = [ShardPatch(shard, part) for shard, part in zip(unit.shards, unit.cut(patch), strict=True)]
+        for decoded, entry in zip(patches, entries, strict=True):
+            if decoded.patch.values.size != entry.changed_elements:
+                raise WeightError(
+                    f"the patch of {entry.shard.name!r} changes {decoded.patch.values.size} elements; the manifest "
+                    f"says {entry.changed_elements}"
+                )
+        return [decoded for decoded in patches if self._base is None or decoded.patch.values.size]
 
-    def _base_of(self, shard: ShardSpec) -> BitArray | None:
+    def _base_of(self, shard: ShardSpec) -> BitArray:
         """The bits of the shard that a delta is made on."""
-        if self._base is None:
-            return None
+        assert self._base is not None
         known = self._base.tensors.get(shard.name)
         if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
             raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {known}")

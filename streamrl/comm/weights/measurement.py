@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, decode_patch,
 from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.comm.weights.state_hash import hash_elements
 from streamrl.comm.weights.update_entropy import UpdateCounts
+from streamrl.comm.weights.work_units import work_units
 from streamrl.errors import WeightError
 
 SLICE_ELEMENTS = 1 << 26
@@ -103,7 +105,7 @@ class DeltaMeter:
 
     def add(self, tensors: Sequence[UpdatedTensor]) -> None:
         """Measure one slice. Raises ``WeightError`` when decoded bits differ from the published ones."""
-        units = [unit for tensor in tensors for unit in units_of(tensor)]
+        units = units_of(tensors)
         self._warm_up(units)
         for tensor in tensors:
             self._count(tensor)
@@ -181,11 +183,19 @@ class DeltaMeter:
         )
 
 
-def units_of(tensor: UpdatedTensor) -> Iterator[UpdatedTensor]:
-    """The pieces that a publisher makes of it."""
-    for unit in ShardSpec(tensor.name, tensor.dtype, (tensor.old.size,), 0, tensor.old.size).work_units():
-        part = slice(unit.offset, unit.offset + unit.count)
-        yield UpdatedTensor(tensor.name, tensor.dtype, tensor.old[part], tensor.new[part])
+def units_of(tensors: Sequence[UpdatedTensor]) -> list[UpdatedTensor]:
+    """What a publisher makes of them: pieces of the large ones, and small ones joined."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    shards = [ShardSpec(t.name, t.dtype, (t.old.size,), 0, t.old.size) for t in tensors]
+
+    def bits_of(shard: ShardSpec, which: Literal["old", "new"]) -> BitArray:
+        bits: BitArray = getattr(by_name[shard.name], which)
+        return bits[shard.offset : shard.offset + shard.count]
+
+    return [
+        UpdatedTensor(unit.name, unit.dtype, *(unit.join(partial(bits_of, which=w)) for w in ("old", "new")))
+        for unit in work_units(shards)
+    ]
 
 
 def _find_changes(unit: UpdatedTensor) -> int:

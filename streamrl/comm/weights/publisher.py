@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from streamrl.comm.weights.bit_patterns import BitArray, as_bits, bit_type
+from streamrl.comm.weights.bit_patterns import BitArray, bit_type
+from streamrl.comm.weights.bit_reader import BitReader, HostReader
 from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
 from streamrl.comm.weights.folding import FoldMaker
 from streamrl.comm.weights.loaded_checkpoint import CheckpointBase
@@ -36,6 +36,7 @@ from streamrl.comm.weights.published_versions import PendingVersion, PublishedVe
 from streamrl.comm.weights.requests import GetFold
 from streamrl.comm.weights.serving import ServedPart, ServingThread
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
+from streamrl.comm.weights.work_units import WorkUnit, work_units
 from streamrl.errors import WeightError
 from streamrl.messages import WeightSource
 
@@ -70,6 +71,7 @@ class WeightPublisher:
     of the cores, at most 8. ``bandwidth_mbit``: see ``ServingThread``. ``checkpoint``: the file or directory that the
     engines load, so that one which holds nothing else is brought up to date by a delta on it instead of an anchor.
     ``history_bytes``: what is kept of earlier versions for engines that missed some (None: a quarter of the shadow).
+    ``reader``: reads what ``publish`` is given, where that is not in host memory.
 
     Memory: 2 bytes an element (bfloat16) for the shadow; the changed elements of at most four pending
     versions; the encoded bytes of the same versions, which go when a version is acknowledged: every engine has it then.
@@ -88,6 +90,7 @@ class WeightPublisher:
         bandwidth_mbit: float = 0.0,
         checkpoint: Path | None = None,
         history_bytes: int | None = None,
+        reader: BitReader | None = None,
     ) -> None:
         for shard in shards:
             shard.check()
@@ -96,7 +99,8 @@ class WeightPublisher:
         self._shards = {shard.name: shard for shard in shards}
         if len(self._shards) != len(shards):
             raise WeightError(f"rank {rank} was given {len(shards)} shards with {len(self._shards)} different names")
-        self._units = [unit for shard in shards for unit in shard.work_units()]
+        self._units = work_units(shards)
+        self._reader = reader or HostReader()
         self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
         self._advertise = advertise
         dense = sum(shard.count * bit_type(shard.dtype, shard.name).itemsize for shard in shards)
@@ -122,11 +126,11 @@ class WeightPublisher:
         self._folds.close()
         self._thread.close()
 
-    def publish(self, policy_version: int, bits: Mapping[str, np.ndarray]) -> Published:
+    def publish(self, policy_version: int, bits: Mapping[str, Any]) -> Published:
         """Publish a version: a delta against the last acknowledged one, an anchor while there is none.
 
-        ``bits``: by tensor name, flat integer views (uint16 for bfloat16/float16, uint32 for float32) of
-        this rank's shard. They are not kept: what is needed is copied.
+        ``bits``: by tensor name, flat integer views (numpy uint16 for bfloat16/float16, uint32 for float32) of
+        this rank's shard, or what the publisher's ``reader`` reads. They are not kept: what is needed is copied.
         Raises ``WeightError`` for a version that is not newer, a missing tensor, a wrong size or type.
         """
         self._thread.check()
@@ -136,11 +140,11 @@ class WeightPublisher:
         if bits.keys() != self._shards.keys():
             wrong = sorted(bits.keys() ^ self._shards.keys())[:5]
             raise WeightError(f"published tensors differ from the shards of rank {self._rank}: {', '.join(wrong)}")
-        checked = {name: as_bits(bits[name], s.dtype, s.count, name) for name, s in self._shards.items()}
+        checked = {name: self._reader.checked(bits[name], shard) for name, shard in self._shards.items()}
         shadow = self._versions.shadow
 
         def encode(unit: int) -> _EncodedUnit | None:
-            return self._encode_unit(unit, self._bits_of(unit, checked), None if shadow is None else shadow[unit])
+            return self._encode_unit(unit, self._parts_of(unit, checked), None if shadow is None else shadow[unit])
 
         part = _Part(0 if shadow is None else self._versions.acknowledged_hash)
         with self._mapped(encode) as units:
@@ -160,9 +164,9 @@ class WeightPublisher:
                 f"pending are {sorted(versions.pending)}"
             )
 
-        def encode(unit: int) -> tuple[TensorEntry, bytes]:
+        def encode(unit: int) -> tuple[Iterable[TensorEntry], bytes]:
             encoded = encode_complete(versions.bits_at(unit, policy_version))
-            return TensorEntry(self._units[unit], self._units[unit].count, len(encoded)), encoded
+            return self._units[unit].complete_entries(len(encoded)), encoded
 
         entries, chunks = self._encoded(encode)
         return self._serve(policy_version, entries, chunks, changed=None)
@@ -171,7 +175,10 @@ class WeightPublisher:
         """Every engine holds ``policy_version``: the shadow advances to it, older versions are forgotten."""
         if policy_version == self._versions.acknowledged:
             return
+        held = self._versions.pending.get(policy_version)
         self._versions.acknowledge(policy_version)
+        if held is not None:
+            self._reader.advance(held.patches)
         # An engine that is behind may still be fetching what the others acknowledged.
         self._keep_served(self._served)
 
@@ -187,29 +194,29 @@ class WeightPublisher:
             raise WeightError("this publisher was not told which checkpoint the engines load")
         base_hash = checkpoint.part_hash(shards) if checkpoint else self._versions.part_hash(base_version)
 
-        def encode(unit: int) -> tuple[TensorEntry, bytes] | None:
+        def encode(unit: int) -> tuple[Iterable[TensorEntry], bytes] | None:
             if self._folds.closing.is_set():
                 raise WeightError("the publisher is closing")
             spec, bits = self._units[unit], self._versions.copy_at(unit, version)
-            base = checkpoint.bits_of(spec) if checkpoint else self._versions.copy_at(unit, base_version)
+            base = spec.join(checkpoint.bits_of) if checkpoint else self._versions.copy_at(unit, base_version)
             encoded = encode_patch(bits, base, spec.dtype)
             if encoded is None:
                 return None
-            return TensorEntry(spec, encoded.listed_elements, len(encoded.encoded)), encoded.encoded
+            return spec.entries(encoded), encoded.encoded
 
         entries, chunks = self._encoded(encode)
         return self._part(version, (base_version, base_hash), entries, chunks, shards)
 
     def _encoded(
-        self, encode: Callable[[int], tuple[TensorEntry, bytes] | None]
+        self, encode: Callable[[int], tuple[Iterable[TensorEntry], bytes] | None]
     ) -> tuple[list[TensorEntry], list[memoryview]]:
         """Entries and payload of all units that have one."""
         entries: list[TensorEntry] = []
 
-        def taken(units: Iterable[tuple[TensorEntry, bytes] | None]) -> Iterator[bytes]:
+        def taken(units: Iterable[tuple[Iterable[TensorEntry], bytes] | None]) -> Iterator[bytes]:
             for unit in units:
                 if unit is not None:
-                    entries.append(unit[0])
+                    entries.extend(unit[0])
                     yield unit[1]
 
         with self._mapped(encode) as units:
@@ -221,24 +228,25 @@ class WeightPublisher:
         large = sum(unit.count for unit in self._units) >= _ELEMENTS_WORTH_THREADS
         return _map_in_threads(encode, range(len(self._units)), self._threads if large else 1)
 
-    def _encode_unit(self, unit: int, bits: BitArray, base: BitArray | None) -> _EncodedUnit | None:
+    def _encode_unit(self, unit: int, parts: Sequence[Any], base: BitArray | None) -> _EncodedUnit | None:
         """How one unit differs from the shadow, and what that does to the hash; None where nothing changed."""
         spec = self._units[unit]
-        encoded = encode_patch(bits, base, spec.dtype)
+        if base is None:
+            encoded = encode_patch(self._reader.complete(parts, spec.dtype), None, spec.dtype)
+        else:
+            encoded = self._reader.changes(unit, parts, base, spec.dtype)
         if encoded is None:
             return None
-        if base is None or encoded.patch.positions is None:
-            return _EncodedUnit(unit, encoded, hash_range(spec.name, spec.offset, encoded.patch.values))
-        positions = encoded.patch.positions
-        places = positions + spec.offset
-        change = hash_elements(spec.name, places, encoded.patch.values)
-        return _EncodedUnit(unit, encoded, change - hash_elements(spec.name, places, base[positions]))
+        change = _hash_of(spec, encoded.patch)
+        if base is not None and encoded.patch.positions is not None:
+            positions = encoded.patch.positions
+            change -= _hash_of(spec, WeightPatch(positions, base[positions]))
+        return _EncodedUnit(unit, encoded, change)
 
-    def _bits_of(self, unit: int, bits: Mapping[str, BitArray]) -> BitArray:
-        """A unit's part of what was given for its shard."""
-        spec = self._units[unit]
-        start = spec.offset - self._shards[spec.name].offset
-        return bits[spec.name][start : start + spec.count]
+    def _parts_of(self, unit: int, given: Mapping[str, Any]) -> list[Any]:
+        """A unit's part of what was given for each of its shards."""
+        starts = [(spec, spec.offset - self._shards[spec.name].offset) for spec in self._units[unit].shards]
+        return [given[spec.name][start : start + spec.count] for spec, start in starts]
 
     def _serve(
         self, policy_version: int, entries: Sequence[TensorEntry], chunks: list[memoryview], *, changed: int | None
@@ -298,12 +306,23 @@ class _Part:
         self.patches: dict[int, WeightPatch] = {}
         self.entries: list[TensorEntry] = []
 
-    def take(self, encoded: _EncodedUnit, spec: ShardSpec) -> bytes:
+    def take(self, encoded: _EncodedUnit, spec: WorkUnit) -> bytes:
         """Add a unit; returns its bytes."""
         self.hash += encoded.hash_change
         self.patches[encoded.unit] = encoded.patch.patch
-        self.entries.append(TensorEntry(spec, encoded.patch.listed_elements, len(encoded.patch.encoded)))
+        self.entries.extend(spec.entries(encoded.patch))
         return encoded.patch.encoded
+
+
+def _hash_of(unit: WorkUnit, patch: WeightPatch) -> int:
+    """What these elements have in the state hash."""
+    total = 0
+    for shard, part in zip(unit.shards, unit.cut(patch), strict=True):
+        if part.positions is None:
+            total += hash_range(shard.name, shard.offset, part.values)
+        elif part.values.size:
+            total += hash_elements(shard.name, part.positions + shard.offset, part.values)
+    return total
 
 
 @contextmanager

@@ -6,11 +6,12 @@ chunk, as another request, or as a ``WeightError``. What is verified stays, so t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.manifest import CHUNK_BYTES, Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of
+from streamrl.comm.weights.manifest import CHUNK_BYTES, Manifest, TensorEntry, decode_manifest, digest_of
 from streamrl.comm.weights.requests import (
     FoldReply,
     GetChunk,
@@ -22,6 +23,7 @@ from streamrl.comm.weights.requests import (
     Request,
     decode_reply,
 )
+from streamrl.comm.weights.work_units import WorkUnit, listed_units
 from streamrl.errors import WeightError
 from streamrl.messages import WeightAnnouncement, WeightSource
 
@@ -56,6 +58,8 @@ class ReceivedPart:
         self._digest = source.manifest_digest
         self._payload = bytearray()
         self._starts = [0]
+        self._units: list[tuple[WorkUnit, tuple[TensorEntry, ...]]] = []
+        self._ends: list[int] = []
         self._waiting: deque[int] = deque()
         self._asked: dict[int, None] = {}
         self._manifest_asked = False
@@ -148,20 +152,14 @@ class ReceivedPart:
         """How many patches, in the order of the manifest, are here from their first to their last byte."""
         if self.manifest is None:
             return 0
-        here, end = self._starts[self._leading], 0
-        for index, entry in enumerate(self.manifest.tensors):
-            end += entry.payload_bytes
-            if end > here:
-                return index
-        return len(self.manifest.tensors)
+        return bisect_right(self._ends, self._starts[self._leading])
 
-    def patch_bytes(self) -> Iterator[tuple[TensorEntry, memoryview]]:
-        """Every patch of the manifest with its place in the payload, whether it is here or not."""
+    def patch_bytes(self) -> Iterator[tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]]:
+        """Every patch of the manifest: what it is of, and its place in the payload, whether it is here or not."""
         assert self.manifest is not None
-        view, start = memoryview(self._payload).toreadonly(), 0
-        for entry in self.manifest.tensors:
-            yield entry, view[start : start + entry.payload_bytes]
-            start += entry.payload_bytes
+        view = memoryview(self._payload).toreadonly()
+        for (unit, entries), start, end in zip(self._units, (0, *self._ends), self._ends, strict=False):
+            yield unit, entries, view[start:end]
 
     def describe(self) -> str:
         """What is missing, for an error message."""
@@ -247,6 +245,8 @@ class ReceivedPart:
         """Begin with the chunks of a manifest."""
         for chunk in manifest.chunks:
             self._starts.append(self._starts[-1] + chunk.payload_bytes)
+        self._units = list(listed_units(manifest.tensors))
+        self._ends = list(accumulate(entries[0].payload_bytes for _, entries in self._units))
         self._payload = bytearray(self._starts[-1])
         self._verified = bytearray(len(manifest.chunks))
         self._waiting.extend(range(len(manifest.chunks)))
@@ -306,17 +306,11 @@ class ReceivedPart:
             raise WeightError(
                 f"manifest {digest} lists shards of {elements} elements; announced were {self.source.total_elements}"
             )
-        for entry in manifest.tensors:
-            dense = dense_bytes(entry.shard)
-            if not 0 <= entry.changed_elements <= entry.shard.count or not (
-                0 <= entry.payload_bytes <= dense + dense // 1000 + PATCH_OVERHEAD
-            ):
+        for unit, entries in listed_units(manifest.tensors):
+            dense, size = unit.count * unit.bits.itemsize, entries[0].payload_bytes
+            too_many = any(not 0 <= entry.changed_elements <= entry.shard.count for entry in entries)
+            if too_many or not 0 <= size <= dense + dense // 1000 + PATCH_OVERHEAD:
                 raise WeightError(
-                    f"manifest {digest}: the patch of {entry.shard.name!r} changes {entry.changed_elements} of "
-                    f"{entry.shard.count} elements in {entry.payload_bytes} bytes; dense it would have {dense}"
+                    f"manifest {digest}: the patch of {unit.name!r} changes {sum(e.changed_elements for e in entries)} "
+                    f"of {unit.count} elements in {size} bytes; dense it would have {dense}"
                 )
-
-
-def dense_bytes(shard: ShardSpec) -> int:
-    """Bytes of all elements of a shard as they are."""
-    return shard.count * bit_type(shard.dtype, shard.name).itemsize

@@ -10,10 +10,9 @@ import struct
 
 import numpy as np
 
-from streamrl.comm.weights.adaptive_streams import decode_streams, encode_streams
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray, bit_type
 from streamrl.comm.weights.class_split import Split, Thresholds
-from streamrl.comm.weights.compiled_split import class_sizes, join_changes, sample_changes
+from streamrl.comm.weights.compiled_paths import split_form, stream_form, worth_compiling
 from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES, SINGLE, THRESHOLD_BITS
 from streamrl.errors import WeightError
 
@@ -23,24 +22,32 @@ _SAMPLED = 1 << 12
 MANY_CHANGES = 1 << 14
 """Changes beyond which the tables of ``symbol_streams`` are little beside the code."""
 
+MANY_CHANGES_PLAIN = 1 << 13
+"""The same without a compiler, where the adaptive code takes some 5 us a change."""
+
+_LARGE_UNIT = 1 << 20  # below, tables are more beside the code, and time is less of a matter
+
 
 def choose_thresholds(base: BitArray, new: BitArray, dtype: str) -> Thresholds | None:
     """Fifteen exponents up to the last one that matters are classes: from a sample, two above the last that changes.
     What is below, and what is above, is with the first and the last. None where tables are as short and quicker,
     since there is much to code."""
-    every = sample_every(base.size)
-    return thresholds_of_sample(sample_changes(base, new, every), every, dtype)
+    found = split_form(base.size).sample_changes(base, new, sample_every(base.size))
+    return thresholds_of_sample(found, base.size, dtype)
 
 
 def sample_every(elements: int) -> int:
     """One out of how many blocks is looked at."""
-    return max(1, elements // _SAMPLED)
+    return max(1, elements // (_SAMPLED if elements >= _LARGE_UNIT else 4 * _SAMPLED))
 
 
-def thresholds_of_sample(found: tuple[int, int, int], every: int, dtype: str) -> Thresholds | None:
-    """The same, from what ``sample_changes`` found in one out of ``every`` blocks."""
+def thresholds_of_sample(found: tuple[int, int, int], elements: int, dtype: str) -> Thresholds | None:
+    """The same, from what ``class_split.sample_changes`` found in one out of ``sample_every(elements)`` blocks."""
     highest, changing, changes = found
-    if changes * every > MANY_CHANGES:
+    most = MANY_CHANGES_PLAIN
+    if worth_compiling(elements):
+        most = MANY_CHANGES if elements >= _LARGE_UNIT else 2 * MANY_CHANGES
+    if changes * sample_every(elements) > most:
         return None
     step = _WIDE_STEP if dtype == "float16" else 1
     last = (min(highest, changing + 2) if changing >= 0 else highest) // step
@@ -55,7 +62,7 @@ def encode(thresholds: Thresholds, split: Split, elements: int) -> bytes:
     kinds = SINGLE | len(uppers) << 8 | (uppers[0] if uppers else 0)
     if len(uppers) > 1 and uppers[1] - uppers[0] == _WIDE_STEP:
         kinds |= _WIDE
-    streams = encode_streams(split.streams, split.sizes, elements * itemsize - _KINDS.size)
+    streams = stream_form(elements).encode_streams(split.streams, split.sizes, elements * itemsize - _KINDS.size)
     return bytes(elements * itemsize) if streams is None else _KINDS.pack(kinds) + streams
 
 
@@ -68,9 +75,11 @@ def decode(encoded: memoryview, base: BitArray, tensor: str) -> tuple[PositionAr
     if not written or (first == 0) != (count == 0) or (count < 2 and kinds & _WIDE):
         raise WeightError(f"patch of {tensor!r} has classes that cannot be: {kinds:#06x}")
     thresholds = _thresholds(first, step, count, base.itemsize)
-    sizes = class_sizes(base, thresholds)
-    streams = decode_streams(encoded[_KINDS.size :], base.dtype, sizes, tensor)
-    return join_changes(base, thresholds, streams, tensor)
+    form = split_form(base.size)
+    sizes = form.class_sizes(base, thresholds)
+    streams = stream_form(base.size).decode_streams(encoded[_KINDS.size :], base.dtype, sizes, tensor)
+    positions, values = form.join_changes(base, thresholds, streams, tensor)
+    return positions, values
 
 
 def _thresholds(first: int, step: int, count: int, itemsize: int) -> Thresholds:

@@ -1,8 +1,8 @@
 """``judge``: a language model behind an OpenAI-compatible endpoint says how good a completion is.
 
-Equal questions are asked once (samples of a group are often equal), answers are kept by the hash of the request, and
-an engine beside the actor can be awake for batches only (``yields``). A judge that cannot be reached, or whose answer
-holds no score, is a failure of the reward and never a 0.
+Equal questions are asked once (samples of a group are often equal), and answers are kept by the hash of the request.
+Without an endpoint the run's own judge is asked (the recipe's ``[judge]``). A judge that cannot be reached, or whose
+answer holds no score, is a failure of the reward and never a 0.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import os
 import re
 import string
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from streamrl.config.judge import CALLS_AT_ONCE, JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.config.objective import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.rewards.builtin.declared import (
     BadOption,
@@ -29,7 +31,6 @@ from streamrl.rewards.builtin.declared import (
 )
 from streamrl.rewards.builtin.judge_cache import AnswerCache
 from streamrl.rewards.builtin.judge_client import JudgeClient
-from streamrl.rewards.builtin.judge_engine import YieldKind
 
 DEFAULT_QUESTION = """\
 Rate the answer to the task below from 0 (useless or wrong) to 10 (correct and complete).
@@ -51,20 +52,20 @@ _LONGEST_QUOTE = 120
 class JudgeOptions(Options, frozen=True):
     """What the judge says of a completion: a score, scaled from ``lowest``..``highest`` to 0..1, or a choice.
 
-    ``endpoint``: such as ``http://host:8000/v1``; ``model``: its name there. ``question``: what the judge is asked;
-    ``{completion}``, ``{prompt}`` and ``{any_column}`` stand for what they name. ``system``: a system message.
-    ``chat`` false: ``/completions`` with the question as it is, for a model without a chat template.
-    ``score``: a regular expression; the first group of its last match in the answer is the score. ``choices``: instead,
-    the last of these words in the answer, such as ``{yes = 1, no = 0}``. ``max_tokens``, ``temperature``: of the
-    judge's answer; ``request``: further fields of the request. ``api_key_variable``: the environment variable that
-    holds the key. ``concurrency``: requests at once, of each reward worker; ``retries``: after a busy or broken
-    server, with a growing wait; ``timeout_s``: of one request. ``cache``: a file of answers that lasts (empty: this
-    worker's memory); ``cache_entries``: the newest so many are kept. ``yields``: the engine sleeps (its memory is
-    free; CUDA) or is paused (its cores are) except for batches: of ``batch`` questions, or what came in ``patience_s``.
+    ``endpoint``: such as ``http://host:8000/v1``; ``model``: its name there; both empty: the run's own judge.
+    ``question``: what the judge is asked; ``{completion}``, ``{prompt}`` and ``{any_column}`` stand for what they name.
+    ``system``: a system message. ``chat`` false: ``/completions`` with the question as it is, for a model without a
+    chat template. ``score``: a regular expression; the first group of its last match in the answer is the score.
+    ``choices``: instead, the last of these words in the answer, such as ``{yes = 1, no = 0}``. ``max_tokens``,
+    ``temperature``: of the judge's answer; ``request``: further fields of the request. ``api_key_variable``: the
+    environment variable that holds the key. ``concurrency``: requests at once, of each reward worker; ``retries``:
+    after a busy or broken server, with a growing wait; ``timeout_s``: of one request (the run's own judge has as long
+    as the reward has, also to be started again). ``cache``: a file of answers that lasts (empty: this worker's
+    memory); ``cache_entries``: the newest so many are kept.
     """
 
-    endpoint: str
-    model: str
+    endpoint: str = ""
+    model: str = ""
     question: str = DEFAULT_QUESTION
     system: str = ""
     chat: bool = True
@@ -76,14 +77,11 @@ class JudgeOptions(Options, frozen=True):
     temperature: NaturalFloat = 0.0
     request: dict[str, Any] = {}
     api_key_variable: str = ""
-    concurrency: Positive = 32
+    concurrency: Positive = CALLS_AT_ONCE
     retries: Natural = 4
     timeout_s: PositiveFloat = 60.0
     cache: str = ""
     cache_entries: Positive = 100_000
-    yields: YieldKind = YieldKind.NEVER
-    batch: Positive = 32
-    patience_s: NaturalFloat = 0.5
 
 
 class Verdicts:
@@ -118,23 +116,25 @@ class Verdicts:
 def _judge(options: JudgeOptions) -> RewardCallable:
     fields = _fields(options.question)
     verdicts = Verdicts(options)
-    headers = _authorization(options.api_key_variable)
-    client = JudgeClient(
-        options.endpoint,
-        headers,
-        concurrency=options.concurrency,
-        retries=options.retries,
-        timeout_s=options.timeout_s,
-        yields=options.yields,
-        batch=options.batch,
-        patience_s=options.patience_s,
-    )
+    model = options.model
+    if options.endpoint:
+        client = JudgeClient(
+            options.endpoint,
+            _authorization(options.api_key_variable),
+            concurrency=options.concurrency,
+            retries=options.retries,
+            timeout_s=options.timeout_s,
+        )
+    else:
+        # Empty while a recipe is only looked at: then nothing is asked.
+        model = os.environ.get(JUDGE_MODEL, "")
+        client = JudgeClient.of_own(os.environ.get(JUDGE_SOCKET, ""), concurrency=options.concurrency)
     cache = AnswerCache(options.cache, options.cache_entries)
     route = "chat/completions" if options.chat else "completions"
 
     async def judge(completion: str, **columns: Any) -> float:
         question = options.question.format(completion=completion, **{name: columns[name] for name in fields})
-        body = _request(options, question)
+        body = _request(options, model, question)
         key = hashlib.sha256(msgspec.json.encode([route, body], order="deterministic")).hexdigest()
         async with cache.alone(key):
             answer = cache.find(key)
@@ -170,9 +170,9 @@ def _authorization(variable: str) -> Mapping[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _request(options: JudgeOptions, question: str) -> dict[str, Any]:
+def _request(options: JudgeOptions, model: str, question: str) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "model": options.model,
+        "model": model,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
         **options.request,
@@ -185,8 +185,17 @@ def _request(options: JudgeOptions, question: str) -> dict[str, Any]:
 
 def _checked(options: JudgeOptions) -> RewardCallable:
     address = urlsplit(options.endpoint)
-    if address.scheme not in ("http", "https") or not address.netloc:
+    if options.endpoint and (address.scheme not in ("http", "https") or not address.netloc):
         raise BadOption(f'"endpoint" = "{options.endpoint}" is no address: write it as http://host:8000/v1')
+    if options.endpoint and not options.model:
+        raise BadOption('"model" is empty: give the name that the endpoint knows it by')
+    if options.model and not options.endpoint:
+        raise BadOption(f'"model" = "{options.model}" has no endpoint: set it, or name the model in [judge] instead')
+    if not options.endpoint and os.environ.get(JUDGE_SOCKET) == "":
+        raise BadOption('"endpoint" is empty, and this run has no judge of its own: set it, or [judge] in the recipe')
+    folder = Path(options.cache).absolute().parent
+    if options.cache and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise BadOption(f'"cache" = "{options.cache}": nothing can be made in {folder}: name a file elsewhere')
     return _judge(options)
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from streamrl.errors import StreamRLError
-from streamrl.rewards.builtin.judge_engine import YieldingEngine, YieldKind
 
 if TYPE_CHECKING:
     import httpx
 
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 15.0
+_LONGEST_WAIT_FOR_OWN_S = 1.0  # it is being started again; nobody else is troubled by asking often
 _CONNECT_S = 10.0
 _LONGEST_DETAIL = 200
+_OWN_RETRIES = 4
 
 
 class JudgeError(StreamRLError):
@@ -27,10 +28,9 @@ class JudgeError(StreamRLError):
 class _Connection:
     """What belongs to one event loop."""
 
-    def __init__(self, http: httpx.AsyncClient, places: asyncio.Semaphore, engine: YieldingEngine | None) -> None:
+    def __init__(self, http: httpx.AsyncClient, places: asyncio.Semaphore) -> None:
         self.http = http
         self.places = places
-        self.engine = engine
 
 
 class JudgeClient:
@@ -43,28 +43,37 @@ class JudgeClient:
         *,
         concurrency: int,
         retries: int,
-        timeout_s: float,
-        yields: YieldKind,
-        batch: int,
-        patience_s: float,
+        timeout_s: float | None,
+        socket_path: str | None = None,
     ) -> None:
+        """``timeout_s`` None: whoever asks knows how long it waits. ``socket_path``: of the run's own judge, which is
+        started again when it dies: it is asked until it is there. Empty: there is none."""
         self._endpoint = endpoint.rstrip("/")
         self._headers = dict(headers)
         self._concurrency = concurrency
         self._retries = retries
         self._timeout_s = timeout_s
-        self._yields = yields
-        self._batch = batch
-        self._patience_s = patience_s
+        self._socket_path = socket_path
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
+
+    @classmethod
+    def of_own(cls, socket_path: str, *, concurrency: int) -> Self:
+        """A client of the run's own judge."""
+        return cls(
+            "http://judge/v1",
+            {},
+            concurrency=concurrency,
+            retries=_OWN_RETRIES,
+            timeout_s=None,
+            socket_path=socket_path,
+        )
 
     async def ask(self, route: str, body: Mapping[str, Any]) -> str:
         """The text that the model wrote. Raises ``JudgeError`` when the last attempt failed as well."""
+        if self._socket_path == "":
+            raise JudgeError("there is nobody to ask: set endpoint, or run a recipe whose [judge] has a model")
         connection = self._connection()
-        if connection.engine is None:
-            async with connection.places:
-                return await self._ask(connection.http, route, body)
-        async with connection.engine.awake(), connection.places:
+        async with connection.places:
             return await self._ask(connection.http, route, body)
 
     async def aclose(self) -> None:
@@ -78,47 +87,47 @@ class JudgeClient:
         if loop not in self._connections:
             import httpx
 
-            limits = httpx.Limits(max_connections=self._concurrency + 2, max_keepalive_connections=self._concurrency)
+            limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
             http = httpx.AsyncClient(
-                headers=self._headers, timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S), limits=limits
+                headers=self._headers,
+                timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S),
+                transport=httpx.AsyncHTTPTransport(uds=self._socket_path, limits=limits),
             )
-            engine = None
-            if self._yields is not YieldKind.NEVER:
-                engine = YieldingEngine(
-                    http, self._endpoint, self._yields, batch=self._batch, patience_s=self._patience_s
-                )
-            self._connections[loop] = _Connection(http, asyncio.Semaphore(self._concurrency), engine)
+            self._connections[loop] = _Connection(http, asyncio.Semaphore(self._concurrency))
         return self._connections[loop]
 
     async def _ask(self, http: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> str:
         import httpx
 
         url = f"{self._endpoint}/{route}"
-        for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 response = await http.post(url, json=dict(body))
             except httpx.TransportError as error:
-                if last:
+                if self._socket_path:
+                    await asyncio.sleep(min(_wait_s(attempt, ""), _LONGEST_WAIT_FOR_OWN_S))
+                    continue
+                if attempt > self._retries:
                     what = f"{type(error).__name__} {error}".strip()
-                    tried = f"after {attempt + 1} attempts"
+                    tried = f"after {attempt} attempts"
                     raise JudgeError(f"the judge {url} cannot be reached {tried} ({what}): is it up?") from error
                 await asyncio.sleep(_wait_s(attempt, ""))
                 continue
             if response.status_code == 200:
                 return _text(response, url)
-            if last or response.status_code not in _WORTH_A_RETRY:
+            if attempt > self._retries or response.status_code not in _WORTH_A_RETRY:
                 detail = " ".join(response.text[:_LONGEST_DETAIL].split())
                 raise JudgeError(f"the judge {url} answered {response.status_code}: {detail}: {_remedy(response)}")
             await asyncio.sleep(_wait_s(attempt, response.headers.get("Retry-After", "")))
-        raise AssertionError("the last attempt returned or raised")
 
 
 def _wait_s(attempt: int, retry_after: str) -> float:
-    """Seconds before the next attempt: what the server asked for, else doubling, with jitter."""
+    """Seconds before the attempt after ``attempt``: what the server asked for, else doubling, with jitter."""
     if retry_after.isdigit():
         return min(float(retry_after), _LONGEST_WAIT_S)
-    return min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+    return min(_FIRST_WAIT_S * 2.0 ** min(attempt - 1, 16), _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
 
 
 def _text(response: httpx.Response, url: str) -> str:

@@ -1,0 +1,30 @@
+"""The run's own judge: a vLLM engine that answers the questions of rewards."""
+
+from __future__ import annotations
+
+import os
+
+from streamrl.comm.judge_messages import JudgeEvent, JudgeOrder
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.topology import judge_socket
+from streamrl.engines.judge_options import judge_options
+from streamrl.processes.child import ChildContext
+
+
+async def run_judge_process(context: ChildContext) -> None:
+    """Answer until the controller says that nobody will ask any more."""
+    options = judge_options(context.recipe, context.socket_directory)
+    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    from streamrl.engines.judge_server import serve_judge
+    from streamrl.engines.vllm_engine import VllmEngine
+
+    name = context.plan.name
+    orders_at, reports_at = (context.topology.endpoint(name, stream) for stream in ("orders", "reports"))
+    path = judge_socket(context.topology)
+    assert path is not None
+    async with (
+        zmq_sender(JudgeEvent, reports_at, bind=False, name=f"{name}.reports") as reports,
+        zmq_receiver(JudgeOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
+    ):
+        engine = VllmEngine(options)
+        await serve_judge(engine, context.recipe.judge, path, orders, reports, sleeps=options.sleeps)

@@ -1,0 +1,106 @@
+"""``rewards.msgpack`` of a checkpoint: what scored, changed live or not, and the time limits that were learnt.
+
+A run that is resumed writes what it begins with into its own directory, under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from streamrl.config.recipe import Recipe, ResumedRewards
+from streamrl.config.rewards import Reward
+from streamrl.errors import RecipeError, StreamRLError
+from streamrl.types import Record
+
+REWARDS_FILE = "rewards.msgpack"
+REWARDS_SCHEMA = 1
+
+
+class KeptRewards(Record, frozen=True):
+    """``rewards``: what scores. ``of_recipe``: what the recipe says. ``since``: the version that brought each one, by
+    name; ``slowest_s``: of its correct calls by key, for the adaptive time limits."""
+
+    reward_version: int
+    rewards: tuple[Reward, ...]
+    of_recipe: tuple[Reward, ...]
+    since: dict[str, int] = {}
+    slowest_s: dict[str, dict[str, float]] = {}
+    schema: int = REWARDS_SCHEMA
+
+    @property
+    def changed_live(self) -> tuple[str, ...]:
+        """Names of rewards that the recipe does not have."""
+        return tuple(reward.label for reward in self.rewards if reward not in self.of_recipe)
+
+
+def fresh_rewards(recipe: Recipe) -> KeptRewards:
+    """Where a run begins that does not resume another."""
+    since = {reward.label: 0 for reward in recipe.rewards}
+    return KeptRewards(reward_version=0, rewards=recipe.rewards, of_recipe=recipe.rewards, since=since)
+
+
+def rewards_file(kept: KeptRewards) -> dict[str, bytes]:
+    """The file by its name."""
+    return {REWARDS_FILE: msgspec.msgpack.encode(_written(kept))}
+
+
+def _written(kept: KeptRewards) -> Mapping[str, object]:
+    # Defaults too: another version of streamrl may have others.
+    return structs.asdict(kept) | {
+        name: [structs.asdict(reward) for reward in rewards]
+        for name, rewards in (("rewards", kept.rewards), ("of_recipe", kept.of_recipe))
+    }
+
+
+def read_rewards_file(directory: Path) -> KeptRewards | None:
+    """What ``directory`` keeps of rewards; None where it was written without. Raises ``StreamRLError`` for a file that
+    this version cannot read."""
+    path = directory / REWARDS_FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    remedy = "resume from another checkpoint, or with the streamrl that wrote it"
+    try:
+        kept = msgspec.msgpack.decode(content, type=KeptRewards)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StreamRLError(f"{path} cannot be read: {error}; {remedy}") from error
+    if kept.schema != REWARDS_SCHEMA:
+        raise StreamRLError(f"{path} has schema {kept.schema}, this streamrl reads {REWARDS_SCHEMA}: {remedy}")
+    return kept
+
+
+def resumed_rewards(recipe: Recipe, kept: KeptRewards, checkpoint: Path) -> KeptRewards:
+    """What a run of ``recipe`` begins with that resumes from ``checkpoint``: the rewards that scored when it was
+    written, where the run had changed them, or those of the recipe.
+
+    Raises ``RecipeError`` where both have changed. Versions go on, so each names one set in all lives of the run.
+    """
+    if recipe.checkpoint.rewards is ResumedRewards.RECIPE or kept.rewards == kept.of_recipe:
+        rewards, of_recipe = recipe.rewards, recipe.rewards
+    elif recipe.rewards in (kept.of_recipe, kept.rewards):
+        rewards, of_recipe = kept.rewards, kept.of_recipe
+    else:
+        names = ", ".join(reward.label for reward in kept.rewards)
+        raise RecipeError(
+            [
+                (
+                    f"checkpoint.resume_from: the rewards of {checkpoint} were changed while that run went on (to "
+                    f"{names}), and [[rewards]] of the recipe has changed since, too: undo that, or start with the "
+                    'recipe\'s by checkpoint.rewards = "recipe"'
+                )
+            ]
+        )
+    version = kept.reward_version + (rewards != kept.rewards)
+    same = {reward.label for reward in rewards if reward in kept.rewards}
+    return KeptRewards(
+        reward_version=version,
+        rewards=rewards,
+        of_recipe=of_recipe,
+        since={r.label: kept.since.get(r.label, version) if r.label in same else version for r in rewards},
+        slowest_s={name: found for name, found in kept.slowest_s.items() if name in same},
+    )

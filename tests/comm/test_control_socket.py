@@ -1,0 +1,216 @@
+"""The control socket of a run: who may do what, and bytes that nobody should send."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import stat
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from streamrl.comm import control_socket
+from streamrl.comm.control_protocol import (
+    LARGEST_REQUEST,
+    ControlAnswer,
+    ControlOperation,
+    ControlRefused,
+    ControlRequest,
+    decode_answer,
+    decode_request,
+    encode_request,
+    length_of,
+)
+from streamrl.comm.control_socket import ControlServer, ask_control, read_key, serving_control
+from streamrl.comm.reward_changes import AttachReward, DetachReward, ListRewards, RewardsChanged, RewardsListed
+from streamrl.config.rewards import Reward
+from streamrl.errors import RecipeError, StreamRLError, WireError
+
+LISTED = RewardsListed(request_id=0, reward_version=7)
+DETACH = DetachReward(name="style")
+
+
+def left_in(directory: Path) -> list[Path]:
+    return list(directory.iterdir())
+
+
+class Run:
+    """Carries out operations by noting them."""
+
+    def __init__(self) -> None:
+        self.done: list[ControlOperation] = []
+        self.failure: Exception | None = None
+
+    async def carry_out(self, operation: ControlOperation) -> ControlAnswer:
+        if self.failure is not None:
+            raise self.failure
+        self.done.append(operation)
+        if isinstance(operation, ListRewards):
+            return LISTED
+        return RewardsChanged(request_id=0, reward_version=8)
+
+
+@asynccontextmanager
+async def serving(run: Run, path: Path, *, request_limit_s: float = 5.0) -> AsyncIterator[None]:
+    server = ControlServer(path, "the key", run.carry_out, request_limit_s=request_limit_s)
+    await server.open()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.run)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.asyncio
+async def test_looking_is_free_for_this_user_and_changes_need_the_key(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "control"
+    async with serving_control(path, tmp_path, run.carry_out):
+        key = read_key(tmp_path)
+        assert len(key) == 64
+        for private in (path, tmp_path / "control.key"):
+            assert stat.S_IMODE(private.stat().st_mode) == 0o600
+        assert await ask_control(path, ListRewards(), "", 5) == LISTED
+        for wrong in ("", key[:-1], "0" * 64, "ключ"):
+            refused = await ask_control(path, DETACH, wrong, 5)
+            assert isinstance(refused, ControlRefused)
+            assert "needs its key (control.key)" in refused.problems[0]
+        assert run.done == [ListRewards()]
+        attach = AttachReward(reward=Reward(function="m:f", options={"a": [1, {"b": 2.5}]}))
+        for operation in (DETACH, attach):
+            assert await ask_control(path, operation, key, 5) == RewardsChanged(request_id=0, reward_version=8)
+        assert run.done[1:] == [DETACH, attach]
+    assert left_in(tmp_path) == []
+    with pytest.raises(StreamRLError, match="no run listens at"):
+        await ask_control(path, ListRewards(), "", 5)
+    with pytest.raises(StreamRLError, match=r"control\.key cannot be read"):
+        read_key(tmp_path)
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\x90"
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+WHOLE = encode_request(ControlRequest(operation=ListRewards()))
+NONSENSE: dict[str, bytes] = {
+    "nothing": b"",
+    "half a length": b"\0\0",
+    "no body": struct.pack(">I", 0),
+    "half a body": WHOLE[:-1],
+    "a length of 4 GiB": struct.pack(">I", 2**32 - 1) + b"x" * 100,
+    "one byte too many": framed(b"\xc4" * (LARGEST_REQUEST + 1)),
+    "a key without end": framed(msgspec.msgpack.encode(ControlRequest(operation=ListRewards(), key="k" * 70_000))),
+    "zeros": framed(bytes(100)),
+    "a pickle": framed(pickle.dumps(ControlRequest(operation=ListRewards()))),
+    "JSON": framed(b'{"operation": {"type": "ListRewards"}}'),
+    "another operation": framed(msgspec.msgpack.encode({"operation": {"type": "Shutdown"}})),
+    "another type": framed(msgspec.msgpack.encode({"operation": {"type": "DetachReward", "name": 3}})),
+    "a value out of range": framed(
+        msgspec.msgpack.encode({"operation": {"type": "AttachReward", "reward": {"function": "f", "time_limit_s": -1}}})
+    ),
+    "nesting without end": framed(nested(LARGEST_REQUEST - 1)),
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", NONSENSE)
+async def test_nonsense_is_refused_and_the_run_goes_on(name: str, tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "control"
+    async with serving(run, path):
+        async with await anyio.connect_unix(path) as stream:
+            await stream.send(NONSENSE[name])
+            await stream.send_eof()
+            answered = bytearray()
+            try:
+                async for chunk in stream:
+                    answered += chunk
+            except anyio.BrokenResourceError:
+                assert name in (
+                    "one byte too many",
+                    "a length of 4 GiB",
+                    "a key without end",
+                    "HTTP",
+                )  # closed with bytes unread
+        if answered:
+            assert isinstance(decode_answer(bytes(answered[4:])), ControlRefused)
+        assert run.done == []
+        assert await ask_control(path, ListRewards(), "", 5) == LISTED
+
+
+def test_no_part_of_a_request_decodes_to_anything() -> None:
+    for cut in range(1, len(WHOLE) - 4):
+        with pytest.raises(WireError):
+            decode_request(WHOLE[4:-cut])
+    for length in (0, LARGEST_REQUEST + 1, 2**32 - 1):
+        with pytest.raises(WireError, match=f"1 to {LARGEST_REQUEST} are allowed"):
+            length_of(struct.pack(">I", length), LARGEST_REQUEST)
+
+
+@pytest.mark.asyncio
+async def test_who_says_nothing_is_told_so_and_takes_no_place(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "control"
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(control_socket.MOST_CONNECTIONS)]
+    async with serving(run, path, request_limit_s=0.2):
+        for one in silent:
+            one.connect(str(path))
+        told = await ask_control(path, ListRewards(), "", 5)
+        assert isinstance(told, ControlRefused)
+        assert "open already" in told.problems[0]
+        for one in silent:
+            answer = decode_answer((await anyio.to_thread.run_sync(one.recv, 1000))[4:])
+            assert isinstance(answer, ControlRefused)
+            assert "no whole request" in answer.problems[0]
+            one.close()
+        assert await ask_control(path, ListRewards(), "", 5) == LISTED
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("failure", "problems"),
+    [
+        (RecipeError(["one", "two"]), ("one", "two")),
+        (StreamRLError("the run has ended"), ("the run has ended",)),
+        (ZeroDivisionError("secret"), ("ListRewards failed: ZeroDivisionError: the log of the run has more",)),
+    ],
+)
+async def test_what_fails_is_refused(failure: Exception, problems: tuple[str, ...], tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "control"
+    async with serving(run, path):
+        run.failure = failure
+        assert await ask_control(path, ListRewards(), "", 5) == ControlRefused(problems=problems)
+        run.failure = None
+        assert await ask_control(path, ListRewards(), "", 5) == LISTED
+
+
+@pytest.mark.asyncio
+async def test_another_user_is_neither_served_nor_told_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, path = Run(), tmp_path / "control"
+    users: list[Callable[[], int]] = [lambda: 12345, control_socket.os.getuid]  # type: ignore[attr-defined]
+    async with serving(run, path):
+        monkeypatch.setattr(control_socket, "peer_user", lambda stream: users[0]())
+        with pytest.raises(StreamRLError, match="belongs to another user: it was told nothing"):
+            await ask_control(path, DETACH, "the key", 5)
+        async with await anyio.connect_unix(path) as stream:
+            await stream.send(encode_request(ControlRequest(operation=DETACH, key="the key")))
+            answer = decode_answer((await stream.receive())[4:])
+        assert answer == ControlRefused(problems=("this run belongs to another user",))
+        assert run.done == []
+
+
+@pytest.mark.asyncio
+async def test_a_path_that_is_too_long_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 107)
+    with pytest.raises(StreamRLError, match="TMPDIR"):
+        async with serving_control(path, tmp_path, Run().carry_out):
+            raise AssertionError("it must not begin")
+    assert left_in(tmp_path) == []
+    with pytest.raises(StreamRLError, match="107"):
+        await ask_control(path, ListRewards(), "", 5)

@@ -1,0 +1,127 @@
+"""The recipe's ``[judge]`` and the rewards that ask it; and paths among the options of rewards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import dump_recipe, load_recipe
+from streamrl.config.rewards import PATH_OPTIONS
+from streamrl.config.threads import judge_threads, trainer_threads
+from streamrl.config.topology import JUDGE, Role, judge_socket, plan_topology
+from streamrl.engines.judge_options import judge_options, judge_problems
+from streamrl.errors import RecipeError
+from streamrl.rewards.builtin import BUILTIN
+
+HEAD = '[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n'
+ASKING = '[[rewards]]\nfunction = "judge"\n'
+OWN = '[judge]\nmodel = "j"\n'
+
+
+def load(directory: Path, text: str, *overrides: str):
+    path = directory / "demo.toml"
+    path.write_text(HEAD + text)
+    return load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ASKING, 'rewards.0.options: function = "judge" has nobody to ask: set endpoint'),
+        (OWN + '[[rewards]]\nfunction = "a:b"\n', 'judge.model: "j" is asked by nobody'),
+        (
+            OWN + ASKING + '[rewards.options]\nendpoint = "http://h:1/v1"\nmodel = "m"\n',
+            'judge.model: "j" is asked by nobody',
+        ),
+        ('[judge]\nbatch = 4\n[[rewards]]\nfunction = "a:b"\n', "judge.batch: 4 has no effect without judge.model"),
+        (OWN + "longest_wait_s = 0.1\n" + ASKING, "judge.patience_s: 0.5 is above longest_wait_s = 0.1"),
+        (OWN + ASKING + "time_limit_s = 10\n", "rewards.0.time_limit_s: 10 is over before a question"),
+        (OWN + "batch = 65\n" + ASKING, "judge.batch: 65 questions never wait at once, because its rewards have 64"),
+        (
+            OWN + "batch = 9\n" + ASKING + "[rewards.options]\nconcurrency = 8\n",
+            "judge.batch: 9 questions never wait at once, because its rewards have 8",
+        ),
+        (OWN + 'cores = "one"\n' + ASKING, 'judge.cores: "one" is not a list of cores'),
+        (OWN + 'cores = "1"\nthreads = 2\n' + ASKING, "judge.threads: 2 beside judge.cores"),
+    ],
+)
+def test_what_does_not_fit_says_what_to_write(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, text)
+    (problem,) = caught.value.problems
+    assert message in problem
+
+
+def test_the_judge_is_one_more_process_with_restarts_of_its_own(tmp_path: Path) -> None:
+    recipe = load(tmp_path, OWN + "restarts = 5\n" + ASKING, "transport.kind=tcp")
+    assert recipe.judge.model == str(tmp_path / "j")
+    topology = plan_topology(recipe, Path("/s"))
+    (judge,) = [process for process in topology.processes if process.role is Role.JUDGE]
+    assert (judge.name, judge.restarts, judge.local) == (JUDGE, 5, True)
+    assert judge_socket(topology) == Path("/s/judge-0.http")  # never a port, whatever the transport
+    without = plan_topology(load(tmp_path, '[[rewards]]\nfunction = "a:b"\n'), Path("/s"))
+    assert judge_socket(without) is None and not any(process.restarts for process in without.processes)
+
+
+def test_its_threads_are_taken_from_the_trainer(tmp_path: Path) -> None:
+    recipe = load(tmp_path, OWN + ASKING)
+    assert [judge_threads(recipe, cores) for cores in (1, 2, 8)] == [1, 1, 2]
+    assert trainer_threads(recipe, 8, engines_on_cpu=True) == 2  # 4 for the engine
+    assert trainer_threads(recipe, 2, engines_on_cpu=True) == 1
+    assert judge_threads(load(tmp_path, OWN + "threads = 3\n" + ASKING), 8) == 3
+    assert judge_threads(load(tmp_path, '[[rewards]]\nfunction = "a:b"\n'), 8) == 0
+
+
+def test_a_model_that_cannot_judge_is_found_before_the_start(tmp_path: Path) -> None:
+    recipe = load(tmp_path, OWN + ASKING)
+
+    def problem(device: str = "cpu") -> str:
+        (found,) = judge_problems(recipe, device=device)
+        return found
+
+    assert "judge.model: " in problem() and "is not a directory: give a Hugging Face model directory" in problem()
+    (tmp_path / "j").mkdir()
+    assert "judge.model: " in problem() and "has no config.json" in problem()
+
+
+def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
+    model = Path(__file__).parents[2] / "examples" / "sort" / "model"
+    own = f'[judge]\nmodel = "{model}"\n'
+    (problem,) = judge_problems(load(tmp_path, own + ASKING), device="cpu")
+    assert "has no chat template, so it takes no chats: set chat = false" in problem
+    recipe = load(tmp_path, own + ASKING + "[rewards.options]\nchat = false\n")
+    assert not list(judge_problems(recipe, device="cpu"))
+    assert "are more than the devices have" in next(judge_problems(recipe, device="cuda"))
+    assert list(judge_problems(load(tmp_path, own + "max_context = 2048\n" + ASKING), device="cpu")) == [
+        "judge.max_context: 2048 is more than the model's 1024 positions: lower it"
+    ]
+    options = judge_options(recipe, "/s", device="cpu")
+    assert (options.max_context, options.pushed, options.sleeps) == (1024, False, False)
+    assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe, os.cpu_count() or 1))
+
+
+def test_paths_among_options_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    text = (
+        OWN
+        + ASKING
+        + '[rewards.options]\ncache = "answers.sqlite"\nquestion = "./{completion}"\n'
+        + '[[rewards]]\nfunction = "reward_model"\n[rewards.options]\npath = "../classifier"\n'
+        + '[[rewards]]\nfunction = "mine:own"\n[rewards.options]\nwords = "./words.txt"\n'
+        + 'level = "../x"\nname = "path"\n'
+    )
+    recipe = load(tmp_path, text)
+    judge, classifier, mine = (reward.options for reward in recipe.rewards)
+    assert judge == {"cache": str(tmp_path / "answers.sqlite"), "question": "./{completion}"}
+    assert classifier == {"path": str(tmp_path.parent / "classifier")}
+    assert mine == {"words": str(tmp_path / "words.txt"), "level": str(tmp_path.parent / "x"), "name": "path"}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "recipe.toml").write_text(dump_recipe(recipe))
+    assert load_recipe(elsewhere / "recipe.toml") == recipe
+
+
+def test_the_options_that_are_paths_are_there() -> None:
+    for name, options in PATH_OPTIONS.items():
+        assert set(options) <= set(BUILTIN[name].options.__struct_fields__)  # type: ignore[attr-defined]

@@ -1,0 +1,171 @@
+"""When a judge beside the actor is awake: the policy by itself, and the gate with callers that wait at it."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from streamrl.config.judge import Judge, YieldKind
+from streamrl.engines.judge_gate import GatePolicy, JudgeGate, gate_policy
+from streamrl.errors import EngineError
+
+POLICY = GatePolicy(batch=4, patience_s=1.0, actor_share=0.5, longest_wait_s=10.0)
+AT_ONCE = GatePolicy(batch=1, patience_s=0.0, actor_share=1.0, longest_wait_s=3600.0)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "oldest_s", "actor", "awake", "lets_in"),
+    [
+        (0, 0.0, 0.0, False, False),
+        (3, 0.0, 0.0, False, False),  # not a batch, and nobody has lost patience
+        (4, 0.0, 0.0, False, True),
+        (1, 1.0, 0.0, False, True),
+        (1, 0.0, 0.0, True, True),  # it joins those that are being answered
+        (4, 0.0, 0.5, False, True),
+        (4, 0.0, 0.51, False, False),  # the actor needs the machine
+        (1, 0.0, 0.51, True, False),
+        (9, 9.9, 1.0, False, False),
+        (1, 10.0, 1.0, False, True),  # but not for ever
+    ],
+)
+def test_who_is_let_in(waiting: int, oldest_s: float, actor: float, awake: bool, lets_in: bool) -> None:
+    assert POLICY.lets_in(waiting, oldest_s, actor=actor, awake=awake) == lets_in
+
+
+def test_time_alone_changes_the_answer_twice() -> None:
+    assert POLICY.look_again_s(0, 0.0) is None
+    assert POLICY.look_again_s(1, 0.25) == 0.75
+    assert POLICY.look_again_s(1, 1.0) == 9.0
+
+
+def test_a_judge_that_never_yields_waits_for_the_actor_only() -> None:
+    policy = gate_policy(Judge(model="m", yields=YieldKind.NEVER, batch=32, actor_share=0.25))
+    assert policy.lets_in(1, 0.0, actor=0.25, awake=False)
+    assert not policy.lets_in(1, 0.0, actor=0.3, awake=False)
+
+
+class Engine:
+    """Notes what is done to it, and whether it was asked at rest."""
+
+    def __init__(self, policy: GatePolicy) -> None:
+        self.moves: list[str] = []
+        self.gate = JudgeGate(policy, self.wake, self.rest)
+        self.resting = anyio.Event()
+        self.answering = 0
+        self.answers = anyio.Event()
+
+    async def wake(self) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.moves.append("wake")
+
+    async def rest(self) -> None:
+        assert not self.answering
+        self.moves.append("rest")
+        self.resting.set()
+        self.resting = anyio.Event()
+
+    async def ask(self) -> None:
+        async with self.gate.question():
+            assert self.moves[-1] == "wake"
+            self.answering += 1
+            try:
+                await self.answers.wait()
+            finally:
+                self.answering -= 1
+
+    async def until(self, answering: int) -> None:
+        with anyio.fail_after(5):
+            while self.answering != answering:
+                await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.asyncio
+async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
+    engine = Engine(GatePolicy(batch=3, patience_s=3600.0, actor_share=0.5, longest_wait_s=3600.0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.gate.run)
+        for _ in range(2):
+            tasks.start_soon(engine.ask)
+        await anyio.wait_all_tasks_blocked()
+        assert engine.moves == ["rest"] and engine.gate.report().waiting == 2
+        engine.gate.actor_runs(0.9)
+        tasks.start_soon(engine.ask)
+        await anyio.wait_all_tasks_blocked()
+        assert engine.moves == ["rest"]  # a batch, but the actor needs the machine
+        engine.gate.actor_runs(0.5)
+        await engine.until(3)
+        tasks.start_soon(engine.ask)
+        await engine.until(4)  # who comes while it is awake joins
+        engine.gate.actor_runs(1.0)
+        tasks.start_soon(engine.ask)
+        await anyio.wait_all_tasks_blocked()
+        assert engine.answering == 4
+        resting = engine.resting
+        engine.answers.set()
+        await resting.wait()
+        report = engine.gate.report()
+        assert (report.questions, report.batches, report.waiting, report.inside) == (4, 1, 1, 0)
+        assert report.awake_s > 0 and report.waited_s > 0
+        tasks.cancel_scope.cancel()
+    assert engine.moves == ["rest", "wake", "rest"]
+
+
+@pytest.mark.asyncio
+async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
+    """Past its time limit: one that waits at the gate, and one that is being answered."""
+    engine = Engine(GatePolicy(batch=2, patience_s=3600.0, actor_share=1.0, longest_wait_s=3600.0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.gate.run)
+        with anyio.move_on_after(0):
+            await engine.ask()
+        assert engine.gate.report().waiting == 0
+        scopes = [anyio.CancelScope(), anyio.CancelScope()]
+
+        async def ask(scope: anyio.CancelScope) -> None:
+            with scope:
+                await engine.ask()
+
+        for scope in scopes:
+            tasks.start_soon(ask, scope)
+        await engine.until(2)
+        resting = engine.resting
+        for scope in scopes:
+            scope.cancel()
+        await resting.wait()
+        assert engine.gate.report().inside == 0
+        tasks.cancel_scope.cancel()
+    assert engine.moves == ["rest", "wake", "rest"]
+
+
+@pytest.mark.asyncio
+async def test_patience_and_the_longest_wait_end_by_the_clock() -> None:
+    """Fewer than a batch, and an actor that never leaves room: both are asked in the end."""
+    for policy in (
+        GatePolicy(batch=9, patience_s=0.01, actor_share=1.0, longest_wait_s=3600.0),
+        GatePolicy(batch=1, patience_s=0.0, actor_share=0.1, longest_wait_s=0.01),
+    ):
+        engine = Engine(policy)
+        engine.gate.actor_runs(1.0)
+        engine.answers.set()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(engine.gate.run)
+            with anyio.fail_after(5):
+                await engine.ask()
+            tasks.cancel_scope.cancel()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_be_woken_ends_the_judge() -> None:
+    engine = Engine(AT_ONCE)
+
+    async def broken() -> None:
+        raise EngineError("judge-0: its process VLLM::EngineCore died")
+
+    gate = JudgeGate(AT_ONCE, broken, engine.rest)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(gate.run)
+            async with gate.question():
+                raise AssertionError("it was let in")
+    assert caught.group_contains(EngineError)

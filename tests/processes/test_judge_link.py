@@ -1,0 +1,114 @@
+"""The controller's side of a judge, with judges that are told what to say: loads, figures, death and successor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.judge import Judge
+from streamrl.config.recipe import Model, Prompts, Recipe
+from streamrl.config.rewards import Reward
+from streamrl.config.topology import JUDGE, Topology, plan_topology
+from streamrl.errors import StreamEnded
+from streamrl.messages import EngineLoad, RunFinished, StepFinished
+from streamrl.processes.judge_link import JudgeLink
+
+pytestmark = pytest.mark.asyncio
+STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})
+
+
+def recipe(model: str = "/j") -> Recipe:
+    return Recipe(
+        model=Model(path="/m"),
+        prompts=Prompts(train="t.jsonl"),
+        rewards=(Reward(function="judge"),),
+        judge=Judge(model=model),
+    )
+
+
+def load(running: int, waiting: int = 0) -> EngineLoad:
+    return EngineLoad(running=running, waiting=waiting, kv_cache_usage=0.0, generated_tokens=0)
+
+
+@asynccontextmanager
+async def judge(topology: Topology) -> AsyncIterator[tuple[ReceiveStream[JudgeOrder], SendStream[JudgeEvent]]]:
+    """A judge's ends of the streams, as its process opens them."""
+    async with (
+        zmq_sender(JudgeEvent, topology.endpoint(JUDGE, "reports"), bind=False, name="reports") as reports,
+        zmq_receiver(JudgeOrder, topology.endpoint(JUDGE, "orders"), bind=False, name="orders") as orders,
+    ):
+        yield orders, reports
+
+
+async def until_asked(link: JudgeLink, questions: float) -> dict[str, float]:
+    with anyio.fail_after(10):
+        while (figures := link.measured(STEP).metrics).get("judge/questions_total") != questions:
+            await anyio.sleep(0.01)
+    return figures
+
+
+async def test_it_hears_of_the_actor_and_its_figures_outlive_it(tmp_path: Path) -> None:
+    topology = plan_topology(recipe(), tmp_path)
+    link = JudgeLink(recipe(), topology)
+    now = load(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link.run)
+        # The first dies: its orders break, as those of a killed process do.
+        async with judge(topology) as (orders, reports):
+            assert await orders.receive() == ActorLoad(share=0.0)
+            await reports.send(JudgeReady(max_context=64))
+            await link.ready(lambda: now, 8)
+            now = load(3, waiting=3)
+            assert await orders.receive() == ActorLoad(share=0.75)
+            now = load(8, waiting=8)
+            assert await orders.receive() == ActorLoad(share=1.0)
+            await reports.send(JudgeReport(questions=4, batches=2, waited_s=2.0, awake_s=3.0))
+            assert (await until_asked(link, 4.0))["judge/waited_mean_s"] == 0.5
+            await reports.abort("killed")  # type: ignore[attr-defined]
+        async with judge(topology) as (orders, reports):
+            assert await orders.receive() == ActorLoad(share=1.0)
+            await reports.send(JudgeReady(max_context=64))
+            await reports.send(JudgeReport(questions=1, batches=1, waited_s=0.5, awake_s=1.0))
+            figures = await until_asked(link, 5.0)
+            assert figures == {
+                "reward/mean": 0.5,
+                "judge/questions_total": 5.0,
+                "judge/batches_total": 3.0,
+                "judge/waited_mean_s": 0.5,
+                "judge/awake_s_total": 4.0,
+            }
+            link.retire()
+            with pytest.raises(StreamEnded):
+                await orders.receive()
+            await reports.aclose()
+
+
+async def test_a_run_ends_while_its_judge_is_being_started_again(tmp_path: Path) -> None:
+    topology = plan_topology(recipe(), tmp_path)
+    link = JudgeLink(recipe(), topology)
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(link.run)
+            async with judge(topology) as (orders, reports):
+                await orders.receive()
+                await reports.send(JudgeReady(max_context=64))
+                await link.ready(lambda: load(0), 8)
+                await reports.abort("killed")  # type: ignore[attr-defined]
+            link.retire()
+
+
+async def test_a_recipe_without_a_judge_has_nothing_of_it(tmp_path: Path) -> None:
+    topology = plan_topology(recipe(""), tmp_path)
+    link = JudgeLink(recipe(""), topology)
+    await link.run()
+    await link.ready(lambda: load(0), 8)
+    link.retire()
+    assert link.measured(STEP) is STEP
+    assert isinstance(link.measured(RunFinished(reason="finished", step=1)), RunFinished)
