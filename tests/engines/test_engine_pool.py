@@ -354,6 +354,7 @@ async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
     roll = Roll(2, 8)
 
     async def during() -> None:
+        await roll.until(lambda: roll.engines[1].load().generated_tokens > 0)
         with pytest.raises(EngineError, match="engine-1 serves 4 requests; drain it before it is detached"):
             roll.pool.detach("engine-1")
         await roll.pool.drain("engine-1")

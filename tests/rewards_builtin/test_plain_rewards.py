@@ -124,7 +124,7 @@ def test_length_of_text(make, score) -> None:
         ("overlong", {"max_tokens": 8, "buffer": 9}, '"buffer" = 9 is above "max_tokens" = 8: lower it'),
         ("reasoning_gym", {"task": "chain_sums"}, 'no task of reasoning-gym (did you mean "chain_sum"?)'),
         ("judge", {"endpoint": "here", "model": "m"}, "is no address: write it as http://host:8000/v1"),
-        ("judge", {"model": "m"}, 'has no option "endpoint"'),
+        ("judge", {"model": "m"}, "has no endpoint"),
         ("judge", {"endpoint": "http://h/v1", "model": "m", "question": "Rate it"}, "has no {completion}"),
         ("judge", {"endpoint": "http://h/v1", "model": "m", "question": "{completion} {a.b}"}, "names {a.b}"),
         ("judge", {"endpoint": "http://h/v1", "model": "m", "api_key_variable": "NO_SUCH"}, "NO_SUCH is not set"),

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("numba")
 
-from streamrl.engines.live_weights_scatter import _READ_BACK, scatter_checked
+from streamrl.engines.live_weights_scatter import _AHEAD, scatter_checked
 
-SIZES = (0, 1, _READ_BACK, 7 * _READ_BACK + 5)
+SIZES = (0, 1, _AHEAD, 3 * _AHEAD + 5)
 
 
 def update(size: int, runtime: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -43,10 +43,10 @@ def test_elements_that_are_something_else_are_counted_and_nothing_is_new(size: i
         assert np.array_equal(live, before)
 
 
-def test_an_element_that_does_not_keep_what_was_written_is_found_where_it_is_read_back() -> None:
+@pytest.mark.parametrize("first", [0, 1, _AHEAD, 3 * _AHEAD + 3])
+def test_an_element_that_does_not_keep_what_was_written_is_found(first: int) -> None:
     """One that is listed twice: the second write hides the first, as another writer would."""
     live, elements, old, new = update(SIZES[-1], "uint16")
-    first = 2 * _READ_BACK
     elements[first + 1], old[first + 1] = elements[first], new[first]
     new[first + 1] = new[first] ^ 5
     assert scatter_checked(live, elements, old, new) == (0, 1)
