@@ -142,14 +142,13 @@ def _list(options: argparse.Namespace) -> int:
 def _socket_of(run_directory: Path) -> Path:
     import msgspec
 
-    from streamrl.config.topology import Topology, control_socket
+    from streamrl.config.topology import TOPOLOGY_FILE, control_socket, read_topology
 
-    path = run_directory / "topology.json"
     try:
-        topology = msgspec.json.decode(path.read_bytes(), type=Topology)
+        topology = read_topology(run_directory)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StreamRLError(
-            f"{run_directory} is not the directory of a run ({path.name}: {error}): give one, such as runs/latest"
+            f"{run_directory} is not the directory of a run ({TOPOLOGY_FILE}: {error}): give one, such as runs/latest"
         ) from error
     return control_socket(topology)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
-
-import anyio
 
 from streamrl.comm.stream import StreamStatistics
 from streamrl.comm.wakeup import Turns, Wakeup
@@ -38,11 +35,9 @@ class _MemoryStream(ABC, Generic[T]):
 
     def __init__(self, channel: _Channel[T]) -> None:
         self._channel = channel
-        self._turn = anyio.Lock(fast_acquire=True)
-        self._turns = Turns()
+        self._turns = Turns(channel.changed.wait)
         self._closed = False
         self._items = 0
-        self._wait_seconds = 0.0
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,7 +67,7 @@ class _MemoryStream(ABC, Generic[T]):
             bytes=0,
             buffered=len(self._channel.items),
             window=self._channel.window,
-            wait_seconds=self._wait_seconds,
+            wait_seconds=self._turns.wait_seconds,
         )
 
     def _raise_if_unusable(self) -> None:
@@ -80,14 +75,6 @@ class _MemoryStream(ABC, Generic[T]):
             raise StreamClosed(f"memory stream: the {self._role} closed it")
         if self._channel.broken:
             raise StreamBroken(f"memory stream: {self._channel.broken}")
-
-    async def _wait_for_change(self) -> None:
-        started = time.monotonic()
-        try:
-            await self._channel.changed.wait()
-        finally:
-            self._turns.waited()
-            self._wait_seconds += time.monotonic() - started
 
 
 class MemorySendStream(_MemoryStream[T]):
@@ -97,12 +84,7 @@ class MemorySendStream(_MemoryStream[T]):
 
     async def send(self, item: T) -> None:
         """Hand over one item, waiting while the window is full. Cancelled, it has not sent."""
-        if self._turns.due():
-            await anyio.lowlevel.checkpoint()
-        if self._turn.locked() or not self._has_room():  # otherwise nobody has to be waited for
-            async with self._turn:
-                while not self._has_room():
-                    await self._wait_for_change()
+        await self._turns.take(self._has_room)
         self._channel.items.append(item)
         self._items += 1
         self._channel.changed.notify()
@@ -126,12 +108,7 @@ class MemoryReceiveStream(_MemoryStream[T]):
 
     async def receive(self) -> T:
         """The next item. Cancelled, it has taken none. What was sent before an end or a break comes first."""
-        if self._turns.due():
-            await anyio.lowlevel.checkpoint()
-        if self._turn.locked() or not self._has_item():  # otherwise nobody has to be waited for
-            async with self._turn:
-                while not self._has_item():
-                    await self._wait_for_change()
+        await self._turns.take(self._has_item)
         item = self._channel.items.popleft()
         self._items += 1
         self._channel.changed.notify()

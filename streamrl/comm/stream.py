@@ -18,10 +18,13 @@ Cancelling ``receive`` never loses an item.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol, TypeVar
 
+import anyio
 import msgspec
+
+from streamrl.errors import StreamBroken
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -65,3 +68,24 @@ class ReceiveStream(Protocol[T_co]):
     def statistics(self) -> StreamStatistics: ...
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+
+async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
+    """Run what uses the streams to and from one peer side by side, until all of it has ended.
+
+    Raises ``StreamBroken``, alone and not in a group, when a stream of one half broke: the others are cancelled.
+    """
+    broken: list[StreamBroken] = []
+
+    async def until_broken(half: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await half()
+        except StreamBroken as error:
+            broken.append(error)
+            together.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as together:
+        for half in halves:
+            together.start_soon(until_broken, half)
+    if broken:
+        raise broken[0]

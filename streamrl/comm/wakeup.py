@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable
+
 import anyio
+import anyio.lowlevel
 
 
 class Wakeup:
@@ -25,23 +29,36 @@ class Wakeup:
 
 
 class Turns:
-    """When a coroutine that never has to wait should let the event loop turn: whatever is always ready would starve
-    all others. ``QUICK`` operations cost one turn of the loop instead of one each."""
+    """One operation after another at one end of a stream: each begins when ``ready`` says that it need not wait.
+
+    ``changed`` waits until it is worth looking again. Whoever never has to wait lets the event loop turn now and then:
+    ``QUICK`` operations cost one turn of it instead of one each, and nobody is starved.
+    """
 
     QUICK = 64
 
-    def __init__(self) -> None:
+    def __init__(self, changed: Callable[[], Awaitable[None]]) -> None:
+        self.wait_seconds = 0.0
+        self._changed = changed
+        self._one = anyio.Lock(fast_acquire=True)
         self._quick = 0
 
-    def due(self) -> bool:
-        """Counts an operation that may be over at once. True: let the loop turn before it, so that whoever is
-        cancelled meanwhile has not begun."""
+    async def take(self, ready: Callable[[], bool]) -> None:
+        """Until ``ready``, in the order of asking. What it raises comes out of here; cancelled, nothing has begun. The
+        caller acts at once, before it waits for anything else."""
         self._quick += 1
-        if self._quick < self.QUICK:
-            return False
-        self._quick = 0
-        return True
+        if self._quick >= self.QUICK:
+            self._quick = 0
+            await anyio.lowlevel.checkpoint()
+        if self._one.locked() or not ready():  # otherwise nobody has to be waited for
+            async with self._one:
+                while not ready():
+                    await self._wait()
 
-    def waited(self) -> None:
-        """The operation had to wait, so others had their turn."""
-        self._quick = 0
+    async def _wait(self) -> None:
+        started = time.monotonic()
+        try:
+            await self._changed()
+        finally:
+            self._quick = 0  # the others had their turn
+            self.wait_seconds += time.monotonic() - started

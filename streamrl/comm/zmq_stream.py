@@ -16,7 +16,6 @@ Once it is left, the address is free: a new context manager can bind it.
 
 from __future__ import annotations
 
-import time
 import uuid
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -51,11 +50,9 @@ class _ZmqStream(ABC):
         self._close_seconds = close_seconds
         self._connection: StreamConnection
         self._tasks: TaskGroup
-        self._turn = anyio.Lock(fast_acquire=True)
-        self._turns = Turns()
+        self._turns = Turns(lambda: self._connection.changed())
         self._closed = False
         self._bytes = 0
-        self._wait_seconds = 0.0
 
     @property
     def endpoint(self) -> str:
@@ -114,14 +111,6 @@ class _ZmqStream(ABC):
         if self._connection.end.phase is Phase.BROKEN:
             raise StreamBroken(self._describe(self._connection.end.reason))
 
-    async def _wait_for_change(self) -> None:
-        started = time.monotonic()
-        try:
-            await self._connection.changed()
-        finally:
-            self._turns.waited()
-            self._wait_seconds += time.monotonic() - started
-
 
 class ZmqSendStream(_ZmqStream, Generic[T]):
     """The sending end; make it with ``zmq_sender``. Safe for several coroutines that send at once."""
@@ -152,12 +141,7 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         """
         frames = self._codec.encode(item)
         size = sum(len(frame) for frame in frames)
-        if self._turns.due():
-            await anyio.lowlevel.checkpoint()
-        if self._turn.locked() or not self._has_credit():  # otherwise nobody has to be waited for
-            async with self._turn:
-                while not self._has_credit():
-                    await self._wait_for_change()
+        await self._turns.take(self._has_credit)
         accepted = self._end.peer_greeting.message_bytes if self._end.peer_greeting else size
         if size > accepted:
             raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {accepted}"))
@@ -199,7 +183,7 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
             bytes=self._bytes,
             buffered=self._unacknowledged,
             window=self._end.window,
-            wait_seconds=self._wait_seconds,
+            wait_seconds=self._turns.wait_seconds,
         )
 
     @property
@@ -234,12 +218,7 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
         Items that arrived before an end or a break come first.
         Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``.
         """
-        if self._turns.due():
-            await anyio.lowlevel.checkpoint()
-        if self._turn.locked() or not self._has_item():  # otherwise nobody has to be waited for
-            async with self._turn:
-                while not self._has_item():
-                    await self._wait_for_change()
+        await self._turns.take(self._has_item)
         frames = self._end.items[0]
         try:
             item = self._codec.decode(frames)
@@ -279,7 +258,7 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
             bytes=self._bytes,
             buffered=len(self._end.items),
             window=self._end.window,
-            wait_seconds=self._wait_seconds,
+            wait_seconds=self._turns.wait_seconds,
         )
 
     def __aiter__(self) -> Self:

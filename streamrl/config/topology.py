@@ -9,6 +9,9 @@ import msgspec
 
 from streamrl.config.recipe import Launch, Recipe, TransportKind
 
+TOPOLOGY_FILE = "topology.json"
+"""In the directory of a run."""
+
 
 class Role(StrEnum):
     """What a process of the run is."""
@@ -165,6 +168,11 @@ def judge_socket(topology: Topology) -> Path | None:
 def rewards_endpoint(topology: Topology) -> str:
     """Where changes of the rewards reach the controller. Beside its own stream, which never leaves the host."""
     return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.rewards"
+
+
+def read_topology(run_directory: Path) -> Topology:
+    """As the supervisor of the run wrote it. Raises ``OSError``, and msgspec's and Unicode's errors."""
+    return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
 
 
 def control_socket(topology: Topology) -> Path:

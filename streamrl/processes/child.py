@@ -21,7 +21,7 @@ import anyio
 import msgspec
 
 from streamrl.config.recipe import Recipe
-from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.config.topology import ProcessPlan, Role, Topology, read_topology
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def load_context(plan: ProcessPlan, run_directory: Path) -> ChildContext:
     from streamrl.config.load import load_recipe
 
     recipe = load_recipe(run_directory / "recipe.toml")
-    topology = msgspec.json.decode((run_directory / "topology.json").read_bytes(), type=Topology)
+    topology = read_topology(run_directory)
     # The controller's own stream never leaves the host, so its endpoint is always a file in that directory.
     steps = topology.endpoint(Role.CONTROLLER.value, "steps")
     return ChildContext(

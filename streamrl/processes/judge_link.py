@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import anyio
 import msgspec
 
 from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
-from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import JUDGE, Topology
@@ -92,24 +93,7 @@ class JudgeLink:
             zmq_sender(JudgeOrder, orders_at, bind=True, name=f"{JUDGE}.orders") as orders,
             zmq_receiver(JudgeEvent, reports_at, bind=True, name=f"{JUDGE}.reports") as reports,
         ):
-            broken: list[StreamBroken] = []
-            async with anyio.create_task_group() as tasks:
-
-                async def tell() -> None:
-                    try:
-                        await self._tell(orders)
-                    except StreamBroken as error:
-                        broken.append(error)
-                        tasks.cancel_scope.cancel()
-
-                tasks.start_soon(tell)
-                try:
-                    await self._hear(reports)
-                except StreamBroken as error:
-                    broken.append(error)
-                    tasks.cancel_scope.cancel()
-            if broken:
-                raise broken[0]
+            await converse(partial(self._tell, orders), partial(self._hear, reports))
 
     async def _tell(self, orders: SendStream[JudgeOrder]) -> None:
         await self._may_load.wait()

@@ -20,7 +20,7 @@ import anyio.to_thread
 import msgspec
 import psutil
 
-from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.config.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import ChildProcess, open_guardian, start_child
 from streamrl.processes.exit_reason import Death, first_cause, last_lines
@@ -88,7 +88,7 @@ class Supervisor:
         for folder in ("logs", "exit"):
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.run_directory / "topology.json").write_bytes(msgspec.json.encode(self.topology))
+        (self.run_directory / TOPOLOGY_FILE).write_bytes(msgspec.json.encode(self.topology))
         self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
         for plan in self.topology.processes:
             if plan.local and plan.resting:

@@ -223,10 +223,11 @@ class _Serving:
                 await self._changed.wait()
                 continue
             groups, self._scored = tuple(self._scored), []
-            await self._results.send(GroupsScored(groups=groups))
+            # Before the answers that taught it: a worker that dies in between is asked again and learns it again.
             for version, rewards in list(self._sets.items()):
                 if learnt := rewards.take_learnt_limits():
                     await self._results.send(LimitsLearnt(reward_version=version, slowest_s=learnt))
+            await self._results.send(GroupsScored(groups=groups))
             if self._closing:
                 await self._close_unused()
             await self._end_if_stuck()

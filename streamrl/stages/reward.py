@@ -12,14 +12,14 @@ when the first of a group arrives scores all of the group, because siblings are 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 
 import anyio
 import msgspec
 
-from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.comm.wakeup import Wakeup
 from streamrl.config.rewards import FailurePolicy, Reward
 from streamrl.errors import RecipeError, StreamBroken, StreamEnded
@@ -213,37 +213,16 @@ class RewardStage:
                 async with open_worker() as (orders, results):
                     worker = _Worker(orders)
                     try:
-                        await self._converse(worker, results, unanswered, scored)
+                        await converse(
+                            partial(self._give_orders, worker, unanswered),
+                            partial(self._take_answers, worker, results, unanswered, scored),
+                        )
                     finally:
                         self._workers.discard(worker)
                         worker.loaded.set()
                     return
             except StreamBroken:
                 await self._after_break(unanswered, scored)
-
-    async def _converse(
-        self,
-        worker: _Worker,
-        results: ReceiveStream[RewardResult],
-        unanswered: Unanswered,
-        scored: SendStream[RewardOutcome],
-    ) -> None:
-        """Raises ``StreamBroken`` (alone, not in a group) when the worker is gone."""
-        broken: StreamBroken | None = None
-
-        async def until_broken(half: Callable[[], Awaitable[None]]) -> None:
-            nonlocal broken
-            try:
-                await half()
-            except StreamBroken as error:
-                broken = broken or error
-                conversation.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as conversation:
-            conversation.start_soon(until_broken, partial(self._give_orders, worker, unanswered))
-            conversation.start_soon(until_broken, partial(self._take_answers, worker, results, unanswered, scored))
-        if broken is not None:
-            raise broken
 
     async def _give_orders(self, worker: _Worker, unanswered: Unanswered) -> None:
         async with self._changing:
