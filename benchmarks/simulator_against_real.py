@@ -32,8 +32,8 @@ from scheduling_report import of_ratios, ratio_text
 
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
+from streamrl.control.settings import control_settings
 from streamrl.control.trajectory_trace import RecordedRun
-from streamrl.pipeline import control_settings
 from streamrl.simulate.calibrate import Fit, calibrate
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_fit import engine_pace

@@ -1,4 +1,5 @@
-"""``streamrl``: train, check, watch, serve, reward, simulate, calibrate, what-if, bench, explain.
+"""``streamrl``: train, resume, check, watch, serve, keys, reward, replay, clean, simulate, calibrate, what-if, bench,
+explain.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.
 
@@ -14,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from streamrl.errors import RecipeError, StreamRLError
+from streamrl.observe.printable import printable
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -61,7 +63,7 @@ def first_named(error: BaseException) -> StreamRLError | None:
 
 def _complain(text: str) -> None:
     sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,12 +76,24 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print it, start nothing")
     train.set_defaults(run=_train)
 
+    resume = commands.add_parser(
+        "resume",
+        help="go on with a run that was killed, or drained",
+        description="Go on where the journal of a run ends: nothing that was sampled or scored is lost.",
+    )
+    resume.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of the run, such as runs/latest")
+    resume.add_argument(
+        "--force", action="store_true", help="also where its data, model, code or packages are not as they were"
+    )
+    resume.set_defaults(run=_resume)
+
     check = commands.add_parser("check", help="what this machine can run, with a remedy for what it cannot")
     check.add_argument("--json", action="store_true", help="a JSON array of findings")
     check.set_defaults(run=_check)
 
     watch = commands.add_parser("watch", help="follow a running run through its metrics socket")
     watch.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT or ipc://PATH; the run prints its own")
+    watch.add_argument("--keys", type=Path, metavar="DIRECTORY", help="keys of an observer, where the run has keys")
     watch.add_argument("--json", action="store_true", help="every message as a JSON line")
     watch.set_defaults(run=_watch)
 
@@ -91,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=_serve)
 
+    _add_keys(commands)
     _add_reward(commands)
+    _add_aftermath(commands)
     _add_simulation(commands)
     _add_what_if(commands)
     _add_bench(commands)
@@ -102,10 +118,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    keys = commands.add_parser(
+        "keys",
+        help="make the keys by which processes on other hosts are let in (transport.keys)",
+        description="Make a pair of CURVE keys for each role, in a directory that only you may enter.",
+    )
+    keys.add_argument("directory", type=Path, metavar="DIRECTORY", help="a new directory")
+    keys.set_defaults(run=_keys)
+
+
 def _add_reward(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from streamrl.cli_reward_arguments import add_reward
 
     add_reward(commands, run=_reward)
+
+
+def _add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from streamrl.cli_aftermath import add_aftermath
+
+    add_aftermath(commands)
 
 
 def _add_simulation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -244,16 +276,28 @@ def _train(options: argparse.Namespace) -> int:
     return 0 if train(recipe) else EXIT_INTERRUPTED
 
 
+def _resume(options: argparse.Namespace) -> int:
+    from streamrl.cli_train import resume
+
+    return 0 if resume(options.run_directory, force=options.force) else EXIT_INTERRUPTED
+
+
 def _check(options: argparse.Namespace) -> int:
     from streamrl.cli_check import check
 
     return check(as_json=options.json)
 
 
+def _keys(options: argparse.Namespace) -> int:
+    from streamrl.cli_keys import write_keys
+
+    return write_keys(options.directory)
+
+
 def _watch(options: argparse.Namespace) -> int:
     from streamrl.cli_watch import watch
 
-    return watch(options.endpoint, as_json=options.json)
+    return watch(options.endpoint, as_json=options.json, keys=options.keys)
 
 
 def _serve(options: argparse.Namespace) -> int:

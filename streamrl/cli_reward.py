@@ -25,6 +25,7 @@ from streamrl.cli_reward_report import RewardReport, rich_report, summarize
 from streamrl.config.load import resolve_function
 from streamrl.config.rewards import Reward, RewardLimits
 from streamrl.errors import RecipeError
+from streamrl.observe.printable import log_to, printable
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import Outcome
@@ -36,7 +37,7 @@ from streamrl.types import Prompt
 
 def run_reward_test(request: RewardTestRequest) -> int:
     """Run the test and print the report. Exit code 1 when no completion got a value; raises ``RecipeError``."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     reward = _reward(request)
     with _only_the_report_on_stdout():
         report = asyncio.run(_run(request, reward))
@@ -129,7 +130,7 @@ async def _sampled(request: RewardTestRequest, prompts: Sequence[Prompt]) -> lis
 
 def _say(text: str) -> None:
     """Progress, on stderr: stdout is the report."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 async def _score(

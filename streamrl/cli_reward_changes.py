@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.config.toml_text import parse_toml
 from streamrl.errors import RecipeError, StreamRLError
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def reward_option(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise RecipeError([f"--option {text}: write --option key=value, such as --option column=answer"])
     try:
-        return key, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key, parse_toml(f"value = {raw}")["value"]
+    except (ValueError, RecursionError):
         return key, raw
 
 

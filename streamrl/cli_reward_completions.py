@@ -12,7 +12,7 @@ import msgspec
 
 from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling
 from streamrl.engines.engine_options import engine_options
-from streamrl.errors import RecipeError
+from streamrl.errors import UNDECODABLE, RecipeError
 from streamrl.messages import Generate
 from streamrl.stages.prompts import PromptSource
 from streamrl.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def _read_completions(path: Path) -> tuple[dict[str, list[CompletionLine]], dict
                     continue
                 try:
                     read = decoder.decode(line)
-                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                except UNDECODABLE as error:
                     raise RecipeError([f"{path}, line {number} is no completion ({error}): correct it"]) from error
                 if next(read.samples(), None) is None:
                     raise RecipeError([f'{path}, line {number} has no "completion" (or "completions"): add it'])

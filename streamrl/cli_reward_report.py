@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli_reward_completions import CompletedGroup
+from streamrl.observe.printable import printable
 from streamrl.rewards.scoring import Outcome
 from streamrl.types import RewardFailure, ScoredTrajectory
 
@@ -211,7 +212,7 @@ def rich_report(report: RewardReport, prompts: str) -> Group:
     if report.failures:
         blocks += [Text(), _failures(report)]
     if problems := list(problems_of(report)):
-        blocks += [Text(), *(Text.assemble(("-> ", "yellow"), problem) for problem in problems)]
+        blocks += [Text(), *(Text.assemble(("-> ", "yellow"), printable(problem)) for problem in problems)]
     return Group(*blocks)
 
 
@@ -249,7 +250,7 @@ def _failures(report: RewardReport) -> Table:
     for name in ("failures", "kind", "message"):
         table.add_column(name, justify="right" if name == "failures" else "left")
     for failure in report.failures[:_MOST_MESSAGES]:
-        table.add_row(str(failure.count), Text(failure.kind, "red"), Text(failure.message))
+        table.add_row(str(failure.count), Text(failure.kind, "red"), Text(printable(failure.message)))
     if rest := report.failures[_MOST_MESSAGES:]:
         table.add_row(str(sum(failure.count for failure in rest)), "", f"{len(rest)} other messages (--json has all)")
     return table

@@ -6,16 +6,18 @@ All trainer ranks of a host: ``torchrun --nproc-per-node N -m streamrl serve tra
 from __future__ import annotations
 
 import logging
+import sys
 
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import Role
+from streamrl.observe.printable import log_to
 from streamrl.processes.child import Terminated
 from streamrl.processes.external import serve_external
 
 
 def serve(role: str, recipe: Recipe, index: int | None) -> int:
     """Serve until the run ends. Exit code 0 also after SIGTERM: an order that was obeyed."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to(sys.stderr, logging.INFO)
     try:
         serve_external(Role(role), recipe, index)
     except Terminated:

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
+from streamrl.control.settings import control_settings
 from streamrl.control.trajectory_trace import RecordedRun
 from streamrl.errors import RecipeError
-from streamrl.pipeline import control_settings
 from streamrl.simulate.calibrate import Fit, calibrate
 from streamrl.simulate.cluster import ClusterModel, dump_cluster, load_cluster
 from streamrl.simulate.engine_changes import engine_plan

@@ -6,17 +6,21 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
 import anyio.abc
 
+from streamrl.config.arithmetic import SIMULATED_SENTENCE
 from streamrl.config.objective_text import streaming_notice
-from streamrl.config.recipe import Recipe
+from streamrl.config.recipe import EngineKind, Recipe
 from streamrl.config.topology import plan_topology
-from streamrl.messages import RunFinished, RunStarted, StartProgress
+from streamrl.config.transport_rules import insecure_notice
+from streamrl.observe.printable import log_to
 from streamrl.observe.stdout import StdoutReporter
-from streamrl.run import Pipeline
+from streamrl.run import Pipeline, recipe_of_run
+from streamrl.run_events import RunFinished, RunStarted, StartProgress
 
 DRAIN_S = 600.0
 """How long a drain may take: the open step and a checkpoint. Whoever cannot wait sends the signal again."""
@@ -24,14 +28,23 @@ DRAIN_S = 600.0
 
 def train(recipe: Recipe) -> bool:
     """Run ``recipe``. True: it is done or drained; False: it was cut short. Raises what broke it."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
-    return anyio.run(_follow, recipe, backend_options={"use_uvloop": sys.platform != "win32"})
+    return _follow(recipe, lambda: Pipeline(recipe))
 
 
-async def _follow(recipe: Recipe) -> bool:
+def resume(run_directory: Path, *, force: bool) -> bool:
+    """Go on with a run that ended or was killed. ``force``: also where its data, model or code have changed."""
+    return _follow(recipe_of_run(run_directory), lambda: Pipeline.of_run(run_directory, despite_changes=force))
+
+
+def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
+    log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
+    return anyio.run(_follow_it, recipe, make, backend_options={"use_uvloop": sys.platform != "win32"})
+
+
+async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
     with StdoutReporter() as report:
         async with anyio.create_task_group() as tasks:
-            run = _Run(recipe, report, tasks.cancel_scope)
+            run = _Run(recipe, make, report, tasks.cancel_scope)
             await tasks.start(run.obey_signals)
             tasks.start_soon(run.show_start)
             await run.follow()
@@ -42,9 +55,12 @@ async def _follow(recipe: Recipe) -> bool:
 class _Run:
     """One run in the foreground. Cancelling ``whole`` ends it at once, and then too nothing is left behind."""
 
-    def __init__(self, recipe: Recipe, report: StdoutReporter, whole: anyio.CancelScope) -> None:
+    def __init__(
+        self, recipe: Recipe, make: Callable[[], Pipeline], report: StdoutReporter, whole: anyio.CancelScope
+    ) -> None:
         self.finished = False
         self._recipe = recipe
+        self._make = make
         self._report = report
         self._whole = whole
         self._pipeline: Pipeline | None = None
@@ -53,12 +69,14 @@ class _Run:
     async def follow(self) -> None:
         """Show every event until the run ends. Raises what broke the run."""
         try:
-            async with Pipeline(self._recipe) as pipeline:
+            async with self._make() as pipeline:
                 self._pipeline = pipeline
                 async for event in pipeline.events():
                     self._report(event)
                     if isinstance(event, RunStarted):
                         self._started.set()
+                        if self._recipe.engines.kind is EngineKind.SIMULATED:
+                            self._report.line(f"  engines  {SIMULATED_SENTENCE}")
                         if notice := streaming_notice(self._recipe):
                             self._report.line(f"  streaming {notice}")
                     self.finished = self.finished or isinstance(event, RunFinished)
@@ -84,6 +102,8 @@ class _Run:
     async def show_start(self) -> None:
         """Tell what the run waits for until every process is ready: loading an engine takes up to a minute."""
         began = time.monotonic()
+        if notice := insecure_notice(self._recipe):
+            self._report.line(notice)
         processes = plan_topology(self._recipe, Path()).processes
         by_hand = [process.name for process in processes if not process.local]
         if by_hand:

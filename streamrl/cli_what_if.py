@@ -14,8 +14,8 @@ from rich.table import Table
 
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
+from streamrl.control.settings import control_settings
 from streamrl.errors import RecipeError
-from streamrl.pipeline import control_settings
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.cluster import load_cluster
 from streamrl.simulate.lengths import LengthSource, RecordedLengths

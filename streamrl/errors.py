@@ -7,6 +7,13 @@ Every message names the thing, its value and the remedy.
 
 from __future__ import annotations
 
+import msgspec
+
+UNDECODABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+"""What msgspec raises for bytes that are not what was asked for, whoever wrote them: text that is not UTF-8 is a
+``UnicodeDecodeError``, which is a ValueError; map keys without a hash are a TypeError; nesting without end is a
+RecursionError, also in fields that nobody asked for."""
+
 
 class StreamRLError(Exception):
     """Base of every error that streamrl raises on purpose."""
@@ -40,6 +47,10 @@ class WeightError(StreamRLError):
 
 class RewardFailureLimit(StreamRLError):
     """More rewards failed than the recipe allows."""
+
+
+class RunStalled(StreamRLError):
+    """Nothing of the run moves any more, and no time limit of its own explains it."""
 
 
 class StreamClosed(StreamRLError):

@@ -147,7 +147,11 @@ EngineOrder = Generate | Abort | Pause | Resume | Sleep | Wake | StageWeights | 
 
 
 class EngineReady(Message, frozen=True):
-    """First message of an engine: what it is and holds. ``kv_tokens``: room of its KV cache (0: unknown)."""
+    """First message of an engine: what it is and holds. ``kv_tokens``: room of its KV cache (0: unknown).
+
+    An engine that outlived its controller is ``paused`` and says what it holds: ``policy_version`` with the
+    ``state_hash`` of its live weights (0: nothing that it can vouch for). ``pid``: of its host (0: unknown).
+    """
 
     engine: str
     policy_version: int
@@ -155,6 +159,9 @@ class EngineReady(Message, frozen=True):
     max_running: int
     tokenizer_digest: str = ""
     kv_tokens: int = 0
+    state_hash: int = 0
+    paused: bool = False
+    pid: int = 0
 
 
 class Generated(Message, frozen=True):
@@ -312,78 +319,3 @@ class CheckpointSaved(Message, frozen=True):
 
 
 TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved
-
-
-# ---- controller -> supervisor, and to observers ---------------------------------------------------
-
-
-class StartProgress(Message, frozen=True):
-    """While the run starts: what ``process`` does (``loading``, ``waiting for streamrl serve``, ``ready``)."""
-
-    process: str
-    state: str
-    seconds: float
-
-
-class RunStarted(Message, frozen=True):
-    """Every process is ready. ``policy_version``: the step that the run goes on from, 0 unless it was resumed."""
-
-    run_id: str
-    directory: str
-    metrics_endpoint: str
-    steps: int
-    parameters: int
-    policy_version: int = 0
-
-
-class RunProgress(Message, frozen=True):
-    """Between two steps: how far the open round is. ``phase`` is one of rollout, training, weights, evaluation."""
-
-    step: int
-    phase: str
-    finished: int
-    wanted: int
-
-
-class StepFinished(Message, frozen=True):
-    """One optimizer step whose version is live on the engines. Metric names: docs/metrics.md."""
-
-    step: int
-    policy_version: int
-    metrics: dict[str, float]
-
-
-class EvaluationFinished(Message, frozen=True):
-    """Held-out evaluation of one version."""
-
-    step: int
-    policy_version: int
-    metrics: dict[str, float]
-
-
-class RunWarning(Message, frozen=True):
-    """An alarm: a metric of ``step`` left its bounds. ``message``: the value, the bound and what to look at."""
-
-    step: int
-    message: str
-
-
-class RunDecided(Message, frozen=True):
-    """Control changed how it works: the kind of round, or the group size. ``figures``: what the decision rests on."""
-
-    step: int
-    subject: str
-    reason: str
-    figures: dict[str, float] = {}
-
-
-class RunFinished(Message, frozen=True):
-    """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
-
-    reason: str
-    step: int
-
-
-RunEvent = (
-    StartProgress | RunStarted | RunProgress | StepFinished | EvaluationFinished | RunWarning | RunDecided | RunFinished
-)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.comm.transport_keys import transport_environment
 from streamrl.config.arithmetic import estimate_memory, gib
 from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
-from streamrl.config.recipe import Launch, OptimizerKind, Recipe, TransportKind
+from streamrl.config.recipe import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.config.rules import broken_rules
-from streamrl.config.topology import RENDEZVOUS, plan_topology
+from streamrl.config.topology import RENDEZVOUS, Role, plan_topology
 from streamrl.engines.engine_devices import device_problems
 from streamrl.engines.engine_options import installed_device, max_context, model_config
 from streamrl.engines.judge_options import judge_problems
@@ -77,6 +78,7 @@ def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
     problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
     problems += _installation(recipe)
     problems += _ports(recipe)
+    problems += _keys(recipe)
     problems += _memory(recipe, model)
     problems += _engine_sets(recipe, model)
     problems += judge_problems(recipe)
@@ -136,7 +138,7 @@ def _installation(recipe: Recipe) -> Iterator[str]:
     local_engines = recipe.transport.engines is Launch.LOCAL
     local_training = recipe.transport.training is Launch.LOCAL
     remedy = "run `make install` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
-    if local_engines and engine_package() is None:
+    if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
         yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
     for package in ("torch", "transformers"):
         if (local_engines or local_training) and installed_version(package) is None:
@@ -177,6 +179,19 @@ def _ports(recipe: Recipe) -> Iterator[str]:
             yield from _ipc_problem(path, Path(endpoint.removeprefix("ipc://")))
 
 
+def _keys(recipe: Recipe) -> Iterator[str]:
+    """Keys that the processes of this run would read; an external one has its own copy."""
+    transport = recipe.transport
+    roles = [Role.CONTROLLER]
+    roles += [Role.ENGINE] if transport.engines is Launch.LOCAL else []
+    roles += [Role.TRAINER] if transport.training is Launch.LOCAL else []
+    for role in roles:
+        try:
+            transport_environment(recipe, role)
+        except StreamRLError as error:
+            yield f"transport.keys: {error}"
+
+
 def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
     if len(str(socket_path).encode()) > LONGEST_SOCKET_PATH:
         yield f"{path}: {socket_path} is longer than {LONGEST_SOCKET_PATH} bytes: choose a shorter path"
@@ -206,7 +221,7 @@ def _judge_facts(recipe: Recipe) -> ModelFacts | None:
 
 
 def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
-    if model is not None:
+    if model is not None and recipe.engines.kind is EngineKind.VLLM:
         yield from device_problems(recipe, model_config(recipe.model.path), device=installed_device())
 
 

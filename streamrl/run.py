@@ -6,7 +6,9 @@ the processes, and hands on what the controller says. It needs neither torch nor
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -21,21 +23,33 @@ import anyio.to_thread
 from streamrl.comm.control_socket import serving_control
 from streamrl.comm.reward_changes import RewardReply
 from streamrl.comm.stream import ReceiveStream
-from streamrl.comm.supervisor_orders import ParentMessage, StartEngine, StopEngine, SupervisorOrder
+from streamrl.comm.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import Recipe
-from streamrl.config.topology import control_socket, plan_topology, rewards_endpoint
-from streamrl.errors import ProcessDied, StreamBroken
-from streamrl.messages import RunEvent, RunFinished, RunProgress, StepFinished
+from streamrl.config.topology import JOURNAL_DIRECTORY, control_socket, plan_topology, rewards_endpoint
+from streamrl.errors import ProcessDied, RecipeError, StreamBroken
+from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
+from streamrl.processes.remains import remove_remains_of
+from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_inputs
+from streamrl.processes.run_lock import RunLock
+from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
+from streamrl.run_events import RunEvent, RunFinished, RunProgress, StepFinished
+
+log = logging.getLogger(__name__)
 
 PROGRESS_BACKLOG = 1000
 """Events that a slow reader may leave unread before progress is dropped; steps never are."""
+
+GRACE_S = 1.0
+"""How long processes have to end by themselves when a run is over. One that is cut short has waited long enough."""
+STACKS_S = 0.2
+"""How long processes have to write their stacks to their logs before a run that failed ends them."""
 
 
 class Pipeline:
@@ -45,6 +59,9 @@ class Pipeline:
     def __init__(self, recipe: Recipe | str | Path, *, drain_s: float = 60.0) -> None:
         self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
         self.run_directory = Path()
+        self._resumes = False
+        self._despite_changes = False
+        self._lock: RunLock | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
         self._ended = anyio.Event()
@@ -54,33 +71,69 @@ class Pipeline:
         self._receiving = anyio.CancelScope()
         self._obeying = anyio.CancelScope()
         self._changing = anyio.CancelScope()
+        self._conversation = anyio.CancelScope()
+        self._bound = anyio.Event()
+
+    @classmethod
+    def of_run(cls, run_directory: Path, *, despite_changes: bool = False, drain_s: float = 60.0) -> Self:
+        """The run in ``run_directory``, to go on where its journal ends, however it ended. Raises ``RecipeError``, here
+        and on entering: where it runs, or was begun with other data, another model or other code (unless
+        ``despite_changes``)."""
+        pipeline = cls(recipe_of_run(run_directory), drain_s=drain_s)
+        pipeline.run_directory = run_directory.resolve()
+        pipeline._resumes, pipeline._despite_changes = True, despite_changes
+        return pipeline
 
     async def __aenter__(self) -> Self:
-        self.recipe, kept = await anyio.to_thread.run_sync(resumed, self.recipe)
-        await anyio.to_thread.run_sync(preflight, self.recipe, kept)
-        self.run_directory = await anyio.to_thread.run_sync(_make_run_directory, self.recipe, kept)
+        await self._open_directory()
+        try:
+            return await self._start()
+        except BaseException:
+            self._let_go()
+            raise
+
+    async def _open_directory(self) -> None:
+        """Check the recipe, and make the directory of the run or take hold of it."""
+        to_thread = anyio.to_thread.run_sync
+        if self._resumes:
+            self._lock = RunLock(self.run_directory)
+            for failure in await to_thread(remove_remains_of, self.run_directory, Path(tempfile.gettempdir())):
+                log.warning("%s", failure)
+            for change in await to_thread(self._changes):
+                log.warning("%s", change)
+            await to_thread(preflight, self.recipe)
+            return
+        self.recipe, kept = await to_thread(resumed, self.recipe)
+        await to_thread(preflight, self.recipe, kept)
+        self.run_directory = await to_thread(_make_run_directory, self.recipe, kept)
+        self._lock = RunLock(self.run_directory)
+
+    def _changes(self) -> list[str]:
+        return refuse_changes(self.run_directory, self.recipe, force=self._despite_changes)
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    async def _start(self) -> Self:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
         self._order, self._ordered = anyio.create_memory_object_stream[SupervisorOrder](math.inf)
         topology = plan_topology(self.recipe, sockets)
-        self._supervisor = Supervisor(topology, self.run_directory, sockets)
+        self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
+        self._supervisor.before_controller_start.append(self._await_controller)
         async with AsyncExitStack() as entered:
             for stream in (self._give, self._take, self._order, self._ordered):
                 entered.callback(stream.close)
             tasks = await entered.enter_async_context(anyio.create_task_group())
             await entered.enter_async_context(self._supervisor)
-            steps = await entered.enter_async_context(
-                zmq_receiver(
-                    ParentMessage, topology.endpoint("controller", "steps"), bind=True, name="controller.steps"
-                )
-            )
             operations = ControlOperations(self._rewards)
             await entered.enter_async_context(
                 serving_control(control_socket(topology), self.run_directory, operations.carry_out)
             )
             tasks.start_soon(self._watch)
-            tasks.start_soon(self._receive, steps)
+            tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
             tasks.start_soon(self._obey)
             tasks.start_soon(self._change_rewards, rewards_endpoint(topology))
             self._open = entered.pop_all()
@@ -93,13 +146,14 @@ class Pipeline:
             self.drain()
             with anyio.move_on_after(self._drain_s):
                 await self._ended.wait()
-        await self._supervisor.kill()
+        await self._supervisor.kill(GRACE_S if kind is None else 0.0)
         self._watching.cancel()
         self._receiving.cancel()
         self._obeying.cancel()
         self._changing.cancel()
         self._rewards.close()
         await self._open.__aexit__(None, None, None)
+        self._let_go()
 
     @property
     def rewards(self) -> RewardAttachments:
@@ -131,27 +185,56 @@ class Pipeline:
             try:
                 await self._supervisor.watch()
             except ProcessDied as died:
-                self._failure = died
-                await self._supervisor.kill()
+                await self._note_failure(died)
         self._ended.set()
         self._rewards.close()
         self._give.close()
 
-    async def _receive(self, steps: ReceiveStream[ParentMessage]) -> None:
+    async def _note_failure(self, died: ProcessDied) -> None:
+        """End what is left, and put what tells why into one file."""
+        if ask_for_stacks(os.getpid()):
+            await anyio.sleep(STACKS_S)
+        await self._supervisor.kill()
+        note = await anyio.to_thread.run_sync(_crash_note, self.run_directory, str(died), abandon_on_cancel=True)
+        self._failure = ProcessDied(f"{died}\n{note}")
+
+    async def _receive(self, endpoint: str) -> None:
+        """What one controller says, and its successors."""
         with self._receiving:
-            try:
-                async for event in steps:
-                    if isinstance(event, StopEngine | StartEngine):
-                        await self._order.send(event)
-                        continue
-                    if isinstance(event, RewardReply):
-                        self._rewards.answered(event)
-                        continue
-                    backlog = self._give.statistics().current_buffer_used
-                    if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
-                        await self._give.send(event)
-            except (StreamBroken, anyio.ClosedResourceError):
-                return  # the controller is gone, and the supervisor says why
+            while True:
+                with anyio.CancelScope() as self._conversation:
+                    async with zmq_receiver(ParentMessage, endpoint, bind=True, name="controller.steps") as steps:
+                        self._bound.set()
+                        await self._listen(steps)
+                if not self._conversation.cancelled_caught:
+                    return
+
+    async def _await_controller(self) -> None:
+        """Before another controller is started: listen to it, and to the one that died no more."""
+        self._bound = anyio.Event()
+        self._conversation.cancel()
+        self._rewards.controller_replaced()
+        await self._bound.wait()
+
+    async def _listen(self, steps: ReceiveStream[ParentMessage]) -> None:
+        try:
+            async for event in steps:
+                if isinstance(event, StopEngine | StartEngine | KillEngine):
+                    await self._order.send(event)
+                    continue
+                if isinstance(event, RewardReply):
+                    self._rewards.answered(event)
+                    continue
+                if isinstance(event, RunFinished):
+                    self._supervisor.run_finished()
+                backlog = self._give.statistics().current_buffer_used
+                if not isinstance(event, RunProgress) or backlog < PROGRESS_BACKLOG:
+                    await self._give.send(event)
+        except anyio.ClosedResourceError:
+            return
+        except StreamBroken:
+            # The controller is gone, and the supervisor says why, or starts another one.
+            await anyio.sleep_forever()
 
     async def _change_rewards(self, endpoint: str) -> None:
         with self._changing:
@@ -161,10 +244,25 @@ class Pipeline:
         """One after the other: an engine is started again only when its last host and all it started are gone."""
         with self._obeying:
             async for order in self._ordered:
-                if isinstance(order, StopEngine):
-                    await self._supervisor.stop_engine(order.engine, patience_s=order.patience_s)
-                else:
-                    self._supervisor.start_engine(order.engine)
+                await self._supervisor.obey(order)
+
+
+def recipe_of_run(run_directory: Path) -> Recipe:
+    """The recipe of a run that can go on. Raises ``RecipeError``."""
+    recipe = run_directory / "recipe.toml"
+    if not (run_directory / JOURNAL_DIRECTORY).is_dir() or not recipe.is_file():
+        remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
+        raise RecipeError([f"{run_directory} has no journal to go on from: {remedy}"], outcome=NOT_RESUMED)
+    return load_recipe(recipe)
+
+
+def _crash_note(run_directory: Path, failure: str) -> str:
+    """Write the crash bundle. Returns what the user is told of it; a failure to write it hides no other."""
+    try:
+        bundle = write_crash_bundle(run_directory, failure)
+    except OSError as error:
+        return f"no crash bundle could be written: {error}"
+    return f"crash bundle: {bundle} (streamrl replay {bundle})"
 
 
 def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
@@ -177,8 +275,9 @@ def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
         directory = parent / f"{stem}{suffix}"
         if not directory.exists():
             break
-    directory.mkdir()
+    directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
     (directory / "recipe.toml").write_text(dump_recipe(recipe))
+    write_inputs(directory, recipe)
     for name, content in (rewards_file(kept) if kept else {}).items():
         (directory / name).write_bytes(content)
     latest = parent / "latest"

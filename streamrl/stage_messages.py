@@ -9,6 +9,7 @@ from __future__ import annotations
 from streamrl.config.rewards import Reward
 from streamrl.messages import Message
 from streamrl.types import (
+    Completion,
     FinishReason,
     Prompt,
     Record,
@@ -21,8 +22,18 @@ from streamrl.types import (
 )
 
 
+class SampledSoFar(Record, frozen=True):
+    """What a trajectory has: ``completion``, whose finish reason is abort unless it is whole; sampled in ``parts``
+    requests, during which it was in the engines for ``seconds``."""
+
+    completion: Completion
+    parts: int
+    seconds: float
+
+
 class LaunchTrajectory(Message, frozen=True):
-    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity."""
+    """Sample one trajectory. ``group_size`` siblings share ``prompt``; ``seed`` is derived from its identity. ``done``:
+    what it had in an earlier life of the controller; one that is whole goes on to its reward."""
 
     id: TrajectoryId
     prompt: Prompt
@@ -30,6 +41,7 @@ class LaunchTrajectory(Message, frozen=True):
     seed: int
     evaluation: bool = False
     temperature: float | None = None
+    done: SampledSoFar | None = None
 
 
 class CancelTrajectories(Message, frozen=True):
@@ -73,10 +85,12 @@ class TrajectoryLost(Message, frozen=True):
 
 
 class TrajectoryHeld(Message, frozen=True):
-    """A trajectory that was stopped with ``tokens`` sampled so far. It comes back once more: finished or lost."""
+    """A trajectory that was stopped with ``tokens`` sampled so far, which are in ``done`` (None: nothing). It comes
+    back once more: finished or lost."""
 
     id: TrajectoryId
     tokens: int
+    done: SampledSoFar | None = None
 
 
 RolloutOutcome = FinishedTrajectory | TrajectoryLost | TrajectoryHeld

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import tokenizers
 
-from streamrl.errors import RecipeError, StreamRLError
+from streamrl.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.types import TokenArray, token_array
 
 if TYPE_CHECKING:
     import jinja2
+
+T = TypeVar("T")
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -61,7 +63,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenArray:
         """Token ids of ``text``, int32, with what the tokenizer's own post-processor adds (a BOS, for example)."""
-        return token_array(self._backend.encode(text).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(
         self,
@@ -75,7 +77,15 @@ class Tokenizer:
         ``arguments``: further variables of the template. Raises ``ChatError``.
         """
         text = self.render_chat(messages, tools, arguments)
-        return token_array(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> TokenArray:
+        try:
+            return token_array(
+                _of_library(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            )
+        except Exception as error:  # the library has no class for it: an unknown token that is unknown itself, say
+            raise ChatError(f"the model's tokenizer cannot take the text ({error}): save the model again") from error
 
     def render_chat(
         self,
@@ -105,12 +115,22 @@ class Tokenizer:
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=skip_special))
 
 
+def _of_library(call: Callable[[], T]) -> T:
+    """What ``call`` returns. A panic of the library is no ``Exception``; here it is one."""
+    try:
+        return call()
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(f"the library gave up: {error}") from error
+        raise
+
+
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
     """Read the tokenizer of a Hugging Face directory. Raises ``RecipeError`` naming the directory and the remedy."""
     directory = Path(model_path)
     text, content = _read(directory)
     try:
-        backend = tokenizers.Tokenizer.from_str(text)
+        backend = _of_library(lambda: tokenizers.Tokenizer.from_str(text))
     except Exception as error:
         raise _unreadable(directory, error) from error
     end, chat = _eos_token_ids(directory), _chat_format(directory)
@@ -136,7 +156,10 @@ def _read(directory: Path) -> tuple[str, dict[str, Any]]:
         raise RecipeError([f"model directory {directory} has no tokenizer.json: save the tokenizer there with {how}"])
     try:
         text = path.read_text(encoding="utf-8")
-        return text, json.loads(text)
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        return text, content
     except Exception as error:
         raise _unreadable(directory, error) from error
 
@@ -172,6 +195,15 @@ def _chat_format(directory: Path) -> ChatFormat:
     """From ``tokenizer_config.json`` and the ``.jinja`` files beside it, which win. Neither need be there."""
     path = directory / "tokenizer_config.json"
     config = _json_object(path) if path.is_file() else {}
+    try:
+        return _chat_format_of(directory, config)
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise RecipeError(
+            [f"{path} or a template beside it cannot be read ({error!r}): save the model again"]
+        ) from error
+
+
+def _chat_format_of(directory: Path, config: Mapping[str, Any]) -> ChatFormat:
     found = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(found, str):
@@ -237,5 +269,5 @@ def _eos_token_ids(directory: Path) -> tuple[int, ...]:
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise RecipeError([f"{path} is not JSON ({error}): save the model again"]) from error

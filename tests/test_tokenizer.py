@@ -318,8 +318,8 @@ async def test_ids_that_text_cannot_carry_reach_the_trainer(tmp_path: Path) -> N
 
 
 def test_text_is_tokenised_in_one_place() -> None:
-    """Only rows become ids, texts of a file that ``streamrl reward test`` reads, and what a reward model of its own
-    vocabulary reads: nothing that was sampled and is trained goes through a tokenizer again."""
+    """Only rows become ids, texts of a file that ``streamrl reward test`` reads, what a reward model of its own
+    vocabulary reads, and the words of a simulated engine: nothing that was sampled and is trained is so again."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -329,5 +329,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    apart = {"cli_reward_completions.py", "rewards/builtin/reward_model.py"}
+    apart = {"cli_reward_completions.py", "rewards/builtin/reward_model.py", "engines/simulated_text.py"}
     assert found == {"stages/prompt_rows.py", "tokenizer.py"} | apart

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
-from streamrl.types import DropReason, FinishReason, TrajectoryId
+from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 
 
 class TrajectoryState(StrEnum):
@@ -104,6 +104,36 @@ class Group(msgspec.Struct, kw_only=True):
     def open_ids(self) -> tuple[TrajectoryId, ...]:
         """Members that were not scored."""
         return tuple(i for i, m in self.members.items() if m.state is TrajectoryState.IN_FLIGHT)
+
+
+class KeptGroup(Record, frozen=True):
+    """A ``Group`` as a record; ``members`` in their order."""
+
+    group_id: int
+    ticket: PromptTicket
+    launch_version: int
+    oldest_version: int
+    size: int
+    keep: int
+    round_kind: str
+    members: tuple[Member, ...]
+    open: int
+    held: bool = False
+    batch_id: int | None = None
+
+
+class KeptBuffer(Record, frozen=True):
+    """A ``RolloutBuffer`` as a record. ``groups``: all of them, oldest launch first; ``ready``, ``held``, ``batched``:
+    ids of those that are, each in the order in which they became so."""
+
+    groups: tuple[KeptGroup, ...] = ()
+    ready: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    batched: tuple[int, ...] = ()
+    issued: int = 0
+    trained: int = 0
+    dropped: dict[DropReason, int] = {}
+    wasted_tokens: int = 0
 
 
 class Accounting(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,6 +313,38 @@ class RolloutBuffer:
             in_flight=self.in_flight(),
         )
 
+    # ---- as a record -----------------------------------------------------------------------------
+
+    def keep(self) -> KeptBuffer:
+        """All of it, as a value that does not change with the buffer."""
+        return KeptBuffer(
+            groups=tuple(_kept_group(group) for group in self.groups.values()),
+            ready=tuple(self.ready),
+            held=tuple(self._held),
+            batched=tuple(group.group_id for groups in self._batched.values() for group in groups),
+            issued=self.issued,
+            trained=self.trained,
+            dropped=dict(self.dropped),
+            wasted_tokens=self.wasted_tokens,
+        )
+
+    def restore(self, kept: KeptBuffer) -> None:
+        """The inverse, on a new buffer. The index by version is made again from the groups."""
+        self.issued, self.trained = kept.issued, kept.trained
+        self.dropped, self.wasted_tokens = Counter(kept.dropped), kept.wasted_tokens
+        for record in kept.groups:
+            group = self.groups[record.group_id] = _group_of(record)
+            if group.batch_id is None:
+                self.untrained[group.group_id] = group
+                self._count_version(group, 1)
+        self.ready = {group_id: self.groups[group_id] for group_id in kept.ready}
+        self._held = {group_id: self.groups[group_id] for group_id in kept.held}
+        for group_id in kept.batched:
+            group = self.groups[group_id]
+            if group.batch_id is None:
+                raise ValueError(f"group {group_id} is kept as batched, and as of no batch: the record is damaged")
+            self._batched.setdefault(group.batch_id, []).append(group)
+
     # ---- indexes ---------------------------------------------------------------------------------
 
     def _date(self, group: Group) -> None:
@@ -314,3 +376,17 @@ class RolloutBuffer:
         del self.groups[group.group_id]
         if group.batch_id is not None:
             self._batched[group.batch_id].remove(group)
+            if not self._batched[group.batch_id]:
+                del self._batched[group.batch_id]
+
+
+def _kept_group(group: Group) -> KeptGroup:
+    """A copy: members change while they are in the buffer."""
+    fields = msgspec.structs.asdict(group)
+    members = tuple(msgspec.structs.replace(member) for member in group.members.values())
+    return KeptGroup(**(fields | {"members": members}))
+
+
+def _group_of(kept: KeptGroup) -> Group:
+    members = {member.id: msgspec.structs.replace(member) for member in kept.members}
+    return Group(**(msgspec.structs.asdict(kept) | {"members": members}))

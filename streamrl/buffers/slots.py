@@ -11,6 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from streamrl.types import Record
+
+
+class KeptSlots(Record, frozen=True):
+    """A ``SlotLedger`` as a record. ``consumed``: slots that wait for the version that trained them to be live."""
+
+    in_use: int = 0
+    consumed: dict[int, int] = {}
+
 
 class SlotLedger:
     """Counts the slots in use. Slots held by a batch are released when its version is live."""
@@ -45,6 +54,18 @@ class SlotLedger:
         """``policy_version`` is live on every engine: release what it and older versions consumed."""
         for version in [v for v in self._consumed if v <= policy_version]:
             self.release(self._consumed.pop(version))
+
+    def keep(self) -> KeptSlots:
+        """What is in use."""
+        return KeptSlots(in_use=self.in_use, consumed=dict(self._consumed))
+
+    def restore(self, kept: KeptSlots) -> None:
+        """The inverse. Raises ``ValueError`` when more is in use than there is: the recipe allows fewer slots now."""
+        if kept.in_use > self.capacity:
+            raise ValueError(
+                f"{kept.in_use} slots were in use, and this recipe has {self.capacity}: resume with its own"
+            )
+        self.in_use, self._consumed = kept.in_use, dict(kept.consumed)
 
 
 def staleness(trained_at: int, oldest_version: int) -> int:

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket as sockets
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from streamrl.comm.control_protocol import (
     LARGEST_ANSWER,
     LARGEST_REQUEST,
     LENGTH_BYTES,
+    READ_ONLY,
     ControlAnswer,
     ControlOperation,
     ControlRefused,
@@ -45,6 +47,9 @@ REQUEST_LIMIT_S = 5.0
 """How long a request, and the reading of an answer, may take."""
 
 MOST_CONNECTIONS = 16
+BURST = 100
+REQUESTS_A_SECOND = 20.0
+"""How many requests are answered at once, and how many more each second: asking without pause slows nothing."""
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _GONE = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
@@ -55,8 +60,9 @@ Carry = Callable[[ControlOperation], Awaitable[ControlAnswer]]
 
 
 def write_key(run_directory: Path) -> str:
-    """Make the key of a run. Nobody else may read the file, from its first moment on; it must not be there yet."""
+    """Make the key of a run, a new one for each of its lives. Nobody else may read the file, from its first moment."""
     key = secrets.token_hex(32)
+    (run_directory / KEY_FILE).unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(run_directory / KEY_FILE, flags, 0o600), "w") as file:
         file.write(key)
@@ -92,6 +98,7 @@ class ControlServer:
         self._carry_out = carry_out
         self._limit_s = request_limit_s
         self._open = 0
+        self._budget, self._budget_at_s = float(BURST), time.monotonic()
         self._listener: anyio.abc.SocketListener | None = None
 
     async def open(self) -> None:
@@ -134,6 +141,8 @@ class ControlServer:
             return ControlRefused(problems=("this run belongs to another user",))
         if self._open > MOST_CONNECTIONS:
             return ControlRefused(problems=(f"{MOST_CONNECTIONS} requests are open already: try again later",))
+        if not self._may_ask():
+            return ControlRefused(problems=(f"more than {REQUESTS_A_SECOND:g} requests a second: try again later",))
         try:
             with anyio.fail_after(self._limit_s):
                 request = decode_request(await _receive(stream, LARGEST_REQUEST))
@@ -143,8 +152,12 @@ class ControlServer:
             return ControlRefused(problems=(f"{error}: correct it, or use the streamrl version of the run",))
         operation = type(request.operation).__name__
         if not is_allowed(request, self._key):
-            log.warning("control socket: %s was asked for with a wrong key, and refused", operation)
+            log.warning(
+                "control socket: pid %d asked for %s with a wrong key: refused", peer_process(stream), operation
+            )
             return ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
+        if not isinstance(request.operation, READ_ONLY):
+            log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), request.operation)
         try:
             return await self._carry_out(request.operation)
         except RecipeError as error:
@@ -156,6 +169,16 @@ class ControlServer:
             return ControlRefused(
                 problems=(f"{operation} failed: {type(error).__name__}: the log of the run has more",)
             )
+
+    def _may_ask(self) -> bool:
+        """Whether one more request is within the budget, which it uses up."""
+        now = time.monotonic()
+        self._budget = min(BURST, self._budget + (now - self._budget_at_s) * REQUESTS_A_SECOND)
+        self._budget_at_s = now
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        return True
 
 
 @asynccontextmanager
@@ -197,9 +220,18 @@ async def ask_control(path: Path, operation: ControlOperation, key: str, timeout
 
 def peer_user(stream: anyio.abc.SocketStream) -> int:
     """Who the kernel says is at the other end."""
+    return _peer(stream)[1]
+
+
+def peer_process(stream: anyio.abc.SocketStream) -> int:
+    """Which process the kernel says is at the other end."""
+    return _peer(stream)[0]
+
+
+def _peer(stream: anyio.abc.SocketStream) -> tuple[int, int]:
     raw: sockets.socket = stream.extra(SocketAttribute.raw_socket)
-    _, user, _ = _CREDENTIALS.unpack(raw.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
-    return int(user)
+    process, user, _ = _CREDENTIALS.unpack(raw.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
+    return int(process), int(user)
 
 
 async def _receive(stream: anyio.abc.SocketStream, largest: int) -> bytes:

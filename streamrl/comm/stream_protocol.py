@@ -29,7 +29,7 @@ from enum import IntEnum, StrEnum
 import msgspec
 
 from streamrl.comm.wire import WIRE_VERSION, Buffer, Header, WireLimits, check_sizes, pack_header, parse_header
-from streamrl.errors import WireError
+from streamrl.errors import UNDECODABLE, WireError
 
 REASON_BYTES = 4096
 
@@ -342,7 +342,7 @@ class ReceivingEnd(StreamEnd):
 def _greeting(frames: Sequence[Buffer]) -> Greeting:
     try:
         return _decode_greeting(frames[1])
-    except (IndexError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (IndexError, *UNDECODABLE) as error:
         raise WireError(f"a handshake without a greeting: {error}") from error
 
 

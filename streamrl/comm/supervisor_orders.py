@@ -4,7 +4,8 @@ stream ``steps``, among the events."""
 from __future__ import annotations
 
 from streamrl.comm.reward_changes import RewardReply
-from streamrl.messages import Message, RunEvent
+from streamrl.messages import Message
+from streamrl.run_events import RunEvent
 
 
 class StopEngine(Message, frozen=True):
@@ -21,5 +22,16 @@ class StartEngine(Message, frozen=True):
     engine: str
 
 
-SupervisorOrder = StopEngine | StartEngine
+class KillEngine(Message, frozen=True):
+    """The host of ``engine`` stands still (``reason``): end it as a death would, so that another is started in its
+    place. Only the host that is meant: by its ``pid``, or (0: it never said one) the one that was started
+    ``older_than_s`` ago or earlier."""
+
+    engine: str
+    reason: str
+    pid: int = 0
+    older_than_s: float = 0.0
+
+
+SupervisorOrder = StopEngine | StartEngine | KillEngine
 ParentMessage = RunEvent | SupervisorOrder | RewardReply

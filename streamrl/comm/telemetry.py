@@ -15,11 +15,18 @@ from typing import Any
 import msgspec
 import zmq
 
-from streamrl.errors import StreamRLError, WireError
+from streamrl.comm.guarded_sockets import GuardedContext
+from streamrl.comm.socket_options import make_signal, make_socket
+from streamrl.comm.transport_keys import KeyRole
+from streamrl.comm.zmq_sockets import bind, connect
+from streamrl.errors import UNDECODABLE, StreamRLError, WireError
 
 TELEMETRY_SCHEMA = 1
 HIGH_WATER = 1000
-LARGEST_MESSAGE = 4 << 20
+LARGEST_MESSAGE = 1 << 19
+"""Bytes. As JSON they become up to thirty times as many when they are decoded."""
+LARGEST_SUBSCRIPTION = 1 << 10
+_WAKE_ENDPOINT = "inproc://wake"
 
 
 class TelemetryError(StreamRLError):
@@ -48,24 +55,28 @@ class TelemetryPublisher:
         self._dropped_before_socket = 0
         self._dropped_at_socket = 0
         self._closed = False
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.XPUB)
-        self._socket.setsockopt(zmq.SNDHWM, high_water)
-        self._socket.setsockopt(zmq.LINGER, 200)
+        self._context = GuardedContext()
+        self._socket = make_socket(
+            self._context,
+            zmq.XPUB,
+            endpoint=endpoint,
+            max_frame_bytes=LARGEST_SUBSCRIPTION,
+            linger_ms=200,
+            send_high_water_mark=high_water,
+        )
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a second subscriber to the same topic must be welcomed too
-        self._wake_receive = self._context.socket(zmq.PAIR)
-        self._wake_receive.bind("inproc://wake")
-        self._wake_send = self._context.socket(zmq.PAIR)
-        self._wake_send.connect("inproc://wake")
+        self._wake_receive = make_signal(self._context, _WAKE_ENDPOINT)
+        self._wake_send = make_signal(self._context, _WAKE_ENDPOINT)
         try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            bind(self._wake_receive, _WAKE_ENDPOINT)
+            connect(self._wake_send, _WAKE_ENDPOINT)
+            self.endpoint = bind(self._socket, endpoint, KeyRole.OBSERVER)
+        except StreamRLError as error:
+            self._context.close_gate()
             self._context.destroy(linger=0)
             raise TelemetryError(
-                f"the metrics socket cannot bind {endpoint}: {_reason(error)}; "
-                "set metrics.endpoint to a free one, or leave it empty"
+                f"the metrics socket is not there: {error}; set metrics.endpoint to a free one, or leave it empty"
             ) from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -77,9 +88,12 @@ class TelemetryPublisher:
         return self._dropped_before_socket + self._dropped_at_socket
 
     def publish(self, topic: str, fields: dict[str, Any]) -> None:
-        """Queue one message. Returns at once, always. Call from one thread."""
+        """Queue one message. Returns at once, always. Call from one thread. Raises ``StreamRLError`` where the socket
+        has keys and nobody decides any more who may connect."""
         if self._closed:
             return
+        if (gate := self._context.opened_gate) is not None:
+            gate.check()
         self._sequences[topic] = self._sequences.get(topic, 0) + 1
         body = {"run_id": self._run_id, "sequence": self._sequences[topic], "time": time.time(), "replay": False}
         try:
@@ -96,6 +110,7 @@ class TelemetryPublisher:
         self._wake()
         self._thread.join()
         self._wake_send.close(linger=0)
+        self._context.close_gate()
         self._context.term()
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -151,19 +166,22 @@ class TelemetrySubscriber:
     def __init__(self, endpoint: str, *, topics: tuple[str, ...] = (), high_water: int = HIGH_WATER) -> None:
         self._seen: dict[tuple[str, str], int] = {}
         self.lost = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.RCVHWM, high_water)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        self._context = GuardedContext()
+        self._socket = make_socket(
+            self._context,
+            zmq.SUB,
+            endpoint=endpoint,
+            max_frame_bytes=LARGEST_MESSAGE,
+            receive_high_water_mark=high_water,
+        )
         try:
             for topic in topics or ("",):
                 self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
-            self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+            connect(self._socket, endpoint, KeyRole.CONTROLLER)
+        except StreamRLError as error:
             self._context.destroy(linger=0)
             raise TelemetryError(
-                f"{endpoint} is not an endpoint ({_reason(error)}): write tcp://HOST:PORT or ipc://PATH"
+                f"{endpoint} cannot be watched ({error}): write tcp://HOST:PORT or ipc://PATH"
             ) from error
 
     def __enter__(self) -> TelemetrySubscriber:
@@ -198,11 +216,6 @@ class TelemetrySubscriber:
         return True
 
 
-def _reason(error: zmq.ZMQError) -> str:
-    """The plain text of the error number; pyzmq's own message repeats the address."""
-    return zmq.strerror(error.errno or 0)
-
-
 def decode_telemetry(frames: list[bytes]) -> Telemetry:
     """A message from its three frames. Raises ``WireError`` for anything else than schema 1."""
     if len(frames) != 3 or frames[1] != str(TELEMETRY_SCHEMA).encode():
@@ -212,8 +225,10 @@ def decode_telemetry(frames: list[bytes]) -> Telemetry:
             "use the streamrl version of the run"
         )
     try:
+        if len(frames[2]) > LARGEST_MESSAGE:
+            raise ValueError(f"{len(frames[2])} bytes; {LARGEST_MESSAGE} are the most")
         body = msgspec.json.decode(frames[2], type=dict[str, Any])
         head = {name: body.pop(name) for name in ("run_id", "sequence", "time", "replay")}
         return msgspec.convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
-    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError) as error:
+    except (KeyError, *UNDECODABLE) as error:
         raise WireError(f"a telemetry message that does not decode: {error}") from error

@@ -29,7 +29,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from streamrl.errors import WireError
+from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
+from streamrl.errors import UNDECODABLE, WireError
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -50,19 +51,17 @@ ARRAY_ITEM_SIZES = {"b": 1, "B": 1, "h": 2, "H": 2, "i": 4, "I": 4, "q": 8, "Q":
 _HEADER = struct.Struct("<4sHBBQ")  # fixed for ever: a peer of another version must be able to read it
 _RAW_INDEX = struct.Struct("<I")
 
-# What msgspec and the array constructor raise beside msgspec.MsgspecError: UnicodeDecodeError is a ValueError,
-# unhashable map keys are a TypeError, nesting without end is a RecursionError.
-_CODEC_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-
 
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one message may cost, checked before it is decoded. ``body_bytes`` is smaller than the rest because a
-    body of empty lists grows about seventyfold when it is decoded; raw frames do not grow."""
+    """What one message may cost, checked before it is decoded. A body of empty lists grows about seventyfold when it
+    is decoded, raw frames do not: ``body_growth`` is how many bytes of memory a byte of it may become, beyond
+    ``decoded_size.SPARE_BYTES`` (0: not looked at, for what this process wrote itself)."""
 
     message_bytes: int = 256 * 1024 * 1024
     frame_bytes: int = 256 * 1024 * 1024
     body_bytes: int = 64 * 1024 * 1024
     frames: int = 1024
+    body_growth: int = 8
 
 
 class Header(NamedTuple):
@@ -153,7 +152,7 @@ class WireCodec(Generic[T]):
         try:
             body = self._encoder.encode(item)
             frames = [body, *self._outgoing]
-        except _CODEC_ERRORS as error:
+        except UNDECODABLE as error:
             raise WireError(f"a {type(item).__name__} cannot be encoded: {type(error).__name__}: {error}") from error
         finally:
             self._outgoing = []
@@ -165,11 +164,17 @@ class WireCodec(Generic[T]):
         check_sizes([_HEADER.size, *(len(frame) for frame in frames)], self.limits)
         if not frames:
             raise WireError(f"a message without a body on a stream of {self.item_type_name}")
+        growth = self.limits.body_growth
+        if growth and takes_more(frames[0], growth * len(frames[0]) + SPARE_BYTES):
+            raise WireError(
+                f"a body of {len(frames[0])} bytes would take more than {growth} times that in memory: it is made of "
+                "very many small values; keep them in fewer and longer texts or arrays"
+            )
         self._incoming, self._incoming_used = frames[1:], 0
         try:
             item = self._decoder.decode(frames[0])
             unused = len(self._incoming) - self._incoming_used
-        except _CODEC_ERRORS as error:
+        except UNDECODABLE as error:
             raise WireError(f"not a {self.item_type_name}: {type(error).__name__}: {error}") from error
         finally:
             self._incoming = ()

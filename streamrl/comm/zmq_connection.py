@@ -8,6 +8,7 @@ call must take everything there is.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 
 import anyio
@@ -15,6 +16,7 @@ import zmq
 
 from streamrl.comm import zmq_sockets
 from streamrl.comm.stream_protocol import Origin, StreamEnd
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.wakeup import Wakeup
 from streamrl.comm.wire import Buffer, WireLimits
 
@@ -22,13 +24,15 @@ UNBIND_SECONDS = 1.0
 
 
 class StreamConnection:
-    """One socket of one end of a stream. ``end`` is set by its owner before ``open``."""
+    """One socket of one end of a stream. ``end`` and ``peer_role`` are set by its owner before ``open``."""
 
     end: StreamEnd
+    peer_role: KeyRole | None = None
 
     def __init__(self, endpoint: str, *, bind: bool, window: int, limits: WireLimits) -> None:
         self.endpoint = endpoint
         self._binds = bind
+        self._gate_fd = -1
         self._limits = limits
         self._transport = zmq_sockets.transport_of(endpoint)
         self._receive_high_water_mark = 2 * window + 64  # items and a credit for each, with room for the handshake
@@ -56,10 +60,11 @@ class StreamConnection:
             if self._transport != "inproc":  # inproc has no connections to watch: both ends share a process
                 self._monitor = zmq_sockets.ConnectionMonitor(self._socket)
             if self._binds:
-                self.endpoint = zmq_sockets.bind(self._socket, self.endpoint)
+                self.endpoint = zmq_sockets.bind(self._socket, self.endpoint, self.peer_role)
+                self._gate_fd = zmq_sockets.gate_watch(self._socket)
                 self._ipc_identity = zmq_sockets.ipc_path_identity(self.endpoint)
             else:
-                zmq_sockets.connect(self._socket, self.endpoint)
+                zmq_sockets.connect(self._socket, self.endpoint, self.peer_role or KeyRole.CONTROLLER)
         except BaseException:
             self.close()
             raise
@@ -78,6 +83,9 @@ class StreamConnection:
             self._monitor = None
         self._socket.close()
         self._socket = None
+        if self._gate_fd >= 0:
+            os.close(self._gate_fd)
+            self._gate_fd = -1
         self.wake()
 
     async def run(self) -> None:
@@ -88,6 +96,8 @@ class StreamConnection:
                     tasks.start_soon(self._watch, self._monitor.fd)
                 if self._socket is not None:
                     tasks.start_soon(self._watch, self._socket.fileno())
+                if self._gate_fd >= 0:
+                    tasks.start_soon(self._watch_gate, self._gate_fd)
 
     def stop(self) -> None:
         """End ``run``."""
@@ -97,6 +107,12 @@ class StreamConnection:
         while True:
             await anyio.wait_readable(fd)
             self.service()
+
+    async def _watch_gate(self, fd: int) -> None:
+        """Whoever cannot be joined any more does not go on: raises ``StreamRLError``."""
+        await anyio.wait_readable(fd)
+        if self._socket is not None:
+            zmq_sockets.check_gate(self._socket)
 
     async def changed(self) -> None:
         """Wait until something has happened to the stream."""

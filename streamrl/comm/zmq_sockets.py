@@ -1,4 +1,4 @@
-"""The one place where ZeroMQ sockets of streams are made, bound, connected, watched and closed."""
+"""The one place where ZeroMQ sockets are bound and connected, and where those of streams are made and watched."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from streamrl.comm.guarded_sockets import (
+    GuardedContext,
+    check_strangers_are_refused,
+    gate_of,
+    guard_connector,
+    guard_listener,
+    kind_of,
+)
+from streamrl.comm.socket_options import make_socket
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.errors import StreamRLError
 
 IPC_PATH_BYTES = 107
 """A unix socket address holds 108 bytes with the closing zero."""
 
-HEARTBEAT_INTERVAL_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 10_000
-"""A peer whose host or network is gone is noticed after this time; a killed process at once, by its closed connection.
-libzmq's own thread answers heartbeats, so a peer that computes for minutes does not look dead."""
-
-HANDSHAKE_TIMEOUT_MS = 10_000
-RECONNECT_INTERVAL_MS = 50
-RECONNECT_INTERVAL_MAX_MS = 500
 LINGER_MS = 500
 """How long bytes may still leave after a socket was closed. The close handshake has normally emptied it before."""
 
@@ -53,52 +55,69 @@ def transport_of(endpoint: str) -> str:
 
 
 def create_socket(kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int) -> zmq.Socket[bytes]:
-    """A socket with every option a stream relies on. Frames above ``max_frame_bytes`` cut the connection.
+    """A socket of a stream. Frames above ``max_frame_bytes`` cut the connection.
 
     Nothing is queued without credit, so there is no bound on sending; the one on receiving is against a peer that
     ignores credit.
     """
-    transport = transport_of(endpoint)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, receive_high_water_mark)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
-    # With IPv6 on, a host name that has both kinds of address would resolve to the other kind than the peer bound.
-    socket.setsockopt(zmq.IPV6, int(transport == "tcp" and "[" in endpoint))
-    if kind == zmq.ROUTER:
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise a message to a peer that is gone vanishes silently
-    return socket
+    transport_of(endpoint)
+    return make_socket(
+        GuardedContext.instance(),
+        kind,
+        endpoint=endpoint,
+        max_frame_bytes=max_frame_bytes,
+        linger_ms=LINGER_MS,
+        send_high_water_mark=0,
+        receive_high_water_mark=receive_high_water_mark,
+    )
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind and return the endpoint with its real port. Raises ``StreamRLError`` naming the endpoint and the remedy."""
+def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None = None) -> str:
+    """Bind and return the endpoint with its real port. ``admits``: whose keys are let in, where there are keys.
+
+    Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
+    where a stranger is not refused.
+    """
     if transport_of(endpoint) == "ipc":
         _refuse_live_ipc_path(endpoint)
+    gate = guard_listener(socket, endpoint, admits)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise StreamRLError(
             f"cannot bind {endpoint}: {zmq.strerror(error.errno or 0)}; {_bind_remedy(error.errno)}"
         ) from error
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
+    if gate is not None:
+        check_strangers_are_refused(kind_of(socket), bound, gate)
+    return bound
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Start connecting; libzmq retries until somebody binds. Raises ``StreamRLError`` for an impossible address."""
+def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole = KeyRole.CONTROLLER) -> None:
+    """Start connecting; libzmq retries until somebody binds. ``serves``: whose key must be there, where there are keys.
+
+    Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys.
+    """
+    guard_connector(socket, endpoint, serves)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise StreamRLError(
             f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}; check host and port"
         ) from error
+
+
+def gate_watch(socket: zmq.Socket[bytes]) -> int:
+    """A file descriptor of the caller's own that becomes readable when nobody decides any more who may connect to a
+    bound ``socket``; -1 where it is a plain one."""
+    gate = gate_of(socket)
+    return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
+
+
+def check_gate(socket: zmq.Socket[bytes]) -> None:
+    """Raise ``StreamRLError`` when nobody decides any more who may connect to ``socket``."""
+    if (gate := gate_of(socket)) is not None:
+        gate.check()
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:

@@ -26,6 +26,7 @@ from anyio.abc import TaskGroup
 
 from streamrl.comm.stream import StreamStatistics
 from streamrl.comm.stream_protocol import Greeting, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.wakeup import Turns
 from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
@@ -125,13 +126,16 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         name: str,
         limits: WireLimits,
         close_seconds: float,
+        peer_role: KeyRole | None = None,
     ) -> None:
         super().__init__(endpoint, Role.SENDER, name, limits, close_seconds)
         self._codec: WireCodec[T] = WireCodec(item_type, limits)
         self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
+        self._connection.peer_role = peer_role
         greeting = _greeting(self._codec, Role.SENDER, window, limits, name)
         self._end = SendingEnd(greeting, binds=bind, limits=limits, transmit=self._connection.transmit)
         self._connection.end = self._end
+        self._closing: anyio.Event | None = None
 
     async def send(self, item: T) -> None:
         """Send one item, waiting for credit.
@@ -157,11 +161,20 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         """End the stream and wait until the receiver has everything, at most ``close_seconds``.
 
         Raises ``StreamBroken`` where that could not be known. A stream that had broken before is only closed:
-        ``send`` is what tells of that.
+        ``send`` is what tells of that. Whoever closes it, too, meanwhile waits as long: leaving ``async with`` must not
+        take the connection from a closer that waits for the receiver's answer.
         """
         if self._closed:
+            if self._closing is not None:
+                await self._closing.wait()
             return
-        self._closed = True
+        self._closed, self._closing = True, anyio.Event()
+        try:
+            await self._end_stream()
+        finally:
+            self._closing.set()
+
+    async def _end_stream(self) -> None:
         self._connection.wake()
         with anyio.move_on_after(self._close_seconds):
             # An end before the peer came is still an end: it is told when it comes.
@@ -204,10 +217,12 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
         name: str,
         limits: WireLimits,
         close_seconds: float,
+        peer_role: KeyRole | None = None,
     ) -> None:
         super().__init__(endpoint, Role.RECEIVER, name, limits, close_seconds)
         self._codec: WireCodec[T] = WireCodec(item_type, limits)
         self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
+        self._connection.peer_role = peer_role
         greeting = _greeting(self._codec, Role.RECEIVER, window, limits, name)
         self._end = ReceivingEnd(greeting, binds=bind, limits=limits, transmit=self._connection.transmit)
         self._connection.end = self._end
@@ -287,12 +302,12 @@ def _greeting(codec: WireCodec[Any], role: Role, window: int, limits: WireLimits
 @overload
 def zmq_sender(
     item_type: type[T], endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
 ) -> ZmqSendStream[T]: ...  # fmt: skip
 @overload
 def zmq_sender(
     item_type: Any, endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
 ) -> ZmqSendStream[Any]: ...  # fmt: skip
 def zmq_sender(
     item_type: Any,
@@ -303,11 +318,14 @@ def zmq_sender(
     name: str = "",
     limits: WireLimits | None = None,
     close_seconds: float = CLOSE_SECONDS,
+    peer_role: KeyRole | None = None,
 ) -> ZmqSendStream[Any]:
     """The sending end of a stream, to be entered with ``async with``.
 
     ``item_type`` may be a union of records. ``window``: items that may be sent and not yet taken (the smaller of
-    both ends counts). Entering raises ``StreamRLError`` where the endpoint cannot be bound.
+    both ends counts). ``peer_role``: whose keys are let in where this end binds (required where there are keys), or
+    whose key must be at the other end (default: the controller's). Entering raises ``StreamRLError`` where the endpoint
+    cannot be bound, or where other hosts could reach it without keys.
     """
     return ZmqSendStream(
         item_type,
@@ -317,18 +335,19 @@ def zmq_sender(
         name=name,
         limits=limits or WireLimits(),
         close_seconds=close_seconds,
+        peer_role=peer_role,
     )
 
 
 @overload
 def zmq_receiver(
     item_type: type[T], endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
 ) -> ZmqReceiveStream[T]: ...  # fmt: skip
 @overload
 def zmq_receiver(
     item_type: Any, endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ...,
+    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
 ) -> ZmqReceiveStream[Any]: ...  # fmt: skip
 def zmq_receiver(
     item_type: Any,
@@ -339,6 +358,7 @@ def zmq_receiver(
     name: str = "",
     limits: WireLimits | None = None,
     close_seconds: float = CLOSE_SECONDS,
+    peer_role: KeyRole | None = None,
 ) -> ZmqReceiveStream[Any]:
     """The receiving end of a stream, to be entered with ``async with``. Arguments as for ``zmq_sender``."""
     return ZmqReceiveStream(
@@ -349,4 +369,5 @@ def zmq_receiver(
         name=name,
         limits=limits or WireLimits(),
         close_seconds=close_seconds,
+        peer_role=peer_role,
     )

@@ -11,7 +11,7 @@ from streamrl.config.algorithms import objective_settings
 from streamrl.config.judge import JUDGE_CONTEXT
 from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
-from streamrl.config.recipe import OptimizerKind, Recipe
+from streamrl.config.recipe import EngineKind, OptimizerKind, Recipe
 from streamrl.config.scheduling import InFlight, StalePolicy
 from streamrl.config.topology import JUDGE, PreparedSet, ProcessPlan, Role, Topology, prepared_sets
 
@@ -19,6 +19,8 @@ MIB = 1 << 20
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
 # processes (owner 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
 ENGINE_BASE_BYTES = 1350 * MIB
+SIMULATED_ENGINE_BYTES = 120 * MIB  # before its live copy and the mirror of the published bits
+SIMULATED_BYTES_PER_PARAMETER = 2 + 2
 ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights and KV
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
@@ -31,6 +33,7 @@ FROZEN_BYTES = 4  # a float32 parameter that is only read: the reference model, 
 ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the mirror of the published bits
 JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 ACTIVATIONS_PER_HIDDEN = 16  # float32 values that one layer keeps for the backward, per token and hidden unit
+SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
 LARGEST_CACHE_BYTES = 1 << 30
 LOGIT_COPIES = 3  # logits, log-softmax and their gradient
 LARGEST_LOGITS = 1 << 24  # the trainer's head runs over so many logits at a time
@@ -129,7 +132,8 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     has one.
     """
     ranks = recipe.training.ranks
-    engines = max((_engine_bytes(one, facts, context) for one in prepared_sets(recipe)), key=lambda e: sum(e.values()))
+    sets = [_engine_bytes(recipe, one, facts, context) for one in prepared_sets(recipe)]
+    engines = max(sets, key=lambda of_set: sum(of_set.values()))
     trainer = TRAINER_BASE_BYTES + _activation_bytes(recipe, facts, context) + _weight_bytes(recipe, facts)
     by_process = {"controller": CONTROLLER_BYTES}
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
@@ -142,8 +146,11 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     return MemoryEstimate(by_process=by_process)
 
 
-def _engine_bytes(one: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
+def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: int) -> dict[str, int]:
     """Of each engine of a set; workers share weights and cache."""
+    if recipe.engines.kind is EngineKind.SIMULATED:
+        simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
+        return dict.fromkeys(one.engines, simulated)
     cache = min(one.max_running * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * one.tensor_parallel)
     engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
     engine += max(cache, context * facts.key_value_bytes) + (one.tensor_parallel - 1) * ENGINE_WORKER_BYTES
@@ -214,10 +221,10 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
 
 
 def _set_lines(recipe: Recipe) -> list[str]:
-    """What serves, where several sets of engines are prepared."""
+    """What serves, where several sets of engines are prepared, or where it is none of vLLM's."""
     first, *others = prepared_sets(recipe)
     if not others:
-        return []
+        return [f"engines     {SIMULATED_SENTENCE}"] if recipe.engines.kind is EngineKind.SIMULATED else []
     texts = []
     for one in (first, *others):
         always = f" ({', '.join(one.rounds)} rounds)" if one.rounds else ""

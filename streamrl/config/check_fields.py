@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -78,11 +79,17 @@ def check_recipe_table(table: Mapping[str, Any], origin: Origin) -> CheckedTable
     return checked
 
 
+@cache
 def struct_fields(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
     """Fields of a section, with their types as msgspec sees them."""
     kind = inspect.type_info(struct)
     assert isinstance(kind, inspect.StructType)
     return kind.fields
+
+
+@cache
+def _field_types(struct: type[msgspec.Struct]) -> Mapping[str, Any]:
+    return get_type_hints(struct, include_extras=True)
 
 
 def section_struct(kind: inspect.Type) -> type[msgspec.Struct]:
@@ -121,7 +128,7 @@ def _check_keys(
     checked: CheckedTable, origin: Origin, path: str, table: Mapping[str, Any], struct: type[msgspec.Struct]
 ) -> dict[str, Any]:
     fields = {field.name: field for field in struct_fields(struct)}
-    types = get_type_hints(struct, include_extras=True)
+    types = _field_types(struct)
     good: dict[str, Any] = {}
     for key, value in table.items():
         where = f"{path}.{key}"
@@ -134,7 +141,7 @@ def _check_keys(
             continue
         try:
             good[key] = msgspec.convert(value, types[key])
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeError):  # of an override: bytes that are no text
             good.pop(key, None)
             _refuse(checked, origin, where, f"{shown(value)} is not allowed: must be {expected(fields[key].type)}")
             continue

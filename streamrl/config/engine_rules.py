@@ -56,6 +56,25 @@ def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
+def engine_restarts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Who frees or changes engines starts and stops them itself, and takes a death for the end; and enough must be."""
+    engines = recipe.engines
+    for name, used in (("release", engines.release is not ReleaseKind.NEVER), ("sets", bool(engines.sets))):
+        if engines.restarts and used:
+            yield (
+                "engines.restarts",
+                (
+                    f"{engines.restarts} does not fit engines.{name} yet, which starts and stops engines itself: set "
+                    f"restarts = 0 (the death of an engine ends the run), or leave engines.{name} out"
+                ),
+            )
+    if engines.min_serving > engines.count:
+        yield (
+            "engines.min_serving",
+            f"{engines.min_serving} is more than engines.count = {engines.count}: set {engines.count} or less",
+        )
+
+
 def _shapes(recipe: Recipe) -> Iterator[tuple[str, str]]:
     sets = prepared_sets(recipe)
     for name, count in Counter(one.name for one in sets).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from streamrl.config.problems import Origin, problem
 from streamrl.config.recipe import Recipe
 from streamrl.config.rewards import PATH_OPTIONS, Reward
 from streamrl.config.rules import broken_rules
-from streamrl.config.toml_text import key_lines, toml_document
+from streamrl.config.toml_text import key_lines, parse_toml, toml_document
 from streamrl.errors import RecipeError
 
 _MARKED_PATHS = ("./", "../")
@@ -38,8 +37,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     text = _read(path)
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except (ValueError, RecursionError) as error:  # tomllib lets some pass: a number of 5,000 digits, endless nesting
         raise RecipeError([f"{path}: not valid TOML: {error}"]) from error
     origin = Origin(file=str(path), lines=key_lines(text), overridden=frozenset())
     problems: list[str] = []
@@ -110,8 +109,8 @@ def _item(items: list[Any], key: str) -> Any:
 def _override_value(raw: str) -> Any:
     """A TOML value where ``raw`` is one, otherwise the bare string."""
     try:
-        parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {raw}")
+    except (ValueError, RecursionError):
         return raw
     return parsed["value"] if list(parsed) == ["value"] else raw
 
@@ -148,6 +147,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
         ),
         evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
+        transport=structs.replace(recipe.transport, keys=_absolute_if_given(recipe.transport.keys, directory)),
         checkpoint=structs.replace(recipe.checkpoint, resume_from=_absolute_to_here(recipe.checkpoint.resume_from)),
     )
 
@@ -177,7 +177,10 @@ def _absolute_to_here(path: str) -> str:
 
 
 def _absolute(path: str, directory: Path) -> Path:
-    return Path(directory, Path(path).expanduser()).resolve()
+    try:
+        return Path(directory, Path(path).expanduser()).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a home of nobody, links in a circle
+        raise RecipeError([f"the path {path[:200]!r} cannot be resolved ({error}): correct it"]) from error
 
 
 def resolve_function(spec: str, directory: Path) -> str:

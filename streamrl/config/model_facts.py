@@ -6,11 +6,16 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from streamrl.config.model_folder import unsafe_content
+from streamrl.errors import UNDECODABLE
+
 LARGEST_SAFETENSORS_HEADER = 100_000_000
+MOST_TENSORS = 100_000
+_LARGEST_SIZE = 1 << 40
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -26,28 +31,57 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     key_value_bytes: int
 
 
+Side = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_SIZE)]
+
+
+class _TensorEntry(msgspec.Struct, frozen=True):
+    """What a safetensors header says of one tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[Side, ...], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[Side, Side]
+
+    @property
+    def end(self) -> int:
+        """Raises ``ValueError`` where it lies before the beginning."""
+        start, end = self.data_offsets
+        if end < start:
+            raise ValueError(f"a tensor from byte {start} to {end}")
+        return end
+
+
 class ModelDirectoryError(ValueError):
     """The directory is not a model that can be read; the message says what is missing."""
 
 
 def read_model_facts(directory: Path) -> ModelFacts:
     """Sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
+    if unsafe := unsafe_content(directory):
+        raise ModelDirectoryError(unsafe)
     config = _read_config(directory)
     parameters, weight_bytes = _count_weights(directory)
-    hidden = int(config.get("hidden_size", 0))
-    heads = max(1, int(config.get("num_attention_heads", 1)))
-    head_size = int(config.get("head_dim") or hidden // heads)
-    key_value_heads = int(config.get("num_key_value_heads") or heads)
-    layers = int(config.get("num_hidden_layers", 0))
+    hidden = _size(config, "hidden_size")
+    heads = max(1, _size(config, "num_attention_heads"))
+    head_size = _size(config, "head_dim") or hidden // heads
+    key_value_heads = _size(config, "num_key_value_heads") or heads
+    layers = _size(config, "num_hidden_layers")
     return ModelFacts(
         parameters=parameters,
         weight_bytes=weight_bytes,
         hidden=hidden,
         layers=layers,
-        vocabulary=int(config.get("vocab_size", 0)),
-        max_position=int(config.get("max_position_embeddings", 0)),
+        vocabulary=_size(config, "vocab_size"),
+        max_position=_size(config, "max_position_embeddings"),
         key_value_bytes=2 * layers * key_value_heads * head_size * 4,
     )
+
+
+def _size(config: dict[str, Any], key: str) -> int:
+    """A size that the configuration names; 0 where it does not."""
+    value = config.get(key) or 0
+    if not isinstance(value, int) or not 0 <= value <= _LARGEST_SIZE:
+        raise ModelDirectoryError(f"has a config.json with {key} = {value!r:.40}: it must be an integer")
+    return int(value)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -56,7 +90,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelDirectoryError("has no config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelDirectoryError(f"has a config.json that cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelDirectoryError("has a config.json that is not a JSON object")
@@ -68,8 +102,6 @@ def _count_weights(directory: Path) -> tuple[int, int]:
     """(parameters, bytes) of every safetensors file in ``directory``."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        if any(directory.glob("*.bin")):
-            raise ModelDirectoryError("has weights only as .bin pickles: save it again with safe_serialization=True")
         raise ModelDirectoryError("has no *.safetensors weights")
     parameters = weight_bytes = 0
     for file in files:
@@ -88,15 +120,18 @@ def read_safetensors_header(file: Path) -> dict[str, Any]:
     Raises ``ModelDirectoryError``, also for a file that ends before its tensors do.
     """
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > LARGEST_SAFETENSORS_HEADER:
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        if file.stat().st_size < 8 + length + end:
-            raise ValueError(f"it is cut: {file.stat().st_size} bytes of {8 + length + end}")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            if length > min(LARGEST_SAFETENSORS_HEADER, size - 8):
+                raise ValueError(f"its header claims {length} bytes of {size}")
+            header = msgspec.json.decode(stream.read(length), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        if len(header) > MOST_TENSORS:
+            raise ValueError(f"{len(header)} tensors, at most {MOST_TENSORS}")
+        end = max((msgspec.convert(entry, _TensorEntry).end for entry in header.values()), default=0)
+        if size < 8 + length + end:
+            raise ValueError(f"it is cut: {size} bytes of {8 + length + end}")
+    except (OSError, struct.error, *UNDECODABLE) as error:
         raise ModelDirectoryError(f"has a broken {file.name}: {error}") from error
-    header.pop("__metadata__", None)
-    return dict(header)
+    return header

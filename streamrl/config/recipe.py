@@ -29,13 +29,34 @@ from streamrl.config.scheduling import GroupSizing, LengthSorted, Rollout, TailB
 __all__ = ["AdaptiveLimit", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
 
 
+ENGINE_RESTARTS = 3
+
+
+class JournalKind(StrEnum):
+    """What of the run survives. ``fsync``: what is trained is on the disk before, so a power cut loses nothing that
+    counts. ``process``: as much after any kill of its processes. ``none``: nothing but checkpoints."""
+
+    FSYNC = "fsync"
+    PROCESS = "process"
+    NONE = "none"
+
+
 class Run(Section, frozen=True):
-    """Identity and length of the run."""
+    """Identity and length of the run. ``journal``: what it goes on from after a death. ``restarts``: how often the
+    controller, the trainer with it, or each reward worker may die and be started again (0: the first death ends the
+    run). ``deterministic``: batches and weights are the same however often the run is killed and resumed; slower, for
+    verification.
+    ``stall_s``: where nothing moved for so long, and for longer than any other time limit explains, the run says who
+    waits for whom and ends (0: never)."""
 
     name: str = "run"
     directory: str = "runs"
     seed: Natural = 0
     steps: Positive = 100
+    restarts: Natural = 3
+    journal: JournalKind = JournalKind.FSYNC
+    deterministic: bool = False
+    stall_s: NaturalFloat = 600.0
 
 
 class Model(Section, frozen=True):
@@ -121,6 +142,14 @@ class ReleaseKind(StrEnum):
     STOP = "stop"
 
 
+class EngineKind(StrEnum):
+    """What generates. ``simulated``: no model and no vLLM, to try a pipeline with: random text in about the time that a
+    small model takes, whatever the weights, which are fetched and verified as ever. The rest of the run is real."""
+
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
 class EngineShape(Section, frozen=True):
     """Another set of engines on the same devices: ``count`` engines of ``tensor_parallel`` workers. ``max_running`` 0:
     of one engine, so that the set runs as many as the first. ``rounds``: kinds of rounds that it always serves, such
@@ -140,8 +169,15 @@ class Engines(Section, frozen=True):
     engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared beside this
     one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1 keeps their
     weights in host memory, 2 drops them, 0 ends their processes, as is done on a CPU. ``start_timeout_s``: for an
-    engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves."""
+    engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves.
 
+    An engine that dies is started again, at most ``restarts`` times until one of its starts has served ten minutes
+    (None: 3, where engines are neither freed nor changed; 0: a death ends the run), and the others serve on, as long as
+    ``min_serving`` can be had. One from which nothing was heard for ``silent_s``, or whose requests did not get on for
+    ``stalled_s``, is ended first; a slow one is not. A trajectory that was being sampled at ``fatal_deaths`` deaths is
+    dropped (0: never)."""
+
+    kind: EngineKind = EngineKind.VLLM
     count: Positive = 1
     tensor_parallel: Positive = 1
     max_running: Positive = 256
@@ -155,6 +191,11 @@ class Engines(Section, frozen=True):
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[EngineShape, ...] = ()
     sleep_level: Annotated[int, Meta(ge=0, le=2)] = 1
+    restarts: Natural | None = None
+    min_serving: Positive = 1
+    silent_s: PositiveFloat = 30.0
+    stalled_s: PositiveFloat = 120.0
+    fatal_deaths: Natural = 3
 
 
 class Weights(Section, frozen=True):
@@ -163,7 +204,7 @@ class Weights(Section, frozen=True):
     together, in million bits a second, at most (0: no limit), so that a slow link can be tried. ``engine_patience_s``:
     how long after the first engine another one may go on fetching before it leaves service and catches up beside the
     run (0: all are waited for). ``canary``: after each push every engine scores a few fixed tokens, which the trainer
-    scored, too; they must agree. Nobody waits for the answers."""
+    scored, too; they must agree. Nobody waits for the answers; simulated engines are not asked."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
@@ -230,14 +271,25 @@ class Launch(StrEnum):
     EXTERNAL = "external"
 
 
+class TransportSecurity(StrEnum):
+    """``curve``: what other hosts reach is encrypted and lets in known keys only. ``none``: it is open to everybody."""
+
+    CURVE = "curve"
+    NONE = "none"
+
+
 class Transport(Section, frozen=True):
-    """Streams between processes. With tcp: ``port``, ``port + 1``, ... of ``host``; the dry run lists them."""
+    """Streams between processes. With tcp: ``port``, ``port + 1``, ... of ``host``; the dry run lists them. ``keys``:
+    a directory of ``streamrl keys``; without it nothing may listen on other addresses than this host's own, unless
+    ``security`` is "none". With it, every tcp socket asks for keys."""
 
     kind: TransportKind = TransportKind.IPC
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1024, le=65000)] = 5700
     engines: Launch = Launch.LOCAL
     training: Launch = Launch.LOCAL
+    security: TransportSecurity = TransportSecurity.CURVE
+    keys: str = ""
 
 
 class Metrics(Section, frozen=True):
@@ -280,6 +332,29 @@ class Recipe(Section, frozen=True):
     def on_policy(self) -> bool:
         """Whether every token is trained by the version that sampled it."""
         return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
+
+    @property
+    def core_restarts(self) -> int:
+        """How often the controller may die: without a journal it could not go on."""
+        return 0 if self.run.journal is JournalKind.NONE else self.run.restarts
+
+    @property
+    def engine_restarts(self) -> int:
+        """How often an engine that died is started again."""
+        engines = self.engines
+        if engines.restarts is not None:
+            return engines.restarts
+        return ENGINE_RESTARTS if engines.release is ReleaseKind.NEVER and not engines.sets else 0
+
+    @property
+    def compares_logprobs(self) -> bool:
+        """Whether engines compute what the trainer does, so that they can be compared: simulated ones do not."""
+        return self.engines.kind is EngineKind.VLLM
+
+    @property
+    def canary(self) -> bool:
+        """Whether engines score fixed tokens after each push."""
+        return self.weights.canary and self.compares_logprobs
 
     @property
     def dynamic_sampling(self) -> bool:

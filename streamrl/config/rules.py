@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator, Set
 
 import msgspec
 
-from streamrl.config import judge_rules, objective_rules, reward_rules, scheduling_rules, sizing_rules
-from streamrl.config.engine_rules import prepared_engine_sets
+from streamrl.config import (
+    judge_rules,
+    objective_rules,
+    reward_rules,
+    scheduling_rules,
+    sizing_rules,
+    transport_rules,
+)
+from streamrl.config.engine_rules import engine_restarts, prepared_engine_sets
 from streamrl.config.problems import shown
-from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind, TransportKind
+from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind
 
 DEVICES = ("auto", "cpu", "cuda")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -204,17 +211,6 @@ def _released_engines(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def _external_needs_tcp(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if recipe.transport.kind is TransportKind.TCP:
-        return
-    for name in ("engines", "training"):
-        if getattr(recipe.transport, name) is Launch.EXTERNAL:
-            yield (
-                f"transport.{name}",
-                '"external" needs endpoints that another process can reach: set transport.kind = "tcp"',
-            )
-
-
 def _metrics_endpoint(recipe: Recipe) -> Iterator[tuple[str, str]]:
     endpoint = recipe.metrics.endpoint
     if endpoint and not re.fullmatch(r"ipc://.+|tcp://[^:]+:\d+", endpoint):
@@ -231,8 +227,15 @@ def _run_name(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 _ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
 
+
+def _deterministic(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.run.deterministic:
+        yield from scheduling_rules.reproducible_rounds(recipe)
+
+
 RULES = (
     Rule(("run.name",), _run_name),
+    Rule(("run.deterministic", *_ROUNDS), _deterministic),
     Rule((*_ROUNDS, "rollout.max_staleness"), scheduling_rules.staleness_of_rounds),
     Rule((*_ROUNDS, "rollout.in_flight", "rollout.when_stale"), scheduling_rules.nothing_in_flight_at_an_update),
     Rule((*_ROUNDS, "rollout.presubmit"), scheduling_rules.submitted_in_advance),
@@ -271,6 +274,9 @@ RULES = (
     Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), prepared_engine_sets),
-    Rule(("transport",), _external_needs_tcp),
+    Rule(("engines",), engine_restarts),
+    Rule(("transport",), transport_rules.external_needs_tcp),
+    Rule(("transport",), transport_rules.hosts_are_named),
+    Rule(("transport", "metrics.endpoint"), transport_rules.nothing_leaves_without_keys),
     Rule(("metrics.endpoint",), _metrics_endpoint),
 )

@@ -194,3 +194,34 @@ def cohorts(recipe: Recipe) -> Broken:
             "length_sorted.oversubscription",
             f"{options.oversubscription:g} would never fill a batch: set 1 or more, or 0 (the whole cohort)",
         )
+
+
+def reproducible_rounds(recipe: Recipe) -> Broken:
+    """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
+    on when weights change (``control/arrival_order.py``). For recipes that set it."""
+    rollout, tail = recipe.rollout, recipe.tail_batching
+    if rollout.rounds is RoundKind.AUTO:
+        yield (
+            "rollout.rounds",
+            (
+                '"auto" does not fit run.deterministic, since it chooses rounds by measured times: name the rounds, '
+                'for example "synchronous", or set run.deterministic = false'
+            ),
+        )
+    elif not recipe.on_policy:
+        yield (
+            "rollout.rounds",
+            (
+                f'"{rollout.rounds}" at staleness {rollout.max_staleness} does not fit run.deterministic, since which '
+                "weights sample a token depends on when they change: choose rounds that train on-policy, or set "
+                "run.deterministic = false"
+            ),
+        )
+    if rollout.rounds is RoundKind.TAIL_BATCHING and tail.verifies:
+        yield (
+            "tail_batching.losers",
+            (
+                '"verify" does not fit run.deterministic, since a run that goes on after a kill has no tokens to '
+                'verify: set losers = "replay", which draws the same'
+            ),
+        )

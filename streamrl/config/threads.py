@@ -6,7 +6,10 @@ from streamrl.config.recipe import Launch, Recipe
 
 
 def engine_threads(recipe: Recipe, cores: int) -> int:
-    """OpenMP threads of one CPU engine: half of the host's ``cores`` for all engines that this run starts here."""
+    """OpenMP threads of one CPU engine: half of the host's ``cores`` for all engines that this run starts here. With
+    more than one, what it samples is not the same again."""
+    if recipe.run.deterministic:
+        return 1
     return max(cores // (2 * recipe.engines.count), 1)
 
 
@@ -19,6 +22,8 @@ def judge_threads(recipe: Recipe, cores: int) -> int:
 
 def idle_threads(recipe: Recipe, cores: int) -> int:
     """Torch threads of one rank while the engines of this host do nothing: all cores, shared by the ranks."""
+    if recipe.run.deterministic:
+        return recipe.training.threads or 1
     return recipe.training.threads or max(cores // recipe.training.ranks, 1)
 
 
@@ -28,8 +33,8 @@ def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: 
 
     ``freed``: so many of the engines do nothing until the next round.
     """
-    if recipe.training.threads:
-        return recipe.training.threads
+    if recipe.training.threads or recipe.run.deterministic:
+        return recipe.training.threads or 1
     shared = engines_on_cpu and recipe.transport.engines is Launch.LOCAL
     left = cores - (recipe.engines.count - freed) * engine_threads(recipe, cores) if shared else cores
     left -= judge_threads(recipe, cores) if engines_on_cpu else 0

@@ -6,6 +6,7 @@ import enum
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,25 @@ import msgspec
 _TABLE = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+_DEEPEST = 64
+_ENDLESS_KEY = re.compile(r"""(?:(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What ``text`` says. Raises ``ValueError``, of which ``TOMLDecodeError`` is one, and ``RecursionError``."""
+    if _ENDLESS_KEY.search(text):  # tomllib takes memory with the square of their number
+        raise ValueError("a key of more than 64 parts")
+    table = tomllib.loads(text)
+    if _is_nested_deeper(table, _DEEPEST):
+        raise ValueError(f"values inside of values, more than {_DEEPEST} deep")
+    return table
+
+
+def _is_nested_deeper(value: Any, most: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(most == 0 or _is_nested_deeper(item, most - 1) for item in inside)
 
 
 def _split_key(text: str) -> list[str]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.recipe import Launch, Recipe, TransportKind
+from streamrl.errors import UNDECODABLE, StreamRLError
 
 TOPOLOGY_FILE = "topology.json"
+JOURNAL_DIRECTORY = "journal"
 """In the directory of a run."""
 
 
@@ -62,10 +64,12 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint."""
+    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint.
+    ``min_serving``: with fewer engines that can be had the run ends."""
 
     processes: tuple[ProcessPlan, ...]
     endpoints: dict[str, str]
+    min_serving: int = 1
 
     def endpoint(self, process: str, stream: str) -> str:
         """Endpoint of ``stream`` of ``process``, e.g. ``("engine-0", "orders")``."""
@@ -82,6 +86,8 @@ STREAMS = {
 JUDGE = "judge-0"
 """The run's own judge, where the recipe names a model for it."""
 RENDEZVOUS = "trainer.rendezvous"
+RENDEZVOUS_FILE = "rendezvous"
+"""In the directory of the sockets: where ranks of one host meet. Ranks that are started again need a new one."""
 
 
 def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
@@ -136,14 +142,27 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
     """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes)."""
     engines_local = recipe.transport.engines is Launch.LOCAL
     training_local = recipe.transport.training is Launch.LOCAL
-    processes = [ProcessPlan(role=Role.CONTROLLER, index=0)]
-    processes += [ProcessPlan(role=Role.REWARD, index=i) for i in range(recipe.reward_limits.workers)]
+    core = recipe.core_restarts
+    processes = [ProcessPlan(role=Role.CONTROLLER, index=0, restarts=core)]
+    processes += [
+        ProcessPlan(role=Role.REWARD, index=i, restarts=recipe.run.restarts)
+        for i in range(recipe.reward_limits.workers)
+    ]
     last = prepared_sets(recipe)[-1]
     processes += [
-        ProcessPlan(role=Role.ENGINE, index=i, local=engines_local, resting=i >= recipe.engines.count)
+        ProcessPlan(
+            role=Role.ENGINE,
+            index=i,
+            local=engines_local,
+            resting=i >= recipe.engines.count,
+            restarts=recipe.engine_restarts,
+        )
         for i in range(last.first + last.count)
     ]
-    processes += [ProcessPlan(role=Role.TRAINER, index=i, local=training_local) for i in range(recipe.training.ranks)]
+    processes += [
+        ProcessPlan(role=Role.TRAINER, index=i, local=training_local, restarts=core)
+        for i in range(recipe.training.ranks)
+    ]
     if recipe.judge.model:
         processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
     names = [f"{p.name}.{s}" for p in processes for s in STREAMS.get(p.role, ())]
@@ -156,7 +175,15 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
         else:
             endpoints[name] = f"ipc://{socket_directory / name}"
     endpoints[RENDEZVOUS] = f"tcp://{recipe.transport.host}:{recipe.transport.port + len(names)}" if tcp else ""
-    return Topology(processes=tuple(processes), endpoints=endpoints)
+    return Topology(processes=tuple(processes), endpoints=endpoints, min_serving=recipe.engines.min_serving)
+
+
+def local_engine(topology: Topology, name: str) -> ProcessPlan:
+    """An engine that the supervisor starts. Raises ``StreamRLError`` for another name."""
+    engines = {p.name: p for p in topology.processes if p.role is Role.ENGINE and p.local}
+    if name not in engines:
+        raise StreamRLError(f"{name} is no engine of this host; it has {', '.join(engines) or 'none'}")
+    return engines[name]
 
 
 def judge_socket(topology: Topology) -> Path | None:
@@ -171,8 +198,12 @@ def rewards_endpoint(topology: Topology) -> str:
 
 
 def read_topology(run_directory: Path) -> Topology:
-    """As the supervisor of the run wrote it. Raises ``OSError``, and msgspec's and Unicode's errors."""
-    return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
+    """As the supervisor of the run wrote it. Raises ``OSError``, and ``StreamRLError`` for another file."""
+    path = run_directory / TOPOLOGY_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Topology)
+    except UNDECODABLE as error:
+        raise StreamRLError(f"{path} is not the topology of a run ({error}): give the directory of one") from error
 
 
 def control_socket(topology: Topology) -> Path:

@@ -12,6 +12,7 @@ import msgspec
 
 from streamrl.config.recipe import Checkpoint
 from streamrl.control.trainer_ranks import TrainerRanks
+from streamrl.errors import UNDECODABLE, StreamRLError
 
 LATEST = "latest"
 SCORES = "scores.json"
@@ -46,7 +47,7 @@ class CheckpointKeeper:
         self._rules = rules
         self._forget = forget
         self._written = _versions_in(directory)
-        self._scores = _read_scores(directory / SCORES)
+        self._scores = read_scores(directory / SCORES)
         self._saved: set[int] = set()
 
     async def save(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
@@ -107,8 +108,14 @@ def _versions_in(directory: Path) -> list[int]:
     return sorted((int(number) for number in numbers if number.isdecimal()), key=lambda v: (f"{v:06d}" == latest, v))
 
 
-def _read_scores(path: Path) -> dict[int, float]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[int, float]) if path.exists() else {}
+def read_scores(path: Path) -> dict[int, float]:
+    """Held-out scores by version; none where there is no such file. Raises ``StreamRLError`` for another file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[int, float]) if path.exists() else {}
+    except UNDECODABLE as error:
+        raise StreamRLError(
+            f"{path} is not a list of scores ({error}): remove it, and the best are forgotten"
+        ) from error
 
 
 def _write_scores(path: Path, encoded: bytes) -> None:

@@ -13,7 +13,7 @@ _IN_ONE_FRAME = 1 << 40
 
 
 def _codec() -> WireCodec[KeptControl]:
-    limits = WireLimits(message_bytes=_IN_ONE_FRAME, frame_bytes=_IN_ONE_FRAME, body_bytes=_IN_ONE_FRAME)
+    limits = WireLimits(message_bytes=_IN_ONE_FRAME, frame_bytes=_IN_ONE_FRAME, body_bytes=_IN_ONE_FRAME, body_growth=0)
     return WireCodec(KeptControl, limits, raw_frame_bytes=_IN_ONE_FRAME)
 
 

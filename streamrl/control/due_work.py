@@ -9,6 +9,18 @@ from __future__ import annotations
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
 from streamrl.control.settings import ControlSettings
+from streamrl.types import Record
+
+
+class KeptDueWork(Record, frozen=True):
+    """A ``DueWork`` as a record. ``evaluated``: the last version and limit that were ordered; ``saved_version``: the
+    last version that was ordered to be written."""
+
+    evaluating: int | None = None
+    checkpointing: int | None = None
+    evaluated: tuple[int, int] | None = None
+    saved_version: int = -1
+    final_ordered: bool = False
 
 
 class DueWork:
@@ -26,6 +38,41 @@ class DueWork:
     def busy(self) -> bool:
         """Something that fell due is not done."""
         return self.evaluating is not None or self.checkpointing is not None
+
+    @property
+    def limit(self) -> int:
+        """Held-out prompts of the evaluation that runs, or of the last one (0: all)."""
+        return 0 if self._evaluated is None else self._evaluated[1]
+
+    def evaluation_done(self, version: int) -> bool:
+        """The answer to ``Evaluate``. False, and nothing changes, where it was taken before."""
+        if self.evaluating != version:
+            return False
+        self.evaluating = None
+        return True
+
+    def checkpoint_done(self, version: int) -> bool:
+        """The answer to ``WriteCheckpoint``. False, and nothing changes, where it was taken before."""
+        if self.checkpointing != version:
+            return False
+        self.checkpointing = None
+        return True
+
+    def keep(self) -> KeptDueWork:
+        """All of it."""
+        return KeptDueWork(
+            evaluating=self.evaluating,
+            checkpointing=self.checkpointing,
+            evaluated=self._evaluated,
+            saved_version=self._saved_version,
+            final_ordered=self._final_ordered,
+        )
+
+    def restore(self, kept: KeptDueWork) -> None:
+        """The inverse."""
+        self.evaluating, self.checkpointing = kept.evaluating, kept.checkpointing
+        self._evaluated, self._saved_version = kept.evaluated, kept.saved_version
+        self._final_ordered = kept.final_ordered
 
     def version_live(self, version: int, *, draining: bool, actions: list[ControlAction]) -> None:
         """Order what falls due with ``version``; what is due at the end is left to ``at_end``."""
@@ -46,6 +93,10 @@ class DueWork:
             self.evaluate(version, 0, draining=draining, actions=actions)
         if self._settings.checkpoint_at_end:
             self._checkpoint(version, actions)
+
+    def continued(self) -> None:
+        """The run goes on after an end."""
+        self._final_ordered = False
 
     def evaluate(self, version: int, limit: int, *, draining: bool, actions: list[ControlAction]) -> None:
         """``version``, on the first ``limit`` held-out prompts (0: all); not in a drain, and not a second time."""

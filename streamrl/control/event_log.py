@@ -1,23 +1,25 @@
 """The versioned event log: what control was told, in order. From it the control state can be rebuilt.
 
-One JSON object a line. The first is ``{"schema", "run_id", "settings"}``, every other ``{"n", "time_s", "event"}``:
-``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no clock). Between
+One JSON object a line. The first is ``{"schema", "run_id", "settings"}``, every other one ``{"n", "time_s", "event",
+"acted"}``: ``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no
+clock), ``acted`` is a digest of what control ordered after the event before, so that a replay can be checked. Between
 them, for people, ``{"decision", "time_s"}``: why control did what it did after the event before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import msgspec
 
-from streamrl.control.actions import Explain
+from streamrl.control.actions import ControlAction, Explain
 from streamrl.control.events import EVENT_SCHEMA, ControlEvent
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.errors import StreamRLError
+from streamrl.errors import UNDECODABLE, StreamRLError
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +31,12 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One event."""
+    """One event. ``acted``: digest of what control ordered after the event before (None: not recorded)."""
 
     n: int
     time_s: float
     event: ControlEvent
+    acted: int | None = None
 
 
 class LogDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +55,40 @@ class EventLog:
     def __init__(self, path: Path, run_id: str, settings: ControlSettings) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
         self._count = 0
+        self._acted: int | None = None
         self._write(LogHeader(schema=EVENT_SCHEMA, run_id=run_id, settings=settings))
+
+    @classmethod
+    def going_on(cls, path: Path, run_id: str, settings: ControlSettings, told: Sequence[LogEntry], count: int) -> Self:
+        """Of a run that an earlier life began: ``count`` events are known to have been told, ``told`` are the last of
+        them. What the file has beyond them is cut off; what it lacks of them is written.
+
+        Raises ``StreamRLError`` where events are missing that are not among ``told``.
+        """
+        found = _cut_after(path, count) if path.exists() else -1
+        first = count - len(told)
+        if max(found, 0) < first:
+            raise StreamRLError(f"{path} has {max(found, 0)} events, the journal goes on from {first}: some are gone")
+        if found < 0:
+            log = cls(path, run_id, settings)
+            found = 0
+        else:
+            log = cls.__new__(cls)
+            log._file = path.open("ab", buffering=0)
+        log._count, log._acted = found, None
+        for entry in told[found - first :]:
+            log.append(entry.event, entry.time_s)
+        return log
 
     def append(self, event: ControlEvent, time_s: float) -> None:
         """Write one event."""
-        self._write(LogEntry(n=self._count, time_s=round(time_s, 4), event=event))
+        self._write(LogEntry(n=self._count, time_s=round(time_s, 4), event=event, acted=self._acted))
         self._count += 1
+        self._acted = None
+
+    def acted(self, actions: Sequence[ControlAction]) -> None:
+        """What control ordered after the event that was written last: a digest of it stands with the next one."""
+        self._acted = actions_digest(actions)
 
     def decided(self, decision: Explain, time_s: float) -> None:
         """Write why control decided as it did."""
@@ -71,6 +102,27 @@ class EventLog:
         self._file.write(msgspec.json.encode(line) + b"\n")
 
 
+def _cut_after(path: Path, count: int) -> int:
+    """Leave the header and the first ``count`` events, with what was decided after each; -1: not even a header."""
+    events, end = -1, 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            if not line.startswith(_DECISION):
+                if events == count:
+                    break
+                events += 1
+            end += len(line)
+        file.truncate(end)
+    return events
+
+
+def actions_digest(actions: Sequence[ControlAction]) -> int:
+    """Equal where control ordered the same. 32 bits."""
+    return zlib.crc32(msgspec.msgpack.encode(actions))
+
+
 def read_log(path: Path) -> tuple[LogHeader, Iterator[LogEntry]]:
     """Header and entries of a log. Raises ``StreamRLError`` for another schema, a gap, or a damaged line.
 
@@ -81,7 +133,7 @@ def read_log(path: Path) -> tuple[LogHeader, Iterator[LogEntry]]:
         raise StreamRLError(f"{path} is empty: not an event log")
     try:
         header = msgspec.json.decode(lines[0], type=LogHeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise StreamRLError(f"{path}: the first line is not the header of an event log: {error}") from error
     if header.schema != EVENT_SCHEMA:
         raise StreamRLError(f"{path}: event schema {header.schema}, this streamrl reads {EVENT_SCHEMA}")
@@ -96,7 +148,7 @@ def _entries(path: Path, lines: list[bytes]) -> Iterator[LogEntry]:
         number += 1
         try:
             entry = msgspec.json.decode(line, type=LogEntry)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise StreamRLError(f"{path}, line {place + 2}: not an event: {error}") from error
         if entry.n != number:
             raise StreamRLError(f"{path}, line {place + 2}: event {entry.n} where {number} is due")

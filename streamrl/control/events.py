@@ -137,8 +137,13 @@ class StopRequested(Event, frozen=True):
     reason: str
 
 
+class RunContinued(Event, frozen=True):
+    """Somebody asked a run that had ended, or was ending, to go on: a drain that was asked for before is over."""
+
+
 ControlEvent = (
     RunBegan
+    | RunContinued
     | PromptsDrawn
     | TrajectoryScored
     | TrajectoryFailed

@@ -8,12 +8,21 @@ from streamrl.buffers.rollout_buffer import Group, PromptTicket
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
-from streamrl.control.open_batch import OpenBatch
+from streamrl.control.open_batch import KeptBatch, OpenBatch
 from streamrl.control.rounds.policy import Launch, RoundView, Source
-from streamrl.types import TrajectoryId
+from streamrl.types import Record, TrajectoryId
 
 if TYPE_CHECKING:
     from streamrl.control.state import ControlState
+
+
+class KeptLaunching(Record, frozen=True):
+    """A ``Launching`` as a record. ``next_batch``: whose round was opened in advance; ``holding``: engines are held for
+    the version that is being made; ``round_groups``: of the first launch of the open round."""
+
+    next_batch: KeptBatch | None = None
+    holding: bool = False
+    round_groups: int = 0
 
 
 class Launching:
@@ -38,6 +47,24 @@ class Launching:
     def released(self) -> None:
         """The version that engines were held for is live."""
         self._holding = False
+
+    @property
+    def held_for(self) -> int | None:
+        """The version that engines are held for; None: they are not."""
+        return self._state.live_version + 1 if self._holding else None
+
+    def keep(self) -> KeptLaunching:
+        """All of it."""
+        return KeptLaunching(
+            next_batch=None if self._next is None else self._next.keep(),
+            holding=self._holding,
+            round_groups=self._round_groups,
+        )
+
+    def restore(self, kept: KeptLaunching) -> None:
+        """The inverse."""
+        self._next = None if kept.next_batch is None else OpenBatch.of(kept.next_batch)
+        self._holding, self._round_groups = kept.holding, kept.round_groups
 
     def view(self) -> RoundView:
         """What the policy sees. In advance of a version: as if it were live already."""

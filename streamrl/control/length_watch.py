@@ -7,7 +7,15 @@ from streamrl.control.actions import Explain
 from streamrl.control.group_sizing import GroupLengths, GroupSizer
 from streamrl.control.length_prediction import PromptLengthPredictor
 from streamrl.control.rounds.policy import GroupObserved, RoundPolicy
-from streamrl.types import FinishReason
+from streamrl.types import FinishReason, Record
+
+
+class KeptLengths(Record, frozen=True):
+    """A ``LengthWatch`` as a record. ``complete``: groups that ended since the last step."""
+
+    complete: tuple[GroupLengths, ...] = ()
+    rank_quality: float = 0.0
+    sizing_figures: dict[str, float] = {}
 
 
 class LengthWatch:
@@ -22,6 +30,17 @@ class LengthWatch:
         self._complete: list[GroupLengths] = []
         self.rank_quality = 0.0
         self.sizing_figures: dict[str, float] = {}
+
+    def keep(self) -> KeptLengths:
+        """All of it."""
+        return KeptLengths(
+            complete=tuple(self._complete), rank_quality=self.rank_quality, sizing_figures=dict(self.sizing_figures)
+        )
+
+    def restore(self, kept: KeptLengths) -> None:
+        """The inverse."""
+        self._complete = list(kept.complete)
+        self.rank_quality, self.sizing_figures = kept.rank_quality, dict(kept.sizing_figures)
 
     def complete(self, group: Group) -> None:
         """Every member of ``group`` ended."""

@@ -7,6 +7,24 @@ from collections import Counter
 import msgspec
 
 from streamrl.buffers.rollout_buffer import Group
+from streamrl.types import Record
+
+
+class KeptBatch(Record, frozen=True):
+    """An ``OpenBatch`` as a record."""
+
+    batch_id: int
+    target: int
+    round_kind: str = ""
+    group_size: int = 0
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seats_taken: int = 0
+    domains: dict[str, int] = {}
+    shown_kind: str = ""
+    settled: bool = False
+    closed: bool = False
 
 
 class OpenBatch(msgspec.Struct, kw_only=True):
@@ -41,3 +59,12 @@ class OpenBatch(msgspec.Struct, kw_only=True):
         self.tokens += group.tokens
         self.seats_taken += group.keep
         self.domains[group.ticket.domain] += 1
+
+    def keep(self) -> KeptBatch:
+        """All of it, as a value that does not change with the batch."""
+        return KeptBatch(**(msgspec.structs.asdict(self) | {"domains": dict(self.domains)}))
+
+    @classmethod
+    def of(cls, kept: KeptBatch) -> OpenBatch:
+        """The inverse."""
+        return cls(**(msgspec.structs.asdict(kept) | {"domains": Counter(kept.domains)}))

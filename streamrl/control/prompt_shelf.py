@@ -30,6 +30,11 @@ class PromptShelf:
         self._prompts.move_to_end(prompt_id)
         return self._prompts[prompt_id]
 
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """All of them, the ones that were used longest ago first."""
+        return tuple(self._prompts.values())
+
     def put(self, prompts: Iterable[Prompt]) -> None:
         """Keep ``prompts``; the ones that were used longest ago are forgotten."""
         for prompt in prompts:

@@ -10,51 +10,30 @@ catches up, at each push anew, until it holds what the others hold. Then it serv
 what was announced; where it missed versions it asks the trainer for one delta over them. One that refused that, or an
 anchor, takes the anchor of the live version.
 
+An engine may also be lost at any moment: its host died, or it did not do in time what it was told. Where the service
+lets the run go on without it, it is left out at once, also of a push that is under way. Whoever takes its place
+``join``s as one that is behind, and serves when it holds the live version; one that outlived its controller may hold it
+already.
+
 ``hold`` pauses the engines ahead of a push, so that requests for the next version may be submitted while the step
 ends: they queue, and their first token is computed after the commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
-import msgspec
 
 from streamrl.config.scheduling import InFlight
+from streamrl.control.engine_steps import CatchingUp, EngineSteps
+from streamrl.control.push_report import PushReport
 from streamrl.control.pushed_engine import EngineService, PushedEngine
 from streamrl.control.weight_canary import CanaryReport, WeightCanary
 from streamrl.errors import EngineError, WeightError
-from streamrl.messages import PauseMode, WeightAnnouncement
+from streamrl.messages import EngineReady, WeightAnnouncement
 
 __all__ = ["EngineService", "PushReport", "PushedEngine", "WeightPublisher"]
-
-
-class PushReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One push. Seconds are of wall time. ``staged_s``: until the last engine had staged; ``paused_s``: the longest
-    pause of an engine for its commit; ``held_s``: how long engines had been held when the push began; ``behind``:
-    engines that are out of service after it; ``canary``: what engines answered about a version before it (None: no
-    engine did)."""
-
-    policy_version: int
-    staged_s: float
-    paused_s: float
-    total_s: float
-    payload_bytes: int
-    changed_share: float
-    reanchored: int
-    held_s: float = 0.0
-    behind: int = 0
-    canary: CanaryReport | None = None
-
-
-class _CatchingUp:
-    """An engine that catches up beside the run. ``staging`` may be cancelled; a commit is seen to its end."""
-
-    def __init__(self) -> None:
-        self.staging = anyio.CancelScope()
-        self.ended = anyio.Event()
 
 
 class WeightPublisher:
@@ -81,7 +60,7 @@ class WeightPublisher:
         canary: WeightCanary[PushedEngine] | None = None,
     ) -> None:
         self._engines = list(engines)
-        self._behind: dict[PushedEngine, _CatchingUp | None] = {}
+        self._behind: dict[PushedEngine, CatchingUp | None] = {}
         self._need_anchor: set[PushedEngine] = set()
         self._live: WeightAnnouncement | None = None
         self._staging: dict[PushedEngine, anyio.CancelScope] = {}
@@ -90,13 +69,14 @@ class WeightPublisher:
         self._patience_s = patience_s
         self._canary = canary
         self._suspects: set[PushedEngine] = set()
+        self._joined: set[PushedEngine] = set()
+        self._pushing = False
+        self._one_anchor = anyio.Lock()
         self._first_live = anyio.Event()
         self._staged_at = 0.0
         self._anchor = anchor
-        self._in_flight = in_flight
-        self._timeout_s = timeout_s
+        self._steps = EngineSteps(in_flight=in_flight, timeout_s=timeout_s, service=service, lose=self.lose)
         self._one_at_a_time = anyio.Lock()
-        self._paused_at: dict[PushedEngine, float] = {}
         self._held = False
         self._on_hold = on_hold
 
@@ -108,8 +88,11 @@ class WeightPublisher:
     async def push(self, announced: WeightAnnouncement) -> PushReport:
         """Make ``announced`` live on every engine; ends a hold. Raises ``EngineError`` when that fails or is late."""
         async with self._one_at_a_time:
-            with self._in_time(f"version {announced.policy_version} was not live on every engine"):
+            self._pushing = True
+            try:
                 return await self._push(announced)
+            finally:
+                self._pushing = False
 
     async def hold(self) -> None:
         """Pause all engines until the next push or ``release``: what is submitted from now on waits for it.
@@ -117,15 +100,14 @@ class WeightPublisher:
         Requests in flight are treated as a push would treat them. Raises ``EngineError`` when an engine does not stop.
         """
         async with self._one_at_a_time:
-            with self._in_time("not every engine was paused"):
-                await self._on_each(self._pause_one, self._engines)
+            await self._steps.on_each(self._steps.pause, self._engines, "not every engine was paused")
             self._hold(True)
 
     async def release(self) -> None:
         """Resume engines that are held, without a push: what was submitted meanwhile is sampled by the live version."""
         async with self._one_at_a_time:
-            with self._in_time("not every engine was resumed"):
-                await self._on_each(self._resume_one, [e for e in self._engines if e in self._paused_at])
+            held = [engine for engine in self._engines if engine in self._steps.paused_at]
+            await self._steps.on_each(self._steps.resume, held, "not every engine was resumed")
             self._hold(False)
 
     async def admit(self, engine: PushedEngine, policy_version: int) -> None:
@@ -135,17 +117,16 @@ class WeightPublisher:
         While the others are held it is held too. Raises ``EngineError`` when it refuses the anchor.
         """
         async with self._one_at_a_time:
-            with self._in_time(f"version {policy_version} was not live on an engine that joined"):
+            with self._steps.in_time(
+                f"version {policy_version} was not live on an engine that joined", self._steps.deadline()
+            ):
                 live = self._live
-                if live is None or live.policy_version != policy_version or not await self._takes(engine, live):
-                    anchor = await self._anchor(policy_version)
-                    if not await self._takes(engine, anchor):
-                        refusal = self._refusals[engine]
-                        raise EngineError(
-                            f"an engine that joined refused version {policy_version}: {refusal}"
-                        ) from refusal
+                taken = live is not None and live.policy_version == policy_version and await self._takes(engine, live)
+                if not taken and not await self._takes(engine, await self._anchor_of(policy_version)):
+                    refusal = self._refusals[engine]
+                    raise EngineError(f"an engine that joined refused version {policy_version}: {refusal}") from refusal
                 if not self._held:
-                    await self._resume_one(engine)
+                    await self._steps.resume(engine)
             self._engines.append(engine)
 
     async def leave(self, engine: PushedEngine) -> None:
@@ -157,39 +138,71 @@ class WeightPublisher:
                 del self._behind[engine]
             else:
                 self._engines.remove(engine)
-            self._paused_at.pop(engine, None)
-            self._need_anchor.discard(engine)
-            self._suspects.discard(engine)
-            if self._canary is not None:
-                self._canary.forget(engine)
+            self._forget(engine)
+
+    def greeted(self, engine: PushedEngine, ready: EngineReady) -> None:
+        """What ``engine`` said when it came. One that outlived its controller stands still, and need not be sent again
+        what it holds. Before its first push."""
+        self._steps.greeted(engine, ready)
+
+    def join(self, engine: PushedEngine, ready: EngineReady) -> None:
+        """Bring an engine, which took the place of one that was lost, to the live version, beside the run; then it
+        serves. Where nothing is live yet it takes part in the first push."""
+        self.greeted(engine, ready)
+        if self._live is None and not self._pushing:
+            self._engines.append(engine)
+            return
+        self._behind[engine] = None
+        self._joined.add(engine)
+        if self._live is not None and not self._pushing:  # else the push sees to it when it ends
+            self._catch_up(engine, self._live)
+
+    def lose(self, engine: PushedEngine) -> None:
+        """Leave ``engine`` out of everything, at once: its host died. Of what is under way, too."""
+        if engine in self._engines:
+            self._engines.remove(engine)
+        catching = self._behind.pop(engine, None)
+        if catching is not None:
+            catching.give_up()
+        self._forget(engine)
+
+    def _forget(self, engine: PushedEngine) -> None:
+        self._steps.forget(engine)
+        self._refusals.pop(engine, None)
+        for among in (self._need_anchor, self._suspects, self._joined):
+            among.discard(engine)
+        if self._canary is not None:
+            self._canary.forget(engine)
 
     def _hold(self, held: bool) -> None:
         changed, self._held = held != self._held, held
         if changed and self._on_hold is not None:
             self._on_hold(held)
 
-    @contextmanager
-    def _in_time(self, failure: str) -> Iterator[None]:
-        try:
-            with anyio.fail_after(self._timeout_s):
-                yield
-        except TimeoutError as error:
-            raise EngineError(f"{failure} within {self._timeout_s:g} s (weights.push_timeout_s)") from error
+    async def _anchor_of(self, policy_version: int) -> WeightAnnouncement:
+        """The trainer is asked one question at a time."""
+        async with self._one_anchor:
+            return await self._anchor(policy_version)
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
         started = self._staged_at = anyio.current_time()
-        held_since = min((at for engine, at in self._paused_at.items() if engine not in self._behind), default=started)
+        deadline, late_text = self._steps.deadline(), f"version {announced.policy_version} was not live on every engine"
+        held_since = min(
+            (at for engine, at in self._steps.paused_at.items() if engine not in self._behind), default=started
+        )
         await self._stop_catching_up(list(self._behind))
         canary = self._compared(announced)
         self._first_live, self._refusals = anyio.Event(), {}
-        pauses = await self._on_all(announced, [engine for engine in self._engines if engine not in self._suspects])
+        sound = [engine for engine in self._engines if engine not in self._suspects]
+        pauses = await self._on_all(announced, sound, late_text, deadline)
         staged_s = self._staged_at - started
         refused = [engine for engine in self._engines if engine in self._refusals or engine in self._suspects]
         late = [engine for engine in self._engines if engine not in pauses and engine not in refused]
         anchor = None
         if refused or self._need_anchor:
-            anchor = await self._anchor(announced.policy_version)
-            pauses |= await self._on_all(anchor, refused)
+            with self._steps.in_time(late_text, deadline):
+                anchor = await self._anchor_of(announced.policy_version)
+            pauses |= await self._on_all(anchor, [e for e in refused if e in self._engines], late_text, deadline)
         leaving = [engine for engine in self._engines if engine not in pauses]
         self._need_anchor.update(engine for engine in leaving if engine not in late)
         await self._leave_service(leaving, announced.policy_version)
@@ -203,7 +216,7 @@ class WeightPublisher:
         return PushReport(
             policy_version=announced.policy_version,
             staged_s=staged_s,
-            paused_s=max(pauses.values()),
+            paused_s=max(pauses.values(), default=0.0),  # none: all are lost, and whoever comes takes this version
             total_s=anyio.current_time() - started,
             payload_bytes=sum(s.payload_bytes for s in announced.sources),
             changed_share=changed / max(sum(s.total_elements for s in announced.sources), 1),
@@ -214,15 +227,16 @@ class WeightPublisher:
         )
 
     async def _on_all(
-        self, announced: WeightAnnouncement, engines: Sequence[PushedEngine]
+        self, announced: WeightAnnouncement, engines: Sequence[PushedEngine], late: str, deadline: float
     ) -> dict[PushedEngine, float]:
-        """Seconds that each engine stood still for its commit; those that refused or were late are left out."""
+        """Seconds that each engine stood still for its commit; those that refused, were late or lost are left out."""
         pauses: dict[PushedEngine, float] = {}
+        failed: EngineError | None = None
 
         async def one(engine: PushedEngine) -> None:
             try:
                 if await self._stage_in_time(engine, announced):
-                    pauses[engine] = await self._commit_one(engine, announced)
+                    pauses[engine] = await self._steps.commit(engine, announced)
                     self._first_live.set()
             except WeightError as error:
                 self._refusals[engine] = error
@@ -230,17 +244,20 @@ class WeightPublisher:
         async with anyio.create_task_group() as watch:
             if self._service is not None and self._patience_s:
                 watch.start_soon(self._give_up_staging)
-            async with anyio.create_task_group() as group:
-                for engine in engines:
-                    group.start_soon(one, engine)
+            try:
+                await self._steps.on_each(one, engines, late, deadline)
+            except EngineError as error:  # out of the group as it is
+                failed = error
             watch.cancel_scope.cancel()
+        if failed is not None:
+            raise failed
         return pauses
 
     async def _stage_in_time(self, engine: PushedEngine, announced: WeightAnnouncement) -> bool:
         with anyio.CancelScope() as scope:
             self._staging[engine] = scope
             try:
-                await engine.stage(announced)
+                await self._steps.stage(engine, announced)
             finally:
                 del self._staging[engine]
         self._staged_at = max(self._staged_at, anyio.current_time())
@@ -271,13 +288,14 @@ class WeightPublisher:
     # ---- engines that are behind -------------------------------------------------------------------
 
     async def _leave_service(self, leaving: Sequence[PushedEngine], policy_version: int) -> None:
+        alone = len(leaving) == len(self._engines)
         for engine in leaving:
             refusal = self._refusals.get(engine)
-            if self._service is None or len(leaving) == len(self._engines):
-                raise EngineError(
-                    f"an engine refused version {policy_version} as delta and as anchor: {refusal}"
-                ) from refusal
-        for engine in leaving:
+            if self._service is None or alone:
+                error = EngineError(f"an engine refused version {policy_version} as delta and as anchor: {refusal}")
+                error.__cause__ = refusal
+                self._steps.go_on_without(engine, error)
+        for engine in () if alone else leaving:
             assert self._service is not None
             self._engines.remove(engine)
             self._behind[engine] = None
@@ -285,30 +303,64 @@ class WeightPublisher:
             await self._service.take_out(engine, str(self._refusals.get(engine, late)))
 
     def _catch_up(self, engine: PushedEngine, announced: WeightAnnouncement) -> None:
-        catching = self._behind[engine] = _CatchingUp()
+        catching = self._behind[engine] = CatchingUp()
         service = self._service
         assert service is not None
 
         async def work() -> None:
             try:
-                with catching.staging:
-                    await engine.stage(announced)
-                if not catching.staging.cancelled_caught:
-                    await self._verified_commit(engine, announced)
-                    await self._back_in_service(service, engine)
+                await self._catch_up_with(service, engine, announced, catching)
             except WeightError:
-                self._behind[engine] = None  # the next push tries again, with the anchor of its own version
-                self._need_anchor.add(engine)
+                self._refused_beside(engine)
+            except EngineError as error:
+                self._steps.go_on_without(engine, error)
             finally:
                 catching.ended.set()
 
         service.beside(work)
 
+    async def _catch_up_with(
+        self, service: EngineService, engine: PushedEngine, announced: WeightAnnouncement, catching: CatchingUp
+    ) -> None:
+        try:
+            held = await self._fetched_and_committed(engine, announced, catching)
+        except WeightError:
+            if engine not in self._joined or announced.base_version is None or self._pushing:
+                raise
+            with anyio.CancelScope(shield=True):  # nobody else may ask before the trainer has answered
+                anchor = await self._anchor_of(announced.policy_version)
+            held = await self._fetched_and_committed(engine, anchor, catching)
+        if held:
+            with self._steps.in_time("an engine that holds the live version was not resumed", self._steps.deadline()):
+                await self._back_in_service(service, engine)
+
+    async def _fetched_and_committed(
+        self, engine: PushedEngine, announced: WeightAnnouncement, catching: CatchingUp
+    ) -> bool:
+        """False: a push wants it to hold something newer. Fetching may take as long as it does."""
+        with catching.fetching():
+            await self._steps.stage(engine, announced)
+        if catching.given_up:
+            return False
+        version = announced.policy_version
+        with self._steps.in_time(f"version {version} was not committed beside the run", self._steps.deadline()):
+            await self._steps.verified_commit(engine, announced)
+        return True
+
+    def _refused_beside(self, engine: PushedEngine) -> None:
+        """The next push tries again, with the anchor of its own version."""
+        if engine in self._behind:
+            self._behind[engine] = None
+            self._need_anchor.add(engine)
+
     async def _back_in_service(self, service: EngineService, engine: PushedEngine) -> None:
         if not self._held:
-            await self._resume_one(engine)
+            await self._steps.resume(engine)
+        if engine not in self._behind:
+            return  # it was lost meanwhile
         del self._behind[engine]
         self._need_anchor.discard(engine)
+        self._joined.discard(engine)
         self._engines.append(engine)
         await service.take_back(engine)
 
@@ -317,54 +369,17 @@ class WeightPublisher:
         for engine in engines:
             catching = self._behind.get(engine)
             if catching is not None:
-                catching.staging.cancel()
+                catching.give_up()
                 await catching.ended.wait()
 
     # ---- one engine --------------------------------------------------------------------------------
-
-    async def _commit_one(self, engine: PushedEngine, announced: WeightAnnouncement) -> float:
-        """Seconds that the engine stood still for it. Never resumed on weights that were not verified."""
-        began = anyio.current_time()
-        await self._verified_commit(engine, announced)
-        await self._resume_one(engine)
-        return anyio.current_time() - began
 
     async def _takes(self, engine: PushedEngine, announced: WeightAnnouncement) -> bool:
         """Stage and commit; leaves the engine paused. False when it refused, for the reason that is then noted."""
         try:
             await engine.stage(announced)
-            await self._verified_commit(engine, announced)
+            await self._steps.verified_commit(engine, announced)
         except WeightError as error:
             self._refusals[engine] = error
             return False
         return True
-
-    async def _verified_commit(self, engine: PushedEngine, announced: WeightAnnouncement) -> None:
-        """Leaves the engine paused."""
-        await self._pause_one(engine)
-        done = await engine.commit(announced.policy_version)
-        if done.state_hash != announced.state_hash:
-            raise WeightError(
-                f"live weights hash to {done.state_hash:016x} at version {announced.policy_version}, "
-                f"the trainer published {announced.state_hash:016x}"
-            )
-
-    async def _pause_one(self, engine: PushedEngine) -> None:
-        """Once: an engine that is held, or whose commit was refused, is paused already."""
-        if engine in self._paused_at:
-            return
-        self._paused_at[engine] = anyio.current_time()
-        mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
-        await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
-
-    async def _resume_one(self, engine: PushedEngine) -> None:
-        await engine.resume()
-        del self._paused_at[engine]
-
-    @staticmethod
-    async def _on_each(
-        step: Callable[[PushedEngine], Coroutine[None, None, object]], engines: Sequence[PushedEngine]
-    ) -> None:
-        async with anyio.create_task_group() as group:
-            for engine in engines:
-                group.start_soon(step, engine)

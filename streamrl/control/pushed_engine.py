@@ -34,6 +34,10 @@ class EngineService(Protocol):
         """It holds the live version: send it requests again."""
         ...
 
+    def lost(self, engine: PushedEngine, reason: str) -> bool:
+        """It died, or does not do what it is told. Whether the run goes on without it; then its host is ended."""
+        ...
+
     def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run ``work`` as a child of the run."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from streamrl.buffers.rollout_buffer import Group, PromptTicket
 from streamrl.control.events import PromptsDrawn
@@ -10,9 +11,26 @@ from streamrl.control.length_prediction import PromptLengthPredictor
 from streamrl.control.prompt_queue import DomainShares, PromptQueue
 from streamrl.control.rounds.policy import Launch, RoundPolicy, Source
 from streamrl.control.settings import ControlSettings
+from streamrl.types import Record
 
 OVERDRAWN = 16
 """Batches of prompts that may wait for a domain to turn up, before the run is stopped."""
+
+
+class KeptSupply(Record, frozen=True):
+    """A ``RoundSupply`` as a record. ``cohort``: the prompts and copies of the one that is being drawn; ``launched``:
+    groups of this round by domain; ``unsorted``: the queue changed since it was sorted."""
+
+    waiting: tuple[PromptTicket, ...] = ()
+    queue: tuple[PromptTicket, ...] = ()
+    predictor: dict[str, Any] = {}
+    asked: int = 0
+    drawn_prompts: int = 0
+    exhausted: bool = False
+    copies: int = 1
+    cohort: tuple[int, int] | None = None
+    launched: dict[str, int] = {}
+    unsorted: bool = False
 
 
 class RoundSupply:
@@ -45,8 +63,10 @@ class RoundSupply:
         """A cohort is being drawn: nothing is launched before it is complete."""
         return self._cohort is not None
 
-    def drawn(self, event: PromptsDrawn) -> None:
-        """The source answered."""
+    def drawn(self, event: PromptsDrawn) -> bool:
+        """The source answered. False, and nothing changes, where it was not asked: the answer is told twice."""
+        if not self.asked:
+            return False
         self.asked = 0
         self.drawn_prompts += len(event.prompt_ids)
         self.exhausted = event.exhausted
@@ -59,6 +79,34 @@ class RoundSupply:
             self.waiting.append(ticket)
         if self._cohort is not None:
             self._load_cohort(*self._cohort)
+        return True
+
+    def keep(self) -> KeptSupply:
+        """All of it, as a value that does not change with the supply."""
+        return KeptSupply(
+            waiting=tuple(self.waiting.tickets()),
+            queue=tuple(self.queue.tickets()),
+            predictor={} if self.predictor is None else self.predictor.snapshot(),
+            asked=self.asked,
+            drawn_prompts=self.drawn_prompts,
+            exhausted=self.exhausted,
+            copies=self.copies,
+            cohort=self._cohort,
+            launched=dict(self._launched),
+            unsorted=self._unsorted,
+        )
+
+    def restore(self, kept: KeptSupply) -> None:
+        """The inverse, on a new supply. Each domain is served in the order in which it was."""
+        for queue, tickets in ((self.waiting, kept.waiting), (self.queue, kept.queue)):
+            queue.clear()
+            for ticket in tickets:
+                queue.append(ticket)
+        if self.predictor is not None and kept.predictor:
+            self.predictor.restore(kept.predictor)
+        self.asked, self.drawn_prompts, self.exhausted = kept.asked, kept.drawn_prompts, kept.exhausted
+        self.copies, self._cohort = kept.copies, kept.cohort
+        self._launched, self._unsorted = Counter(kept.launched), kept.unsorted
 
     def open_cohort(self, prompts: int, copies: int) -> int:
         """Load ``prompts`` prompts into the queue, each ``copies`` times. Returns how many must be drawn first."""

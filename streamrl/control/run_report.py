@@ -13,10 +13,13 @@ import msgspec
 
 from streamrl.config.scheduling import SizingKind
 from streamrl.control.actions import Explain, LaunchGroup
+from streamrl.control.catching_up import CaughtUp
 from streamrl.control.evaluation import Evaluation
 from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.publisher import PushReport
+from streamrl.control.recovered_run import RecoveredRun, what_was_restored
 from streamrl.control.reward_window import RewardWindow
+from streamrl.control.run_waits import RunWaits
 from streamrl.control.sampled_work import SampledWork
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import (
@@ -28,12 +31,14 @@ from streamrl.control.step_metrics import (
     waste_metrics,
 )
 from streamrl.control.trajectory_trace import EnginesLine, StepLine, TrajectoryTrace
-from streamrl.messages import (
-    EngineLoad,
+from streamrl.control.wait_reason import ShellView
+from streamrl.messages import EngineLoad, StepReport
+from streamrl.run_events import (
     EvaluationFinished,
     RunDecided,
     RunEvent,
     RunProgress,
+    RunResumed,
     RunWarning,
     StepFinished,
 )
@@ -59,8 +64,9 @@ class _Trained(msgspec.Struct):
 
 class RunReport:
     """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once, the
-    same for both bubble ratios; ``engines``: how many there are; ``rewards_in_flight``: what the reward stage holds.
-    ``trace`` None: nothing is recorded."""
+    same for both bubble ratios; ``engines``: how many there are; ``rewards_in_flight``: what the reward stage holds;
+    ``loop_lag``: longest time without an answer of this loop since it was asked last.
+    ``trace`` None: nothing is recorded. ``lived_s``: of lives of the run before this one."""
 
     def __init__(
         self,
@@ -70,16 +76,20 @@ class RunReport:
         *,
         engines: int = 1,
         rewards_in_flight: Callable[[], int] = lambda: 0,
+        loop_lag: Callable[[], float] = lambda: 0.0,
         trace: TrajectoryTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lived_s: float = 0.0,
     ) -> None:
         self._emit = emit
         self._rollout = rollout
         self._capacity = capacity
         self._engines = engines
         self._rewards_in_flight = rewards_in_flight
+        self._loop_lag = loop_lag
         self._trace = trace
         self._clock = clock
+        self._lived_s = lived_s
         self._started = self._step_started = self._closed_at = self._progressed_at = clock()
         self._trained_at = self._publishing_at = self._started
         self._last_rollout = self._closed_rollout = rollout()
@@ -90,15 +100,38 @@ class RunReport:
         self._round_kind = ""
         self._work = SampledWork(trace)
         self._last_load = NO_LOAD
+        self.waits = RunWaits(clock, self._shell)
 
     def elapsed(self) -> float:
         """Seconds since the run began."""
-        return self._clock() - self._started
+        return self._lived_s + self._clock() - self._started
 
     def began(self) -> None:
         """The first version is live: the first step begins."""
         self._step_started = self._clock()
+        self.waits.take(self._step_started)
         self._last_rollout = self._rollout()
+
+    async def resumed(self, recovered: RecoveredRun, caught_up: CaughtUp, held_version: int, state_hash: int) -> None:
+        """The run goes on from its journal, with weights of ``state_hash``."""
+        version, before = caught_up.policy_version, recovered.published
+        known = before is not None and before.policy_version == version
+        await self._emit(
+            RunResumed(
+                policy_version=version,
+                restored=what_was_restored(recovered),
+                held_version=held_version,
+                trained_again=caught_up.batches,
+                same_weights=before.state_hash == state_hash if known and before is not None else None,
+            )
+        )
+
+    def trained_before(
+        self, policy_version: int, batch: Sequence[ScoredTrajectory], reports: Sequence[StepReport]
+    ) -> None:
+        """A life before this one made ``policy_version`` of ``batch`` and did not come to say so."""
+        if batch:
+            self.batch_trained(policy_version, batch, reports[0].metrics if reports else {})
 
     # ---- trajectories ----------------------------------------------------------------------------
 
@@ -134,6 +167,7 @@ class RunReport:
 
         Ask a few times a second. ``EngineLoad`` is at most 0.2 s old.
         """
+        self.waits.look()
         before, self._last_load = self._last_load, load
         if load.generated_tokens < before.generated_tokens:
             before = load  # an engine left, and its counters with it: from here on again
@@ -209,7 +243,9 @@ class RunReport:
         seconds = max(now - self._step_started, 1e-9)
         self._step_started = now
         version = push.policy_version
-        trained = self._trained.pop(version)
+        trained = self._trained.pop(version, None)
+        if trained is None:  # of a life before this one, which told of it
+            return {}
         rollout, before = self._rollout(), self._last_rollout
         self._last_rollout = rollout
         sampled = rollout.generated_tokens - before.generated_tokens
@@ -219,6 +255,7 @@ class RunReport:
             "util/bubble_ratio": self._idle_share(before, rollout, seconds),
             "util/rollout_bubble_ratio": trained.rollout_bubble,
             "util/capacity": float(self._capacity),
+            "util/loop_lag_s": self._loop_lag(),
             "perf/gen_tok_s": sampled / seconds,
             "perf/train_tok_s": trained.tokens / seconds,
             "perf/samples_s": trained.samples / seconds,
@@ -228,6 +265,7 @@ class RunReport:
         if verified:
             metrics["perf/kept_tok_accepted_ratio"] = (rollout.accepted_tokens - before.accepted_tokens) / verified
         metrics |= self._work_metrics(trained) | self._control_metrics(state) | dict(engines)
+        metrics |= self.waits.take(now)
         self._timed[version] = RoundTimed(
             policy_version=version,
             rollout_s=trained.rollout_s,
@@ -238,9 +276,9 @@ class RunReport:
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
         return metrics
 
-    def round_timed(self, policy_version: int) -> RoundTimed:
-        """What the step that made ``policy_version`` took; once, after ``step_finished``."""
-        return self._timed.pop(policy_version)
+    def round_timed(self, policy_version: int) -> RoundTimed | None:
+        """What the step that made ``policy_version`` took; once, after ``step_finished``. None: it is not known."""
+        return self._timed.pop(policy_version, None)
 
     async def evaluation_finished(self, policy_version: int, figures: dict[str, float]) -> None:
         """One evaluation. It ran beside the next step, whose time and tokens it is part of."""
@@ -260,6 +298,7 @@ class RunReport:
     async def progress(self, state: ControlState, evaluation: Evaluation | None) -> None:
         """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
         now = self._clock()
+        self.waits.look(state)
         if now - self._progressed_at < PROGRESS_INTERVAL_S:
             return
         self._progressed_at = now
@@ -280,6 +319,10 @@ class RunReport:
             self._trace.close()
 
     # ---- parts of a step's record ----------------------------------------------------------------
+
+    def _shell(self) -> ShellView:
+        sampling, scoring = self._rollout().running, self._rewards_in_flight()
+        return ShellView(sampling=sampling, scoring=scoring, capacity=self._capacity, engines=self._engines)
 
     def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
         """1 - sum(running dt) / (capacity sum(dt))."""

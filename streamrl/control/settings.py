@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.config.recipe import Recipe
 from streamrl.config.scheduling import GroupSizing, LengthSorted, Order, RoundKind, StalePolicy, TailBatching
+
+RECOVERY_INTERVAL = 100
+"""Steps between checkpoints where ``checkpoint.every`` is 0."""
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields mean what they mean in the recipe; ``batch_groups`` is ``rollout.prompts_per_batch``. ``policy``: the
-    class of rounds = "custom". ``seed``: of the random group sizes."""
+    class of rounds = "custom". ``seed``: of the random group sizes. ``deterministic``: what is decided does not depend
+    on who answers first (``arrival_order``)."""
 
     steps: int
     batch_groups: int
@@ -33,8 +38,40 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_at_end: bool = False
     checkpoint_every: int = 0
     checkpoint_at_end: bool = False
+    deterministic: bool = False
 
     @property
     def batch_trajectories(self) -> int:
         """What one optimizer step consumes, whatever the group size."""
         return self.batch_groups * self.group_size
+
+
+def control_settings(recipe: Recipe) -> ControlSettings:
+    """What of the recipe decides. What has to be trained again after a trainer's death is bounded by a checkpoint, so
+    there is one now and then, also where the recipe asks for none before the end."""
+    has_held_out = bool(recipe.evaluation.prompts)
+    return ControlSettings(
+        steps=recipe.run.steps,
+        batch_groups=recipe.rollout.prompts_per_batch,
+        group_size=recipe.rollout.group_size,
+        rounds=recipe.rollout.rounds,
+        max_staleness=recipe.rollout.max_staleness,
+        when_stale=recipe.rollout.when_stale,
+        dynamic_sampling=recipe.dynamic_sampling,
+        order=recipe.rollout.order,
+        presubmit=recipe.rollout.presubmit,
+        policy=recipe.rollout.policy,
+        tail_batching=recipe.tail_batching,
+        length_sorted=recipe.length_sorted,
+        group_sizing=recipe.group_sizing,
+        seed=recipe.run.seed,
+        max_failed_share=recipe.reward_limits.max_failed_share,
+        failure_window=recipe.reward_limits.window,
+        evaluate_every=recipe.evaluation.every if has_held_out else 0,
+        evaluate_limit=recipe.evaluation.limit,
+        evaluate_at_start=has_held_out and recipe.evaluation.at_start,
+        evaluate_at_end=has_held_out and recipe.evaluation.at_end,
+        checkpoint_every=recipe.checkpoint.every or (RECOVERY_INTERVAL if recipe.core_restarts else 0),
+        checkpoint_at_end=recipe.checkpoint.at_end,
+        deterministic=recipe.run.deterministic,
+    )

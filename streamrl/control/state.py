@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from streamrl.buffers.rollout_buffer import Accounting, Group, RolloutBuffer
-from streamrl.buffers.slots import SlotLedger, last_version
+from streamrl.buffers.rollout_buffer import Accounting, Group, RolloutBuffer, TrajectoryState
+from streamrl.buffers.slots import SlotLedger
 from streamrl.config.rewards import FailurePolicy
-from streamrl.config.scheduling import Order, StalePolicy
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
+from streamrl.control.arrival_order import ArrivalOrder
+from streamrl.control.batch_filling import BatchFilling
 from streamrl.control.due_work import DueWork
 from streamrl.control.events import ControlEvent
 from streamrl.control.group_sizing import make_group_sizer
@@ -29,7 +30,7 @@ from streamrl.control.length_watch import LengthWatch
 from streamrl.control.open_batch import OpenBatch
 from streamrl.control.round_supply import RoundSupply, next_attempt
 from streamrl.control.rounds import make_round_policy
-from streamrl.control.rounds.policy import Candidate, Remainder
+from streamrl.control.rounds.policy import RoundPolicy
 from streamrl.control.settings import ControlSettings
 from streamrl.control.snapshot import restore_snapshot
 from streamrl.control.stalled_rounds import waits_for_nothing
@@ -65,21 +66,37 @@ class ControlState:
         self.dropped_in_a_row = 0
         self.stopping: str | None = None
         self.finished = False
-        self._changed = False
-        self._newest: Group | None = None
         self.lengths = LengthWatch(self.policy, self.sizer, self.supply.predictor)
-        self._launching = Launching(self)
+        self.launching = Launching(self)
+        self.filling = BatchFilling(self)
+        self.arrivals = _arrival_order(settings, self.policy)
+        self._changed = False
 
     def handle(self, event: ControlEvent) -> list[ControlAction]:
         """Take one event, decide, and return what is to be done, in order."""
-        if self.finished:
-            return []
         actions: list[ControlAction] = []
+        if self.arrivals is None or isinstance(event, on.RunContinued):
+            self._take(event, actions)
+            if self.arrivals is not None:
+                self.arrivals.ordered(actions)
+            return actions
+        counts = None if self.finished else self.arrivals.arrived(event, self)
+        while counts is not None and not self.finished:
+            before = len(actions)
+            self._take(counts, actions)
+            self.arrivals.ordered(actions[before:])
+            counts = self.arrivals.next(self)
+        return actions
+
+    def _take(self, event: ControlEvent, actions: list[ControlAction]) -> None:
+        if isinstance(event, on.RunContinued):
+            self._continue()
+        if self.finished:
+            return
         self._changed = True
         self._record(event, actions)
         if self._changed and not self.finished:
             self._decide(actions)
-        return actions
 
     def accounting(self) -> Accounting:
         """Trajectory counts; ``balanced`` at every instant."""
@@ -99,7 +116,7 @@ class ControlState:
             case on.TrajectoryFailed():
                 self._record_failed(event, actions)
             case on.PromptsDrawn():
-                self.supply.drawn(event)
+                self._changed = self.supply.drawn(event)
             case on.RunBegan():
                 self._record_began(event, actions)
             case on.BatchTrained():
@@ -107,19 +124,27 @@ class ControlState:
             case on.WeightsLive():
                 self._record_live(event, actions)
             case on.EvaluationDone():
-                self.due.evaluating = None
+                self._changed = self.due.evaluation_done(event.policy_version)
             case on.CheckpointDone():
-                self.due.checkpointing = None
+                self._changed = self.due.checkpoint_done(event.policy_version)
             case on.StopRequested():
                 self._record_stop(event, actions)
             case on.EnginesMeasured() | on.RoundTimed():
-                self.policy.observe(event)
+                if self.arrivals is None:
+                    self.policy.observe(event)
                 self._changed = False
+            case on.RunContinued():
+                pass  # what to do is decided below
             case on.TrajectoryCut() | on.AlarmRaised() | on.RewardsAttached():
                 self._changed = False  # for whoever reads the log
 
     def _record_began(self, event: on.RunBegan, actions: list[ControlAction]) -> None:
         version = event.policy_version
+        if self.live_version >= 0:
+            raise ValueError(
+                f"the run is told to begin at version {version} in its middle, with version {self.live_version} live: "
+                "one that goes on from its journal goes on with the event after the last one"
+            )
         self.trainer_version = self.live_version = version
         # A resumed run goes on counting where the checkpoint was written.
         self.batch = OpenBatch(batch_id=version, target=self.settings.batch_trajectories)
@@ -131,16 +156,32 @@ class ControlState:
             reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
             actions.append(do.FinishRun(reason=reason))
         elif self.settings.evaluate_at_start:
-            self.due.evaluate(version, 0, draining=self._draining, actions=actions)
+            self.due.evaluate(version, 0, draining=self.draining, actions=actions)
+
+    def _continue(self) -> None:
+        """After a drain, and after an error that ended the run: not after its last step, nor its last prompt."""
+        if self.trainer_version < self.settings.steps and self.stopping != EXHAUSTED:
+            self.stopping, self.finished = None, False
+            self.dropped_in_a_row = 0
+            self.recent_failures.clear()
+            self.due.continued()
 
     def _record_stop(self, event: on.StopRequested, actions: list[ControlAction]) -> None:
-        if self._draining:
+        if self.draining:
             return
         self.stopping = event.reason
         if self.due.evaluating is not None:  # a drained run ends soon; EvaluationDone tells when nothing is left of it
             actions.append(do.CancelEvaluation(policy_version=self.due.evaluating))
 
+    def _has_ended(self, trajectory: TrajectoryId) -> bool:
+        """Whether an outcome is told twice, as it may be where a controller was killed: the first one counts."""
+        member = self.buffer.member(trajectory)
+        return member is not None and member.state is not TrajectoryState.IN_FLIGHT
+
     def _record_scored(self, event: on.TrajectoryScored, actions: list[ControlAction]) -> None:
+        if self._has_ended(event.id):
+            self._changed = False
+            return
         group = self.buffer.score(
             event.id, reward=event.reward, tokens=event.tokens, reason=event.finish_reason, oldest=event.oldest_version
         )
@@ -158,6 +199,9 @@ class ControlState:
         self._group_changed(group, actions)
 
     def _record_failed(self, event: on.TrajectoryFailed, actions: list[ControlAction]) -> None:
+        if self._has_ended(event.id):
+            self._changed = False
+            return
         group = self.buffer.drop_member(event.id, event.reason, tokens=event.tokens)
         if group is None:
             self._changed = False
@@ -193,7 +237,7 @@ class ControlState:
             self._changed = False
             return
         self.lengths.complete(group)
-        self._newest = group
+        self.filling.newest = group
         if group.keep > 1 and len(group.members) == 1:
             self.drop_group(group, DropReason.REWARD_FAILED, actions)
         elif self.settings.dynamic_sampling and group.keep > 1 and group.zero_variance:
@@ -201,7 +245,7 @@ class ControlState:
 
     def drop_group(self, group: Group, reason: DropReason, actions: list[ControlAction]) -> None:
         """End a group that is not in a closed batch, whatever its members do."""
-        self._newest = None
+        self.filling.newest = None
         ids = tuple(group.members)
         running = group.open > 0
         self.buffer.drop_group(group.group_id, reason)
@@ -213,21 +257,30 @@ class ControlState:
         actions.append(ended(ids=ids, reason=reason))
 
     def _record_trained(self, event: on.BatchTrained, actions: list[ControlAction]) -> None:
+        if not self.batch.closed or (event.batch_id, event.policy_version) != (
+            self.batch.batch_id,
+            self.trainer_version + 1,
+        ):
+            self._changed = False  # the answer to a step that was asked for twice
+            return
         trained = self.buffer.train(event.batch_id)
         self.slots.consume(event.policy_version, sum(group.size for group in trained))
         self.trainer_version = event.policy_version
-        self.batch = self._launching.batch_after(self.batch)
+        self.batch = self.launching.batch_after(self.batch)
         self.dropped_in_a_row = 0
         changed = self.lengths.step()
         if changed is not None:
             actions.append(changed)
 
     def _record_live(self, event: on.WeightsLive, actions: list[ControlAction]) -> None:
+        if event.policy_version != self.publishing:
+            self._changed = False  # the answer to a push that was asked for twice
+            return
         self.live_version = event.policy_version
         self.publishing = None
-        self._launching.released()
+        self.launching.released()
         self.slots.version_live(event.policy_version)
-        self.due.version_live(event.policy_version, draining=self._draining, actions=actions)
+        self.due.version_live(event.policy_version, draining=self.draining, actions=actions)
 
     # ---- what to do ------------------------------------------------------------------------------
 
@@ -237,16 +290,16 @@ class ControlState:
         if self._ending:
             self._wind_down(actions)
             return
-        self._drop_stale(actions)
-        self._fill_batch(actions)
-        self._close_batch(actions)
+        self.filling.drop_stale(actions)
+        self.filling.fill(actions)
+        self.filling.close(actions)
         self._publish(actions)
-        self._launching.launch(actions)
+        self.launching.launch(actions)
         if self._starved:
             self.stopping = EXHAUSTED
             self._wind_down(actions)
         self._trip_wire(actions)
-        nothing = "" if self.finished or self._ending else waits_for_nothing(self, self._launching)
+        nothing = "" if self.finished or self._ending else waits_for_nothing(self, self.launching)
         if nothing:
             self._stop_run(actions, nothing)
 
@@ -255,95 +308,9 @@ class ControlState:
         return self.stopping is not None or self.trainer_version >= self.settings.steps
 
     @property
-    def _draining(self) -> bool:
+    def draining(self) -> bool:
+        """Whether the run was asked to end: nothing new is trained or evaluated."""
         return self.stopping not in (None, EXHAUSTED)
-
-    def _drop_stale(self, actions: list[ControlAction]) -> None:
-        """A group whose oldest token no batch may train any more ends here, whatever the policy promised."""
-        # The open batch is trained by trainer_version; once it is closed the next chance is one version later.
-        now = self.trainer_version + int(self.batch.closed)
-        for group in self.buffer.older_than(now - self.settings.max_staleness):
-            self.drop_group(group, DropReason.STALE, actions)
-            if self.settings.when_stale is StalePolicy.REGENERATE:
-                self.supply.waiting.push_front(next_attempt(group, -1))
-
-    def _fill_batch(self, actions: list[ControlAction]) -> None:
-        batch = self.batch
-        newest, self._newest = self._newest, None
-        if batch.closed or batch.seats <= 0 or not self.buffer.ready:
-            return
-        # What was refused stays refused while groups only become ready (``RoundPolicy.may_join``): ask for the new one.
-        asking = list(self.buffer.ready.values()) if newest is None else [newest]
-        view = self._launching.view()
-        for group in sorted(
-            asking, key=_shortest_first if self.settings.order is Order.SHORTEST_FIRST else _oldest_first
-        ):
-            if batch.seats <= 0:
-                break
-            candidate = Candidate(
-                group_id=group.group_id,
-                trajectories=group.keep,
-                tokens=group.tokens,
-                deadline=last_version(group.oldest_version, self.settings.max_staleness),
-            )
-            if not self.supply.domain_has_seat(group, batch.domains, batch.target // group.keep):
-                continue
-            if not self.policy.may_join(view, candidate):
-                continue
-            self.buffer.batch(group.group_id, batch.batch_id)
-            batch.take(group)
-            view = self._launching.view()
-            ids = tuple(group.members)
-            actions.append(do.TrainGroupNow(batch_id=batch.batch_id, group_id=group.group_id, ids=ids))
-            if self.policy.cut_tokens and batch.tokens >= self.policy.cut_tokens:
-                batch.target = batch.seats_taken
-
-    def _close_batch(self, actions: list[ControlAction]) -> None:
-        batch = self.batch
-        # An exhausted source ends with one smaller batch rather than losing what was sampled.
-        starved = self.supply.empty and not self.buffer.untrained
-        if batch.closed or not batch.groups or (batch.seats > 0 and not starved):
-            return
-        if not batch.settled:
-            batch.settled = True
-            self._settle(actions)
-        # A delta is made against the last acknowledged version: the next step waits until that one is live.
-        # A checkpoint is of the version that the trainer holds; it could not step while it writes anyway.
-        if self.live_version < self.trainer_version or self.due.checkpointing is not None:
-            return
-        batch.closed = True
-        actions.append(
-            do.StepOptimizer(
-                batch_id=batch.batch_id,
-                policy_version=self.trainer_version + 1,
-                groups=batch.groups,
-                samples=batch.samples,
-                trained_tokens=batch.tokens,
-                engines_idle=self.due.evaluating is None and all(g.held for g in self.buffer.untrained.values()),
-            )
-        )
-        self._drop_stale(actions)
-
-    def _settle(self, actions: list[ControlAction]) -> None:
-        """The batch is full: what becomes of the groups that are not in it."""
-        if not self.buffer.untrained:
-            return
-        fate = self.policy.remainder(self._launching.view())
-        losers = [g for g in self.buffer.untrained.values() if not g.held]
-        if fate is Remainder.HOLD:
-            stopped: list[TrajectoryId] = []
-            for group in losers:
-                if group.open:
-                    stopped.extend(group.open_ids())
-                    self.buffer.hold(group)
-            if stopped:
-                actions.append(do.CutTrajectories(ids=tuple(stopped)))
-        elif fate is Remainder.REQUEUE:
-            longest = max((g.longest for g in self.buffer.groups.values()), default=0)
-            for group in losers:
-                self.lengths.lost(group, longest)
-                self.drop_group(group, self.policy.losing, actions)
-                self.supply.requeue(group, replays=self.policy.replays, noise=self._launching.noise_of(group))
 
     def _publish(self, actions: list[ControlAction]) -> None:
         # Weights never change under an evaluation: its figure belongs to one version.
@@ -385,15 +352,18 @@ class ControlState:
         self._publish(actions)
         if self.batch.closed or self.live_version < self.trainer_version or self.due.busy:
             return
-        self.due.at_end(self.live_version, draining=self._draining, actions=actions)
+        self.due.at_end(self.live_version, draining=self.draining, actions=actions)
         if not self.due.busy:
             self.finished = True
             actions.append(do.FinishRun(reason=self.stopping or "finished"))
 
 
-def _oldest_first(group: Group) -> tuple[int, int]:
-    return group.oldest_version, group.group_id
-
-
-def _shortest_first(group: Group) -> tuple[int, int]:
-    return group.longest, group.group_id
+def _arrival_order(settings: ControlSettings, policy: RoundPolicy) -> ArrivalOrder | None:
+    if not settings.deterministic:
+        return None
+    if not policy.on_policy:
+        raise ValueError(
+            f"deterministic rounds train on-policy, and {settings.policy or settings.rounds} at staleness "
+            f"{settings.max_staleness} do not: which weights sample a token would depend on when they change"
+        )
+    return ArrivalOrder()

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.errors import StreamBroken, StreamEnded, StreamRLError
+from streamrl.errors import StreamBroken, StreamEnded, StreamRLError, WeightError
 from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -39,6 +39,7 @@ class TrainerRanks:
     def __init__(self, ranks: Sequence[RankStreams]) -> None:
         self._ranks = ranks
         self._open_tokens = [0] * len(ranks)
+        self._ordered_version = 0
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
 
     async def ready(self) -> list[TrainerReady]:
@@ -78,10 +79,14 @@ class TrainerRanks:
     async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
         """Tell every rank to step. Returns when they were told; call the result for the reports, in rank order."""
         self._open_tokens = [0] * len(self._ranks)
+        self._ordered_version = close.policy_version
         return await self._ask(close, StepReport)
 
     async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
-        """Have every rank publish its current weights complete."""
+        """Have every rank publish its current weights complete. Raises ``WeightError`` where a newer version was
+        ordered already: the engine that asks must wait for that one."""
+        if policy_version < self._ordered_version:
+            raise WeightError(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
         gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
         answers = await gather()
         return WeightAnnouncement(

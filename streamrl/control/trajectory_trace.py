@@ -7,6 +7,7 @@ Nothing is decided from this file: control has its own log (``event_log``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -14,13 +15,14 @@ from typing import IO
 import msgspec
 
 from streamrl.config.recipe import Recipe
-from streamrl.errors import StreamRLError
+from streamrl.errors import UNDECODABLE, StreamRLError
 
 TRACE_SCHEMA = 1
 TRAINED = "trained"
 UNFINISHED = "unfinished"
 """Outcome of a trajectory that was under way when the run ended."""
 
+_TAIL_BYTES = 1 << 16
 FLUSH_INTERVAL_S = 1.0
 
 
@@ -32,7 +34,8 @@ class TraceHeader(Line, frozen=True, tag="header"):
     """First line. ``recipe.toml`` beside it has what is missing here.
 
     ``capacity``: requests that all engines together run at once, as the bubble ratios count it. ``kv_tokens``: tokens
-    that the KV caches of all engines hold (0: unknown). ``started_at``: seconds since 1970.
+    that the KV caches of all engines hold (0: unknown). ``started_at``: seconds since 1970. ``engine_kind``: of
+    ``simulated`` ones lengths and times say nothing about a model.
     """
 
     schema: int
@@ -51,6 +54,7 @@ class TraceHeader(Line, frozen=True, tag="header"):
     kv_tokens: int = 0
     ranks: int = 1
     parameters: int = 0
+    engine_kind: str = "vllm"
 
 
 def trace_header(
@@ -81,6 +85,7 @@ def trace_header(
         kv_tokens=kv_tokens,
         ranks=recipe.training.ranks,
         parameters=parameters,
+        engine_kind=recipe.engines.kind.value,
     )
 
 
@@ -167,16 +172,23 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 class TrajectoryTrace:
     """Appends lines to ``path``: encoded at once, written together about once a second and at the end.
 
-    A killed run loses its last second; a line is never torn by anything but that.
+    A killed run loses its last second; a line is never torn by anything but that. ``goes_on``: an earlier life of the
+    run wrote a part already.
     """
 
-    def __init__(self, path: Path, header: TraceHeader, *, flush_interval_s: float = FLUSH_INTERVAL_S) -> None:
-        self._file: IO[bytes] = path.open("wb", buffering=0)
+    def __init__(
+        self, path: Path, header: TraceHeader, *, goes_on: bool = False, flush_interval_s: float = FLUSH_INTERVAL_S
+    ) -> None:
+        begun = goes_on and path.exists()
+        if begun:
+            cut_torn_line(path)
+        self._file: IO[bytes] = path.open("ab" if begun else "wb", buffering=0)
         self._encoder = msgspec.json.Encoder()
         self._pending = bytearray()
         self._interval_s = flush_interval_s
         self._written_s = 0.0
-        self._encode(header)
+        if not begun or not path.stat().st_size:
+            self._encode(header)
         self.flush()
 
     def append(self, line: TraceLine) -> None:
@@ -202,6 +214,21 @@ class TrajectoryTrace:
     def _encode(self, line: TraceLine | TraceHeader) -> None:
         self._encoder.encode_into(line, self._pending, -1)
         self._pending += b"\n"
+
+
+def cut_torn_line(path: Path) -> None:
+    """Leave only whole lines in ``path``: a killed run may have left half of one."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _TAIL_BYTES, 0)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
 
 
 def read_trace(path: Path) -> RecordedRun:
@@ -239,7 +266,7 @@ def trace_lines(path: Path) -> Iterator[TraceHeader | TraceLine]:
                 break
             try:
                 line = decoder.decode(text)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 raise StreamRLError(f"{path}, line {number}: not a line of a trace: {error}") from error
             if isinstance(line, TraceHeader) and line.schema != TRACE_SCHEMA:
                 raise StreamRLError(f"{path}: trace schema {line.schema}, this streamrl reads {TRACE_SCHEMA}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+
+from streamrl.errors import EngineError
 
 
 class AuditedEngine(Protocol):
@@ -17,10 +20,18 @@ class AuditedEngine(Protocol):
 
 class WeightAudit:
     """Every ``interval`` versions (0: never) appends a line to ``path``:
-    ``{"policy_version", "checksums": {engine: {parameter: digest}}}``."""
+    ``{"policy_version", "checksums": {engine: {parameter: digest}}}``. ``serving``: names of the engines that hold what
+    is live (None: all do)."""
 
-    def __init__(self, engines: Mapping[str, AuditedEngine], path: Path, interval: int) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, AuditedEngine],
+        path: Path,
+        interval: int,
+        serving: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
         self._engines = engines
+        self._serving = serving
         self._path = path
         self._interval = interval
 
@@ -28,7 +39,11 @@ class WeightAudit:
         """Audit ``policy_version`` when it is due. It is live, and nothing newer is pushed meanwhile."""
         if not self._interval or policy_version % self._interval:
             return
-        checksums = {name: await engine.checksums() for name, engine in self._engines.items()}
+        checksums = {}
+        for name, engine in list(self._engines.items()):
+            if self._serving is None or name in self._serving():
+                with suppress(EngineError):  # it died meanwhile, which others see to
+                    checksums[name] = await engine.checksums()
         line = msgspec.json.encode({"policy_version": policy_version, "checksums": checksums})
         with self._path.open("ab") as file:
             file.write(line + b"\n")

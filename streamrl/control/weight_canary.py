@@ -135,7 +135,7 @@ class WeightCanary(Generic[Engine]):
 
 def canary_of(recipe: Recipe, device: str) -> WeightCanary[PushedEngine] | None:
     """The canary of ``recipe``, whose engines run on ``device`` (``cpu`` or ``cuda``); None where it has none."""
-    if not recipe.weights.canary:
+    if not recipe.canary:
         return None
     tokens = probe_tokens(read_model_facts(Path(recipe.model.path)).vocabulary)
     return WeightCanary(tokens, canary_bounds(recipe, device).limit)

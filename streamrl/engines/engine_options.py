@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.config.model_folder import unsafe_content
 from streamrl.config.recipe import Recipe
 from streamrl.config.threads import engine_threads
 from streamrl.config.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
@@ -133,8 +134,11 @@ def installed_device() -> str:
 
 
 def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:
-    """The model's ``config.json``. Raises ``RecipeError`` about ``field`` when it is missing or not a JSON object."""
+    """The model's ``config.json``. Raises ``RecipeError`` about ``field`` when it is missing or not a JSON object, or
+    when the directory holds code or pickles."""
     path = Path(model_path) / "config.json"
+    if unsafe := unsafe_content(path.parent):
+        raise RecipeError([f"{field}: {path.parent} {unsafe}"])
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -210,6 +214,11 @@ def shared_environment(socket_directory: str | Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(socket_directory),
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # None of vLLM's own sockets leaves this host, and no pickle comes over them.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+        "VLLM_SERVER_DEV_MODE": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
     }
 
 

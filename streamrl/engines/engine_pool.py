@@ -3,6 +3,9 @@
 An engine can be drained (it gets no request, what it serves goes on elsewhere) and, once drained, detached and
 replaced. A drained engine still gets every weight push, so that it may be readmitted at any time; one that was detached
 must hold the live version before it is readmitted (``WeightPublisher.admit``).
+
+An engine may also be lost: its host died. What it served comes back cut, with nothing, and is asked for again, with the
+seed that it had: the completion is the same.
 """
 
 from __future__ import annotations
@@ -17,10 +20,19 @@ import msgspec
 
 from streamrl.engines.concurrent_calls import all_of
 from streamrl.engines.engine import Engine
+from streamrl.engines.pooled_answers import (
+    agreed_checksums,
+    joined_load,
+    joined_readiness,
+    nothing_sampled,
+    refuse_difference,
+    with_counters,
+)
 from streamrl.engines.resumption import whole_of
-from streamrl.errors import EngineError, WeightError
+from streamrl.engines.suspects import Suspects
+from streamrl.errors import EngineError, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, FinishReason, float_array, token_array
+from streamrl.types import Completion, FinishReason
 
 K = TypeVar("K")
 
@@ -29,8 +41,8 @@ SIBLING_SLACK = 8
 
 REMEMBERED_PROMPTS = 4096
 
-COUNTERS = ("generated_tokens", "preemptions", "decode_steps", "decode_s", "decode_tokens")
-"""What of ``EngineLoad`` counts since the start."""
+LOST = "lost"
+"""Who drains an engine whose host died."""
 
 ABORT_AGAIN_SECONDS = 0.5
 """While an engine is drained: an abort that overtook its request inside of the engine is told again after so long."""
@@ -50,12 +62,26 @@ class EnginePool:
     """Routes a request to the engine with the fewest open tokens; siblings of a prompt stay together, so that they
     share its prefix blocks, as long as the loads are near. Satisfies ``Engine``."""
 
-    def __init__(self, engines: Sequence[Engine], *, absent: Sequence[str] = (), by: str = "") -> None:
-        """``absent``: names of engines that are not there yet, as if ``by`` had drained and detached them."""
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        absent: Sequence[str] = (),
+        by: str = "",
+        fatal_deaths: int | None = None,
+        readiness: Sequence[EngineReady] = (),
+    ) -> None:
+        """``absent``: names of engines that are not there yet, as if ``by`` had drained and detached them.
+
+        ``fatal_deaths`` None: the death of an engine is an error. Else the run goes on, and a request that was being
+        served at so many deaths is refused (0: none is): it may be what they died of. ``readiness``: of engines that
+        were started already.
+        """
         if not engines:
             raise EngineError("the pool has no engine; set engines.count to 1 or more")
         self._engines = dict(enumerate(engines))
-        self._names = [f"engine-{index}" for index in range(len(engines))] + list(absent)
+        names = [ready.engine for ready in readiness] or [f"engine-{index}" for index in range(len(engines))]
+        self._names = [*names, *absent]
         self._open_requests = [0] * len(self._names)
         self._open_tokens = [0] * len(self._names)
         self._serving: dict[str, int] = {}
@@ -66,10 +92,14 @@ class EnginePool:
         self._drained = {index: {by} for index in range(len(engines), len(self._names))}
         self._detached = set(self._drained)
         self._emptied = [anyio.Event() for _ in self._names]
-        self._readiness: EngineReady | None = None
+        self._readiness = readiness[0] if readiness else None
         self._by_name: dict[str, Engine] = {}
         self._list_attached()
         self._past = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+        self._forgives = fatal_deaths is not None
+        self._suspects = Suspects(fatal_deaths or 0)
+        self.lost_requests = 0
+        """Requests that came back with nothing because their engine died."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,27 +116,20 @@ class EnginePool:
         readiness = await all_of([engine.start for engine in self._attached])
         self._names[: len(readiness)] = [ready.engine for ready in readiness]
         self._list_attached()
-        first = self._readiness = readiness[0]
+        self._readiness = readiness[0]
         for ready in readiness[1:]:
-            _refuse_difference(first, ready, ("policy_version", "max_context", "tokenizer_digest"))
+            refuse_difference(readiness[0], ready, ("policy_version",))
         return msgspec.structs.replace(
-            first,
-            engine="+".join(self._names),
-            max_running=sum(ready.max_running for ready in readiness),
-            kv_tokens=sum(ready.kv_tokens for ready in readiness),
+            joined_readiness(self._names[: len(readiness)], readiness), engine="+".join(self._names)
         )
 
     async def generate(self, request: Generate) -> Completion:
         """Sample one completion on the engine that ``route`` chooses. It comes back cut (finish reason abort) when that
-        engine is drained or the request migrates: ask for the rest of it, as the next part of the same completion.
-        While no engine serves (see ``drain``) it waits."""
+        engine is drained or dies, or the request migrates: ask for the rest of it, as the next part of the same
+        completion. While no engine serves (see ``drain``) it waits. Raises ``RequestRefused`` for one that too many
+        engines died of, as it seems."""
         if not await self._served_again(request.request_id):
-            return Completion(
-                token_ids=token_array(),
-                behavior_logprobs=float_array(),
-                finish_reason=FinishReason.ABORT,
-                version_spans=(),
-            )
+            return nothing_sampled()
         index = self.route(request)
         tokens = len(request.token_ids) + request.max_tokens - request.prefix_length
         self._open_requests[index] += 1
@@ -118,17 +141,42 @@ class EnginePool:
             sampled=request.prefix_length,
             since=anyio.current_time(),
         )
+        engine, whole = self._engines[index], whole_of(request.request_id)
+        self._suspects.sent(whole, engine, anyio.current_time())
         try:
-            completion = await self._engines[index].generate(request)
+            completion = await engine.generate(request)
+            self._answered(whole, complete=completion.finish_reason is not FinishReason.ABORT)
+        except EngineError:
+            if not self._forgives:
+                raise
+            completion = self._lost_with(index, engine, request.request_id)
         finally:
             del self._serving[request.request_id], self._requests[request.request_id]
             self._open_requests[index] -= 1
             self._open_tokens[index] -= tokens
             if not self._open_requests[index]:
                 self._emptied[index].set()
-        if completion.finish_reason is not FinishReason.ABORT:
-            self._moves.pop(whole_of(request.request_id), None)
         return completion
+
+    def _answered(self, whole: str, *, complete: bool) -> None:
+        self._suspects.answered(whole, complete=complete)
+        if complete:
+            self._moves.pop(whole, None)
+        for waiting in self._unserved.values():
+            waiting.set()
+
+    def _lost_with(self, index: int, engine: Engine, request_id: str) -> Completion:
+        if self._engines[index] is engine:  # nobody is to be sent to it before whoever sees to it does so
+            self._drained.setdefault(index, set()).add(LOST)
+        self.lost_requests += 1
+        whole = whole_of(request_id)
+        deaths = self._suspects.died(whole, engine, anyio.current_time())
+        if deaths:
+            raise RequestRefused(
+                f"{whole} was being sampled when {deaths} engines died (engines.fatal_deaths), the last of them "
+                f"{self._names[index]}: it may be what they died of"
+            )
+        return nothing_sampled()
 
     @property
     def serving(self) -> tuple[str, ...]:
@@ -136,16 +184,21 @@ class EnginePool:
         return tuple(name for index, name in enumerate(self._names) if index not in self._drained)
 
     async def _served_again(self, request_id: str) -> bool:
-        """Wait until an engine serves. False: the request was aborted meanwhile."""
-        while len(self._drained) == len(self._names):
+        """Wait until an engine serves it. False: the request was aborted meanwhile."""
+        whole = whole_of(request_id)
+        while True:
+            turn_s = self._suspects.wait_s(whole, anyio.current_time())
+            nobody = len(self._drained) == len(self._names)
+            if not nobody and not turn_s:
+                return True
             woken = self._unserved[request_id] = anyio.Event()
             try:
-                await woken.wait()
+                with anyio.move_on_after(None if nobody else turn_s):
+                    await woken.wait()
                 if request_id not in self._unserved:
                     return False
             finally:
                 self._unserved.pop(request_id, None)
-        return True
 
     def served(self) -> dict[str, tuple[ServedRequest, ...]]:
         """What each attached engine serves, by name: who plans which engines to free looks at it."""
@@ -235,8 +288,22 @@ class EnginePool:
             raise EngineError(f"{name} serves {self._open_requests[index]} requests; drain it before it is detached")
         self._detached.add(index)
         self._list_attached()
-        self._past = _with_counters(self._past, [self._past, self._engines[index].load()])
+        self._past = with_counters(self._past, [self._past, self._engines[index].load()])
         return self._engines[index]
+
+    def lose(self, name: str) -> int:
+        """Leave an engine out of everything at once: its host died. How many requests it served; they come back cut.
+
+        One that is detached already is left as it is.
+        """
+        index = self._index(name)
+        if index in self._detached:
+            return 0
+        self._drained.setdefault(index, set()).add(LOST)
+        self._detached.add(index)
+        self._list_attached()
+        self._past = with_counters(self._past, [self._past, self._engines[index].load()])
+        return self._open_requests[index]
 
     async def attach(self, name: str, engine: Engine) -> EngineReady:
         """Start ``engine`` in the place of ``name``, which is detached. It stays drained until ``readmit``.
@@ -248,7 +315,7 @@ class EnginePool:
             raise EngineError(f"{name} is not detached; its place is taken")
         ready = await engine.start()
         if self._readiness is not None:
-            _refuse_difference(self._readiness, ready, ("max_context", "tokenizer_digest"))
+            refuse_difference(self._readiness, ready, ("max_context", "tokenizer_digest"))
         self._engines[index] = engine
         self._detached.discard(index)
         self._list_attached()
@@ -287,30 +354,12 @@ class EnginePool:
 
     async def checksums(self) -> dict[str, str]:
         """Checksums that all engines agree on. Raises ``WeightError`` naming the first parameter that differs."""
-        parts = await all_of([engine.checksums for engine in self._attached])
-        names = self._attached_names
-        for name, part in zip(names[1:], parts[1:], strict=True):
-            differing = _first_difference(parts[0], part)
-            if differing is not None:
-                raise WeightError(f"{name} and {names[0]} hold different {differing}; publish an anchor")
-        return parts[0]
+        return agreed_checksums(self._attached_names, await all_of([engine.checksums for engine in self._attached]))
 
     def load(self) -> EngineLoad:
         """Sums over the engines, in the counters also of those that were detached. Cache usage is that of the fullest,
         the time of a decode step the mean of those that decode."""
-        loads = [engine.load() for engine in self._attached]
-        step_times = [load.token_s for load in loads if load.token_s]
-        return _with_counters(
-            EngineLoad(
-                running=sum(load.running for load in loads),
-                waiting=sum(load.waiting for load in loads),
-                kv_cache_usage=max((load.kv_cache_usage for load in loads), default=0.0),
-                generated_tokens=0,
-                token_s=sum(step_times) / len(step_times) if step_times else 0.0,
-                mean_running=sum(load.mean_running for load in loads),
-            ),
-            [self._past, *loads],
-        )
+        return joined_load(self._past, [engine.load() for engine in self._attached])
 
     async def aclose(self) -> None:
         """Close all."""
@@ -342,28 +391,7 @@ class EnginePool:
         )
 
 
-def _with_counters(load: EngineLoad, parts: Sequence[EngineLoad]) -> EngineLoad:
-    sums = {name: sum(getattr(part, name) for part in parts) for name in COUNTERS}
-    return msgspec.structs.replace(load, **sums)
-
-
-def _refuse_difference(first: EngineReady, other: EngineReady, fields: Sequence[str]) -> None:
-    for field in fields:
-        if getattr(other, field) != getattr(first, field):
-            raise EngineError(
-                f"{other.engine} has {field} {getattr(other, field)!r}, {first.engine} has"
-                f" {getattr(first, field)!r}; start both with the same recipe and model"
-            )
-
-
 def _forget_oldest(remembered: dict[K, int]) -> None:
     """Bounds what is remembered for completions that never come back."""
     if len(remembered) > REMEMBERED_PROMPTS:
         del remembered[next(iter(remembered))]
-
-
-def _first_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str | None:
-    for name in sorted(left.keys() | right.keys()):
-        if left.get(name) != right.get(name):
-            return name
-    return None

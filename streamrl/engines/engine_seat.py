@@ -9,6 +9,7 @@ from typing import cast
 import anyio
 
 from streamrl.comm.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
 from streamrl.engines.engine import Engine
@@ -28,11 +29,23 @@ class EngineSeat:
     """Binds the two streams of ``name`` anew for each host that takes the seat. ``run`` must run beside it.
 
     To empty it: ``aclose`` of the engine, which ends its host, then ``emptied``; or ``abandon``, when somebody else
-    ends the host. To fill it again: ``open``, and a new host at the same endpoints.
+    ends the host. To fill it again: ``open``, and a new host at the same endpoints. Each host has streams of its own:
+    nothing that one said late is heard by whoever listens to the next.
+
+    ``died``: told of the engine whose host died, and of why, at once; without it a death ends ``run``.
     """
 
-    def __init__(self, name: str, orders_at: str, completions_at: str, *, window: int = 4096) -> None:
+    def __init__(
+        self,
+        name: str,
+        orders_at: str,
+        completions_at: str,
+        *,
+        window: int = 4096,
+        died: Callable[[RemoteEngine, str], None] | None = None,
+    ) -> None:
         self._name = name
+        self.died = died
         self._orders_at = orders_at
         self._completions_at = completions_at
         self._window = window
@@ -45,11 +58,13 @@ class EngineSeat:
         self._retired = False
 
     async def run(self) -> None:
-        """Serve one host after another until retired. Raises ``EngineError`` naming the engine when a host died."""
+        """Serve one host after another until retired. Raises ``EngineError`` naming the engine when a host died and
+        nobody is there who is told."""
         while True:
             await self._wanted.wait()
             self._wanted = anyio.Event()
             if self._retired:
+                self._left.set()
                 return
             try:
                 with anyio.CancelScope() as self._serving:
@@ -61,15 +76,35 @@ class EngineSeat:
     async def _serve(self) -> None:
         async with (
             zmq_sender(
-                EngineOrder, self._orders_at, bind=True, window=self._window, name=f"{self._name}.orders"
+                EngineOrder,
+                self._orders_at,
+                bind=True,
+                window=self._window,
+                name=f"{self._name}.orders",
+                peer_role=KeyRole.ENGINE,
             ) as orders,
             zmq_receiver(
-                EngineEvent, self._completions_at, bind=True, window=self._window, name=f"{self._name}.completions"
+                EngineEvent,
+                self._completions_at,
+                bind=True,
+                window=self._window,
+                name=f"{self._name}.completions",
+                peer_role=KeyRole.ENGINE,
             ) as completions,
         ):
-            self._engine = RemoteEngine(self._name, orders, completions)
+            self._engine = engine = RemoteEngine(self._name, orders, completions)
             self._taken.set()
-            await self._engine.run()
+            try:
+                await engine.run()
+            except EngineError as error:
+                if self.died is None:
+                    raise
+                self.died(engine, str(error))
+
+    @property
+    def engine(self) -> RemoteEngine | None:
+        """Who has the seat, or may take it; None: it is not open."""
+        return self._engine
 
     async def open(self) -> RemoteEngine:
         """Bind the streams; ``start`` of what it returns waits for the host. Raises ``EngineError`` when taken."""

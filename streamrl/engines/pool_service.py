@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 import anyio
 from anyio.abc import TaskGroup
 
-from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.engine_pool import LOST, EnginePool
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +28,27 @@ class PoolService:
     async def take_out(self, engine: object, reason: str) -> None:
         """Drain it. Raises ``EngineError`` when no other engine serves."""
         name = self._name_of(engine)
-        log.warning("%s leaves service until it holds the live weights: %s", name, reason)
-        await self._pool.drain(name)
+        if name is not None:
+            log.warning("%s leaves service until it holds the live weights: %s", name, reason)
+            await self._pool.drain(name)
 
     async def take_back(self, engine: object) -> None:
         """Readmit it."""
         name = self._name_of(engine)
-        log.warning("%s serves again: it holds the live weights", name)
-        self._pool.readmit(name)
+        if name is not None:
+            log.warning("%s serves: it holds the live weights", name)
+            for by in ("", LOST):
+                self._pool.readmit(name, by=by)
+
+    def lost(self, engine: object, reason: str) -> bool:
+        """``engine`` does not answer, or cannot serve any more. Whether the run goes on without it."""
+        return False
 
     def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run ``work`` as a child of ``run``."""
         assert self._group is not None, "run() was not started"
         self._group.start_soon(work)
 
-    def _name_of(self, engine: object) -> str:
-        return next(name for name, attached in self._pool.attached.items() if attached is engine)
+    def _name_of(self, engine: object) -> str | None:
+        """None: it was lost meanwhile."""
+        return next((name for name, attached in self._pool.attached.items() if attached is engine), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -56,12 +57,42 @@ class RemoteEngine:
         self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
         self._failure = ""
         self._closing = False
+        self._paused = False
+        self._answered = 0
+        self.heard = 0
+        """How many events came from the host."""
+
+    @property
+    def name(self) -> str:
+        """What the run calls it."""
+        return self._name
+
+    @property
+    def failure(self) -> str:
+        """Why it serves no more; empty while it does."""
+        return self._failure
+
+    @property
+    def pid(self) -> int:
+        """Of its host; 0: it did not say one (yet)."""
+        return self._readiness.pid if self._readiness else 0
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Grows whenever the engine got on with a request: tokens, decode steps, answers."""
+        return self._load.generated_tokens, self._load.decode_steps, self._answered
+
+    @property
+    def owes_progress(self) -> bool:
+        """Whether requests are open and nobody paused it."""
+        return bool(self._requests) and not self._paused
 
     async def run(self) -> None:
         """Receive until ``aclose``. Raises ``EngineError`` naming the engine when it died."""
         try:
             async for event in self._events:
-                self._accept(event)
+                if not self._failure:
+                    self._accept(event)
                 if self._failure:
                     break
             self._fail("its host ended the stream of completions")
@@ -72,6 +103,10 @@ class RemoteEngine:
             raise
         if not self._closing:
             raise EngineError(self._failure)
+
+    def give_up(self, reason: str) -> None:
+        """Take it for dead: every pending call raises ``EngineError``, and what it still says is not listened to."""
+        self._fail(reason)
 
     async def start(self) -> EngineReady:
         """Wait for the host's ``EngineReady``."""
@@ -96,6 +131,7 @@ class RemoteEngine:
             raise
         finally:
             self._requests.pop(request.request_id, None)
+            _seen(future)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask for requests to stop."""
@@ -104,11 +140,13 @@ class RemoteEngine:
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling; returns when the engine said that it did."""
+        self._paused = True
         await self._order(lambda i: Pause(order_id=i, mode=mode, clear_cache=clear_cache), EngineError)
 
     async def resume(self) -> None:
         """Go on sampling."""
         await self._order(lambda i: Resume(order_id=i), EngineError)
+        self._paused = False
 
     async def sleep(self, level: int) -> None:
         """Give the device's memory back until ``wake``."""
@@ -135,9 +173,10 @@ class RemoteEngine:
         return self._load
 
     async def aclose(self) -> None:
-        """End the orders; the host then stops its engine and ends. Idempotent."""
+        """End the orders; the host then stops its engine and ends, if it has not died before. Idempotent."""
         self._closing = True
-        await self._orders.aclose()
+        with suppress(StreamBroken):  # whose the process is sees how it ended
+            await self._orders.aclose()
         self._fail("closed")
 
     async def _order(
@@ -153,6 +192,7 @@ class RemoteEngine:
             return await future
         finally:
             del self._pending_orders[order_id], self._order_errors[order_id]
+            _seen(future)
 
     async def _send(self, order: EngineOrder) -> None:
         try:
@@ -162,7 +202,11 @@ class RemoteEngine:
             self._require_alive()
 
     def _accept(self, event: EngineEvent) -> None:
+        """An answer that nobody waits for, because it was given before, or its request came back in another way, is
+        no answer."""
+        self.heard += 1
         if isinstance(event, Generated):
+            self._answered += 1
             _settle(self._requests.get(event.request_id), event.completion)
         elif isinstance(event, GenerationFailed):
             _settle(self._requests.get(event.request_id), RequestRefused(f"{self._name}: {event.reason}"))
@@ -172,9 +216,11 @@ class RemoteEngine:
             self._order_failed(event)
         elif isinstance(event, EngineLoad):
             self._load = event
-        else:
-            self._readiness = event
+        elif self._readiness is None:
+            self._readiness, self._paused = event, event.paused
             self._ready.set()
+        else:
+            self._fail("its host greeted twice")
 
     def _order_failed(self, event: OrderFailed) -> None:
         if event.order_id == ENGINE_FAILURE:
@@ -195,6 +241,12 @@ class RemoteEngine:
     def _require_alive(self) -> None:
         if self._failure:
             raise EngineError(self._failure)
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Nobody will wait for it any more: the engine may have died before it was asked."""
+    if future.done() and not future.cancelled():
+        future.exception()
 
 
 def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:

@@ -1,16 +1,17 @@
 """An engine without a model: what it samples depends only on the seed, how long it takes only on what runs.
 
-A decode step of all running requests takes ``base_ms + per_request_ms * running``, as measured on the real one. It has
-no background task: one of the callers of ``generate`` drives the steps for all, and hands over when it is done.
+In a process of its own (``engines.kind = "simulated"``) it fetches and verifies the weights that are published, as a
+real one does; elsewhere it takes announcements at their word. A decode step of all running requests takes
+``base_ms + per_request_ms * running``, as measured on the real one. It has no background task: one of the callers of
+``generate`` drives the steps for all, and hands over when it is done.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -18,25 +19,12 @@ import msgspec
 
 from streamrl.engines.continuation import accepted_prefix, without_kept
 from streamrl.engines.resumption import remaining_tokens
+from streamrl.engines.simulated_text import LengthMixture, SampledText, UniformText
 from streamrl.errors import EngineError, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, FinishReason, FloatArray, TokenArray, VersionSpan, float_array, token_array
+from streamrl.types import Completion, FinishReason, VersionSpan, float_array, token_array
 
-
-class LengthMixture(msgspec.Struct, frozen=True, kw_only=True):
-    """Completion lengths in tokens: log-normal, and with probability ``long_share`` another, longer log-normal."""
-
-    median: float = 45.0
-    sigma: float = 0.8
-    long_share: float = 0.1
-    long_median: float = 250.0
-    long_sigma: float = 0.5
-
-    def sample(self, random_source: random.Random) -> int:
-        """One length, at least 1."""
-        long = random_source.random() < self.long_share
-        median, sigma = (self.long_median, self.long_sigma) if long else (self.median, self.sigma)
-        return max(1, round(random_source.lognormvariate(math.log(median), sigma)))
+__all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +39,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int = 32
     end_token: int = 1
     policy_version: int = -1
+    tokenizer_digest: str = ""
     lengths: LengthMixture = LengthMixture()
 
 
@@ -70,27 +59,37 @@ class InstantClock:
         await anyio.lowlevel.checkpoint()
 
 
+class EngineWeights(Protocol):
+    """Fetches and holds what is published: ``simulated_weights.SimulatedWeights``."""
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        """Fetch and check. Raises ``WeightError``."""
+        ...
+
+    def commit(self, policy_version: int) -> OrderDone:
+        """Make the staged version live. Raises ``WeightError``."""
+        ...
+
+    def checksums(self) -> dict[str, str]:
+        """Of every live tensor."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and leave nothing. Idempotent."""
+        ...
+
+
 class _Running:
     """One open request: what it will sample, what it has sampled, and who waits for it."""
 
-    def __init__(self, asked: Generate, options: SimulationOptions) -> None:
+    def __init__(self, asked: Generate, text: SampledText, max_context: int) -> None:
         request = without_kept(asked)
-        source = random.Random(request.seed)
-        length = options.lengths.sample(source)
-        # A resumed completion is longer than what it already has; draw again a few times, as conditioning would.
-        for _ in range(64):
-            if length > request.prefix_length:
-                break
-            length = options.lengths.sample(source)
-        own = max(1, length - request.prefix_length)
-        limit = min(remaining_tokens(request), options.max_context - len(request.token_ids))
-        self.finish_reason = FinishReason.STOP if own <= limit else FinishReason.LENGTH
-        self.plan: TokenArray = token_array(_draw_token(source, options) for _ in range(min(own, limit)))
-        if self.finish_reason is FinishReason.STOP:
-            self.plan[-1] = options.end_token
+        self._draft = text.draft(request, max_context - len(request.token_ids))
+        plan = self._draft.token_ids
+        self.finish_reason = FinishReason.STOP if self._draft.ends else FinishReason.LENGTH
         self.sampled = 0
         # The first step tells what is kept, and samples one token more.
-        self.accepted = min(accepted_prefix(asked.token_ids[len(request.token_ids) :], self.plan), len(self.plan) - 1)
+        self.accepted = min(accepted_prefix(asked.token_ids[len(request.token_ids) :], plan), len(plan) - 1)
         self.spans: list[VersionSpan] = []
         self.finished = False
         self.wakeup = anyio.Event()
@@ -101,7 +100,7 @@ class _Running:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(start=start, end=end, policy_version=policy_version))
         self.sampled = end
-        if end == len(self.plan):
+        if end == len(self._draft.token_ids):
             self.finish(self.finish_reason)
 
     def finish(self, reason: FinishReason) -> None:
@@ -110,27 +109,33 @@ class _Running:
             self.finish_reason = reason
             self.wakeup.set()
 
-    def completion(self, logprob: float) -> Completion:
-        logprobs: FloatArray = float_array([logprob]) * self.sampled
+    def completion(self) -> Completion:
         return Completion(
-            token_ids=self.plan[: self.sampled],
-            behavior_logprobs=logprobs,
+            token_ids=self._draft.token_ids[: self.sampled],
+            behavior_logprobs=self._draft.logprobs[: self.sampled],
             finish_reason=self.finish_reason,
             version_spans=tuple(self.spans),
         )
 
 
 class SimulatedEngine:
-    """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would."""
+    """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would.
+
+    ``text``: what it samples (None: as ``options`` say). ``weights``: what it holds (None: what it is told).
+    """
 
     def __init__(
         self,
         options: SimulationOptions = SimulationOptions(),  # noqa: B008 - frozen
         *,
+        text: SampledText | None = None,
+        weights: EngineWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
         self._options = options
+        self._text = text or UniformText(options.lengths, vocabulary=options.vocabulary, end_token=options.end_token)
+        self._weights = weights
         self._clock = clock
         self._sleep = sleep
         self._open: dict[str, _Running] = {}
@@ -145,7 +150,6 @@ class SimulatedEngine:
         self._decode_steps = 0
         self._decode_s = 0.0
         self._reported = (0, 0.0, 0)
-        self._logprob = -math.log(options.vocabulary)
 
     async def start(self) -> EngineReady:
         """Ready at once."""
@@ -155,6 +159,7 @@ class SimulatedEngine:
             policy_version=self._policy_version,
             max_context=self._options.max_context,
             max_running=self._options.max_running,
+            tokenizer_digest=self._options.tokenizer_digest,
         )
 
     async def watch(self) -> None:
@@ -181,13 +186,13 @@ class SimulatedEngine:
                 finish_reason=FinishReason.LENGTH,
                 version_spans=(),
             )
-        running = self._open[request.request_id] = _Running(request, self._options)
+        running = self._open[request.request_id] = _Running(request, self._text, self._options.max_context)
         try:
             await self._until_finished(running)
         finally:
             del self._open[request.request_id]
         self._require_alive()
-        return running.completion(self._logprob)
+        return running.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """The requests return what they have; unknown ids are ignored."""
@@ -224,10 +229,15 @@ class SimulatedEngine:
         await self.resume()
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Check the base version as the real one does."""
+        """Check the base version as the real one does, or everything."""
         self._require_alive()
         if self._asleep:
             raise EngineError(f"{self._options.name}: it sleeps; wake it before a version is staged")
+        if self._weights is not None:
+            self._staged = None
+            done = await self._weights.stage(announcement)
+            self._staged = announcement
+            return done
         base = announcement.base_version
         replay = (announcement.policy_version, announcement.state_hash) == (self._policy_version, self._state_hash)
         if base is not None and base != self._policy_version and not replay:
@@ -249,13 +259,18 @@ class SimulatedEngine:
             held = "nothing" if staged is None else f"version {staged.policy_version}"
             raise WeightError(f"{self._options.name}: commit of version {policy_version}, but {held} is staged")
         await anyio.lowlevel.checkpoint()
-        self._policy_version, self._state_hash, self._staged = policy_version, staged.state_hash, None
-        return OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
+        done = OrderDone(order_id=0, seconds=0.0, state_hash=staged.state_hash)
+        if self._weights is not None:
+            done = self._weights.commit(policy_version)
+        self._policy_version, self._state_hash, self._staged = policy_version, done.state_hash, None
+        return done
 
     async def checksums(self) -> dict[str, str]:
-        """One made-up parameter whose checksum depends on the state hash."""
+        """Of what it holds; else one made-up parameter whose checksum depends on the state hash."""
         self._require_alive()
         await anyio.lowlevel.checkpoint()
+        if self._weights is not None:
+            return self._weights.checksums()
         return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
 
     def load(self) -> EngineLoad:
@@ -280,6 +295,8 @@ class SimulatedEngine:
         """Pending calls get ``EngineError``."""
         if not self._failure:
             self.fail("closed")
+        if self._weights is not None:
+            self._weights.close()
         await anyio.lowlevel.checkpoint()
 
     def fail(self, reason: str) -> None:
@@ -341,8 +358,3 @@ class SimulatedEngine:
     def _require_alive(self) -> None:
         if self._failure:
             raise EngineError(self._failure)
-
-
-def _draw_token(source: random.Random, options: SimulationOptions) -> int:
-    token = source.randrange(options.vocabulary - 1)
-    return token if token < options.end_token else token + 1

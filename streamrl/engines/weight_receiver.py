@@ -7,8 +7,6 @@ so that the reason reaches the owner in one piece. What vLLM calls itself does r
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,20 +24,22 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from streamrl.comm.weights.mirror import CheckpointMirror, TensorSpec
-from streamrl.comm.weights.node_mirror import NodeMirror, node_directory
+from streamrl.comm.weights.node_mirror import shared_mirror
+from streamrl.comm.weights.requests import decode_announcement
 from streamrl.engines.live_weights import LiveWeights, count_routes
 from streamrl.engines.live_weights_layers import LiveLayers
-from streamrl.engines.load_plan import LoadPlan, record_load_plan
+from streamrl.engines.load_plan import LoadPlan, Rectangle, record_load_plan
 from streamrl.engines.vllm_plugin import repack_linear_layers
 from streamrl.engines.weight_transaction import LiveModel, LiveReport, StageReport, WeightTransaction
 from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
 
 _PLAIN_FORMATS = ("auto", "hf", "safetensors")
 RUN_VARIABLE = "STREAMRL_RUN_MARKER"
 """The environment variable that all processes of a run on this machine have in common."""
 
-_logger = logging.getLogger(__name__)
+
+Gathered = dict[str, list[Rectangle]] | str
+"""What workers of one engine tell each other: where their routes begin in the checkpoint, or what went wrong."""
 
 
 @dataclass
@@ -72,33 +72,34 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
 
     def begin_stage(self, encoded_announcement: bytes) -> None:
         """Start fetching in a thread. A version that is being fetched is given up for the new one."""
-        self._transaction.begin_stage(msgspec.msgpack.decode(encoded_announcement, type=WeightAnnouncement))
+        self._transaction.begin_stage(decode_announcement(encoded_announcement))
 
     def stage_report(self) -> StageReport:
         """How far the thread is."""
         return self._transaction.stage_report()
 
-    def finish_stage(self, plans_of_all_workers: Callable[[Any], list[Any]]) -> StageReport:
+    def finish_stage(self, plans_of_all_workers: Callable[[Gathered], list[Gathered]]) -> StageReport:
         """Take over what the thread fetched; with the first anchor, record the load plan.
 
-        ``plans_of_all_workers``: gathers one object from every worker (a collective: all are called at once).
+        ``plans_of_all_workers``: gathers one value from every worker (a collective: all are called at once).
         """
         return self._transaction.finish_stage(lambda tensors: self._record_live(tensors, plans_of_all_workers))
 
     def _record_live(
-        self, tensors: Mapping[str, TensorSpec], plans_of_all_workers: Callable[[Any], list[Any]]
+        self, tensors: Mapping[str, TensorSpec], plans_of_all_workers: Callable[[Gathered], list[Gathered]]
     ) -> LiveWeights:
         plan: LoadPlan | None = None
-        own: Any
+        own: Gathered
         try:
             plan = record_load_plan(self.model, tensors)
             own = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
         except WeightError as error:  # told to the other workers first: they wait for this one
             own = str(error)
-        plans = plans_of_all_workers(own)
-        for other in plans:
+        plans: list[dict[str, list[Rectangle]]] = []
+        for other in plans_of_all_workers(own):
             if isinstance(other, str):
                 raise WeightError(other)
+            plans.append(other)
         assert plan is not None
         counted = count_routes(plans, _worker_index(), tensors)
         agreed = _agree if len(plans) > 1 else None
@@ -165,29 +166,30 @@ def mirror_of(vllm_config: Any) -> CheckpointMirror:
     run, workers = os.environ.get(RUN_VARIABLE, ""), vllm_config.parallel_config.world_size
     if not run and workers == 1:
         return CheckpointMirror()
-    meeting = f"{run or vllm_config.instance_id} {vllm_config.model_config.model}"
-    key = hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
     parent = Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
-    try:
-        return NodeMirror(node_directory(parent, key))
-    except (OSError, AttributeError) as error:  # no memfd here
-        _logger.warning("this worker keeps a mirror of its own, since memory cannot be shared: %s", error)
-        return CheckpointMirror()
+    return shared_mirror(run or vllm_config.instance_id, str(vllm_config.model_config.model), parent)
 
 
 def _worker_index() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def _gather_from_workers(own: Any) -> list[Any]:
-    """One object from every worker of this engine, by rank."""
+def _gather_from_workers(own: Gathered) -> list[Gathered]:
+    """What every worker of this engine has, by rank. Tensors travel, never objects: torch would pickle those."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [own]
     from vllm.distributed.parallel_state import get_world_group
 
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own, group=get_world_group().cpu_group)
-    return gathered
+    group, mine = get_world_group().cpu_group, msgspec.msgpack.encode(own)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = max(int(length) for length in lengths)
+    gathered = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    torch.distributed.all_gather(
+        gathered, torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8), group=group
+    )
+    found = zip(gathered, lengths, strict=True)
+    return [msgspec.msgpack.decode(part.numpy()[: int(length)].tobytes(), type=Gathered) for part, length in found]
 
 
 def _agree(failed: str) -> None:

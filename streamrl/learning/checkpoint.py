@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as _load
 from torch.distributed.checkpoint.state_dict_saver import save as _save
 
-from streamrl.errors import StreamRLError
+from streamrl.errors import UNDECODABLE, StreamRLError
 from streamrl.learning import durable_files
 from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.published_weights import FullWeights, PublishedWeights
 
 FORMAT = 2
@@ -147,7 +148,7 @@ def load(
         warnings.simplefilter("ignore")
         try:
             reader = HuggingFaceStorageReader(str(directory / "trainer"))
-            _load(_tensors(weights, masters_L, buffers, extra or {}), storage_reader=reader)
+            _load(_tensors(weights, masters_L, buffers, extra or {}), storage_reader=reader, no_dist=_alone())
         except (CheckpointException, RuntimeError, ValueError) as error:
             raise StreamRLError(f"checkpoint {str(directory)!r} does not fit this model: {error}") from error
     weights.masters.load(masters_L)
@@ -203,7 +204,8 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            _save(tensors, storage_writer=HuggingFaceStorageWriter(str(directory), save_distributed=True))
+            writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+            _save(tensors, storage_writer=writer, no_dist=_alone())
         except CheckpointException as error:
             causes = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
             raise StreamRLError(f"cannot write checkpoint files in {str(directory)!r}: {causes}") from error
@@ -256,7 +258,7 @@ def _read_scalars(directory: Path) -> _Scalars:
         if written != FORMAT:
             raise StreamRLError(f"checkpoint {str(directory)!r} has format {written}; this version reads {FORMAT}")
         return msgspec.msgpack.decode(encoded, type=_Scalars)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise StreamRLError(f"{str(directory)!r} is not a checkpoint of streamrl: {error}") from error
 
 
@@ -274,21 +276,26 @@ def _refuse_missing(
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
+def _alone() -> bool:
+    """One rank plans by itself; of several torch exchanges the plans as pickles (SECURITY.md, ranks)."""
+    return dist.get_world_size() == 1
+
+
 def _my_share(directory: Path) -> list[str]:
     return durable_files.files_below(directory)[dist.get_rank() :: dist.get_world_size()]
 
 
 def _on_every_rank(work: Callable[[], T]) -> list[T]:
-    """What ``work`` returned on each rank. Raises ``StreamRLError`` on all of them when it failed on one."""
+    """What ``work`` returned on each rank (of other ranks as msgpack's own types). Raises ``StreamRLError`` on all of
+    them when it failed on one."""
     mine: tuple[T | None, str]
     cause: Exception | None = None
     try:
         mine = (work(), "")
     except (OSError, RuntimeError, SafetensorError, StreamRLError) as error:
         mine, cause = (None, str(error)), error
-    everything: list[tuple[T, str]] = [mine] * dist.get_world_size()  # type: ignore[list-item]
-    if len(everything) > 1:
-        dist.all_gather_object(everything, mine)
+    encoded = all_gather_bytes(msgspec.msgpack.encode(mine))
+    everything: list[tuple[T, str]] = [msgspec.msgpack.decode(one, type=tuple[Any, str]) for one in encoded]
     if failure := next((failure for _, failure in everything if failure), ""):
         raise StreamRLError(failure) from cause
     return [value for value, _ in everything]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,8 @@ from pathlib import Path
 from streamrl.errors import StreamRLError
 
 DIGESTS = "digests"
+
+log = logging.getLogger(__name__)
 
 
 def files_below(directory: Path) -> list[str]:
@@ -43,7 +46,10 @@ def read_digests(directory: Path) -> dict[str, str]:
     """sha256 by file name. Raises ``StreamRLError`` when the directory was not written by ``write_digests``."""
     try:
         lines = (directory / DIGESTS).read_text().splitlines()
-        return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        if outside := [name for name in digests if not name or Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"{outside[0]!r} leads out of it")
+        return digests
     except (OSError, ValueError) as error:
         raise StreamRLError(
             f"{str(directory)!r} is not a checkpoint of this version of streamrl: its list {DIGESTS!r} cannot be read "
@@ -92,6 +98,22 @@ def surviving(directory: Path) -> Path:
     """``directory`` without links, or what a crash between the two renames of ``move_into_place`` left of it."""
     real = directory.resolve()
     return _aside(real) if not real.exists() and _aside(real).exists() else real
+
+
+def newest_checkpoint(run_directory: Path) -> Path | None:
+    """The newest checkpoint of a run whose files are all as they were written; None: there is none. A damaged one is
+    left out, and the log says so."""
+    checkpoints = run_directory / "checkpoints"
+    latest = surviving(checkpoints / "latest")
+    older = sorted((path for path in checkpoints.glob("step-*") if path.is_dir()), reverse=True)
+    for directory in dict.fromkeys([*([latest] if latest.is_dir() else []), *(path.resolve() for path in older)]):
+        try:
+            verify(directory)
+        except StreamRLError as error:
+            log.warning("%s; trying the one before", error)
+            continue
+        return directory
+    return None
 
 
 def _aside(directory: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from streamrl.config.model_folder import unsafe_content
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import persistent_buffers
 from streamrl.learning.hugging_face import AutoModelForCausalLM, disable_progress_bar, without_compiler
@@ -19,10 +20,13 @@ from streamrl.learning.probe import check_packing
 def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
     """The model of a Hugging Face directory in float32, without dropout, checked on a few packed tokens.
 
-    Raises ``StreamRLError`` for a directory that is not a whole model, for quantised weights, and for a model that
-    packed rows or published weights would get wrong. Auxiliary losses of mixture-of-experts routers are not trained.
+    Raises ``StreamRLError`` for a directory that is not a whole model or holds code or pickles, for quantised weights,
+    and for a model that packed rows or published weights would get wrong. Auxiliary losses of routers (mixtures of
+    experts) are not trained.
     """
     directory = Path(model_path)
+    if unsafe := unsafe_content(directory):
+        raise StreamRLError(f"model {model_path!r} {unsafe}")
     _refuse_quantised(directory)
     disable_progress_bar()
     try:

@@ -116,10 +116,12 @@ def trainer_options(
         max_grad_norm=training.max_grad_norm,
         updates_per_batch=training.updates_per_batch,
         micro_batch_tokens=training.micro_batch_tokens,
-        streaming=training.streaming and not why_not_streaming(objective, training.updates_per_batch),
+        streaming=training.streaming
+        and not recipe.run.deterministic
+        and not why_not_streaming(objective, training.updates_per_batch),
         compute_dtype=training.compute_dtype,
         activation_checkpointing=training.activation_checkpointing,
         compile=training.compile,
-        canary=recipe.weights.canary,
+        canary=recipe.canary,
         resume_from=resume_from or recipe.checkpoint.resume_from,
     )

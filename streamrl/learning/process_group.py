@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.errors import StreamBroken, StreamRLError
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.rendezvous import meet_at, stay_on_interface
 
 LEAVE_TIMEOUT = timedelta(seconds=10)
 TORCHRUN = "env://"
@@ -48,8 +49,13 @@ def join(options: TrainerOptions, device: torch.device) -> None:
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=options.collective_timeout_s)
+    if options.rendezvous != TORCHRUN:
+        stay_on_interface(options.rendezvous)
     try:
-        if options.rendezvous:
+        if options.rendezvous.startswith("tcp://"):
+            store = meet_at(options.rendezvous, options.rank, options.ranks, timeout)
+            dist.init_process_group(backend, store=store, rank=options.rank, world_size=options.ranks, timeout=timeout)
+        elif options.rendezvous:
             dist.init_process_group(
                 backend,
                 init_method=options.rendezvous,
@@ -59,7 +65,7 @@ def join(options: TrainerOptions, device: torch.device) -> None:
             )
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise StreamRLError(
             f"trainer rank {options.rank} of {options.ranks} did not meet the others at "
             f"{options.rendezvous or 'its own store'}: {error}"
@@ -120,6 +126,20 @@ def all_reduce(
     dist.all_reduce(tensor, op=operation)
     result: list[float] = tensor.tolist()
     return result
+
+
+def all_gather_bytes(mine: bytes) -> list[bytes]:
+    """What each rank has, by rank. Tensors travel, never objects: torch would pickle those."""
+    if dist.get_world_size() == 1:
+        return [mine]
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(mine)], dtype=torch.int64, device=device))
+    longest = max(1, *(int(length) for length in lengths))
+    own = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(own) for _ in lengths]
+    dist.all_gather(gathered, own)
+    return [part.cpu().numpy().tobytes()[: int(length)] for part, length in zip(gathered, lengths, strict=True)]
 
 
 def all_gather_values(values: torch.Tensor) -> torch.Tensor:

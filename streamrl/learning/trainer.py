@@ -98,8 +98,13 @@ class TorchTrainer:
         self._optimizer = MasterOptimizer(options, self._weights.masters, self._weights.decayed)
         if options.resume_from:
             self._resume(Path(options.resume_from))
-        self._open_batch()
         self._publisher = start_publisher(options, self._weights)
+        return self.begin_again()
+
+    def begin_again(self) -> TrainerReady:
+        """For the next controller: as after the last step, whatever was handed in since."""
+        options = self._options
+        self._open_batch()
         return TrainerReady(
             rank=options.rank,
             ranks=options.ranks,

@@ -22,7 +22,7 @@ def metrics_page() -> str:
 
 _HEAD = """# Metrics
 
-Made from `streamrl/observe/metrics.py` by `python -m streamrl.observe.metrics_page`; a test compares the two.
+Made from `streamrl/observe/meanings/` by `python -m streamrl.observe.metrics_page`; a test compares the two.
 The names are the same in `metrics.jsonl`, on the metrics socket and in `StepFinished.metrics`; `<name>` in one is
 filled in by the run. **Bold**: on the step line. A *step* is one optimizer step."""
 
@@ -35,6 +35,8 @@ _PLACES = """## Where they go
 | `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`control/event_log.py`) |
 | `trace.jsonl` | trajectories, steps and engine loads as measured, for the simulator (`control/trajectory_trace.py`) |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`control/evaluation_samples.py`) |
+| `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
+| `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl replay`) |
 | metrics socket | see below |
 | `curve.svg` | reward and evaluation over steps, written when the run ends |
 
@@ -47,7 +49,7 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 
 | frame | content |
 |---|---|
-| 0 | topic: `run`, `step`, `evaluation`, `progress`, `warning`, `decision`, `event`; an empty subscription takes all |
+| 0 | topic, one of those below; an empty subscription takes all |
 | 1 | schema version in decimal: `1`. Refuse a version that you do not know |
 | 2 | JSON object: `run_id`, `sequence` (from 1 in each topic), `time`, `replay`, and the fields of the topic |
 
@@ -58,6 +60,7 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 | `progress` | `step`, `phase`, `finished`, `wanted` |
 | `warning` | `step`, `message`: a metric left its bounds |
 | `decision` | `step`, `subject`, `reason`, `figures`: control changed how it works from `step` on |
+| `stall` | `waits`, `seconds`, `file`: nothing moves any more, and the run is about to end |
 | `event` | `event` (its kind), `fields` |
 
 - **Late joiners.** When a subscription arrives, the last message of every topic is sent again, with `replay` true.

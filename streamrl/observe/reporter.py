@@ -9,6 +9,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+MOST_NAMES = 4096
+LONGEST_NAME = 256
+"""Characters."""
+
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of one step (``kind`` step) or of one evaluation. Names: docs/metrics.md."""
@@ -40,16 +44,26 @@ class Sink(Protocol):
 
 
 class Reporter:
-    """Gives each record its time and hands it to every sink, in order."""
+    """Gives each record its time and hands it to every sink, in order. ``standing``: metrics of every step that do not
+    change in a run."""
 
-    def __init__(self, sinks: Sequence[Sink], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        clock: Callable[[], float] = time.time,
+        standing: Mapping[str, float] | None = None,
+    ) -> None:
         self._sinks = tuple(sinks)
+        self._standing = dict(standing or {})
         self._clock = clock
         self._events = 0
+        self._names: set[str] = set()
+        self._refused = 0
 
     def step(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Report one optimizer step whose version is live."""
-        self._report("step", step, policy_version, metrics)
+        self._report("step", step, policy_version, {**metrics, **self._standing})
 
     def evaluation(self, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Report one evaluation."""
@@ -75,10 +89,22 @@ class Reporter:
 
     def _report(self, kind: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         record = StepRecord(
-            kind=kind, time=self._clock(), step=step, policy_version=policy_version, metrics=dict(metrics)
+            kind=kind, time=self._clock(), step=step, policy_version=policy_version, metrics=self._bounded(metrics)
         )
         for sink in self._sinks:
             sink.record_step(record)
+
+    def _bounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Without names that would be more than a run may have: rewards name their parts, and may name each anew."""
+        kept: dict[str, float] = {}
+        for name, value in metrics.items():
+            if name not in self._names:
+                if len(self._names) >= MOST_NAMES or len(name) > LONGEST_NAME:
+                    self._refused += 1
+                    continue
+                self._names.add(name)
+            kept[name] = value
+        return kept | {"health/metrics_refused_total": float(self._refused)} if self._refused else kept
 
 
 def finite_or_none(value: Any) -> Any:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from streamrl.messages import EvaluationFinished, RunStarted, StepFinished
 from streamrl.observe.curve import Curve, svg_plot, terminal_plot
 from streamrl.observe.step_line import duration
+from streamrl.run_events import EvaluationFinished, RunStarted, StepFinished
 
 RECENT_STEPS = 20
 SUMMARY_STEPS = 10
@@ -21,6 +21,7 @@ class RunHistory:
         self._clock = clock
         self._intervals: deque[float] = deque(maxlen=RECENT_STEPS)
         self._began = self._last = clock()
+        self.run_id = ""
         self.steps = 0
         self.last_step = 0
         self.directory: Path | None = None
@@ -29,6 +30,7 @@ class RunHistory:
 
     def started(self, event: RunStarted) -> None:
         """Every process is ready: time counts from here."""
+        self.run_id = event.run_id
         self.steps = event.steps
         self.last_step = event.policy_version
         self.directory = Path(event.directory) if event.directory else None  # a watcher has none

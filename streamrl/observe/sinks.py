@@ -11,7 +11,7 @@ from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
 
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
-_TOPICS = {"RunProgress": "progress", "RunWarning": "warning", "RunDecided": "decision"}
+_TOPICS = {"RunProgress": "progress", "RunWarning": "warning", "RunDecided": "decision", "StallSeen": "stall"}
 
 
 class _LineFile:

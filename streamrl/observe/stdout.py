@@ -12,25 +12,32 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from streamrl.messages import (
+from streamrl.observe.printable import printable
+from streamrl.observe.resumed_lines import resumed_lines
+from streamrl.observe.run_history import RunHistory
+from streamrl.observe.step_line import duration, evaluation_line, round_of, step_line, table_header, table_row
+from streamrl.run_events import (
+    EngineBack,
+    EngineLost,
     EvaluationFinished,
     RunDecided,
     RunEvent,
     RunFinished,
     RunProgress,
+    RunResumed,
     RunStarted,
     RunWarning,
+    StallSeen,
     StartProgress,
     StepFinished,
 )
-from streamrl.observe.run_history import RunHistory
-from streamrl.observe.step_line import duration, evaluation_line, round_of, step_line, table_header, table_row
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SILENCE_S = 30.0
 HEADER_EVERY = 20
+SHOWN_WAITS = 8
 
 
 class Screen(Protocol):
@@ -59,7 +66,7 @@ class PlainScreen:
         self._printed = clock()
 
     def line(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(printable(text) + "\n")
         self._stream.flush()
         self._printed = self._clock()
 
@@ -92,7 +99,7 @@ class TerminalScreen:
         self._shown = ""
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, soft_wrap=True)
 
     def progress(self, text: str, done: int, total: int) -> None:
         count = f"{done}/{total}" if total else ""
@@ -153,6 +160,15 @@ class StdoutReporter:
                 self._screen.line(evaluation_line(event.step, event.metrics))
             case RunWarning():
                 self._screen.line(f"warning at step {event.step}: {event.message}")
+            case StallSeen():
+                self._stalled(event)
+            case RunResumed():
+                for text in resumed_lines(event):
+                    self._screen.line(text)
+            case EngineLost():
+                self._screen.line(f"{event.engine} is lost with {event.requests} requests ({event.reason})")
+            case EngineBack():
+                self._screen.line(f"{event.engine} serves again; it was missed for {event.seconds:.1f} s")
             case RunDecided():
                 self._screen.line(f"{event.subject} from step {event.step} on: {event.reason}")
             case RunFinished():
@@ -172,6 +188,8 @@ class StdoutReporter:
             self._screen.progress(plain, 0, 0)
 
     def _started(self, event: RunStarted) -> None:
+        if self._history.run_id == event.run_id:
+            return  # its controller was started again
         self._history.started(event)
         resumed = f", from step {event.policy_version}" if event.policy_version else ""
         self._screen.line(f"run {event.run_id}: {event.steps} steps, {event.parameters:,} parameters{resumed}")
@@ -202,6 +220,12 @@ class StdoutReporter:
             return False
         self._round_varies = True
         return True
+
+    def _stalled(self, event: StallSeen) -> None:
+        self._screen.line(f"nothing has moved for {duration(event.seconds)}; the run ends. Waits, the longest first:")
+        for text in event.waits[:SHOWN_WAITS]:
+            self._screen.line(f"  {text}")
+        self._screen.line(f"  all of them, with stacks: {event.file}")
 
     def _finished(self, event: RunFinished) -> None:
         self._screen.close()

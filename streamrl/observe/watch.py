@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import msgspec
 
 from streamrl.comm.telemetry import Telemetry
-from streamrl.messages import (
+from streamrl.run_events import (
     EvaluationFinished,
     RunDecided,
     RunEvent,
@@ -16,6 +16,7 @@ from streamrl.messages import (
     RunProgress,
     RunStarted,
     RunWarning,
+    StallSeen,
     StepFinished,
 )
 
@@ -25,6 +26,7 @@ _EVENTS: dict[str, type[RunEvent]] = {
     "progress": RunProgress,
     "warning": RunWarning,
     "decision": RunDecided,
+    "stall": StallSeen,
 }
 
 

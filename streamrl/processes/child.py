@@ -20,21 +20,27 @@ from typing import NoReturn
 import anyio
 import msgspec
 
+from streamrl.comm.transport_keys import transport_environment
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import ProcessPlan, Role, Topology, read_topology
+from streamrl.config.transport_rules import insecure_notice
+from streamrl.observe.printable import log_to
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
+from streamrl.processes.stacks import write_stacks_when_asked
 
 log = logging.getLogger(__name__)
 
 
 class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What every role is given. ``socket_directory`` is short and private to the run."""
+    """What every role is given. ``socket_directory`` is short and private to the run. ``resumes``: a predecessor died,
+    and this process goes on where that one was."""
 
     plan: ProcessPlan
     recipe: Recipe
     topology: Topology
     run_directory: Path
     socket_directory: Path
+    resumes: bool = False
 
 
 RoleMain = Callable[[ChildContext], Awaitable[None]]
@@ -50,16 +56,19 @@ def main() -> NoReturn:
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     plan = ProcessPlan(role=arguments.role, index=arguments.index)
-    leave(plan, arguments.run_directory, lambda: run_role(load_context(plan, arguments.run_directory)))
+    directory, resumes = arguments.run_directory, arguments.resume
+    leave(plan, directory, lambda: run_role(load_context(plan, directory, resumes=resumes)))
 
 
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
     """Run ``work`` and end this process by what became of it."""
     # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    write_stacks_when_asked()
+    log_to(sys.stderr, logging.INFO)
     code = 0
     try:
         work()
@@ -76,7 +85,7 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     os._exit(code)
 
 
-def load_context(plan: ProcessPlan, run_directory: Path) -> ChildContext:
+def load_context(plan: ProcessPlan, run_directory: Path, *, resumes: bool = False) -> ChildContext:
     """Read the recipe and the topology that the supervisor's side wrote."""
     from streamrl.config.load import load_recipe
 
@@ -90,11 +99,16 @@ def load_context(plan: ProcessPlan, run_directory: Path) -> ChildContext:
         topology=topology,
         run_directory=run_directory,
         socket_directory=Path(steps.removeprefix("ipc://")).parent,
+        resumes=resumes,
     )
 
 
 def run_role(context: ChildContext) -> None:
-    """Run the role's coroutine to its end. Raises ``Terminated`` on SIGTERM."""
+    """Run the role's coroutine to its end. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
+    # Also for what this process starts: vLLM's workers pull weights themselves.
+    os.environ.update(transport_environment(context.recipe, context.plan.role))
+    if notice := insecure_notice(context.recipe):
+        log.warning("%s", notice)
     anyio.run(_until_terminated, role_main(context.plan.role), context, backend_options={"use_uvloop": True})
 
 

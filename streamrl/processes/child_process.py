@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import anyio
 import msgspec
 import psutil
 
@@ -15,7 +16,9 @@ from streamrl.config.topology import ProcessPlan
 from streamrl.processes.exit_reason import Death, read_reason, reason_path
 from streamrl.processes.guardian import Done, Session
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
-from streamrl.processes.sweep import RunTraces, seconds_after_boot
+from streamrl.processes.sweep import RunTraces, keep_traces, seconds_after_boot
+
+POLL_S = 0.05
 
 
 class ChildProcess:
@@ -30,6 +33,7 @@ class ChildProcess:
         self.log = log
         self.log_start = log_start
         self.created = _created(process.pid)
+        self._started_s = time.monotonic()
         self._ended_s: float | None = None
 
     @property
@@ -44,6 +48,11 @@ class ChildProcess:
         if code is not None and self._ended_s is None:
             self._ended_s = time.monotonic()
         return code
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds since it was started, or from then until its end was noticed."""
+        return (self._ended_s if self._ended_s is not None else time.monotonic()) - self._started_s
 
     @property
     def ended_for_s(self) -> float:
@@ -77,10 +86,14 @@ class ChildProcess:
             self.process.wait(wait_s)
 
 
-def start_child(plan: ProcessPlan, command: Sequence[str], run_directory: Path, traces: RunTraces) -> ChildProcess:
-    """Start one role in a session of its own: a terminal's Ctrl-C reaches the supervisor only."""
+def start_child(
+    plan: ProcessPlan, command: Sequence[str], run_directory: Path, traces: RunTraces, *, resumes: bool = False
+) -> ChildProcess:
+    """Start one role in a session of its own: a terminal's Ctrl-C reaches the supervisor only. ``resumes``: it goes on
+    where a predecessor was that died."""
     reason_path(run_directory, plan.name).unlink(missing_ok=True)
     arguments = [*command, plan.role.value, "--index", str(plan.index), "--run-directory", str(run_directory)]
+    arguments += ["--resume"] if resumes else []
     environment = os.environ | {
         PARENT_PID: str(os.getpid()),
         RUN_MARKER: traces.marker,
@@ -93,8 +106,17 @@ def start_child(plan: ProcessPlan, command: Sequence[str], run_directory: Path, 
 
 def open_guardian(python: str, run_directory: Path, traces: RunTraces) -> ChildProcess:
     """Start the guardian. It carries no marker, so that it never sweeps itself."""
+    traces.run_directory = str(run_directory)
+    keep_traces(traces)
     arguments = [python, "-m", "streamrl.processes.guardian", msgspec.json.encode(traces).decode(), str(os.getpid())]
     return _start("guardian", None, arguments, run_directory, dict(os.environ))
+
+
+async def ended_within(seconds: float, *children: ChildProcess) -> None:
+    """Wait until all of them have ended, or for so long."""
+    with anyio.move_on_after(seconds):
+        while any(child.running for child in children):  # noqa: ASYNC110 - ends of processes are polled
+            await anyio.sleep(POLL_S)
 
 
 def _start(

@@ -9,4 +9,4 @@ async def run_controller_process(context: ChildContext) -> None:
     """Run the pipeline's own loop until the run is complete, or drained after SIGTERM."""
     from streamrl.pipeline import run_controller
 
-    await run_controller(context.recipe, context.topology, context.run_directory)
+    await run_controller(context.recipe, context.topology, context.run_directory, resumes=context.resumes)

@@ -1,26 +1,63 @@
-"""An engine host: one vLLM engine, served over streams."""
+"""An engine host: one engine, vLLM's or a simulated one, served over streams."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.engines.engine_host import serve_engine
-from streamrl.engines.engine_options import engine_options
+from streamrl.config.recipe import EngineKind
+from streamrl.engines.engine_host import WatchedEngine, serve_controllers
+from streamrl.engines.engine_options import EngineOptions, engine_options
 from streamrl.messages import EngineEvent, EngineOrder
 from streamrl.processes.child import ChildContext
+from streamrl.processes.parent_death import RUN_MARKER
 
 
 async def run_engine_process(context: ChildContext) -> None:
-    """Serve one engine until the orders end."""
+    """Serve one engine until the orders end. It outlives its controller, for a while."""
     options = engine_options(context.recipe, context.plan.index, context.socket_directory)
+    simulated = context.recipe.engines.kind is EngineKind.SIMULATED
+    engine = _simulated(options, context.socket_directory) if simulated else _vllm(options)
+    name = context.plan.name
+    orders_at, completions_at = (context.topology.endpoint(name, stream) for stream in ("orders", "completions"))
+
+    @asynccontextmanager
+    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]]:
+        async with (
+            zmq_sender(EngineEvent, completions_at, bind=False, name=f"{name}.completions") as completions,
+            zmq_receiver(EngineOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
+        ):
+            yield orders, completions
+
+    await serve_controllers(engine, open_controller)
+
+
+def _vllm(options: EngineOptions) -> WatchedEngine:
     os.environ.update(options.environment)  # vLLM reads it when it is imported
     from streamrl.engines.vllm_engine import VllmEngine
 
-    name = context.plan.name
-    orders_at, completions_at = (context.topology.endpoint(name, stream) for stream in ("orders", "completions"))
-    async with (
-        zmq_sender(EngineEvent, completions_at, bind=False, name=f"{name}.completions") as completions,
-        zmq_receiver(EngineOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
-    ):
-        await serve_engine(VllmEngine(options), orders, completions)
+    return VllmEngine(options)
+
+
+def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
+    """Neither vllm nor torch is imported. Engines of a run share the mirror of the weights as real ones do."""
+    from streamrl.comm.weights.node_mirror import shared_mirror
+    from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
+    from streamrl.engines.simulated_text import sentences_of
+    from streamrl.engines.simulated_weights import SimulatedWeights
+    from streamrl.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(options.model_path)
+    chosen = SimulationOptions(
+        name=options.name,
+        max_running=options.max_running,
+        max_context=options.max_context,
+        tokenizer_digest=tokenizer.digest,
+    )
+    mirror = shared_mirror(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
+    weights = SimulatedWeights(Path(options.model_path), mirror)
+    return SimulatedEngine(chosen, text=sentences_of(tokenizer), weights=weights)

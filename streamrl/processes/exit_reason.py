@@ -5,27 +5,31 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from streamrl.config.topology import Role
-from streamrl.errors import EngineError, StreamBroken
+from streamrl.errors import UNDECODABLE, EngineError, StreamBroken
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
 TERMINATED_CODE = 128 + signal.SIGTERM
 _LONGEST_MESSAGE = 2000
+_MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
+# Whatever else a controller fails with, wrong input, a damaged journal, a bug of ours, its successor would meet again.
 # Never a way in which a process answers the death of another one.
 _NEVER_A_CONSEQUENCE = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
 
 class ExitKind(StrEnum):
-    """Whether a process ended of itself, or because another one had ended."""
+    """Whether a process ended of itself, or because another one had ended. ``verdict``: it ended the run on purpose,
+    and a successor would come to the same."""
 
     CAUSE = "cause"
     CONSEQUENCE = "consequence"
+    VERDICT = "verdict"
 
 
 class ExitReason(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +57,11 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
         if self.reason and self.reason.kind is ExitKind.CONSEQUENCE:
             return 2, when
         return 1, when
+
+    @property
+    def is_verdict(self) -> bool:
+        """Whoever is started in its place would end the run as well."""
+        return self.reason is not None and self.reason.kind is ExitKind.VERDICT
 
     @property
     def is_consequence(self) -> bool:
@@ -83,6 +92,8 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     causes = [leaf for leaf in leaves if not _is_consequence(role, leaf)]
     told = causes[0] if causes else leaves[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
+    if role is Role.CONTROLLER and causes and not isinstance(told, _MAY_PASS):
+        kind = ExitKind.VERDICT
     text = f"{type(told).__name__}: {told}" if str(told) else type(told).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())
 
@@ -100,7 +111,7 @@ def read_reason(run_directory: Path, name: str) -> ExitReason | None:
     """What the process wrote, or None when it had no time to write."""
     try:
         return msgspec.json.decode(reason_path(run_directory, name).read_bytes(), type=ExitReason)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, *UNDECODABLE):
         return None
 
 
@@ -126,6 +137,24 @@ def last_lines(path: Path, *, start: int = 0, lines: int = 20, read_bytes: int =
             return log.read().decode(errors="replace").splitlines()[-lines:]
     except FileNotFoundError:
         return []
+
+
+def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log_directory: Path) -> str:
+    """What people are told: the first cause, what followed from it, and the last that it logged. ``logs``: the log of
+    each process, and the byte at which that process began to write."""
+    first = first_cause(deaths)
+    others = sorted({death.name for death in deaths if death.name != first.name})
+    text = [first.describe()]
+    if others:
+        text.append(f"(after it: {', '.join(others)})")
+    if first.name in logs:
+        path, start = logs[first.name]
+        tail = last_lines(path, start=start)
+        text.append(f"last lines of {path}:" if tail else f"it logged nothing to {path}")
+        text += [f"  {line}" for line in tail]
+    else:
+        text.append(f"logs are in {log_directory}")
+    return "\n".join(text)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -14,9 +14,11 @@ import sys
 
 import msgspec
 
+from streamrl.errors import UNDECODABLE
 from streamrl.processes.sweep import RunTraces, sweep
 
 _POLL_S = 1.0
+_LONGEST_LINE = 4096
 
 
 class Session(msgspec.Struct, frozen=True, tag=True):
@@ -30,6 +32,17 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """The supervisor ended everything itself."""
 
 
+def read_line(line: bytes) -> Session | Done | None:
+    """What one line says; None for one that says nothing."""
+    try:
+        return _decoder.decode(line)
+    except UNDECODABLE:  # user code that was forked may have the pipe: what it writes ends no guard
+        return None
+
+
+_decoder: msgspec.json.Decoder[Session | Done] = msgspec.json.Decoder(Session | Done)
+
+
 def main() -> int:
     """Serve until the pipe at stdin closes; its lines are ``Session`` and ``Done``, as JSON.
 
@@ -39,7 +52,6 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     traces = msgspec.json.decode(sys.argv[1], type=RunTraces)
     parent = int(sys.argv[2])
-    decoder = msgspec.json.Decoder(Session | Done)
     pending = b""
     # A forked process of the user's may hold the pipe open after the supervisor died: hence the look at the parent.
     while os.getppid() == parent:
@@ -49,8 +61,9 @@ def main() -> int:
         if not received:
             break
         *lines, pending = (pending + received).split(b"\n")
+        pending = pending[:_LONGEST_LINE]
         for line in lines:
-            match decoder.decode(line):
+            match read_line(line):
                 case Session(sid, created):
                     traces.sessions[sid] = created
                 case Done():

@@ -17,7 +17,8 @@ from streamrl.config.recipe import Recipe
 from streamrl.config.topology import JUDGE, Topology
 from streamrl.engines.engine_options import installed_device
 from streamrl.errors import StreamBroken
-from streamrl.messages import EngineLoad, StepFinished
+from streamrl.messages import EngineLoad
+from streamrl.run_events import StepFinished
 
 TELL_S = 0.1
 PATIENCE_S = 20.0  # for vLLM to stop; the supervisor ends what takes longer

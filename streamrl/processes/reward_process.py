@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.config.topology import judge_socket
+from streamrl.engines.concurrent_calls import first_error
+from streamrl.errors import StreamBroken
 from streamrl.processes.child import ChildContext
 from streamrl.rewards.kept_rewards import read_rewards_file
 from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import (
-    RewardOrder,
-    RewardResult,
-)
+from streamrl.stage_messages import RewardOrder, RewardResult
+
+log = logging.getLogger(__name__)
 
 
 async def run_reward_process(context: ChildContext) -> None:
-    """Score what comes until the orders end."""
+    """Score what comes until the orders end. Where the run forgives the death of its controller, the next one is waited
+    for, with functions that begin anew: what was under way is sent again."""
     os.environ[JUDGE_SOCKET] = str(judge_socket(context.topology) or "")
     os.environ[JUDGE_MODEL] = context.recipe.judge.model
+    while True:
+        try:
+            await _serve_controller(context)
+        except Exception as error:
+            if not context.recipe.core_restarts or not isinstance(first_error(error), StreamBroken):
+                raise
+            log.warning("the controller is gone (%s); waiting for the next one", first_error(error))
+        else:
+            return
+
+
+async def _serve_controller(context: ChildContext) -> None:
     name = context.plan.name
     orders_at, results_at = (context.topology.endpoint(name, stream) for stream in ("orders", "results"))
     async with (

@@ -62,13 +62,22 @@ async def open_reward_stage(
     return stage, AttachedRewards(recipe, stage, kept, reply, check_reward)
 
 
-async def change_rewards(topology: Topology, attached: AttachedRewards, note: Note) -> None:
-    """Carry out what is asked for from outside. What the run resumed with is noted first."""
+async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:
+    """Carry out what is asked for from outside. What the run resumed with is noted first. ``run_directory`` says what
+    scores, for a controller that begins anew."""
+
+    def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
+        for name, content in attached.file().items():
+            partial_file = run_directory / f".{name}.partial"
+            partial_file.write_bytes(content)
+            partial_file.replace(run_directory / name)
+        note(version, rewards, change)
+
     if kept := attached.kept.reward_version:
         note(kept, tuple(reward.label for reward in attached.kept.rewards), "resume")
     endpoint = rewards_endpoint(topology)
     async with zmq_receiver(RewardRequest, endpoint, bind=False, name="controller.rewards") as requests:
-        await attached.run(requests, note)
+        await attached.run(requests, noted)
 
 
 async def check_reward(recipe: Recipe, reward: Reward) -> None:

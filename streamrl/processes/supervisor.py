@@ -1,48 +1,43 @@
-"""The parent of everything: starts the processes of a run, names the first cause when one dies, ends all of them.
+"""The parent of everything: starts the processes of a run, starts again those whose deaths are forgiven (engines and
+reward workers alone, the controller to go on, a rank with all ranks and the controller), names the first cause when
+another one dies, ends all of them.
 
-Nothing here imports torch or vllm. The supervisor polls its children rather than waiting for each: that works in any
-thread and under any event loop, and costs a few system calls twenty times a second.
+Nothing here imports torch or vllm. The supervisor polls its children, which works in any thread and event loop.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 import anyio
 import anyio.to_thread
 import msgspec
-import psutil
 
-from streamrl.config.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
+from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
+from streamrl.config.topology import RENDEZVOUS_FILE, TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
 from streamrl.errors import ProcessDied, StreamRLError
-from streamrl.processes.child_process import ChildProcess, open_guardian, start_child
-from streamrl.processes.exit_reason import Death, first_cause, last_lines
+from streamrl.processes.child_process import POLL_S, ChildProcess, ended_within, open_guardian, start_child
+from streamrl.processes.exit_reason import Death, first_cause, notice_of
+from streamrl.processes.forgiveness import CORE, Forgiveness
 from streamrl.processes.guardian import Done, Session
-from streamrl.processes.restarts import Restarts
-from streamrl.processes.sweep import (
-    RunTraces,
-    end_session,
-    is_resource_tracker,
-    members,
-    record_segments,
-    session_of,
-    sweep,
-)
+from streamrl.processes.sweep import RunTraces, end_session, sweep
+from streamrl.processes.used_memory import UsedMemory
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
 _SCAN_S = 2.0
+_GUARDED_S = 1.0  # a guardian that ends sooner cannot run here, and the run must not go on without one
 GUARDIAN = "guardian"
 
 
@@ -51,8 +46,9 @@ class Supervisor:
 
     ``socket_directory`` is removed at the end. ``entry``: what ``python`` runs, before the role's arguments.
     ``restarts``: how often reward workers may ask (exit code 75) to be replaced, together; for other roles the topology
-    says how often they may die. ``others_end_s``: how far
-    apart the ends of the controller and of the others may be when a run ends well.
+    says how often they may die. ``others_end_s``: how far apart the ends of the controller and of the others may be
+    when a run ends well. What is in ``before_controller_start`` is awaited before a controller is started again: its
+    streams to this process are broken then, and must be bound anew. ``resumes``: the run goes on where it ended.
     """
 
     def __init__(
@@ -65,6 +61,7 @@ class Supervisor:
         entry: Sequence[str] = ("-m", "streamrl.processes"),
         restarts: int = 20,
         others_end_s: float = 30.0,
+        resumes: bool = False,
     ) -> None:
         self.topology = topology
         self.run_directory = run_directory
@@ -72,14 +69,17 @@ class Supervisor:
         self._command = (python, *entry)
         self._restarts_left = restarts
         self._others_end_s = others_end_s
+        self._resumes = resumes
         self._children: dict[str, ChildProcess] = {}
-        self.resource_trackers: dict[psutil.Process, str] = {}
         self._resting: set[str] = set()
-        self._restarts = {plan.name: Restarts(plan.restarts) for plan in topology.processes if plan.restarts}
+        self._forgiveness = Forgiveness(topology)
+        self.before_controller_start: list[Callable[[], Awaitable[None]]] = []
         self._draining = False
+        self._finishing = False
         self._ending = False
         self._one_end = anyio.Lock()
         self._traces = RunTraces(marker=uuid.uuid4().hex, since=time.time(), socket_directory=str(socket_directory))
+        self.memory = UsedMemory(self._traces)
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -94,40 +94,45 @@ class Supervisor:
             if plan.local and plan.resting:
                 self._resting.add(plan.name)
             elif plan.local:
-                self._start_child(plan)
+                self._start_child(plan, resumes=self._resumes)
 
     async def watch(self) -> None:
         """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
-
-        Raises ``ProcessDied``, which names the first cause.
-        """
+        Raises ``ProcessDied``, which names the first cause."""
         next_scan = time.monotonic()
-        finished_s: float | None = None
+        until_s = math.inf  # how long the others may take after the controller
         while not self._ending:
             self._restart_reward_workers()
+            self._replace_guardian()
             await self._start_dead_again()
+            await self._start_core_again()
             deaths = self._deaths()
-            if finished_s is None and deaths:
-                raise await self._died()
-            if finished_s is None and self._finished():
-                finished_s = time.monotonic()
-            if finished_s is not None and (self._all_ended() or time.monotonic() > finished_s + self._others_end_s):
+            if until_s == math.inf:
+                if deaths:
+                    raise await self._died()
+                if self._finished():
+                    until_s = time.monotonic() + self._others_end_s
+            elif self._nobody_is_left() or time.monotonic() > until_s:
                 for death in deaths:
                     log.warning("after the run had finished, %s", death.describe())
                 return
             if time.monotonic() >= next_scan:
-                self._record_what_is_used()
+                self.memory.record({child.process.pid: name for name, child in self._children.items()})
                 next_scan = time.monotonic() + _SCAN_S
-            await anyio.sleep(_POLL_S)
+            await anyio.sleep(POLL_S)
 
     async def stop(self, deadline_s: float = 60.0) -> None:
-        """Drain, then end everything: SIGTERM to the controller, which ends the streams; ``deadline_s`` later kill."""
+        """Drain, then end everything; ``deadline_s`` later kill."""
         self.request_drain()
         try:
             with anyio.move_on_after(deadline_s):
                 await self.watch()
         finally:
             await self.kill()
+
+    def run_finished(self) -> None:
+        """The controller has said that all is done: whoever dies from now on is not started again."""
+        self._finishing = True
 
     def request_drain(self) -> None:
         """SIGTERM to the controller: it finishes what it is doing, ends the streams, and ends itself."""
@@ -136,39 +141,61 @@ class Supervisor:
         if controller is not None and controller.running:
             controller.process.send_signal(signal.SIGTERM)
 
+    async def obey(self, order: SupervisorOrder) -> None:
+        """Carry out what the controller wants of an engine's process, one order after the other: an engine is started
+        again only when its last host and all it started are gone. Raises as the three do."""
+        if any(plan.name == order.engine and not plan.local for plan in self.topology.processes):
+            log.warning("%s was not started here: whoever did is asked to see to it (%s)", order.engine, order)
+            return
+        match order:
+            case StopEngine():
+                await self.stop_engine(order.engine, patience_s=order.patience_s)
+            case StartEngine():
+                self.start_engine(order.engine)
+            case KillEngine():
+                self.kill_engine(order)
+
+    def kill_engine(self, order: KillEngine) -> None:
+        """End an engine host that stands still, by SIGKILL: a death like another, which ``watch`` deals with. Another
+        host than the one that is meant is left alone. Raises ``StreamRLError`` unless it is a local engine."""
+        local_engine(self.topology, order.engine)
+        child = self._children.get(order.engine)
+        if child is None or not child.running or order.pid not in (0, child.process.pid):
+            return
+        if order.pid or child.lived_s >= order.older_than_s:
+            log.warning("%s is ended by SIGKILL: %s", order.engine, order.reason)
+            child.process.kill()
+
     async def stop_engine(self, name: str, grace_s: float = 10.0, *, patience_s: float = 0.0) -> None:
         """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
 
-        The controller has drained it, left it out of pushes, and ended its orders: it has ``patience_s`` to end by
-        itself, then ``grace_s`` from SIGTERM to SIGKILL. One that had died before is left to ``watch``. Raises
-        ``StreamRLError`` unless ``name`` is a local engine.
+        The controller has ended its orders: it has ``patience_s`` to end by itself, then ``grace_s`` from SIGTERM to
+        SIGKILL. One that had died before is left to ``watch``. Raises ``StreamRLError`` for no local engine.
         """
         if self._ending:
             return
-        self._engine(name)
+        local_engine(self.topology, name)
         child = self._children.get(name)
         if child is None:
             return  # it was never started
-        if name not in self._resting and not child.running and child.exit_code != 0:
+        if name not in self._resting and not child.running and child.exit_code != 0 and not self._forgiven(child):
             return
         self._resting.add(name)  # before anything ends: the watch must not take it for a death
+        if name in self._forgiveness.each:
+            self._forgiveness.each[name].forget()
         with anyio.CancelScope(shield=True):
-            await _ended_within(patience_s, child)
+            await ended_within(patience_s, child)
             if child.running:
                 child.process.terminate()
-            await _ended_within(grace_s, child)
+            await ended_within(grace_s, child)
             await self._end_what_it_started(child)
 
     def start_engine(self, name: str) -> None:
-        """Start an engine host that rests: after ``stop_engine``, under the same name and endpoints, or because its set
-        of engines was chosen.
-
-        It holds the weights of the model directory: the controller brings it to the live version. Raises
-        ``StreamRLError`` unless it was stopped.
-        """
+        """Start an engine host that rests, after ``stop_engine`` or because its set of engines was chosen. It holds the
+        weights of the model directory. Raises ``StreamRLError`` unless it was stopped."""
         if self._ending:
             return
-        plan, child = self._engine(name), self._children.get(name)
+        plan, child = local_engine(self.topology, name), self._children.get(name)
         if name not in self._resting or (child is not None and child.running):
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
         self._start_child(plan)
@@ -199,7 +226,7 @@ class Supervisor:
         for child in children:
             if child.running:
                 child.process.terminate()
-        await _ended_within(grace_s, *children)
+        await ended_within(grace_s, *children)
         survivors = await anyio.to_thread.run_sync(sweep, self._traces)
         if survivors:
             log.error("processes %s of the run survived SIGKILL; look at them with ps", survivors)
@@ -210,14 +237,8 @@ class Supervisor:
             guardian.close()
         self._children = {}
 
-    def _engine(self, name: str) -> ProcessPlan:
-        engines = {p.name: p for p in self.topology.processes if p.role is Role.ENGINE and p.local}
-        if name not in engines:
-            raise StreamRLError(f"{name} is no engine of this host; it has {', '.join(engines) or 'none'}")
-        return engines[name]
-
-    def _start_child(self, plan: ProcessPlan) -> None:
-        child = start_child(plan, self._command, self.run_directory, self._traces)
+    def _start_child(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
+        child = start_child(plan, self._command, self.run_directory, self._traces, resumes=resumes)
         self._children[plan.name] = child
         self._traces.sessions[child.process.pid] = child.created
         self._children[GUARDIAN].tell(Session(sid=child.process.pid, created=child.created))
@@ -225,30 +246,89 @@ class Supervisor:
     def _restart_reward_workers(self) -> None:
         for child in list(self._children.values()):
             plan = child.plan
-            if (
-                plan is None
-                or plan.role is not Role.REWARD
-                or child.exit_code != REWARD_RESTART_EXIT_CODE
-                or not self._restarts_left
-            ):
+            asks = child.exit_code == REWARD_RESTART_EXIT_CODE and self._restarts_left > 0
+            if plan is None or plan.role is not Role.REWARD or not asks:
                 continue
             self._restarts_left -= 1
             log.warning("%s asked to be replaced (%d restarts left); see %s", plan.name, self._restarts_left, child.log)
             child.close()
             self._start_child(plan)
 
+    def _replace_guardian(self) -> None:
+        """One that was killed guards nobody: another one takes over, with all sessions so far."""
+        guardian = self._children[GUARDIAN]
+        if guardian.running or guardian.lived_s < _GUARDED_S:
+            return
+        log.warning("%s; another one is started", guardian.death(self.run_directory).describe())
+        guardian.close()
+        self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
+
     async def _start_dead_again(self) -> None:
-        """Processes whose death the topology forgives so and so often, each after a pause that grows."""
-        for name, restarts in self._restarts.items():
+        """Processes whose death is forgiven so and so often, each after a pause that grows."""
+        for name, restarts in self._forgiveness.each.items():
             child = self._children.get(name)
-            if child is None or child.plan is None or child.running or not child.exit_code or self._finished():
+            if child is None or child.plan is None or not self._is_missed(child):
                 continue
+            if name in self._resting or name in self._forgiveness.retired:
+                continue
+            restarts.served(child.lived_s)
             if restarts.due(time.monotonic()):
                 death = child.death(self.run_directory).describe()
                 log.warning("%s; it is started again (%d restarts left); see %s", death, restarts.left, child.log)
                 await self._end_what_it_started(child)
                 if not self._ending:
                     self._start_child(child.plan)
+            elif not restarts.forgive and self._forgiveness.may_retire(name, tuple(self._resting)):
+                death_of_it = self._forgiveness.retired[name] = child.death(self.run_directory)
+                log.error("%s; it is not started again, and the other engines go on", death_of_it.describe())
+                await self._end_what_it_started(child)
+
+    def _is_missed(self, child: ChildProcess) -> bool:
+        """It ended while the run goes on. With 0, too: an engine does so when it took a broken stream for the end."""
+        if child.running or self._finishing or self._finished():
+            return False
+        engine = child.plan is not None and child.plan.role is Role.ENGINE
+        return bool(child.exit_code) or (engine and not self._draining and child.ended_for_s > _CONSEQUENCE_S)
+
+    async def _start_core_again(self) -> None:
+        """The controller; where a rank died, all ranks with it: none can go on alone. Several ranks do not outlive a
+        controller either: they may be in the middle of a collective that one of them was never told of."""
+        restarts = self._forgiveness.core
+        if not restarts.forgive or self._draining or self._finishing or self._finished():
+            return
+        dead = self._dead_of_core()
+        if not dead or any(self._is_death(child) for child in dead):
+            return
+        first = first_cause([child.death(self.run_directory) for child in dead])
+        if first.is_consequence and time.monotonic() < first.detected_s + _CONSEQUENCE_S:
+            return  # of what, is about to be seen
+        restarts.served(max(child.lived_s for child in dead))
+        if not restarts.due(time.monotonic()):
+            return
+        dead = self._dead_of_core()
+        ranks = any(child.plan.role is Role.TRAINER for child in dead if child.plan) or len(self._of_core()) > 2
+        what = "the trainer ranks and the controller are" if ranks else "it is"
+        log.warning("%s; %s started again (%d restarts left)", first.describe(), what, restarts.left)
+        again = list(self._of_core()) if ranks else dead
+        for child in again:
+            if child.running:
+                child.process.kill()
+        for child in again:
+            await self._end_what_it_started(child)
+        (self.socket_directory / RENDEZVOUS_FILE).unlink(missing_ok=True)
+        for prepare in self.before_controller_start:
+            await prepare()
+        for child in again:
+            if child.plan is not None and not self._ending:
+                self._start_child(child.plan, resumes=True)
+
+    def _dead_of_core(self) -> list[ChildProcess]:
+        """Those that ended. A rank that ended with 0 answered the end of its stream."""
+        return [child for child in self._of_core() if not child.running and child.exit_code != 0]
+
+    def _of_core(self) -> list[ChildProcess]:
+        """Controller and ranks that were started here, the ranks last."""
+        return [child for child in self._children.values() if child.plan is not None and child.plan.role in CORE]
 
     async def _end_what_it_started(self, child: ChildProcess) -> None:
         """Kill what is left of its session, which it led, and forget it."""
@@ -256,81 +336,64 @@ class Supervisor:
         if survivors:
             log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, child.name)
         child.close()
-        self.resource_trackers = {t: owner for t, owner in self.resource_trackers.items() if owner != child.name}
+        self.memory.forget(child.name)
 
     def _finished(self) -> bool:
         controller = self._children[Role.CONTROLLER.value]
         # Before the controller listens for SIGTERM it dies of it: when draining that is an end like another.
         return controller.exit_code == 0 or (self._draining and controller.exit_code == -signal.SIGTERM)
 
-    def _all_ended(self) -> bool:
-        return not any(child.running for name, child in self._children.items() if name != GUARDIAN)
+    def _nobody_is_left(self) -> bool:
+        """Or nobody tells them to end: the controller died of SIGTERM before it listened for it."""
+        told = self._children[Role.CONTROLLER.value].exit_code == 0
+        return not told or not any(child.running for name, child in self._children.items() if name != GUARDIAN)
 
     def _deaths(self) -> list[Death]:
         """Ends that should not have been."""
         dead = [child.death(self.run_directory) for child in self._children.values() if self._is_death(child)]
-        gone = [(tracker, owner) for tracker, owner in self.resource_trackers.items() if not _lives(tracker)]
-        for tracker, owner in gone:
-            if self._children[owner].running and owner not in self._resting:
-                name = f"the multiprocessing resource tracker of {owner} (pid {tracker.pid})"
-                dead.append(Death(name=name, exit_code=None, detected_s=time.monotonic()))
+        for tracker, owner in self.memory.gone():
+            child = self._children[owner]
+            if not child.running or owner in self._resting:
+                continue
+            if self._forgiven(child):
+                child.process.kill()  # what it shares with the processes that it started would be left behind
+                continue
+            name = f"the multiprocessing resource tracker of {owner} (pid {tracker.pid})"
+            dead.append(Death(name=name, exit_code=None, detected_s=time.monotonic()))
         return dead
 
     def _is_death(self, child: ChildProcess) -> bool:
         if child.running or child.name in self._resting:
             return False
-        if child.exit_code and child.name in self._restarts and self._restarts[child.name].forgive:
+        if child.exit_code and self._forgiven(child):
             return False
         if child.plan is None:
-            return True  # the guardian never ends by itself
+            return child.lived_s < _GUARDED_S  # another one that is killed is replaced
         if child.plan.role is Role.CONTROLLER:
             return not self._finished()
         # Ending with 0 is the right answer to the end of a stream: the controller ends streams shortly before itself.
         return child.exit_code != 0 or (child.ended_for_s > self._others_end_s and not self._finished())
 
+    def _forgiven(self, child: ChildProcess) -> bool:
+        """Whether it is started again when it dies, or need not be. Not the core of a run that is about to end, and not
+        whoever ended the run on purpose."""
+        if child.plan is None or not self._forgiveness.forgives(child.plan):
+            return False
+        if child.plan.role not in CORE:
+            return True
+        return not self._draining and (child.running or not child.death(self.run_directory).is_verdict)
+
     async def _died(self) -> ProcessDied:
         """Wait until the first cause can be told from what followed from it."""
         began = time.monotonic()
+        retired = list(self._forgiveness.retired.values())
         deaths = self._deaths()
         while not self._ending:
-            await anyio.sleep(_POLL_S)
+            await anyio.sleep(POLL_S)
             deaths = self._deaths() or deaths
             patience_s = _CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
             if time.monotonic() >= began + patience_s:
                 break
-        first = first_cause(deaths)
-        others = sorted(death.name for death in deaths if death.name != first.name)
-        text = [first.describe()]
-        if others:
-            text.append(f"(after it: {', '.join(others)})")
-        if child := self._children.get(first.name):
-            tail = last_lines(child.log, start=child.log_start)
-            text.append(f"last lines of {child.log}:" if tail else f"it logged nothing to {child.log}")
-            text += [f"  {line}" for line in tail]
-        else:
-            text.append(f"logs are in {self.run_directory / 'logs'}")
-        return ProcessDied("\n".join(text))
-
-    def _record_what_is_used(self) -> None:
-        """Remember the shared memory in use, and resource trackers: a killed one would leave it behind unseen."""
-        owners = {child.process.pid: name for name, child in self._children.items()}
-        found = members(self._traces)
-        record_segments(self._traces, found)
-        for process in found:
-            if process not in self.resource_trackers and is_resource_tracker(process):
-                owner = owners.get(session_of(process))
-                if owner is not None:
-                    self.resource_trackers[process] = owner
-
-
-async def _ended_within(seconds: float, *children: ChildProcess) -> None:
-    with anyio.move_on_after(seconds):
-        while any(child.running for child in children):  # noqa: ASYNC110 - ends of processes are polled
-            await anyio.sleep(_POLL_S)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+        deaths += retired  # the last engine is not the first cause, but the first of them
+        logs = {child.name: (child.log, child.log_start) for child in self._children.values()}
+        return ProcessDied(notice_of(deaths, logs, self.run_directory / "logs"))

@@ -23,6 +23,7 @@ ENGINE_SEGMENTS = "vllm_dist_"
 # Names given by multiprocessing, torch and vLLM. A user's own segment that a reward maps must never be unlinked.
 _OUR_SEGMENTS = ("psm_", "sem.mp-", "torch_", ENGINE_SEGMENTS)
 _POLL_S = 0.02
+_HANDED_OVER_S = 10.0
 
 
 class RunTraces(msgspec.Struct, kw_only=True):
@@ -30,6 +31,7 @@ class RunTraces(msgspec.Struct, kw_only=True):
 
     ``sessions``: session id -> creation time of its leader (seconds after boot). ``marker``: value of
     ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began. ``segments``: shared memory seen in use.
+    ``owner``: the supervisor's pid, in ``namespace``, with ``owner_created`` (seconds after boot).
     """
 
     marker: str
@@ -37,6 +39,38 @@ class RunTraces(msgspec.Struct, kw_only=True):
     socket_directory: str
     sessions: dict[int, float] = {}
     segments: set[str] = set()
+    run_directory: str = ""
+    owner: int = msgspec.field(default_factory=os.getpid)
+    owner_created: float = msgspec.field(default_factory=lambda: seconds_after_boot(psutil.Process()))
+    namespace: int = msgspec.field(default_factory=lambda: process_namespace())
+
+
+TRACES_FILE = "traces.json"
+"""In the socket directory: by it a run is found of which nobody is left who could clean up (``streamrl clean``)."""
+
+
+def keep_traces(traces: RunTraces) -> None:
+    """Write them down where they changed. Atomic; where there is no socket directory (any more), nothing is written."""
+    if not traces.socket_directory:
+        return
+    path = Path(traces.socket_directory) / TRACES_FILE
+    content = msgspec.json.encode(traces)
+    partial = path.with_suffix(".partial")
+    try:
+        if path.exists() and path.read_bytes() == content:
+            return
+        partial.write_bytes(content)
+        partial.replace(path)
+    except FileNotFoundError:
+        return  # it is being removed
+
+
+def process_namespace() -> int:
+    """Identity of the pid namespace: a pid means something only inside of it. 0 where there is none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def members(traces: RunTraces) -> list[psutil.Process]:
@@ -85,7 +119,8 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
         time.sleep(_POLL_S)
     for segment in traces.segments:
         Path(segment).unlink(missing_ok=True)
-    shutil.rmtree(traces.socket_directory, ignore_errors=True)
+    if traces.socket_directory:
+        shutil.rmtree(traces.socket_directory, ignore_errors=True)
     return [process.pid for process in left]
 
 
@@ -113,7 +148,7 @@ def _unlink_unused(traces: RunTraces) -> None:
     """
     others = members(traces)
     record_segments(traces, others)
-    used = set().union(*(_mapped_segments(process, traces.since) for process in others))
+    used = set().union(*(mapped_segments(process.pid, traces.since) for process in others))
     for segment in tuple(traces.segments):  # at once, as above
         if segment not in used and Path(segment).name.startswith(ENGINE_SEGMENTS):
             Path(segment).unlink(missing_ok=True)
@@ -139,7 +174,8 @@ def session_of(process: psutil.Process) -> int:
 def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
     """Remember the shared memory that ``processes`` map: once killed with their tracker, nobody else knows of it."""
     for process in processes:
-        traces.segments |= _mapped_segments(process, traces.since)
+        traces.segments |= mapped_segments(process.pid, traces.since)
+    keep_traces(traces)
 
 
 def _remaining(traces: RunTraces, seen: set[psutil.Process]) -> list[psutil.Process]:
@@ -174,14 +210,32 @@ def _carries_marker(process: psutil.Process, traces: RunTraces) -> bool:
     return bool(process.environ().get(RUN_MARKER) == traces.marker)
 
 
-def _mapped_segments(process: psutil.Process, since: float) -> set[str]:
-    """Shared memory files of the run that ``process`` maps."""
+def mapped_segments(pid: int, since: float) -> set[str]:
+    """Shared memory files of the run that process ``pid`` maps."""
     try:
-        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return set()
     paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if f" {_SHARED_MEMORY}/" in line}
     return {str(path) for path in paths if path.name.startswith(_OUR_SEGMENTS) and _made_since(path, since)}
+
+
+def unused_segments(since: float, until: float) -> set[str]:
+    """Shared memory of engines of this user's, made between ``since`` and ``until`` (epoch seconds), that no process
+    maps: of engines that were killed before anybody saw what they used. A segment that was made just now may be about
+    to be mapped. Other names that ours have are those of other programs, too: they may rest unmapped for long."""
+    until = min(until, time.time() - _HANDED_OVER_S)
+    found = {str(path) for path in _SHARED_MEMORY.glob(f"{ENGINE_SEGMENTS}*")}
+    found = {path for path in found if _is_own_and_made(Path(path), since, until)}
+    return found - {path for pid in psutil.pids() if found for path in mapped_segments(pid, since)}
+
+
+def _is_own_and_made(path: Path, since: float, until: float) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and since - 1 <= status.st_ctime <= until
 
 
 def _made_since(path: Path, since: float) -> bool:

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.topology import RENDEZVOUS
+from streamrl.learning.durable_files import newest_checkpoint
 from streamrl.learning.trainer import TorchTrainer, trainer_options
 from streamrl.messages import TrainingEvent, TrainingOrder
 from streamrl.processes.child import ChildContext
-from streamrl.stages.training import run_training
+from streamrl.stages.training import run_training, serve_controllers
 
 
 async def run_trainer_process(context: ChildContext) -> None:
-    """Train until the batches end."""
-    name, endpoint = context.plan.name, context.topology.endpoint
+    """Train until the batches end. Where the run forgives its controller's death, a rank waits for the next one."""
+    name, endpoint, recipe = context.plan.name, context.topology.endpoint, context.recipe
+    newest = newest_checkpoint(context.run_directory) if context.resumes else None
     options = trainer_options(
-        context.recipe,
+        recipe,
         context.plan.index,
-        context.recipe.run.name,
+        recipe.run.name,
         endpoint(name, "weights"),
         rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / 'rendezvous'}",
+        resume_from=str(newest or ""),
     )
-    async with (
-        zmq_sender(TrainingEvent, endpoint(name, "reports"), bind=False, name=f"{name}.reports") as reports,
-        zmq_receiver(TrainingOrder, endpoint(name, "batches"), bind=False, name=f"{name}.batches") as batches,
-    ):
-        await run_training(TorchTrainer(options), batches, reports)
+
+    @asynccontextmanager
+    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[TrainingOrder], SendStream[TrainingEvent]]]:
+        async with (
+            zmq_sender(TrainingEvent, endpoint(name, "reports"), bind=False, name=f"{name}.reports") as reports,
+            zmq_receiver(TrainingOrder, endpoint(name, "batches"), bind=False, name=f"{name}.batches") as batches,
+        ):
+            yield batches, reports
+
+    trainer = TorchTrainer(options)
+    # Several ranks may be in the middle of a collective that one of them was never told of: they begin anew, all.
+    if recipe.core_restarts and recipe.training.ranks == 1:
+        await serve_controllers(trainer, open_controller)
+        return
+    async with open_controller() as (batches, reports):
+        await run_training(trainer, batches, reports)

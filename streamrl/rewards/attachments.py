@@ -38,6 +38,7 @@ class RewardAttachments:
         self._asked = 0
         self._ended = False
         self._running = False
+        self._conversation = anyio.CancelScope()
 
     async def attach(self, given: Reward | str | Callable[..., Any], **settings: Any) -> int:
         """Score with one more function."""
@@ -77,20 +78,33 @@ class RewardAttachments:
         finally:
             self._waiting.pop(number, None)
         if not replies:
-            raise StreamRLError("the run ended before it answered")
+            raise StreamRLError("the controller ended before it answered: look at what is attached, and ask again")
         return replies[0]
 
     # ---- for the pipeline ------------------------------------------------------------------------
 
     async def run(self, endpoint: str) -> None:
-        """Send what is asked for to the controller, which connects to ``endpoint``. Until ``close``, or cancelled."""
+        """Send what is asked for to the controller, which connects to ``endpoint``, or to its successor. Until
+        ``close``, or cancelled."""
         self._running = True
-        with self._take, suppress(anyio.EndOfStream, StreamBroken):  # the run has ended
-            first = await self._take.receive()
-            async with zmq_sender(RewardRequest, endpoint, bind=True, name="controller.rewards") as changes:
-                await changes.send(first)
-                async for change in self._take:
-                    await changes.send(change)
+        with self._take, suppress(anyio.EndOfStream):  # the run has ended
+            while True:
+                with anyio.CancelScope() as self._conversation, suppress(StreamBroken):
+                    await self._converse(endpoint)
+
+    async def _converse(self, endpoint: str) -> None:
+        first = await self._take.receive()
+        async with zmq_sender(RewardRequest, endpoint, bind=True, name="controller.rewards") as changes:
+            await changes.send(first)
+            while True:
+                await changes.send(await self._take.receive())
+
+    def controller_replaced(self) -> None:
+        """The controller died and another one takes its place: what it was asked and had not answered is not known."""
+        for done, _ in self._waiting.values():
+            done.set()
+        self._waiting.clear()
+        self._conversation.cancel()
 
     def answered(self, reply: RewardReply) -> None:
         """The controller has carried out a change, or could not, or says what is attached."""

@@ -7,6 +7,7 @@ whoever is killed in the middle of one is known.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -17,8 +18,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from streamrl.config.rewards import Reward
+from streamrl.errors import UNDECODABLE
 from streamrl.rewards.signature import RewardSignature
-from streamrl.rewards.values import CheckedValue
+from streamrl.rewards.values import CheckedValue, failed
+from streamrl.types import RewardFailureKind
 
 LARGEST_FRAME = 1 << 30
 _LENGTH = struct.Struct("<I")
@@ -115,7 +118,7 @@ class FrameReader(Generic[Received]):
                 break
             body = bytes(memoryview(buffer)[start + _LENGTH.size : end])
             start = end
-            yield self._decoder.decode(body)
+            yield _decoded(self._decoder, body)
         del buffer[:start]
 
 
@@ -123,6 +126,45 @@ def to_frame(encoder: msgspec.msgpack.Encoder, content: Any) -> bytes:
     """One frame."""
     body = encoder.encode(content)
     return _LENGTH.pack(len(body)) + body
+
+
+def answered_values(answer: CallAnswer, count: int) -> tuple[CheckedValue, ...]:
+    """The values of a call about ``count`` completions. What the process made up itself is a failure of all of them."""
+    if len(answer.values) != count:
+        problem = f"answered {len(answer.values)} values for {count} completions"
+    elif not all(map(_is_finite, answer.values)):
+        problem = "answered a value that is not finite, which was never checked"
+    else:
+        return tuple(answer.values)
+    return failed(RewardFailureKind.WRONG_TYPE, f"its process {problem}: it does not speak the protocol", count)
+
+
+def _is_finite(value: CheckedValue) -> bool:
+    number = 0.0 if value.value is None else value.value
+    return math.isfinite(number) and (not value.parts or all(map(math.isfinite, value.parts.values())))
+
+
+def decode_order(received: bytes) -> ServerOrder:
+    """What the fork server is told. Raises ``msgspec.DecodeError``."""
+    return _decoded(_orders, received)
+
+
+def decode_event(received: bytes) -> ServerEvent:
+    """What the fork server tells. Raises ``msgspec.DecodeError``."""
+    return _decoded(_events, received)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Received], body: bytes) -> Received:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError:
+        raise
+    except UNDECODABLE as error:
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error
+
+
+_orders: msgspec.msgpack.Decoder[ServerOrder] = msgspec.msgpack.Decoder(ServerOrder)
+_events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEvent)
 
 
 class CallPage:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from streamrl.config.rewards import Reward
 from streamrl.errors import StreamRLError
 from streamrl.rewards.call_child import CallChild, PoolCall
-from streamrl.rewards.call_frames import CallAnswer, ChildEnded
+from streamrl.rewards.call_frames import CallAnswer, ChildEnded, answered_values
 from streamrl.rewards.call_process import late_message
 from streamrl.rewards.fork_link import ForkLink
 from streamrl.rewards.signature import RewardSignature
@@ -160,7 +160,7 @@ class CallPool:
             self._expected[call.function] = (
                 answer.seconds if before is None else before + 0.1 * (answer.seconds - before)
             )
-            self._finish(call, tuple(answer.values), answer.seconds)
+            self._finish(call, answered_values(answer, call.count), answer.seconds)
         if child.retiring:
             self._retire(child)
         elif not child.pending:

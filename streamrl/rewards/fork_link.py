@@ -25,8 +25,8 @@ from streamrl.rewards.call_frames import (
     Leave,
     LoadRewards,
     RewardsLoaded,
-    ServerEvent,
     ServerOrder,
+    decode_event,
 )
 from streamrl.rewards.environment import passed_environment
 from streamrl.rewards.signature import RewardSignature
@@ -55,7 +55,6 @@ class ForkLink:
         self._preload = True
         self._restarts_left = _MOST_RESTARTS
         self._encoder = msgspec.msgpack.Encoder()
-        self._events = msgspec.msgpack.Decoder(ServerEvent)
         self._loaded: asyncio.Future[RewardsLoaded] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -145,7 +144,12 @@ class ForkLink:
             if not received:
                 self._lost()
                 return
-            event = self._events.decode(received)
+            try:
+                event = decode_event(received)
+            except msgspec.DecodeError as error:  # user code that it imported wrote to the socket
+                _log.warning("the server of the reward processes answers in no known way (%s)", error)
+                self._lost()
+                return
             if isinstance(event, ChildEnded):
                 self._on_ended(event)
             elif self._loaded is not None and not self._loaded.done():

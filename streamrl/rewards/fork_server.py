@@ -33,6 +33,7 @@ from streamrl.rewards.call_frames import (
     RewardsLoaded,
     ServerEvent,
     ServerOrder,
+    decode_order,
 )
 from streamrl.rewards.call_process import run_call_process
 from streamrl.rewards.signature import RewardFunction, load_reward
@@ -52,7 +53,6 @@ class ForkServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._orders = msgspec.msgpack.Decoder(ServerOrder)
         self._encoder = msgspec.msgpack.Encoder()
         self._children: dict[int, int] = {}  # pid -> number of the child
         self._loading = LoadRewards(rewards=[])
@@ -79,7 +79,7 @@ class ForkServer:
                 received, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
                 if not received:
                     break
-                order = self._orders.decode(received)
+                order = decode_order(received)
                 if isinstance(order, Leave):
                     break
                 self._carry_out(order, descriptors)

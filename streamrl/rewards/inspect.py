@@ -20,7 +20,8 @@ from typing import IO
 import msgspec
 
 from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError
+from streamrl.errors import UNDECODABLE, RecipeError
+from streamrl.rewards.environment import passed_environment
 from streamrl.rewards.signature import RewardSignature, inspect_reward
 
 
@@ -56,7 +57,12 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
         given = [msgspec.json.encode(reward).decode() for reward in rewards]
         command = [sys.executable, "-m", "streamrl.rewards.inspect", "--seconds", str(timeout_s), "--", *given]
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            env=passed_environment(rewards),  # what it will find when it scores, and no more
         )
         late = f"was not imported within {timeout_s:g} s: move slow work out of the module's top level"
         failure = ""
@@ -69,14 +75,24 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
             _end_session(child)
         seconds = time.monotonic() - started
         output.seek(0)
-        lines = output.read().splitlines()
+        written = output.read()
         if child.returncode == -signal.SIGALRM:
             failure = late
         if not failure:
             ended = f"exit code {child.returncode}{_last_line(errors)}"
             failure = f"ended the process that imported it ({ended}): import it by hand"
-    found = [msgspec.json.decode(line, type=RewardInspection) for line in lines if line]
-    return found[: len(rewards)], failure, seconds
+    return read_inspections(written)[: len(rewards)], failure, seconds
+
+
+def read_inspections(written: bytes) -> list[RewardInspection]:
+    """The lines that the process wrote before it ended, up to the first that is none."""
+    found = []
+    for line in filter(None, written.splitlines()):
+        try:
+            found.append(msgspec.json.decode(line, type=RewardInspection))
+        except UNDECODABLE:  # cut, or the user's module found the descriptor
+            break
+    return found
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:

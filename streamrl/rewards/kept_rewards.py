@@ -13,7 +13,7 @@ from msgspec import structs
 
 from streamrl.config.recipe import Recipe, ResumedRewards
 from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError, StreamRLError
+from streamrl.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.types import Record
 
 REWARDS_FILE = "rewards.msgpack"
@@ -67,7 +67,7 @@ def read_rewards_file(directory: Path) -> KeptRewards | None:
     remedy = "resume from another checkpoint, or with the streamrl that wrote it"
     try:
         kept = msgspec.msgpack.decode(content, type=KeptRewards)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise StreamRLError(f"{path} cannot be read: {error}; {remedy}") from error
     if kept.schema != REWARDS_SCHEMA:
         raise StreamRLError(f"{path} has schema {kept.schema}, this streamrl reads {REWARDS_SCHEMA}: {remedy}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from pathlib import Path
 
 import msgspec
 
-from streamrl.config.toml_text import toml_document
-from streamrl.errors import StreamRLError
+from streamrl.config.toml_text import parse_toml, toml_document
+from streamrl.errors import UNDECODABLE, StreamRLError
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
@@ -140,9 +139,9 @@ def load_cluster(name_or_path: str) -> ClusterModel:
             "streamrl calibrate RUN writes such a file"
         )
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_text(encoding="utf-8"))
         return msgspec.convert(table, ClusterModel)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, ValueError) as error:
+    except UNDECODABLE as error:
         raise StreamRLError(f"{path}: not a cluster model: {error}") from error
 
 

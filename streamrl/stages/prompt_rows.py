@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.errors import StreamRLError
+from streamrl.errors import UNDECODABLE, StreamRLError
 from streamrl.stages.prompt_spec import RowForm
 from streamrl.tokenizer import ChatError, Tokenizer
 from streamrl.types import Prompt, TokenArray, token_array
@@ -25,7 +25,7 @@ def decode_row(line: bytes) -> dict[str, Any]:
     """The row of one JSONL line. Raises ``BadRow``."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise BadRow(f"is not a JSON object ({error}): correct it") from error
 
 
@@ -98,7 +98,10 @@ def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:
     if given is None:
         if not isinstance(text, str):
             raise BadRow(f'has a {type(text).__name__} as "prompt": it must be text (a chat belongs in "messages")')
-        return tokenizer.encode(text)
+        try:
+            return tokenizer.encode(text)
+        except ChatError as error:
+            raise BadRow(f'has a "prompt" that cannot be tokenised: {error}') from error
     if not isinstance(given, list) or not all(type(t) is int and 0 <= t < tokenizer.vocabulary_size for t in given):
         raise BadRow(f'has a wrong "prompt_token_ids": a list of integers from 0 to {tokenizer.vocabulary_size - 1}')
     return token_array(given)

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -21,6 +20,7 @@ from urllib.parse import unquote
 import msgspec
 
 from streamrl.config.problems import nearest
+from streamrl.config.toml_text import parse_toml
 from streamrl.errors import RecipeError
 
 _LINE_ENDINGS = (".jsonl", ".ndjson")
@@ -82,7 +82,7 @@ def read_spec(text: str) -> PromptSpec:
     form = {key: options.pop(key) for key in RowForm.__struct_fields__ if key in options}
     try:
         row_form = msgspec.convert(form, RowForm)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise RecipeError([f'prompts "{text}": {error}: prompt and system are text, chat is true or false']) from error
     name = source.removeprefix(_TASKS) if kind is SourceKind.TASK else source
     return PromptSpec(text=text, kind=kind, source=name, form=row_form, options=options)
@@ -97,7 +97,7 @@ def _kind(text: str, source: str) -> SourceKind:
         return SourceKind.TABLE
     if ":" in source:
         return SourceKind.ITERATOR
-    if Path(source).is_dir():
+    if _is_directory(source):
         return SourceKind.TABLE
     raise RecipeError(
         [
@@ -109,12 +109,19 @@ def _kind(text: str, source: str) -> SourceKind:
     )
 
 
+def _is_directory(source: str) -> bool:
+    try:
+        return Path(source).is_dir()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
 def _option(text: str, part: str) -> tuple[str, Any]:
     key, equals, raw = part.partition("=")
     if not key.isidentifier() or not equals:
         raise RecipeError([f'prompts "{text}": "{part}" is no option: write ?key=value&key=value'])
     raw = unquote(raw)
     try:
-        return key, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key, parse_toml(f"value = {raw}")["value"]
+    except (ValueError, RecursionError):
         return key, raw

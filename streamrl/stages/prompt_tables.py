@@ -18,17 +18,23 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streamrl.errors import RecipeError
+from streamrl.errors import UNDECODABLE, RecipeError
 from streamrl.stages.prompt_rows import BadRow
 
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+(-[0-9a-f]+)?$")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
+class _SavedFile(msgspec.Struct):
+    """One of its ``files``."""
+
+    filename: str
+
+
 class _SavedState(msgspec.Struct):
     """``state.json`` of ``Dataset.save_to_disk``."""
 
-    files: list[dict[str, str]] = msgspec.field(name="_data_files")
+    files: list[_SavedFile] = msgspec.field(name="_data_files")
 
 
 class _SavedSplits(msgspec.Struct):
@@ -46,10 +52,10 @@ class TableRows:
         self._batches: list[pa.RecordBatch] = []
         try:
             for file in files:
-                self._batches += [batch for batch in self._read(file) if batch.num_rows]
-        except (pa.ArrowException, OSError) as error:
+                self._batches += [_checked(batch) for batch in self._read(file) if batch.num_rows]
+        except (pa.ArrowException, OSError, LookupError, *UNDECODABLE) as error:
             self.close()
-            reason = str(error).splitlines()[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise RecipeError([f"prompts {path} cannot be read ({reason}): correct the path, or the file"]) from error
         self._ends: list[int] = []
         for batch in self._batches:
@@ -81,8 +87,10 @@ class TableRows:
         batch = self._batches[which]
         start = self._ends[which] - batch.num_rows
         try:
-            return dict(batch.slice(index - start, 1).to_pylist()[0])
-        except (pa.ArrowException, ValueError) as error:
+            row = batch.slice(index - start, 1)
+            row.validate(full=True)  # offsets of a broken file lead beyond its end
+            return dict(row.to_pylist()[0])
+        except (pa.ArrowException, LookupError, *UNDECODABLE) as error:
             raise BadRow(f"has a value that Python cannot hold ({error}): convert the column") from error
 
     def close(self) -> None:
@@ -112,6 +120,12 @@ class TableRows:
         return list(pa.ipc.open_stream(source))
 
 
+def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Its buffers are as long as its rows need. What they hold is checked row by row."""
+    batch.validate()
+    return batch
+
+
 def find_table_files(path: Path, split: str = "") -> list[Path]:
     """The files that ``path`` means, in order: itself, or those of one split of a dataset directory.
 
@@ -123,11 +137,11 @@ def find_table_files(path: Path, split: str = "") -> list[Path]:
         return [path]
     if (path / _SAVED_SPLITS).is_file():
         splits = _decode(path / _SAVED_SPLITS, _SavedSplits).splits
-        return find_table_files(path / _chosen(path, splits, split))
+        return find_table_files(_inside(path, _chosen(path, splits, split)))
     if (path / _SAVED).is_file():
         if split:
             raise RecipeError([f'prompts {path} has no splits, so no "{split}": remove the option'])
-        return [path / file["filename"] for file in _decode(path / _SAVED, _SavedState).files]
+        return [_inside(path, file.filename) for file in _decode(path / _SAVED, _SavedState).files]
     by_split: dict[str, list[Path]] = {}
     for file in sorted(path.rglob("*.parquet")):
         inside = file.relative_to(path)
@@ -137,6 +151,15 @@ def find_table_files(path: Path, split: str = "") -> list[Path]:
         what = f"no .parquet files, no {_SAVED} and no {_SAVED_SPLITS}"
         raise RecipeError([f"prompts {path} is no dataset directory ({what}): correct the path, or convert it"])
     return by_split[_chosen(path, list(by_split), split)]
+
+
+def _inside(path: Path, name: str) -> Path:
+    """A file of a dataset directory, which names no other places."""
+    if Path(name).name != name or "\0" in name:
+        raise RecipeError(
+            [f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset anew"]
+        )
+    return path / name
 
 
 def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
@@ -154,5 +177,5 @@ def _chosen(path: Path, splits: Sequence[str], split: str) -> str:
 def _decode(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise RecipeError([f"prompts {path} cannot be read ({error}): save the dataset anew"]) from error

@@ -8,6 +8,8 @@ until the same draw is launched again (``engines/continuation.py``).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import anyio
 from anyio.abc import TaskGroup
 
@@ -27,6 +29,7 @@ from streamrl.stage_messages import (
     RolloutOrder,
     RolloutOutcome,
     RolloutStatistics,
+    SampledSoFar,
     TrajectoryHeld,
     TrajectoryLost,
 )
@@ -53,10 +56,21 @@ class _Attempt:
         self.waits = False
         self.may_go_on = anyio.Event()
         self.seconds = 0.0
+        if order.done is not None:
+            self.seconds = order.done.seconds
+            self._take(order.done.completion, order.done.parts)
 
     @property
     def tokens(self) -> int:
         return 0 if self.done is None else len(self.done.token_ids)
+
+    @property
+    def whole(self) -> bool:
+        return self.done is not None and self.done.finish_reason is not FinishReason.ABORT
+
+    @property
+    def sampled(self) -> SampledSoFar | None:
+        return None if self.done is None else SampledSoFar(completion=self.done, parts=self.parts, seconds=self.seconds)
 
     def hold(self) -> None:
         if not self.held:
@@ -77,8 +91,11 @@ class _Attempt:
         before it sampled anything keeps its seed, and so its noise."""
         if self.request.seed == self.order.seed:
             self.own_noise += len(piece.token_ids)
+        self._take(piece, 1)
+
+    def _take(self, piece: Completion, parts: int) -> None:
         self.done = piece if self.done is None else join_completions(self.done, piece)
-        self.parts += 1
+        self.parts += parts
         self.request = resumed_request(
             self.request,
             piece,
@@ -88,12 +105,21 @@ class _Attempt:
 
 
 class RolloutStage:
-    """Samples trajectories on ``engine`` (one or a pool). ``run`` once, as a child of the nursery."""
+    """Samples trajectories on ``engine`` (one or a pool). ``run`` once, as a child of the nursery. ``one_at_a_time``:
+    the engine never has two requests of this stage."""
 
     def __init__(
-        self, engine: Engine, *, max_tokens: int, temperature: float, top_p: float, verifies_losers: bool = False
+        self,
+        engine: Engine,
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        verifies_losers: bool = False,
+        one_at_a_time: bool = False,
     ) -> None:
         self._engine = engine
+        self._turn = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = KeptTokens() if verifies_losers else None
         self._max_tokens = max_tokens
         self._temperature = temperature
@@ -188,23 +214,24 @@ class RolloutStage:
 
     async def _complete(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
         """Sample until the completion ends by itself or was cancelled, going on after every other cut."""
-        while not attempt.cancelled:
+        while not attempt.cancelled and not attempt.whole:
             if not attempt.held:  # control may have held it before it ever started
-                started = anyio.current_time()
-                piece = await self._engine.generate(attempt.request)
+                async with self._turn:
+                    if attempt.cancelled or attempt.held:  # while it waited for its turn
+                        continue
+                    started = anyio.current_time()
+                    piece = await self._engine.generate(attempt.request)
                 attempt.seconds += anyio.current_time() - started
                 self._generated_tokens += len(piece.token_ids) - self._accepted(attempt, piece)
                 attempt.add(piece)
-                if piece.finish_reason is not FinishReason.ABORT:
-                    return
-            if not attempt.cancelled:
+            if not attempt.cancelled and not attempt.whole:
                 await self._answer_holds(attempt, outcomes)
 
     async def _answer_holds(self, attempt: _Attempt, outcomes: SendStream[RolloutOutcome]) -> None:
         """Say that it is held and wait until it is not any more. A hold that was taken back is answered too."""
         while attempt.owed:
             attempt.owed -= 1
-            await outcomes.send(TrajectoryHeld(id=attempt.order.id, tokens=attempt.tokens))
+            await outcomes.send(TrajectoryHeld(id=attempt.order.id, tokens=attempt.tokens, done=attempt.sampled))
         if not attempt.held or attempt.cancelled:
             return
         self._count()

@@ -7,15 +7,17 @@ enough tokens wait, what is pending is trained: training overlaps the rollout of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.errors import StreamEnded
+from streamrl.errors import StreamBroken, StreamEnded
 from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -33,6 +35,12 @@ from streamrl.messages import (
 from streamrl.types import TrainingGroup
 
 T = TypeVar("T")
+OpenController = Callable[
+    [], AbstractAsyncContextManager[tuple[ReceiveStream[TrainingOrder], SendStream[TrainingEvent]]]
+]
+"""Opens the two streams to a controller: its batches, and the reports to it."""
+
+log = logging.getLogger(__name__)
 
 READ_AHEAD = 4096
 """Orders held while torch computes; then the sender waits for credit. Far above the groups of one batch in flight."""
@@ -48,6 +56,8 @@ class Trainer(Protocol):
         ...
 
     def start(self) -> TrainerReady: ...
+
+    def begin_again(self) -> TrainerReady: ...
 
     def train_group(self, group: TrainingGroup) -> None: ...
 
@@ -85,13 +95,46 @@ class _TrainerThread:
 async def run_training(
     trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
 ) -> None:
-    """Serve orders until their stream ends. Returns after the trainer is closed; the caller owns the streams.
+    """Serve one controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
 
     Raises what the trainer raised (``StreamRLError``), and what the streams raise.
     """
+    async with _started(trainer) as (thread, greeting):
+        await _converse(trainer, thread, greeting, batches, reports)
+
+
+async def serve_controllers(trainer: Trainer, open_controller: OpenController) -> None:
+    """Serve a controller until its orders end; one that is gone before is waited for, or rather its successor, with
+    the weights of the last step and without the groups of an open batch. Raises what the trainer raised."""
+    async with _started(trainer) as (thread, greeting):
+        while True:
+            try:
+                async with open_controller() as (batches, reports):
+                    await _converse(trainer, thread, greeting, batches, reports)
+                return
+            except StreamBroken as broken:
+                log.warning("the controller is gone (%s); waiting for the next one", broken)
+            greeting = await thread.call(trainer.begin_again)
+
+
+@asynccontextmanager
+async def _started(trainer: Trainer) -> AsyncIterator[tuple[_TrainerThread, TrainerReady]]:
     thread = _TrainerThread()
     try:
-        await reports.send(await thread.call(trainer.start))
+        yield thread, await thread.call(trainer.start)
+    finally:
+        await thread.close(trainer.close)
+
+
+async def _converse(
+    trainer: Trainer,
+    thread: _TrainerThread,
+    greeting: TrainerReady,
+    batches: ReceiveStream[TrainingOrder],
+    reports: SendStream[TrainingEvent],
+) -> None:
+    try:
+        await reports.send(greeting)
         orders_in, orders = anyio.create_memory_object_stream[TrainingOrder](READ_AHEAD)
         async with orders, anyio.create_task_group() as tasks:
             tasks.start_soon(_read, batches, orders_in)
@@ -99,8 +142,6 @@ async def run_training(
     except ExceptionGroup as group:
         # One child failed and the other was cancelled: the first error is what the caller should see.
         raise _first(group) from group
-    finally:
-        await thread.close(trainer.close)
 
 
 def _first(error: BaseException) -> BaseException:

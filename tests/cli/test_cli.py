@@ -27,8 +27,8 @@ from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.errors import ProcessDied, RecipeError
 from streamrl.learning.durable_files import files_below, flush_and_digest, write_digests
-from streamrl.messages import RunEvent, RunFinished, RunStarted, StepFinished
 from streamrl.preflight import preflight
+from streamrl.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 
 ROOT = Path(__file__).resolve().parents[2]
 

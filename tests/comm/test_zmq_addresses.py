@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from streamrl.comm.transport_keys import OPEN_TO_ALL
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.errors import StreamEnded, StreamRLError
 
@@ -46,7 +47,7 @@ async def test_a_live_ipc_path_is_not_taken_over_and_a_dead_one_is(tmp_path: Pat
         ("ipc:///no/such/directory/socket", "its directory does not exist"),
         ("tcp://127.0.0.1", "has no port"),
         ("tcp://::1:5555", r"brackets, as in tcp://\[::1\]:5555"),
-        ("tcp://203.0.113.7:5555", "this host has no such address"),
+        ("tcp://203.0.113.7:5555", "can be reached from other hosts, and this process has no keys"),
         ("udp://127.0.0.1:1", "is not one of inproc"),
         ("orders", "is not one of inproc"),
     ],
@@ -54,6 +55,12 @@ async def test_a_live_ipc_path_is_not_taken_over_and_a_dead_one_is(tmp_path: Pat
 async def test_bad_endpoints_are_refused_with_a_remedy(endpoint: str, message: str) -> None:
     with pytest.raises(StreamRLError, match=message):
         await zmq_sender(int, endpoint, bind=True).__aenter__()
+
+
+async def test_an_address_of_another_host_cannot_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OPEN_TO_ALL, "none")
+    with pytest.raises(StreamRLError, match="this host has no such address"):
+        await zmq_sender(int, "tcp://203.0.113.7:5555", bind=True).__aenter__()
 
 
 async def test_ipv6() -> None:

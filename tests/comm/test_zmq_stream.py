@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from streamrl.comm import wire, zmq_sockets
+from streamrl.comm import socket_options, wire
 from streamrl.comm.stream_protocol import Greeting, Kind, Role
 from streamrl.comm.wire import WireLimits, pack_header
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
@@ -30,11 +30,11 @@ NewEndpoint = Callable[[str], str]
 
 CHILD = """
 import sys, time, anyio
-from streamrl.comm import zmq_sockets
+from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.messages import EngineOrder, Resume
 
-zmq_sockets.HEARTBEAT_INTERVAL_MS = 0  # it answers the heartbeats of the other end and has none of its own
+socket_options.HEARTBEAT_INTERVAL_MS = 0  # it answers the heartbeats of the other end and has none of its own
 
 async def main(role, endpoint, then):
     if role == "sender":
@@ -280,7 +280,7 @@ async def test_an_item_over_the_limit_of_the_receiver_is_refused_and_the_stream_
 @pytest.fixture
 def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no timer ends a wait for a dead peer: only the end of the connection itself can tell of the death."""
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_INTERVAL_MS", 0)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 0)
 
 
 @pytest.mark.usefixtures("no_heartbeats")
@@ -362,8 +362,8 @@ async def test_an_exception_in_another_process_is_told(new_endpoint: NewEndpoint
 
 
 async def test_a_peer_that_computes_is_not_dead(new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_INTERVAL_MS", 50)
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 300)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 300)
     async with zmq_receiver(EngineOrder, new_endpoint("ipc"), bind=True, window=4) as receives:
         with child("sender", receives.endpoint, "block") as process:
             await until_ready(process)  # from here its event loop stands still for 1.5 s
@@ -373,8 +373,8 @@ async def test_a_peer_that_computes_is_not_dead(new_endpoint: NewEndpoint, monke
 async def test_a_frozen_peer_is_noticed_by_its_heartbeat(
     new_endpoint: NewEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_INTERVAL_MS", 50)
-    monkeypatch.setattr(zmq_sockets, "HEARTBEAT_TIMEOUT_MS", 300)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 300)
     async with zmq_receiver(EngineOrder, new_endpoint("tcp"), bind=True, window=4) as receives:
         with child("sender", receives.endpoint, "sleep") as process:
             await until_ready(process)

@@ -17,6 +17,7 @@ from streamrl.config.recipe import (
     Recipe,
     ReleaseKind,
     Reward,
+    Run,
     Transport,
 )
 from streamrl.config.recipe import TransportKind as Kind
@@ -33,8 +34,8 @@ from streamrl.config.scheduling import (
     TailBatching,
 )
 from streamrl.config.threads import trainer_threads
+from streamrl.control.settings import control_settings
 from streamrl.control.state import ControlState
-from streamrl.pipeline import control_settings
 
 TAIL = Rollout(rounds=RoundKind.TAIL_BATCHING)
 SORTED = Rollout(rounds=RoundKind.LENGTH_SORTED)
@@ -72,6 +73,7 @@ FITTING: dict[str, dict[str, object]] = {
         "length_sorted": LengthSorted(single=True),
         "objective": Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS),
     },
+    "deterministic": {"rollout": TAIL, "run": Run(deterministic=True)},
     "sized": {"rollout": TAIL, "group_sizing": GroupSizing(kind=SizingKind.SAGC)},
     "auto": {"rollout": Rollout(rounds=RoundKind.AUTO)},
     "engines freed": {"rollout": TAIL, "engines": Engines(count=2, release=ReleaseKind.STOP)},
@@ -133,6 +135,21 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         {"rollout": SORTED, "length_sorted": LengthSorted(oversubscription=0.5)},
         "length_sorted.oversubscription",
         "set 1 or more",
+    ),
+    (
+        {"run": Run(deterministic=True), "rollout": Rollout(rounds=RoundKind.AUTO)},
+        "rollout.rounds",
+        'for example "synchronous"',
+    ),
+    (
+        {"run": Run(deterministic=True), "rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=1)},
+        "rollout.rounds",
+        "choose rounds that train on-policy",
+    ),
+    (
+        {"run": Run(deterministic=True), "rollout": TAIL, "tail_batching": TailBatching(losers=Losers.VERIFY)},
+        "tail_batching.losers",
+        'set losers = "replay"',
     ),
     ({"engines": Engines(release=ReleaseKind.DRAIN)}, "engines.release", "set engines.count = 2 or more"),
     (

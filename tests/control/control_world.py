@@ -32,7 +32,7 @@ class World:
 
     def __init__(self, chosen: ControlSettings, prompts: int | None = None, start: int = 0) -> None:
         self.settings = chosen
-        self.core = ControlState(chosen)
+        self.core = self.new_core()
         self.prompts_left = prompts
         self.next_prompt = 0
         self.running: dict[TrajectoryId, int] = {}
@@ -58,6 +58,10 @@ class World:
         self.stopped: str | None = None
         self.staleness: list[int] = []
         self.trained: Counter[TrajectoryId] = Counter()
+
+    def new_core(self) -> ControlState:
+        """What decides."""
+        return ControlState(self.settings)
 
     def tell(self, event: on.ControlEvent) -> None:
         self.drained = self.drained or isinstance(event, on.StopRequested)

@@ -184,7 +184,7 @@ class PolicyWorld(World):
     def killed_and_resumed(self) -> PolicyWorld:
         """A new run that goes on from the last checkpoint that is complete."""
         assert self.checkpoint is not None
-        return PolicyWorld(self.settings, self.prompts, resumed_from=self.checkpoint)
+        return type(self)(self.settings, self.prompts, resumed_from=self.checkpoint)
 
     # ---- the ledger of prompts
 
@@ -196,12 +196,15 @@ class PolicyWorld(World):
         for action in actions:
             self.obey(action)
         if any(isinstance(action, do.WriteCheckpoint) for action in actions):
-            self.written = Checkpoint(
-                version=self.trainer_version,
-                control=msgspec.convert(msgspec.to_builtins(take_snapshot(self.core)), ControlSnapshot),
-                attempts={prompt: list(launches) for prompt, launches in self.attempts.items()},
-                over=set(self.over),
-            )
+            self.written = self._checkpoint()
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            version=self.trainer_version,
+            control=msgspec.convert(msgspec.to_builtins(take_snapshot(self.core)), ControlSnapshot),
+            attempts={prompt: list(launches) for prompt, launches in self.attempts.items()},
+            over=set(self.over),
+        )
 
     def obey(self, action: do.ControlAction) -> None:
         match action:
@@ -407,6 +410,9 @@ class PolicyWorld(World):
         trajectory = random.choice(among)
         self.score(trajectory, random.choice([0.0, 1.0]), tokens, random.choice([0, 0, 0, 1]), truncated=tokens == 60)
 
+    def anything_else(self, random: Random) -> None:
+        """What a test adds to a walk."""
+
     # ---- what must hold
 
     def check_end(self) -> None:
@@ -425,12 +431,19 @@ class PolicyWorld(World):
         assert answers == self.answers, "a replay decides differently"
 
 
-def random_run(random: Random, composition: str, sizing: str, stop_share: float = 0.005) -> PolicyWorld:
+def random_run(
+    random: Random,
+    composition: str,
+    sizing: str,
+    stop_share: float = 0.005,
+    world_of: type[PolicyWorld] = PolicyWorld,
+    deterministic: bool = False,
+) -> PolicyWorld:
     """One run to its end, with whatever may happen on the way, kills, drains and resumes included; the invariants are
     checked after every event."""
-    settings = random_settings(composition, sizing, random)
+    settings = msgspec.structs.replace(random_settings(composition, sizing, random), deterministic=deterministic)
     prompts = random.choice([None, None, random.randint(0, 60)])
-    world = PolicyWorld(settings, prompts, random.choice([0, 0, 0, 1, 4]))
+    world = world_of(settings, prompts, random.choice([0, 0, 0, 1, 4]))
     world.begin()
     for _ in range(400):
         if world.finished is not None and world.drained and world.checkpoint is not None and random.random() < 0.5:
@@ -438,6 +451,7 @@ def random_run(random: Random, composition: str, sizing: str, stop_share: float 
             world.begin()
         if world.finished is not None or world.stopped is not None:
             break
+        world.anything_else(random)
         moves = world.moves(random)
         if not moves:
             break

@@ -13,7 +13,7 @@ from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, WeightError
-from streamrl.messages import Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
+from streamrl.messages import EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
 from streamrl.types import Completion, token_array
 
 pytestmark = pytest.mark.asyncio
@@ -249,12 +249,15 @@ class Service:
         self.told.append("out")
 
     async def take_back(self, engine: SimulatedEngine) -> None:
-        del self.out[engine]
+        self.out.pop(engine, None)
         self.told.append("back")
         self.changed.set()
 
     def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         self.group.start_soon(work)
+
+    def lost(self, engine: SimulatedEngine, reason: str) -> bool:
+        return False
 
     async def until_back(self) -> None:
         with anyio.fail_after(5):
@@ -400,3 +403,133 @@ async def test_when_nobody_is_left_to_serve_the_run_ends_with_the_reason() -> No
         )
         with pytest.raises(EngineError, match="refused version 5 as delta and as anchor: planted"):
             await publisher.push(announced(5, 4))
+
+
+# ---- engines that are lost -------------------------------------------------------------------------
+
+
+class ForgivingService(Service):
+    """The run goes on without whoever is lost; remembers who that was, and why."""
+
+    def __init__(self, group: TaskGroup) -> None:
+        super().__init__(group)
+        self.gone: dict[SimulatedEngine, str] = {}
+
+    def lost(self, engine: SimulatedEngine, reason: str) -> bool:
+        self.gone[engine] = reason
+        return True
+
+
+class DyingEngine(CountingEngine):
+    """Its host dies at a word, or it hangs there; then nothing may be asked of it any more."""
+
+    def __init__(self, version: int, word: str, *, hangs: bool = False) -> None:
+        super().__init__(version)
+        self.word, self.hangs, self.dead, self.asked = word, hangs, False, 0
+
+    async def _reach(self, word: str) -> None:
+        self.asked += self.dead
+        if word == self.word or self.dead:
+            self.dead = True
+            if self.hangs:
+                await anyio.sleep_forever()
+            raise EngineError("its host is gone")
+
+    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
+        await self._reach("stage")
+        return await super().stage(announcement)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await self._reach("pause")
+        await super().pause(mode, clear_cache=clear_cache)
+
+    async def commit(self, policy_version: int) -> OrderDone:
+        await self._reach("commit")
+        return await super().commit(policy_version)
+
+    async def resume(self) -> None:
+        await self._reach("resume")
+        await super().resume()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("word", ["stage", "pause", "commit", "resume"])
+async def test_an_engine_that_is_lost_at_any_step_is_left_out_and_another_takes_its_place(
+    word: str, hangs: bool
+) -> None:
+    sound, dying, anchors = CountingEngine(4), DyingEngine(4, word, hangs=hangs), Anchors()
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher(
+            [sound, dying],
+            anchors.publish,
+            in_flight=InFlight.KEEP,
+            timeout_s=0.1 if hangs else 5,
+            service=service,
+        )
+        await publisher.hold()
+        report = await publisher.push(announced(5, 4))
+        assert (report.behind, report.reanchored, list(service.gone)) == (0, 0, [dying])
+        assert ("within 0.1 s" if hangs else "its host is gone") in service.gone[dying]
+        assert sound.told == ["pause keep", "commit 5", "resume"]
+        await publisher.push(announced(6, 5))
+        await publisher.hold()
+        await publisher.release()
+        assert dying.asked == 0, "nothing is asked of the dead"
+        fresh = CountingEngine(-1)
+        publisher.join(fresh, ready(fresh))
+        await service.until_back()
+        assert anchors.asked == [6] and fresh.told == ["pause keep", "commit 6", "resume"]
+        report = await publisher.push(announced(7, 6))
+        assert report.reanchored == 0 and fresh.told[-2:] == ["commit 7", "resume"]
+
+
+def ready(engine: SimulatedEngine, state_hash: int = 0, *, paused: bool = False) -> EngineReady:
+    return EngineReady(
+        engine="engine", policy_version=state_hash, max_context=1, max_running=1, state_hash=state_hash, paused=paused
+    )
+
+
+async def test_all_may_be_lost_and_whoever_comes_takes_the_version_that_is_live() -> None:
+    anchors = Anchors()
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher(
+            [DyingEngine(4, "commit")], anchors.publish, in_flight=InFlight.KEEP, timeout_s=5, service=service
+        )
+        report = await publisher.push(announced(5, 4))
+        assert (report.paused_s, report.behind) == (0.0, 0)
+        fresh = CountingEngine(4)
+        publisher.join(fresh, ready(fresh))
+        await service.until_back()
+        assert fresh.told == ["pause keep", "commit 5", "resume"] and not anchors.asked
+
+
+async def test_an_engine_that_joins_during_a_push_is_brought_to_its_version() -> None:
+    slow, fresh, anchors = StubbornEngine(4), CountingEngine(-1), Anchors()
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher([slow], anchors.publish, in_flight=InFlight.KEEP, timeout_s=5, service=service)
+        group.start_soon(publisher.push, announced(5, 4))
+        await slow.staging.wait()
+        publisher.join(fresh, ready(fresh))
+        await anyio.wait_all_tasks_blocked()
+        assert fresh.told == []
+        slow.let.set()
+        await service.until_back()
+        assert fresh.told == ["pause keep", "commit 5", "resume"] and anchors.asked == [5]
+
+
+@pytest.mark.parametrize(("held", "told"), [(5, ["resume"]), (4, ["commit 5", "resume"]), (0, ["commit 5", "resume"])])
+async def test_an_engine_that_outlived_its_controller_is_sent_only_what_it_does_not_hold(
+    held: int, told: list[str]
+) -> None:
+    engine = CountingEngine(4)
+    publisher, _ = publisher_of(engine)
+    publisher.greeted(engine, ready(engine, held, paused=True))
+    await engine.pause(PauseMode.ABORT, clear_cache=True)
+    engine.told.clear()
+    await publisher.push(announced(5, None))
+    assert engine.told == told, "it stood still already"
+    await publisher.push(announced(6, None))
+    assert engine.told[-3:] == ["pause keep", "commit 6", "resume"]

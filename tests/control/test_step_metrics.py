@@ -22,8 +22,9 @@ from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import discard_metrics, length_metrics, unbiased_mean
 from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
-from streamrl.messages import EngineLoad, RunEvent, StepFinished
+from streamrl.messages import EngineLoad
 from streamrl.observe.metrics import unregistered
+from streamrl.run_events import RunEvent, StepFinished
 from streamrl.stage_messages import RolloutStatistics, Scored, TrajectoryHeld, TrajectoryLost
 from streamrl.types import (
     DropReason,

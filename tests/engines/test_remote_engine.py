@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import anyio
@@ -26,7 +27,8 @@ def engine() -> SimulatedEngine:
 
 async def test_readiness_and_refusals_travel(served: Callable, make_request: MakeRequest) -> None:
     async with served(engine()) as remote:
-        assert await remote.start() == EngineReady(engine="engine-0", policy_version=2, max_context=64, max_running=256)
+        ready = EngineReady(engine="engine-0", policy_version=2, max_context=64, max_running=256, pid=os.getpid())
+        assert await remote.start() == ready
         with pytest.raises(RequestRefused, match="prompt of 70 tokens does not fit the context of 64"):
             await remote.generate(make_request(token_ids=token_array([3] * 70)))
         with pytest.raises(WeightError, match="delta to version 9 starts from 8"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -25,7 +26,7 @@ from streamrl.messages import (
     WeightsAcknowledged,
     WeightSource,
 )
-from streamrl.stages.training import run_training
+from streamrl.stages.training import run_training, serve_controllers
 from streamrl.types import TrainingGroup
 
 SOURCE = WeightSource(
@@ -49,6 +50,10 @@ class RecordingTrainer:
 
     def start(self) -> TrainerReady:
         self._note("start")
+        return TrainerReady(rank=0, ranks=1, policy_version=0, parameters=1, state_hash=0)
+
+    def begin_again(self) -> TrainerReady:
+        self._note("begin again")
         return TrainerReady(rank=0, ranks=1, policy_version=0, parameters=1, state_hash=0)
 
     def train_group(self, group: TrainingGroup) -> None:
@@ -211,3 +216,42 @@ async def test_cancellation_waits_for_torch_and_closes_the_trainer() -> None:
             tasks.cancel_scope.cancel()
             threading.Timer(0.05, gate.set).start()
     assert trainer.calls == ["start", "group 0", "close"]
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_outlives_its_controller() -> None:
+    trainer = RecordingTrainer()
+    groups = make_groups(0, [2, 2])
+    lives: list[tuple[Any, Any]] = []
+    opened = anyio.Event()
+
+    @asynccontextmanager
+    async def open_controller() -> Any:
+        nonlocal opened
+        orders_in, orders, reports_in, reports = streams()
+        lives.append((orders_in, reports))
+        opened.set()
+        opened = anyio.Event()
+        yield orders, reports_in
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_controllers, trainer, open_controller)
+            await opened.wait()
+            orders_in, reports = lives[0]
+            assert isinstance(await reports.receive(), TrainerReady)
+            await orders_in.send(TrainGroup(group=groups[0]))
+            while "group 0" not in trainer.calls:
+                await anyio.sleep(0.001)
+            await reports.aclose()  # the controller is gone: the next report finds nobody
+            await orders_in.send(PublishAnchor(policy_version=0))
+            while len(lives) < 2:
+                await anyio.sleep(0.001)
+            orders_in, reports = lives[1]
+            assert isinstance(await reports.receive(), TrainerReady)
+            await orders_in.send(close_of(groups[1:], 1))
+            assert isinstance(await reports.receive(), StepReport)
+            await orders_in.aclose()
+    assert trainer.calls[-1] == "close" and trainer.calls.count("start") == 1
+    assert trainer.calls.index("begin again") > trainer.calls.index("group 0")
+    assert len(trainer.threads) == 1

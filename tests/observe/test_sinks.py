@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from streamrl.comm.telemetry import TelemetrySubscriber
-from streamrl.messages import RunStarted
 from streamrl.observe.reporter import EventRecord, Reporter, StepRecord
 from streamrl.observe.sinks import JsonlSink, PublishSink
+from streamrl.run_events import RunStarted
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

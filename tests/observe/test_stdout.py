@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.messages import (
+from streamrl.observe.curve import Curve, round_ticks, smoothed, sparkline, svg_plot, terminal_plot
+from streamrl.observe.stdout import StdoutReporter
+from streamrl.observe.step_line import duration, evaluation_line, short_count, step_line, table_header, table_row
+from streamrl.run_events import (
     EvaluationFinished,
     RunDecided,
     RunFinished,
@@ -22,9 +25,6 @@ from streamrl.messages import (
     StartProgress,
     StepFinished,
 )
-from streamrl.observe.curve import Curve, round_ticks, smoothed, sparkline, svg_plot, terminal_plot
-from streamrl.observe.stdout import StdoutReporter
-from streamrl.observe.step_line import duration, evaluation_line, short_count, step_line, table_header, table_row
 
 METRICS = {
     "reward/mean": 0.4312,

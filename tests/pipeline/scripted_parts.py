@@ -5,6 +5,7 @@ Engines are the product's ``SimulatedEngine``; control, stages, publisher and st
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from streamrl.buffers.journal import Journal, open_journal
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.config.recipe import ReleaseKind
@@ -23,8 +25,14 @@ from streamrl.control.engine_switch import SWITCH, EngineSwitch, PreparedEngines
 from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
+from streamrl.control.events import ControlEvent
+from streamrl.control.outstanding import Outstanding
+from streamrl.control.prompt_shelf import PromptShelf
 from streamrl.control.publisher import WeightPublisher
+from streamrl.control.recovered_run import RecoveredRun, recovered_run
+from streamrl.control.run_journal import JournalledOutcomes, RunJournal
 from streamrl.control.run_report import RunReport
+from streamrl.control.spared_engines import SparedEngines
 from streamrl.control.state import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.control.weight_audit import WeightAudit
@@ -36,11 +44,8 @@ from streamrl.messages import (
     CloseBatch,
     EngineLoad,
     EnginesFreed,
-    EvaluationFinished,
     PublishAnchor,
-    RunEvent,
     SaveCheckpoint,
-    StepFinished,
     StepReport,
     TrainerReady,
     TrainGroup,
@@ -48,6 +53,7 @@ from streamrl.messages import (
     TrainingOrder,
     WeightSource,
 )
+from streamrl.run_events import EvaluationFinished, RunEvent, StepFinished
 from streamrl.stage_messages import (
     CompletionToScore,
     FinishedTrajectory,
@@ -73,11 +79,44 @@ from streamrl.types import (
 )
 
 
+class Killed(Exception):
+    """The controller is gone, as after SIGKILL."""
+
+
+def _let_die(log: EventLog, events: int) -> None:
+    """Let the controller die when it is told of one event more than ``events``."""
+    append, told = log.append, itertools.count()
+
+    def append_or_die(event: ControlEvent, time_s: float) -> None:
+        append(event, time_s)
+        if next(told) >= events:
+            raise Killed
+
+    log.append = append_or_die  # type: ignore[method-assign]
+
+
+class MortalOutcomes(JournalledOutcomes):
+    """The controller dies when so many trajectories have left the engines."""
+
+    def __init__(self, journal: RunJournal, outcomes: SendStream[RolloutOutcome], left: int) -> None:
+        super().__init__(journal, outcomes)
+        self._left = left
+
+    async def send(self, item: RolloutOutcome) -> None:
+        await super().send(item)
+        self._left -= 1
+        if not self._left:
+            raise Killed
+
+
 class CountedPrompts:
     """``p0``, ``p1``, ...; at most ``limit`` of them."""
 
     def __init__(self, limit: int = 10**9) -> None:
         self._next, self._limit = 0, limit
+
+    def go_on(self, drawn: int) -> None:
+        self._next = drawn
 
     async def draw(self, count: int) -> list[Prompt]:
         numbers = range(self._next, min(self._next + count, self._limit))
@@ -101,6 +140,7 @@ class CountingRank:
         self.freed: list[int] = []
 
     async def run(self, orders: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]) -> None:
+        self.samples = []
         await reports.send(
             TrainerReady(rank=self.rank, ranks=self.ranks, policy_version=self.version, parameters=1, state_hash=0)
         )
@@ -164,6 +204,7 @@ class ParityScorer:
 
     def __init__(self, failing: int = 0) -> None:
         self.failing = failing
+        self.mute = False
         self.seen = 0
         self.returned: dict[str, float] = {}
         self.held_out: list[Trajectory] = []
@@ -172,6 +213,8 @@ class ParityScorer:
         await results.send(RewardWorkerReady(worker=0))
         async for order in orders:
             assert isinstance(order, ScoreGroups)
+            if self.mute:
+                continue
             for group in order.groups:
                 rewards = tuple(map(self._score, group.completions))
                 await results.send(GroupsScored(groups=(GroupScored(order_id=group.order_id, rewards=rewards),)))
@@ -251,7 +294,9 @@ class SimulatedRun:
         lengths: LengthMixture | None = None,
         release: ReleaseKind = ReleaseKind.NEVER,
         sets: Sequence[PreparedEngines] = (),
+        kept: bool = False,
     ) -> None:
+        self._kept, self.events_to_live, self.outcomes_to_live = kept, 10**9, 0
         self.clock = clock = InstantClock()
         mixture = lengths or LengthMixture(median=8, long_median=40)
         kind = SimulatedEngine if release is ReleaseKind.NEVER else PacedEngine
@@ -293,7 +338,24 @@ class SimulatedRun:
             trainer = TrainerRanks(streams)
             await trainer.ready()
             parts.start_soon(trainer.run)
-            log = EventLog(self.log_path, "test", self.settings)
+            shelf = PromptShelf(1 << 20, self.settings.tail_batching.domain_column, self.settings.tail_batching.domains)
+            file, recovered = self._open_journal()
+            journal = RunJournal(file, Outstanding(), lambda: shelf.prompts)
+            log = EventLog(self.log_path, "test", self.settings) if recovered is None else None
+            if recovered is not None:
+                shelf.put(recovered.prompts.values())
+                self._prompts.go_on(recovered.state.supply.drawn_prompts)
+                journal = RunJournal(
+                    file,
+                    recovered.outstanding,
+                    lambda: shelf.prompts,
+                    events=recovered.events,
+                    kept=recovered.records(),
+                    published=recovered.published,
+                )
+                log = EventLog.going_on(self.log_path, "test", self.settings, recovered.told, recovered.events)
+            assert log is not None
+            _let_die(log, self.events_to_live)
 
             async def emit(event: RunEvent) -> None:
                 self.events.append(event)
@@ -302,6 +364,7 @@ class SimulatedRun:
                     self.happened(kind, event.policy_version)
 
             publisher = WeightPublisher(self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
+            report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
             self.controller = Controller(
                 self.settings,
                 prompts=self._prompts,
@@ -313,7 +376,7 @@ class SimulatedRun:
                 trainer=trainer,
                 publisher=publisher,
                 log=log,
-                report=RunReport(emit, rollout.statistics, 64, clock=self.clock.now),
+                report=report,
                 seed=0,
                 save=self._save(trainer),
                 audit=WeightAudit(dict(enumerate(self.engines)), self.log_path.with_name("audits.jsonl"), 0).after_push,
@@ -321,9 +384,13 @@ class SimulatedRun:
                 store=EvaluationSamples(self.log_path.with_name("evaluations")).write,
                 alarms=Alarms(alarm_rules(0.05)),
                 load=pool.load,
-                release=self._make_release(pool, publisher, trainer),
-                switch=self._make_switch(pool, publisher),
-                start_version=self._start,
+                spared=SparedEngines(
+                    self._make_release(pool, publisher, trainer), self._make_switch(pool, publisher), log, report
+                ),
+                shelf=shelf,
+                journal=journal,
+                start_version=self.ranks[0].version,
+                recovered=recovered,
             )
             orders: tuple[SendStream[RolloutOrder], ReceiveStream[RolloutOrder]] = memory_stream(256)
             outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
@@ -332,12 +399,21 @@ class SimulatedRun:
                 RewardSettings(functions="parity", per_group=False, time_limit_s=5, concurrency=8),
                 [scorer_streams(self.scorer, parts)],
             )
-            parts.start_soon(rollout.run, orders[1], outcomes[0])
+            parts.start_soon(rollout.run, orders[1], MortalOutcomes(journal, outcomes[0], self.outcomes_to_live))
             parts.start_soon(reward.run, self.scorer.noting_held_out(outcomes[1]), scored[0])
             try:
                 return await self.controller.run(orders[0], scored[1])
             finally:
                 log.close()
+                if file is not None:
+                    with anyio.CancelScope(shield=True):
+                        await file.close()
+
+    def _open_journal(self) -> tuple[Journal | None, RecoveredRun | None]:
+        if not self._kept:
+            return None, None
+        file, found = open_journal(self.log_path.with_name("journal"), run_id="test", durability="process")
+        return file, recovered_run((record.payload for record in found.records()), self.settings)
 
     def trained(self) -> Counter[str]:
         """How often each trajectory was given to a rank in a batch that was closed."""

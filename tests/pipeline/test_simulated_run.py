@@ -19,7 +19,7 @@ from streamrl.control.event_log import read_log, replay
 from streamrl.control.events import AlarmRaised
 from streamrl.control.state import ControlSettings
 from streamrl.errors import RewardFailureLimit, StreamRLError
-from streamrl.messages import EvaluationFinished, RunDecided, RunWarning, StepFinished
+from streamrl.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 
 pytestmark = pytest.mark.asyncio
 

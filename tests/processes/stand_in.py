@@ -6,6 +6,7 @@ serve    wait for SIGTERM, then ask the others to end by the file ``DIR/end`` (c
 hang     ignore SIGTERM, but for the file ``DIR/ignored-sigterm``
 follow   end with StreamBroken as soon as the process named in ``DIR/follow`` is gone
 raise    end with a ValueError when ``DIR/go`` appears
+verdict  end with a RewardFailureLimit when ``DIR/go`` appears
 restart  end with exit code 75 at once
 orphan   start a grandchild that ignores everything, has shared memory and a session of its own, then serve
 finish   end with 0 when ``DIR/go`` appears
@@ -24,7 +25,7 @@ import time
 from pathlib import Path
 
 from streamrl.config.topology import ProcessPlan, Role
-from streamrl.errors import StreamBroken
+from streamrl.errors import RewardFailureLimit, StreamBroken
 from streamrl.processes.child import Terminated, leave
 from streamrl.processes.parent_death import die_with_parent
 
@@ -47,8 +48,12 @@ def main() -> None:
     parser.add_argument("role", type=Role)
     parser.add_argument("--index", type=int)
     parser.add_argument("--run-directory", type=Path)
+    parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     plan = ProcessPlan(role=arguments.role, index=arguments.index)
+    if arguments.resume:
+        with (arguments.run_directory / "resumed").open("a") as file:
+            file.write(f"{plan.name}\n")
     leave(plan, arguments.run_directory, lambda: behave(plan, arguments.run_directory))
 
 
@@ -86,7 +91,9 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
             return
         if behaviour == "follow" and not lives(int((directory / "follow").read_text())):
             raise StreamBroken("engine-0.orders: the peer is gone")
-        if behaviour in ("raise", "finish") and (directory / "go").exists():
+        if behaviour in ("raise", "verdict", "finish") and (directory / "go").exists():
+            if behaviour == "verdict":
+                raise RewardFailureLimit("too many rewards failed")
             if behaviour == "raise":
                 raise ValueError("the loss is not finite")
             (directory / "end").touch()

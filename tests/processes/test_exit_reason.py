@@ -53,7 +53,7 @@ def test_abort_may_follow_from_something_else() -> None:
         (Role.TRAINER, StreamBroken("peer gone"), ExitKind.CONSEQUENCE),
         (Role.ENGINE, EngineError("EngineCore died"), ExitKind.CAUSE),
         (Role.CONTROLLER, EngineError("engine-0 is gone"), ExitKind.CONSEQUENCE),
-        (Role.CONTROLLER, ValueError("bad"), ExitKind.CAUSE),
+        (Role.CONTROLLER, ValueError("bad"), ExitKind.VERDICT),
     ],
 )
 def test_kind_of_an_exception(role: Role, error: Exception, kind: ExitKind) -> None:
@@ -65,7 +65,7 @@ def test_the_cause_inside_a_group_is_told() -> None:
         "nursery", [asyncio.CancelledError(), StreamBroken("peer gone"), ExceptionGroup("inner", [ValueError("nan")])]
     )
     reason = reason_of(Role.CONTROLLER, group)
-    assert (reason.kind, reason.message) == (ExitKind.CAUSE, "ValueError: nan")
+    assert (reason.kind, reason.message) == (ExitKind.VERDICT, "ValueError: nan")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from streamrl.config.recipe import Model, Prompts, Recipe
 from streamrl.config.rewards import Reward
 from streamrl.config.topology import JUDGE, Topology, plan_topology
 from streamrl.errors import StreamEnded
-from streamrl.messages import EngineLoad, RunFinished, StepFinished
+from streamrl.messages import EngineLoad
 from streamrl.processes.judge_link import JudgeLink
+from streamrl.run_events import RunFinished, StepFinished
 
 pytestmark = pytest.mark.asyncio
 STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})

@@ -104,7 +104,7 @@ class LiveRun:
                 serving_control(socket_path, self.run_directory, operations.carry_out),
             ):
                 tasks.start_soon(self.stage.run, self._incoming, self._scored)
-                tasks.start_soon(change_rewards, self.topology, self.attached, note)
+                tasks.start_soon(change_rewards, self.topology, self.attached, self.run_directory, note)
                 tasks.start_soon(self.attachments.run, rewards_endpoint(self.topology))
                 yield self
                 await self._give.aclose()

@@ -136,10 +136,11 @@ def replies_of(sample: Sample) -> Iterator[list[bytes]]:
     digest = sample.part.manifest_digest
     server = ServingThread("ipc:///nowhere", "honest")
     server.serve([sample.part])
-    for request in (
+    asked: tuple[dict[str, object], ...] = (
         {"type": "GetManifest"},
         *({"type": "GetChunk", "chunk": c} for c in range(len(sample.part.chunks))),
-    ):
+    )
+    for request in asked:
         reply, payload = server._answer([msgspec.msgpack.encode({**request, "manifest_digest": digest})])
         yield [encoder.encode(reply), bytes(payload)]
 
@@ -280,8 +281,7 @@ def manifest_case(random: np.random.Generator) -> str:
     if random.random() < 0.7:
         manifests = sample.part.manifest, everything.samples[0].part.manifest
         if random.random() < 0.5:  # below the zstd frame
-            manifests = tuple(zstandard.decompress(whole) for whole in manifests)
-            broken = zstandard.compress(mutated(random, *manifests))
+            broken = zstandard.compress(mutated(random, *(zstandard.decompress(whole) for whole in manifests)))
         else:
             broken = mutated(random, *manifests)
         return hostile_bytes(sample, broken, list(sample.part.chunks), sample.manifest.payload_bytes)

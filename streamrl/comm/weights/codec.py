@@ -33,7 +33,7 @@ from streamrl.comm.weights.compiled_paths import split_form, worth_compiling
 from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES, SINGLE, THRESHOLD_BITS, choose_thresholds
 from streamrl.comm.weights.exponent_plane import join_planes, split_planes
 from streamrl.comm.weights.symbol_streams import decode_symbols, encode_symbols
-from streamrl.errors import WeightError
+from streamrl.errors import UNDECODABLE, WeightError
 
 MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``manifest.work_units``)
 _LAYOUT_VERSION = 3
@@ -209,7 +209,7 @@ def _read_header(view: memoryview, tensor: str) -> tuple[_Header, memoryview]:
         raise WeightError(f"patch of {tensor!r} has {len(view)} bytes and a header of {length}")
     try:
         header = _decoder.decode(view[_LENGTH.size : start])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise WeightError(f"patch of {tensor!r} has a header that cannot be read: {error}") from error
     if header.layout != _LAYOUT_VERSION or msgspec.msgpack.encode(header) != view[_LENGTH.size : start]:
         raise WeightError(

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import zmq
 
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
 from streamrl.comm.weights.codec import WeightPatch, decode_patch
 from streamrl.comm.weights.held_weights import HeldWeights, choose_held
@@ -191,7 +192,7 @@ def _receive(
 def _pulls_of(
     parts: Sequence[ReceivedPart], progress_seconds: float, retry_seconds: float
 ) -> Iterator[Sequence[_Pull]]:
-    context: WeightContext = zmq.Context(io_threads=1)
+    context = WeightContext(io_threads=1)
     pulls: list[_Pull] = []
     try:
         pulls.extend(_Pull(context, part, progress_seconds, retry_seconds) for part in parts)
@@ -217,7 +218,7 @@ class _Pull:
         try:
             self.socket = pull_socket(context, zmq.DEALER, source.endpoint, max_frame_bytes=MANIFEST_LIMIT)
             self.monitor = ConnectionMonitor(self.socket)
-            connect(self.socket, source.endpoint)
+            connect(self.socket, source.endpoint, KeyRole.TRAINER)
         except StreamRLError as error:
             raise WeightError(f"trainer rank {source.rank} is announced at an impossible address: {error}") from error
 

@@ -13,13 +13,20 @@ from collections.abc import Iterator
 import msgspec
 import zstandard
 
-from streamrl.errors import WeightError
+from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
+from streamrl.errors import UNDECODABLE, WeightError
 
 FORMAT_VERSION = 4
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
 MANIFEST_LIMIT = 64 << 20
+_UNFOLDED_AT_LEAST, _UNFOLDED_TIMES = 1 << 20, 256
+"""Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""
+
+MOST_SIDES = 16
+"""Of a tensor."""
+
 UNIT_ELEMENTS = 1 << 23
 """Elements that are compared, encoded and decoded in one go: threads share a large tensor by such pieces."""
 
@@ -39,8 +46,13 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise ``WeightError`` when the shard leaves its tensor."""
+        if len(self.shape) > MOST_SIDES or min(self.offset, self.count, *self.shape) < 0:
+            raise WeightError(
+                f"shard [{self.offset}, +{self.count}) of {self.name!r:.80} has {len(self.shape)} sides: none is "
+                f"negative, and there are {MOST_SIDES} at most"
+            )
         total = math.prod(self.shape)
-        if min(self.offset, self.count) < 0 or self.offset + self.count > total:
+        if self.offset + self.count > total:
             raise WeightError(
                 f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
             )
@@ -114,9 +126,13 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _unfold(encoded: bytes | memoryview) -> bytes:
     """The inverse. Memory is taken only once the frame has said that it fits in ``MANIFEST_LIMIT``."""
     claimed = zstandard.get_frame_parameters(encoded).content_size
-    if claimed > MANIFEST_LIMIT:
-        raise zstandard.ZstdError(f"its frame claims {claimed} bytes; {MANIFEST_LIMIT} are the most")
-    return zstandard.ZstdDecompressor().decompress(encoded, allow_extra_data=False)
+    most = min(MANIFEST_LIMIT, _UNFOLDED_AT_LEAST + _UNFOLDED_TIMES * len(encoded))
+    if claimed > most:
+        raise zstandard.ZstdError(f"its frame of {len(encoded)} bytes claims {claimed}; {most} are the most")
+    unfolded = zstandard.ZstdDecompressor().decompress(encoded, allow_extra_data=False)
+    if takes_more(unfolded, 8 * len(unfolded) + SPARE_BYTES):
+        raise zstandard.ZstdError(f"its {len(unfolded)} bytes are very many small values")
+    return unfolded
 
 
 def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint: str) -> Manifest:
@@ -126,7 +142,7 @@ def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint:
         raise WeightError(f"manifest from {endpoint} has digest {actual}; announced was {expected_digest}")
     try:
         manifest = _decoder.decode(_unfold(encoded))
-    except (msgspec.MsgspecError, zstandard.ZstdError, UnicodeDecodeError) as error:
+    except (zstandard.ZstdError, *UNDECODABLE) as error:
         raise WeightError(f"manifest {expected_digest} from {endpoint} cannot be decoded: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
         raise WeightError(

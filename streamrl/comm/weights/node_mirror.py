@@ -12,6 +12,8 @@ trainer.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import logging
 import os
 import shutil
 import threading
@@ -28,7 +30,7 @@ from streamrl.comm.weights.manifest import CHECKPOINT_VERSION
 from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 from streamrl.comm.weights.node_memory import Segment, SharedMemory, aligned
 from streamrl.comm.weights.state_hash import MODULUS, hash_range
-from streamrl.errors import WeightError
+from streamrl.errors import UNDECODABLE, WeightError
 from streamrl.messages import WeightAnnouncement
 
 _LOCK_POLL_S = 0.02
@@ -306,10 +308,10 @@ class NodeMirror(CheckpointMirror):
     def _read_state(self) -> None:
         """What is shared now, mapped. What nobody alive holds any more is gone."""
         try:
-            state = _decoder.decode((self._directory / "state").read_bytes())
+            state = decode_state((self._directory / "state").read_bytes(), str(self._directory))
         except FileNotFoundError:
             state = _NodeState()
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:
             raise WeightError(f"{self._directory / 'state'} cannot be read: {error}") from error
         bits, staged = self._attached(state.bits), self._attached(state.staged)
         if state.writing and staged is None:
@@ -353,9 +355,29 @@ class NodeMirror(CheckpointMirror):
         self._shared.show(whole, {name: patch.new_bits for name, patch in whole.patches.items()})
 
 
+def decode_state(content: bytes, directory: str) -> _NodeState:
+    """What a worker wrote down for the others. Raises ``WeightError`` for anything else."""
+    try:
+        return _decoder.decode(content)
+    except UNDECODABLE as error:
+        raise WeightError(f"the state in {directory} cannot be read: {error}") from error
+
+
 def node_directory(parent: Path, key: str) -> Path:
     """Where the workers with the same ``key`` meet."""
     return parent / f"streamrl-mirror-{key}"
 
 
+def shared_mirror(run: str, model: str, parent: Path) -> CheckpointMirror:
+    """The mirror that everybody with the same ``run`` and ``model`` shares, whose files are in ``parent``. Where memory
+    cannot be shared, one of this process's own."""
+    key = hashlib.blake2b(f"{run} {model}".encode(), digest_size=8).hexdigest()
+    try:
+        return NodeMirror(node_directory(parent, key))
+    except (OSError, AttributeError) as error:  # no memfd here
+        _logger.warning("this worker keeps a mirror of its own, since memory cannot be shared: %s", error)
+        return CheckpointMirror()
+
+
+_logger = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(_NodeState)

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from streamrl.errors import WeightError
+from streamrl.errors import UNDECODABLE, WeightError
+from streamrl.messages import WeightAnnouncement
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
@@ -71,6 +72,7 @@ REQUEST_LIMIT = 4096
 encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_announcement_decoder = msgspec.msgpack.Decoder(WeightAnnouncement)
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
@@ -83,8 +85,13 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
     return _decoded(_reply_decoder, frame)
 
 
+def decode_announcement(encoded: bytes | memoryview) -> WeightAnnouncement:
+    """What the workers of an engine are handed. Raises ``WeightError`` for anything else."""
+    return _decoded(_announcement_decoder, encoded)
+
+
 def _decoded(decoder: msgspec.msgpack.Decoder[Kind], frame: bytes | memoryview) -> Kind:
     try:
         return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WeightError(f"not a message of this version: {error}") from error

@@ -17,6 +17,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from streamrl.comm.key_gate import KeyGate
+from streamrl.comm.socket_options import make_signal
+from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
 from streamrl.comm.weights.requests import (
     REQUEST_LIMIT,
@@ -31,7 +34,7 @@ from streamrl.comm.weights.requests import (
     encoder,
 )
 from streamrl.comm.weights.slow_link import ReplyQueue, SlowLink
-from streamrl.comm.zmq_sockets import bind, ipc_path_identity, remove_ipc_path
+from streamrl.comm.zmq_sockets import bind, connect, ipc_path_identity, remove_ipc_path
 from streamrl.errors import WeightError
 
 _STOP_ENDPOINT = "inproc://stop"
@@ -89,13 +92,17 @@ class ServingThread:
 
     def start(self) -> None:
         """Bind and serve. Returns when the endpoint is bound; raises ``WeightError`` when it cannot be."""
-        self._context = zmq.Context(io_threads=1)
-        self._stop = self._context.socket(zmq.PAIR)
-        self._stop.bind(_STOP_ENDPOINT)
+        self._context = WeightContext(io_threads=1)
+        self._stop = make_signal(self._context, _STOP_ENDPOINT)
+        bind(self._stop, _STOP_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
         self._thread.start()
         self._bound.wait()
-        self.check()
+        try:
+            self.check()
+        except WeightError:
+            self.close()
+            raise
 
     def check(self) -> None:
         """Raise ``WeightError`` when the thread has failed."""
@@ -121,9 +128,9 @@ class ServingThread:
         self._context = None
 
     def _serve(self, context: WeightContext) -> None:
-        stop = context.socket(zmq.PAIR)
+        stop = make_signal(context, _STOP_ENDPOINT)
         try:
-            stop.connect(_STOP_ENDPOINT)
+            connect(stop, _STOP_ENDPOINT)
             self._bind_and_answer(context, stop)
         except Exception as failure:  # noqa: BLE001 - kept, and raised in the owner's thread by check()
             self._failure = failure
@@ -135,18 +142,21 @@ class ServingThread:
         identity: tuple[int, int] | None = None
         router = pull_socket(context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
         try:
-            self.endpoint = bind(router, self.endpoint)
+            self.endpoint = bind(router, self.endpoint, KeyRole.ENGINE)
             identity = ipc_path_identity(self.endpoint)
             self._bound.set()
-            self._answer_until_stopped(router, stop)
+            self._answer_until_stopped(router, stop, context.opened_gate)
         finally:
             router.close(linger=0)
+            context.close_gate()
             remove_ipc_path(self.endpoint, identity)
 
-    def _answer_until_stopped(self, router: zmq.Socket[bytes], stop: zmq.Socket[bytes]) -> None:
+    def _answer_until_stopped(self, router: zmq.Socket[bytes], stop: zmq.Socket[bytes], gate: KeyGate | None) -> None:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(stop, zmq.POLLIN)
+        if gate is not None:
+            poller.register(gate.ended_fd, zmq.POLLIN)
         while True:
             wait = self._send_due(router)
             if self._unready:
@@ -154,6 +164,8 @@ class ServingThread:
             ready = dict(poller.poll(wait))
             if stop in ready:
                 return
+            if gate is not None and gate.ended_fd in ready:
+                gate.check()
             if router in ready:
                 peer, *frames = router.recv_multipart(zmq.NOBLOCK)
                 self._unready.append((time.monotonic() + _FOLD_PATIENCE, peer, tuple(frames)))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from streamrl.config.model_folder import unsafe_content
 from streamrl.config.objective import Natural, Positive
 from streamrl.config.recipe import ComputeDtype
 from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
@@ -65,6 +66,8 @@ def _reward_model(options: RewardModelOptions) -> RewardCallable:
 def _labels(directory: Path) -> int:
     """Logits of the classifier in ``directory``. Raises ``BadOption`` when it holds none that can be loaded."""
     place = f'"path" = "{directory}"'
+    if unsafe := unsafe_content(directory):
+        raise BadOption(f"{place} {unsafe}")
     try:
         config = json.loads((directory / "config.json").read_text())
         architectures = list(config.get("architectures") or [])

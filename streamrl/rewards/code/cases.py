@@ -86,6 +86,13 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 def read_cases(tests: Any, *, entry_point: str = "", setup: str = "") -> tuple[Case, ...]:
     """The cases of a column. Raises ``ValueError`` that says what is wrong with it; no tests: an empty tuple."""
+    try:
+        return _cases(tests, entry_point, setup)
+    except RecursionError:
+        raise ValueError("tests are nested without end: give a list of cases, a mapping, or a string") from None
+
+
+def _cases(tests: Any, entry_point: str, setup: str) -> tuple[Case, ...]:
     if isinstance(tests, str):
         tests = _unpacked(tests)
     if isinstance(tests, str):
@@ -137,7 +144,7 @@ def _unpacked(text: str) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -176,7 +183,7 @@ def _result(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 

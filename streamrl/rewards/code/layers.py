@@ -11,7 +11,8 @@ from functools import cache
 import msgspec
 
 from streamrl.errors import RecipeError
-from streamrl.rewards.code.sandbox import ALL_LAYERS, Sandbox, SandboxError
+from streamrl.rewards.code.answers import SandboxError
+from streamrl.rewards.code.sandbox import ALL_LAYERS, Sandbox
 
 _DOCUMENT = "docs/rewards_code.md"
 

@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from streamrl.rewards.code.values import Atom, Decoder, Encoder, MalformedValue, is_mutable
+from streamrl.rewards.code.values import Atom, Decoder, Encoder, MalformedValue, is_mutable, well_formed
 
 TEST_MODULE = "test"
 _LARGEST_FRAME = 16 << 20
@@ -87,7 +87,12 @@ class Peer:
         while True:
             frame = self._receive()
             if "do" not in frame:
-                return self._result(frame, encoder)
+                with well_formed():
+                    value, raised = self._result(frame, encoder)
+                if raised is not None:
+                    self.raised = raised
+                    raise raised
+                return value
             self._answer(frame)
 
     def serve(self) -> None:
@@ -95,7 +100,7 @@ class Peer:
         while True:
             self._answer(self._receive())
 
-    def _result(self, frame: dict[str, Any], asked: Encoder) -> Any:
+    def _result(self, frame: dict[str, Any], asked: Encoder) -> tuple[Any, Exception | None]:
         existing = {}
         for index, atom in frame.get("after", ()):
             if type(index) is int and 0 <= index < len(asked.originals) and isinstance(atom, list) and len(atom) == 2:
@@ -104,9 +109,8 @@ class Peer:
         for index in existing:
             decoder.decode(["ref", index])
         if "raised" in frame:
-            self.raised = self._exception(decoder, frame["raised"])
-            raise self.raised
-        return decoder.decode(frame.get("value"))
+            return None, self._exception(decoder, frame["raised"])
+        return decoder.decode(frame.get("value")), None
 
     def _answer(self, frame: dict[str, Any]) -> None:
         encoder = Encoder(self._export)
@@ -121,7 +125,8 @@ class Peer:
         except Exception as error:  # noqa: BLE001 - the caller's to see
             reply["raised"] = _described(encoder, error)
         changed = [(index, value) for index, value in decoder.made.items() if is_mutable(value)]
-        reply["after"] = [[index, encoder.encode(value)] for index, value in changed]
+        with well_formed():
+            reply["after"] = [[index, encoder.encode(value)] for index, value in changed]
         reply["objects"] = encoder.objects
         self._send(reply)
 
@@ -208,20 +213,22 @@ class Peer:
             raise CodeFailed("the code ended before it could be called")
         decoder = Decoder(frame.get("objects"), self._resolve)
         found: dict[str, Any] = {}
-        for name, atom in names.items():
-            # ``__builtins__`` too: the code can write any frame to the channel.
-            if not name.isidentifier() or name.startswith("__") or (hasattr(builtins, name) and name != entry_point):
-                continue
-            tag = atom[0] if isinstance(atom, list) and atom else None
-            if tag == "module":
-                # Under another name it is left out: the test means the code's object, and gets a NameError.
-                if name == atom[1] and name in MODULES:
-                    found[name] = importlib.import_module(name)
-            elif tag == "member":
-                if atom[1] in MODULES and atom[2] == name:
-                    found[name] = getattr(importlib.import_module(atom[1]), name)
-            else:
-                found[name] = decoder.decode(atom)
+        with well_formed():
+            for name, atom in names.items():
+                # ``__builtins__`` too: the code can write any frame to the channel.
+                built_in = hasattr(builtins, name) and name != entry_point
+                if built_in or name.startswith("__") or not name.isidentifier():
+                    continue
+                tag = atom[0] if isinstance(atom, list) and atom else None
+                if tag == "module":
+                    # Under another name it is left out: the test means the code's object, and gets a NameError.
+                    if name == atom[1] and name in MODULES:
+                        found[name] = importlib.import_module(name)
+                elif tag == "member":
+                    if atom[1] in MODULES and atom[2] == name:
+                        found[name] = getattr(importlib.import_module(atom[1]), name)
+                else:
+                    found[name] = decoder.decode(atom)
         return found
 
     # -- frames -----------------------------------------------------------------------------------------------------
@@ -239,7 +246,8 @@ class Peer:
         (size,) = _HEADER.unpack(self._read(_HEADER.size))
         if size > _LARGEST_FRAME:
             raise CodeFailed(f"a message of {size} bytes: at most {_LARGEST_FRAME}")
-        frame = json.loads(self._read(size))
+        with well_formed():
+            frame = json.loads(self._read(size))
         if not isinstance(frame, dict):
             raise MalformedValue("a message that is no mapping")
         return frame
@@ -377,7 +385,11 @@ def _described(encoder: Encoder, error: Exception) -> list[Any]:
         values = encoder.encode(tuple(error.args))
     except Exception:  # noqa: BLE001 - arguments that cannot travel, as text
         values = encoder.encode((str(error),))
-    return [encoder._export(kind) if own else None, [base.__name__ for base in kind.__mro__], values]
+    try:
+        exported = encoder._export(kind) if own else None
+    except TypeError:  # a class of ours: its built-in bases tell enough
+        exported = None
+    return [exported, [base.__name__ for base in kind.__mro__], values]
 
 
 def _genuine_member(name: str, value: Any) -> str | None:

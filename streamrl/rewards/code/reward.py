@@ -16,10 +16,11 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.errors import RecipeError
+from streamrl.rewards.code.answers import Verdict
 from streamrl.rewards.code.cases import Case, Comparison, ProgramCase, extract_code, read_cases, same_output
 from streamrl.rewards.code.jail import Limits
 from streamrl.rewards.code.layers import available_layers, require_isolation
-from streamrl.rewards.code.sandbox import ALL_LAYERS, RunReport, Sandbox, Verdict
+from streamrl.rewards.code.sandbox import ALL_LAYERS, RunReport, Sandbox
 
 _MIB = 1 << 20
 _SCRATCH_FILES = 512

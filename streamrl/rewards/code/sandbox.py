@@ -19,7 +19,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from streamrl.errors import StreamRLError
+from streamrl.rewards.code.answers import SandboxError, Verdict, ZygoteMessage, read_verdict, read_zygote_message
 from streamrl.rewards.code.jail import Limits
 
 ALL_LAYERS = ("namespaces", "landlock", "seccomp")
@@ -41,10 +41,6 @@ main(int(fd))
 """
 
 
-class SandboxError(StreamRLError):
-    """The sandbox could not run the code: no verdict, and no reward."""
-
-
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """How the code's process ended. ``status``: exit code, or minus the number of the signal that ended it;
     ``seconds`` of wall time and ``cpu_seconds`` until then; ``stopped``: it was ended because the test was over;
@@ -56,14 +52,6 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool
     stopped: bool = False
     last_error: str = ""
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What the judge's process wrote."""
-
-    nonce: str
-    verdict: str
-    message: str
 
 
 class Sandbox:
@@ -119,13 +107,13 @@ class Sandbox:
         with _files(source, None, json.dumps(order).encode(), None) as files:
             reports = await self._run("asserts", limits, files)
             report = _report(reports["code"], files[1])
+            judge = reports.get("judge", {})
             verdict = Verdict(nonce, "none", "the judge gave no verdict")
-            with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
-                written = msgspec.json.decode(_content(files[3], _MESSAGE_BYTES), type=Verdict)
-                if secrets.compare_digest(written.nonce, nonce) and reports["judge"].get("status") == 0:
-                    verdict = written
-            if verdict.verdict == "none" and "error" in reports["judge"]:
-                raise SandboxError(f"the judge of a test could not run: {reports['judge']['error']}")
+            written = read_verdict(_content(files[3], _MESSAGE_BYTES), nonce)
+            if written is not None and judge.get("status") == 0:
+                verdict = written
+            if verdict.verdict == "none" and "error" in judge:
+                raise SandboxError(f"the judge of a test could not run: {judge['error']}")
             return report, verdict
 
     async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> dict[str, Any]:
@@ -153,8 +141,8 @@ class _Zygote:
         self._control = control
         self._errors = errors
         self._loop = asyncio.get_running_loop()
-        self._greeting: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._greeting: asyncio.Future[ZygoteMessage] = self._loop.create_future()
+        self._answers: dict[int, asyncio.Future[ZygoteMessage]] = {}
         self._loop.add_reader(control.fileno(), self._receive)
 
     @classmethod
@@ -187,17 +175,16 @@ class _Zygote:
         except BaseException:
             await zygote.aclose()
             raise
-        zygote.layers = tuple(greeting["layers"])
-        zygote.missing = greeting["missing"]
+        zygote.layers, zygote.missing = greeting.layers, greeting.missing
         return zygote
 
     async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> dict[str, Any]:
-        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        answer: asyncio.Future[ZygoteMessage] = self._loop.create_future()
         self._answers[run_id] = answer
         try:
             socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
             async with asyncio.timeout(seconds):
-                reports = await answer
+                reports = (await answer).reports
         except OSError as error:  # TimeoutError too
             self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
             raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
@@ -232,10 +219,14 @@ class _Zygote:
             said = _content(self._errors, _MOST_STDERR_BYTES).decode(errors="replace").strip()
             self._end(f"the sandbox ended: {said[-500:] or 'it said nothing'}")
             return
-        message = json.loads(content)
-        waiting = self._answers.get(message["run"]) if "run" in message else self._greeting
+        try:
+            message = read_zygote_message(content)
+        except SandboxError as error:
+            self._end(str(error))
+            return
+        waiting = self._greeting if message.run is None else self._answers.get(message.run)
         if waiting is not None and not waiting.done():
-            waiting.set_result(message.get("reports", message))
+            waiting.set_result(message)
 
     def _end(self, reason: str) -> None:
         """Close the socket, on which the zygote ends; whoever waits gets ``SandboxError``."""

@@ -7,10 +7,11 @@ What arrives is not trusted: only values of exact built-in types are made from i
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import keyword
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -42,8 +43,22 @@ _KINDS: list[type] = [
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (*_KINDS, type, type(None))}
 
 
+_MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
 class MalformedValue(ValueError):
     """What the other side sent is no value of this format."""
+
+
+@contextlib.contextmanager
+def well_formed() -> Iterator[None]:
+    """What cannot be taken apart in here was made up by the other side: ``MalformedValue``."""
+    try:
+        yield
+    except MalformedValue:
+        raise
+    except _MALFORMED as error:
+        raise MalformedValue(f"a message that cannot be read: {type(error).__name__}: {error}") from error
 
 
 def is_mutable(value: object) -> bool:
@@ -175,7 +190,7 @@ class Decoder:
             return self._resolve(atom) if maker is None else maker(*atom[1:])
         except MalformedValue:
             raise
-        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except _MALFORMED as error:
             raise MalformedValue(f"a malformed {atom[0]}: {error}") from error
 
     def _object(self, index: Any) -> Any:

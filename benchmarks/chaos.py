@@ -1,0 +1,90 @@
+"""Kills real processes of real runs, at random and at the worst moments, and looks for what was lost, and what is left.
+
+    python benchmarks/chaos.py --engines simulated --kills 270 --out chaos-cells     # goes on where it was stopped
+    python benchmarks/chaos.py --engines vllm --kills 30 --steps 30 --out chaos-cells
+    python benchmarks/chaos.py --out chaos-cells --report
+
+A *cell* is one run of a small version of the demo and the shots it gets (``chaos_plan``): SIGKILL, or SIGSTOP and then
+SIGCONT or SIGKILL, to the controller, engine hosts and vLLM's own process, trainer ranks, the reward worker and what it
+started, the guardian, the supervisor, two at once, all at once; at random, or as a phase is seen to begin. A run must
+go on by itself, after the death of its supervisor by ``streamrl resume``. Then it is judged by what the runner's own
+witnesses wrote (``chaos_tap``, ``chaos_reward``, ``chaos_oracle``). A shot that hit nothing is vacuous and does not
+count. Each cell is one JSON file; what a faulty run left is kept beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from chaos_plan import Cell, plan
+from chaos_processes import become_subreaper
+from chaos_report import read_results, report
+from chaos_run import CellResult, run_cell
+
+
+def main() -> int:
+    """Run what is missing, then report; exit code 1 when a cell has a fault."""
+    arguments = argparse.ArgumentParser(description="Kill processes of runs, and judge what became of the runs.")
+    arguments.add_argument("--engines", choices=["simulated", "vllm"], default="simulated")
+    arguments.add_argument("--kills", type=int, default=270)
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--shots-per-run", type=int, default=3)
+    arguments.add_argument(
+        "--steps", type=int, default=0, help="steps of the demo itself, with its evaluation; 0: short"
+    )
+    arguments.add_argument("--unkilled", type=int, default=0, help="so many runs without a shot instead, to compare")
+    arguments.add_argument("--only", type=int, nargs="*", help="numbers of cells; they are run again")
+    arguments.add_argument("--at-most", type=int, default=0, help="so many cells in this call (0: all)")
+    arguments.add_argument("--out", type=Path, default=Path("chaos-cells"))
+    arguments.add_argument("--keep", action="store_true", help="keep what good runs left, too")
+    arguments.add_argument("--report", action="store_true", help="only print what there is")
+    options = arguments.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.report:
+        become_subreaper()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a cell's processes end with it
+        cells = plan(options.engines, options.kills, options.seed, options.shots_per_run)
+        if options.unkilled:
+            cells = [msgspec.structs.replace(c, shots=(), number=10_000 + c.number) for c in cells[: options.unkilled]]
+        _run_missing(cells, options)
+    results = read_results(options.out)
+    print("\n".join(report(results)))
+    return 1 if any(result.faults for result in results) else 0
+
+
+def _run_missing(cells: Sequence[Cell], options: argparse.Namespace) -> None:
+    done = 0
+    for cell in cells:
+        file = options.out / f"{cell.engines}-{options.seed}-{cell.number:05d}.json"
+        if (file.exists() and not options.only) or (options.only and cell.number not in options.only):
+            continue
+        folder = file.with_suffix("")
+        result = run_cell(cell, folder, steps=options.steps)
+        file.with_suffix(".partial").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+        file.with_suffix(".partial").replace(file)
+        if not result.faults and not options.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        print(_line(result), flush=True)
+        done += 1
+        if options.at_most and done >= options.at_most:
+            return
+
+
+def _line(result: CellResult) -> str:
+    shots = ", ".join(f"{'+'.join(r.shot.victims)} in {r.shot.phase} {r.outcome}" for r in result.shots)
+    wrong = "".join(f"\n    FAULT: {fault}" for fault in result.faults)
+    return (
+        f"cell {result.cell.number} ({result.cell.rounds}, {result.cell.ranks} ranks, {result.seconds:.0f} s, "
+        f"{result.verdict.steps} steps): {shots}{wrong}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

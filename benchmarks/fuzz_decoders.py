@@ -1,0 +1,210 @@
+"""Fuzz every decoder of streamrl, for as long as one likes.
+
+    python benchmarks/fuzz_decoders.py --state fuzz.json --executions 5000000 --seconds 220
+    python benchmarks/fuzz_decoders.py --replay fuzz-failures/streams.items-123.msgpack
+
+Inputs are valid messages with something wrong in them; input ``n`` of a target follows from the target's name and
+``n`` alone. ``--state`` holds which numbers were run, by target, with their outcomes: a campaign goes on where it was.
+Targets take turns, a slice each. The first crash, hang, memory breach or wrong meaning ends it with exit code 1; the
+input is in a file then, which ``--replay`` runs again. What counts as one: ``tests/fuzz/execution.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.fuzz.bombs import bombs  # noqa: E402
+from tests.fuzz.decoders import every_target  # noqa: E402
+from tests.fuzz.execution import Fault, Slice, Target, check_seeds, run_one, run_slice  # noqa: E402
+from tests.fuzz.planted import BUGS, find  # noqa: E402
+
+_FIRST_SLICE, _LARGEST_SLICE, _SLICE_S = 200, 500_000, 8.0
+_MOST_KINDS = 400
+
+
+class Done(msgspec.Struct):
+    """What was run of one target: numbers below ``executions``. ``seconds``: of the forked process; ``grown_bytes``: of
+    its memory, all slices together."""
+
+    executions: int = 0
+    seconds: float = 0.0
+    slices: int = 0
+    grown_bytes: int = 0
+    outcomes: dict[str, int] = {}
+
+    @property
+    def rate(self) -> float:
+        """Executions a second."""
+        return self.executions / self.seconds if self.seconds else 0.0
+
+    def next_slice(self, wanted: int) -> int:
+        """How many to run now: some seconds of them."""
+        size = int(self.rate * _SLICE_S) if self.executions else _FIRST_SLICE
+        return min(max(size, _FIRST_SLICE), _LARGEST_SLICE, wanted - self.executions)
+
+    def take(self, found: Slice) -> None:
+        """Add a slice that went well."""
+        self.executions, self.slices = found.last, self.slices + 1
+        self.seconds += found.seconds
+        self.grown_bytes += found.grown_bytes
+        for outcome, count in found.outcomes.items():
+            kind = outcome if outcome in self.outcomes or len(self.outcomes) < _MOST_KINDS else "more"
+            self.outcomes[kind] = self.outcomes.get(kind, 0) + count
+
+
+def read_state(path: Path | None) -> dict[str, Done]:
+    """What earlier campaigns did."""
+    if path is None or not path.exists():
+        return {}
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Done])
+
+
+def write_state(path: Path | None, state: Mapping[str, Done]) -> None:
+    """At once or not at all."""
+    if path is not None:
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
+        partial.replace(path)
+
+
+def campaign(chosen: Sequence[Target], state: dict[str, Done], options: argparse.Namespace) -> list[Fault]:
+    """Run slices in turn until there is a fault (``--go-on``: until the time is over), or no time, or nothing to do."""
+    deadline = time.monotonic() + options.seconds
+    faults: list[Fault] = []
+    waiting = [target for target in chosen if state.setdefault(target.name, Done()).executions < options.executions]
+    # Who had the least time goes first: a campaign of many short calls treats all alike.
+    waiting.sort(key=lambda target: state[target.name].seconds)
+    while waiting and time.monotonic() < deadline:
+        target = waiting.pop(0)
+        done = state[target.name]
+        found = run_slice(target, done.executions, done.executions + done.next_slice(options.executions))
+        if found.fault is not None:
+            faults.append(found.fault)
+            print(told(found.fault, keep(found.fault, options.failures)), flush=True)
+            if not options.go_on:
+                break
+            continue
+        done.take(found)
+        write_state(options.state, state)
+        if done.executions < options.executions:
+            waiting.append(target)
+    return faults
+
+
+def keep(fault: Fault, directory: Path) -> Path:
+    """Store an input."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{fault.target}-{fault.number}.msgpack"
+    path.write_bytes(msgspec.msgpack.encode(fault))
+    return path
+
+
+def told(fault: Fault, path: Path) -> str:
+    """A fault, for people."""
+    size = sum(map(len, fault.frames))
+    return f"FAULT {fault.kind} in {fault.target}, number {fault.number}, {size} bytes: {path}\n{fault.reason}"
+
+
+def replay(path: Path, targets: Mapping[str, Target]) -> int:
+    """Run a stored input again; 1 where it still is a fault."""
+    stored = msgspec.msgpack.decode(path.read_bytes(), type=Fault)
+    found = run_one(targets[stored.target], stored.frames)
+    if found.fault is not None:
+        print(told(found.fault, path))
+        return 1
+    print(f"{stored.target}: {', '.join(found.outcomes)} (it was: {stored.kind}, {stored.reason.splitlines()[0]})")
+    return 0
+
+
+def drop_bombs(targets: Mapping[str, Target], options: argparse.Namespace) -> list[Fault]:
+    """Run every input that is about size."""
+    faults = []
+    for name, what, frames in bombs(8 << 20):
+        if not options.target or name.startswith(tuple(options.target)):
+            found = run_one(targets[name], frames).fault
+            if found is not None:
+                print(f"{what}: {told(found, keep(found, options.failures))}", flush=True)
+                faults.append(found)
+    return faults
+
+
+def planted_bugs(targets: Mapping[str, Target], options: argparse.Namespace) -> int:
+    """Plant every bug, and list how it was found. 1 where one was not."""
+    missed = 0
+    for bug in BUGS:
+        if options.target and not bug.target.startswith(tuple(options.target)):
+            continue
+        began = time.monotonic()
+        fault = find(bug, targets, min(options.executions, 100_000))
+        missed += fault is None
+        how = "MISSED" if fault is None else f"{fault.kind} at {fault.number}: {fault.reason.splitlines()[0][:70]}"
+        print(
+            f"{bug.target:22} {bug.module:28} {bug.old.strip()[:60]!r:64} {time.monotonic() - began:5.1f} s  {how}",
+            flush=True,
+        )
+    return 1 if missed else 0
+
+
+def summary(state: Mapping[str, Done], *, outcomes: bool) -> str:
+    """A table of what was run."""
+    lines = [
+        f"{'target':28} {'executions':>11} {'per second':>10} {'accepted':>9} {'kinds':>6} {'KiB grown/slice':>16}"
+    ]
+    for name, done in sorted(state.items()):
+        refused = sum(count for outcome, count in done.outcomes.items() if outcome.startswith("refused"))
+        share = 1 - refused / done.executions if done.executions else 0.0
+        grown = done.grown_bytes / 1024 / max(1, done.slices)
+        lines.append(
+            f"{name:28} {done.executions:11,} {done.rate:10,.0f} {share:9.1%} {len(done.outcomes):6} {grown:16,.0f}"
+        )
+        if outcomes:
+            ordered = sorted(done.outcomes.items(), key=lambda item: -item[1])
+            lines += [f"    {count:10,}  {outcome}" for outcome, count in ordered]
+    total, seconds = sum(d.executions for d in state.values()), sum(d.seconds for d in state.values())
+    return "\n".join([*lines, f"{'all':28} {total:11,} {total / max(seconds, 1e-9):10,.0f}"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", action="append", default=[], help="name, or how it begins; all by default")
+    parser.add_argument("--executions", type=int, default=5_000_000, help="of each target, those of the state included")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice after so long")
+    parser.add_argument("--state", type=Path, help="file that says what was run; written after every slice")
+    parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="where faulty inputs are stored")
+    parser.add_argument("--go-on", action="store_true", help="go on with other targets after a fault")
+    parser.add_argument("--outcomes", action="store_true", help="list how executions ended, by kind")
+    parser.add_argument("--bombs", action="store_true", help="run the inputs that are about size")
+    parser.add_argument("--planted", action="store_true", help="plant bugs in decoders, and see that each is found")
+    parser.add_argument("--replay", type=Path, help="run a stored input again")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="streamrl-fuzz-", dir="/dev/shm") as scratch:
+        targets = every_target(Path(scratch))
+        if options.replay:
+            return replay(options.replay, targets)
+        chosen = [t for t in targets.values() if not options.target or t.name.startswith(tuple(options.target))]
+        if not chosen:
+            parser.error(f"no target is called so; there are {', '.join(targets)}")
+        for target in chosen:
+            check_seeds(target)
+        if options.planted:
+            return planted_bugs(targets, options)
+        if options.bombs:
+            return 1 if drop_bombs(targets, options) else 0
+        state = read_state(options.state)
+        faults = campaign(chosen, state, options)
+        print(summary({t.name: state[t.name] for t in chosen}, outcomes=options.outcomes))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The command line of ``streamrl replay`` and ``streamrl clean``, without what it takes to run them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What is asked of a run that has ended, or was killed."""
+    replay = commands.add_parser(
+        "replay",
+        help="what control knew when a run failed: from its crash bundle, or its directory",
+        description="Rebuild the state of control from the recorded events, and print it.",
+    )
+    replay.add_argument("subject", metavar="BUNDLE|RUN", type=Path, help="a crash bundle, or the directory of a run")
+    replay.add_argument("--until", type=int, metavar="N", help="after event N instead of the last one")
+    replay.add_argument("--around", action="store_true", help="the last events before it, and what control ordered")
+    replay.add_argument(
+        "--check", action="store_true", help="compare what control orders with what it ordered then; exit code 1"
+    )
+    replay.set_defaults(run=_replay)
+
+    clean = commands.add_parser(
+        "clean",
+        help="remove what killed runs left: processes, sockets, shared memory, half-written files",
+        description="Find and remove what runs left that were killed with everything that cleans up after them. "
+        "Runs that live are not touched.",
+    )
+    clean.add_argument(
+        "places",
+        metavar="RUN|DIRECTORY",
+        type=Path,
+        nargs="*",
+        help="a run, or a directory of runs, whose half-written files go too",
+    )
+    clean.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    clean.set_defaults(run=_clean)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from streamrl.cli_replay import ReplayRequest, replay
+
+    return replay(
+        ReplayRequest(subject=options.subject, until=options.until, around=options.around, check=options.check)
+    )
+
+
+def _clean(options: argparse.Namespace) -> int:
+    from streamrl.cli_clean import clean
+
+    return clean(tuple(options.places), dry_run=options.dry_run)

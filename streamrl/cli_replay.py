@@ -1,0 +1,82 @@
+"""``streamrl replay BUNDLE|RUN``: what control knew when a run failed, or after any event before."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import msgspec
+
+from streamrl.control.replayed_run import Replayed, describe, replay_run
+from streamrl.errors import StreamRLError
+from streamrl.observe.crash_bundle import EVENTS, UNREADABLE, CrashManifest, read_manifest
+
+LARGEST_LOG = 8 << 30
+"""Bytes of an event log that are unpacked from a bundle. A log says what it holds before it is unpacked."""
+
+
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the command. ``until``: replay up to this event; None: all."""
+
+    subject: Path
+    until: int | None = None
+    around: bool = False
+    check: bool = False
+
+
+def replay(request: ReplayRequest) -> int:
+    """Print the state. Exit code 1 where ``check`` finds that control decides otherwise than it did."""
+    subject = request.subject
+    if subject.is_dir():
+        if not (subject / EVENTS).exists():
+            raise StreamRLError(f"{subject} has no {EVENTS}: it is not the directory of a run that began")
+        return _show(subject / EVENTS, request)
+    if not subject.exists():
+        raise StreamRLError(f"{subject}: no such file; give a crash bundle, or the directory of a run")
+    if not zipfile.is_zipfile(subject):
+        return _show(subject, request)
+    manifest = read_manifest(subject)
+    print("\n".join(_head(manifest)))
+    with tempfile.TemporaryDirectory(prefix="streamrl-replay-") as folder, zipfile.ZipFile(subject) as archive:
+        if EVENTS not in archive.namelist():
+            why = next((text for text in manifest.left_out if text.startswith(EVENTS)), "the run had not begun")
+            print(f"no events to replay ({why})")
+            return 0
+        if archive.getinfo(EVENTS).file_size > LARGEST_LOG:
+            raise StreamRLError(f"{subject}: its event log would be larger than {LARGEST_LOG >> 30} GiB unpacked")
+        log = Path(folder) / EVENTS
+        try:
+            with archive.open(EVENTS) as packed, log.open("wb") as unpacked:
+                shutil.copyfileobj(packed, unpacked)
+        except UNREADABLE as error:
+            raise StreamRLError(f"{subject} cannot be unpacked: {error}; copy it again") from error
+        return _show(log, request)
+
+
+def _head(manifest: CrashManifest) -> list[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+    versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    lines = [f"crash of {manifest.run_id} at {when}"]
+    lines += [f"  {line}" for line in manifest.failure.splitlines()]
+    lines += [f"with {versions}, Python {manifest.python.split()[0]}, {manifest.platform}"]
+    return lines + [f"not in the bundle: {text}" for text in manifest.left_out] + [""]
+
+
+def _show(log: Path, request: ReplayRequest) -> int:
+    run = replay_run(log, until=request.until, check=request.check)
+    print("\n".join(describe(run, around=request.around)))
+    return _verdict(run) if request.check else 0
+
+
+def _verdict(run: Replayed) -> int:
+    if run.diverged is not None:
+        print(f"check         FAILED: before event {run.diverged} control orders something else than it did then")
+        return 1
+    if not run.compared:
+        print("check         nothing to compare: this log does not record what control ordered")
+        return 1
+    print(f"check         {run.compared:,} events gave the orders that were recorded")
+    return 0

@@ -1,0 +1,185 @@
+"""The journal of a run as its controller keeps it: what control is told, and the content of what it knows.
+
+Appending never waits. Before anything is done that cannot be undone (a step of the optimizer), ``settled`` waits until
+everything so far is on the disk. A checkpoint that is durable makes what came before it superfluous: the journal begins
+anew there, with the whole control state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from streamrl.comm.stream import SendStream, StreamStatistics
+from streamrl.control.actions import ControlAction
+from streamrl.control.events import CheckpointDone, ControlEvent, RunBegan, TrajectoryFailed
+from streamrl.control.journal_records import (
+    JournalBase,
+    JournalCodec,
+    JournalEvent,
+    JournalHeld,
+    JournalPrompts,
+    JournalPublished,
+    JournalRecord,
+    sampled_record,
+    scored_record,
+)
+from streamrl.control.outstanding import Outstanding
+from streamrl.control.state import ControlState
+from streamrl.control.whole_state import keep_whole
+from streamrl.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
+from streamrl.types import Prompt, ScoredTrajectory, TrajectoryId
+
+RECORD_KIND = 1
+"""Kind of all frames: the records say themselves what they are."""
+
+_PROMPTS_IN_RECORD = 1000
+
+
+class Appending(Protocol):
+    """What is needed of ``buffers.journal.Journal``."""
+
+    def append(self, kind: int, payload: bytes) -> int: ...
+
+    async def room(self) -> None: ...
+
+    async def durable(self, sequence: int) -> None: ...
+
+    def begin_segment(self, base: Sequence[tuple[int, bytes]]) -> int: ...
+
+    async def forget_before(self, segment: int) -> None: ...
+
+
+class RunJournal:
+    """``journal`` None: nothing is kept. ``prompts``: those that control may still ask for."""
+
+    def __init__(
+        self,
+        journal: Appending | None,
+        outstanding: Outstanding,
+        prompts: Callable[[], Sequence[Prompt]],
+        *,
+        events: int = 0,
+        kept: Iterable[JournalRecord] = (),
+        published: JournalPublished | None = None,
+    ) -> None:
+        self._journal = journal
+        self.outstanding = outstanding
+        self._prompts = prompts
+        self._events = events
+        self._begun = bool(events)
+        self._codec = JournalCodec()
+        self._last = 0
+        self._published = published
+        self._kept: dict[TrajectoryId, dict[type, JournalRecord]] = {}
+        for record in kept:
+            self._keep(record)
+
+    # ---- what comes in ---------------------------------------------------------------------------
+
+    def drawn(self, prompts: Sequence[Prompt]) -> None:
+        """Before control is told of them."""
+        self._append(JournalPrompts(prompts=tuple(prompts)))
+
+    def came(self, outcome: RolloutOutcome) -> None:
+        """A trajectory left the engines: whole, or stopped."""
+        if isinstance(outcome, FinishedTrajectory) and not outcome.trajectory.evaluation:
+            self._note(sampled_record(outcome.trajectory))
+        elif isinstance(outcome, TrajectoryHeld) and outcome.done is not None:
+            self._note(JournalHeld(id=outcome.id, done=outcome.done))
+
+    def scored(self, scored: ScoredTrajectory) -> None:
+        """Before control is told of it."""
+        self._note(scored_record(scored))
+
+    def published(self, policy_version: int, state_hash: int) -> None:
+        """Ranks have made this version."""
+        self._published = JournalPublished(policy_version=policy_version, state_hash=state_hash)
+        self._append(self._published)
+
+    def ended(self, ids: Iterable[TrajectoryId]) -> None:
+        """Nobody will ask for their content again."""
+        for trajectory in ids:
+            self._kept.pop(trajectory, None)
+
+    # ---- control ---------------------------------------------------------------------------------
+
+    async def told(self, event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
+        """Before control handles ``event``."""
+        if isinstance(event, CheckpointDone):
+            self.outstanding.forget_trained(event.policy_version)
+            await self._begin_anew(state, elapsed_s)
+        self._events += 1
+        self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
+        if isinstance(event, TrajectoryFailed):
+            self.ended((event.id,))
+        self.outstanding.told(event)
+
+    async def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
+        """What control ordered after ``event``, and what it is now."""
+        self.outstanding.ordered(actions)
+        if isinstance(event, RunBegan):
+            await self._begin_anew(state, 0.0)
+
+    async def settled(self) -> None:
+        """Return when everything so far is on the disk. Raises ``JournalFailed``."""
+        if self._journal is not None and self._last:
+            await self._journal.durable(self._last)
+
+    async def room(self) -> None:
+        """Wait while more waits to be written than memory should hold."""
+        if self._journal is not None:
+            await self._journal.room()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    async def _begin_anew(self, state: ControlState, elapsed_s: float) -> None:
+        if self._journal is not None:
+            self._begun = True
+            base = [(RECORD_KIND, self._codec.encode(record)) for record in self._base(state, elapsed_s)]
+            await self._journal.forget_before(self._journal.begin_segment(base))
+
+    def _base(self, state: ControlState, elapsed_s: float) -> Iterator[JournalRecord]:
+        yield JournalBase(whole=keep_whole(state, self.outstanding), events=self._events, elapsed_s=elapsed_s)
+        prompts = self._prompts()
+        for first in range(0, len(prompts), _PROMPTS_IN_RECORD):
+            yield JournalPrompts(prompts=tuple(prompts[first : first + _PROMPTS_IN_RECORD]))
+        if self._published is not None:
+            yield self._published
+        for records in self._kept.values():
+            yield from records.values()
+
+    def _note(self, record: JournalRecord) -> None:
+        self._keep(record)
+        self._append(record)
+
+    def _keep(self, record: JournalRecord) -> None:
+        identity = getattr(record, "id", None)
+        if self._journal is not None and isinstance(identity, TrajectoryId):
+            self._kept.setdefault(identity, {})[type(record)] = record
+
+    def _append(self, record: JournalRecord) -> None:
+        if self._journal is not None and self._begun:  # the first base says what was before it
+            self._last = self._journal.append(RECORD_KIND, self._codec.encode(record))
+
+
+class JournalledOutcomes:
+    """The stream from rollout to reward, with each outcome in the journal before it goes on."""
+
+    def __init__(self, journal: RunJournal, outcomes: SendStream[RolloutOutcome]) -> None:
+        self._journal = journal
+        self._outcomes = outcomes
+
+    async def send(self, item: RolloutOutcome) -> None:
+        """See ``SendStream``. Waits while the disk is behind."""
+        await self._journal.room()
+        self._journal.came(item)
+        await self._outcomes.send(item)
+
+    async def aclose(self) -> None:
+        """See ``SendStream``."""
+        await self._outcomes.aclose()
+
+    def statistics(self) -> StreamStatistics:
+        """See ``SendStream``."""
+        return self._outcomes.statistics()

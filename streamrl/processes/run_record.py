@@ -1,0 +1,101 @@
+"""What a run writes down so that nothing of it is lost, its journal and its event log, and what they tell of earlier
+lives of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.buffers.journal import Journal, open_journal
+from streamrl.config.recipe import JournalKind, Recipe
+from streamrl.config.topology import JOURNAL_DIRECTORY
+from streamrl.control.control_file import read_control_file
+from streamrl.control.event_log import EventLog
+from streamrl.control.kept_state import KeptControl
+from streamrl.control.outstanding import Outstanding
+from streamrl.control.prompt_shelf import PromptShelf
+from streamrl.control.recovered_run import RecoveredRun, recovered_run
+from streamrl.control.run_journal import RunJournal
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.learning.durable_files import surviving
+
+EVENT_LOG = "events.jsonl"
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """``recovered``: what an earlier life left; ``kept``: what the checkpoint kept that the run was forked from;
+    ``drawn``: prompts that the source has given."""
+
+    log: EventLog
+    journal: RunJournal
+    shelf: PromptShelf
+    drawn: int
+    file: Journal | None = None
+    recovered: RecoveredRun | None = None
+    kept: KeptControl | None = None
+
+    async def aclose(self) -> None:
+        """Write what waits, and close the files. Raises ``JournalFailed``."""
+        self.log.close()
+        if self.file is not None:
+            with anyio.CancelScope(shield=True):
+                await self.file.close()
+
+
+async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
+    """Of a new run that begins at ``start_version``, or of one that goes on. Blocking work is done in a thread.
+
+    Raises ``StreamRLError`` where the journal is damaged, of another run, or in use.
+    """
+    return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
+
+
+def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
+    shelf = _shelf(settings)
+    file, recovered = _open_journal(recipe, settings, run_directory)
+    path, run_id = run_directory / EVENT_LOG, run_directory.name
+    if recovered is not None:
+        shelf.put(recovered.prompts.values())
+        journal = RunJournal(
+            file,
+            recovered.outstanding,
+            lambda: shelf.prompts,
+            events=recovered.events,
+            kept=recovered.records(),
+            published=recovered.published,
+        )
+        log = EventLog.going_on(path, run_id, settings, recovered.told, recovered.events)
+        return RunRecord(log, journal, shelf, recovered.state.supply.drawn_prompts, file, recovered)
+    resumed = recipe.checkpoint.resume_from
+    kept = read_control_file(surviving(Path(resumed))) if resumed else None
+    shelf.put(kept.prompts if kept else ())
+    journal = RunJournal(file, Outstanding(), lambda: shelf.prompts)
+    drawn = kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch
+    return RunRecord(EventLog(path, run_id, settings), journal, shelf, drawn, file, kept=kept)
+
+
+def _open_journal(
+    recipe: Recipe, settings: ControlSettings, run_directory: Path
+) -> tuple[Journal | None, RecoveredRun | None]:
+    if recipe.run.journal is JournalKind.NONE:
+        return None, None
+    directory, run_id = run_directory / JOURNAL_DIRECTORY, run_directory.name
+    durable: Literal["fsync", "process"] = "fsync" if recipe.run.journal is JournalKind.FSYNC else "process"
+    # First the lock: whoever else writes it must be gone before it is read.
+    file, found = open_journal(directory, run_id=run_id, durability=durable)
+    return file, recovered_run((record.payload for record in found.records()), settings)
+
+
+def _shelf(settings: ControlSettings) -> PromptShelf:
+    # What may be asked for again is bounded by the slots, and by the queue that a few batches of losers make.
+    # A cohort is drawn at once and launched in any order.
+    cohort = max(settings.tail_batching.cohort_batches, settings.length_sorted.cohort_batches)
+    remembered = 1024 + 32 * max(ControlState(settings).slots.capacity, settings.batch_groups)
+    remembered += cohort * settings.batch_trajectories
+    return PromptShelf(remembered, settings.tail_batching.domain_column, settings.tail_batching.domains)

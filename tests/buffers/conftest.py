@@ -1,0 +1,8 @@
+"""The simulated disk and the worlds beside the tests can be imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,204 @@
+"""A controller's engines, as real processes under a real supervisor: the test is the controller."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+
+import anyio
+import anyio.abc
+from recovery_host import LENGTHS
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.supervisor_orders import SupervisorOrder
+from streamrl.config.scheduling import InFlight
+from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.control.publisher import WeightPublisher
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.engine_recovery import EngineRecovery, RecoverySettings
+from streamrl.engines.engine_seat import EngineSeat
+from streamrl.engines.simulated_engine import SimulationOptions
+from streamrl.engines.simulated_text import UniformText
+from streamrl.messages import Generate, WeightAnnouncement, WeightSource
+from streamrl.processes.supervisor import Supervisor
+from streamrl.run_events import EngineBack, EngineLost
+from streamrl.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
+from streamrl.stages.rollout import RolloutStage
+from streamrl.types import Prompt, TokenArray, TrajectoryId, token_array
+
+HOST = Path(__file__).with_name("recovery_host.py")
+MAX_TOKENS = 200
+
+
+def announced(version: int, base: int | None) -> WeightAnnouncement:
+    source = WeightSource(
+        rank=0, endpoint="", manifest_digest="", payload_bytes=8, changed_elements=1, total_elements=4
+    )
+    return WeightAnnouncement(policy_version=version, base_version=base, state_hash=1000 + version, sources=(source,))
+
+
+def topology_of(directory: Path, count: int, restarts: int) -> Topology:
+    engines = [ProcessPlan(role=Role.ENGINE, index=index, restarts=restarts) for index in range(count)]
+    endpoints = {
+        f"{plan.name}.{stream}": f"ipc://{directory}/{plan.name}.{stream}"
+        for plan in engines
+        for stream in ("orders", "completions")
+    }
+    return Topology(processes=(ProcessPlan(role=Role.CONTROLLER, index=0), *engines), endpoints=endpoints)
+
+
+class Controller:
+    """What of a controller deals with engines. ``live``: the version that was pushed last."""
+
+    def __init__(self, topology: Topology, supervisor: Supervisor, settings: RecoverySettings) -> None:
+        self.names = [plan.name for plan in topology.processes if plan.role is Role.ENGINE]
+        self.supervisor = supervisor
+        self.seats = {
+            name: EngineSeat(name, topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
+            for name in self.names
+        }
+        self.recovery = EngineRecovery(self.seats, settings, tell=self.tell, emit=self.emit)
+        self.told: list[SupervisorOrder] = []
+        self.events: list[EngineLost | EngineBack] = []
+        self.outcomes: list[RolloutOutcome] = []
+        self.launched: dict[TrajectoryId, int] = {}
+        self.live = -1
+        self.asked: list[int] = []
+        self.changed = anyio.Event()
+
+    async def tell(self, order: SupervisorOrder) -> None:
+        self.told.append(order)
+        await self.supervisor.obey(order)
+
+    async def emit(self, event: EngineLost | EngineBack) -> None:
+        self.events.append(event)
+        self.notify()
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    async def anchor(self, policy_version: int) -> WeightAnnouncement:
+        self.asked.append(policy_version)
+        return announced(policy_version, None)
+
+    async def connect(self, group: anyio.abc.TaskGroup, *, live: int = -1) -> EnginePool:
+        """``live``: what its predecessor had made live, and the trainer announces again."""
+        for seat in self.seats.values():
+            group.start_soon(seat.run)
+        await group.start(self.recovery.run)
+        self.pool, self.ready = await self.recovery.start(self.names)
+        self.publisher = WeightPublisher(
+            list(self.pool.attached.values()),
+            self.anchor,
+            in_flight=InFlight.KEEP,
+            timeout_s=20,
+            service=self.recovery,
+        )
+        self.recovery.attend(self.publisher)
+        self.live = max(live, 0)
+        await self.publisher.push(announced(self.live, None))
+        stage = RolloutStage(self.pool, max_tokens=MAX_TOKENS, temperature=1.0, top_p=1.0)
+        self.orders, orders = memory_stream(4096)
+        outcomes, self.come = memory_stream(4096)
+        group.start_soon(stage.run, orders, outcomes)
+        group.start_soon(self._receive)
+        return self.pool
+
+    async def _receive(self) -> None:
+        async for outcome in self.come:
+            self.outcomes.append(outcome)
+            self.notify()
+
+    async def launch(self, count: int, *, seeds: Callable[[int], int] = lambda index: 7000 + index) -> None:
+        for _ in range(count):
+            index = len(self.launched)
+            identity = TrajectoryId(prompt_id=f"p{index}", group_id=index, sample=0, attempt=0)
+            self.launched[identity] = seeds(index)
+            prompt = Prompt(prompt_id=identity.prompt_id, token_ids=prompt_tokens(index), columns={})
+            await self.orders.send(LaunchTrajectory(id=identity, prompt=prompt, group_size=1, seed=seeds(index)))
+
+    async def push(self) -> None:
+        self.live += 1
+        await self.publisher.push(announced(self.live, self.live - 1))
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
+        with anyio.fail_after(within_s):
+            while not condition():
+                await self.changed.wait()
+
+    async def until_serving(self, names: Sequence[str]) -> None:
+        await self.until(lambda: set(names) <= set(self.pool.serving))
+
+    def lost(self, name: str) -> int:
+        return sum(isinstance(event, EngineLost) and event.engine == name for event in self.events)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        self.supervisor._children[name].process.send_signal(number)
+
+    def pid(self, name: str) -> int:
+        return self.supervisor._children[name].process.pid
+
+    async def close(self) -> None:
+        await self.orders.aclose()
+        await self.until(lambda: len(self.outcomes) >= len(self.launched))
+        await self.recovery.aclose()
+        await self.pool.aclose()
+        for seat in self.seats.values():
+            seat.retire()
+
+    def assert_whole(self, *, refused: Sequence[int] = ()) -> None:
+        """Every trajectory came back once, as an engine that nothing happens to samples it."""
+        identities = [o.trajectory.id if isinstance(o, FinishedTrajectory) else o.id for o in self.outcomes]
+        assert sorted(identities, key=str) == sorted(self.launched, key=str)
+        for outcome in self.outcomes:
+            if isinstance(outcome, FinishedTrajectory):
+                trajectory = outcome.trajectory
+                assert trajectory.segments[0].token_ids == undisturbed(self.launched[trajectory.id])
+            else:
+                assert self.launched[outcome.id] in refused, outcome
+
+
+def prompt_tokens(index: int) -> TokenArray:
+    return token_array([2 + index % 7, 3, 5, 8, 2 + index % 11])
+
+
+@cache
+def undisturbed(seed: int) -> TokenArray:
+    """The simulated engine's tokens are a function of the seed."""
+    options = SimulationOptions()
+    text = UniformText(LENGTHS, vocabulary=options.vocabulary, end_token=options.end_token)
+    request = Generate(request_id="r", token_ids=prompt_tokens(0), max_tokens=MAX_TOKENS, seed=seed, temperature=1.0)
+    return text.draft(request, options.max_context).token_ids
+
+
+@asynccontextmanager
+async def world(
+    count: int = 2, *, restarts: int = 5, behaviour: dict[str, str] | None = None, **settings: float
+) -> AsyncIterator[tuple[Topology, Supervisor, RecoverySettings]]:
+    """A supervisor that starts ``count`` engine hosts again, each ``restarts`` times."""
+    with tempfile.TemporaryDirectory(prefix="srl") as root, anyio.fail_after(50):
+        directory, sockets = Path(root) / "run", Path(root) / "s"
+        (directory / "behaviour").mkdir(parents=True)
+        for name, word in (behaviour or {}).items():
+            (directory / "behaviour" / name).write_text(word)
+        topology = topology_of(sockets, count, restarts)
+        supervisor = Supervisor(topology, directory, sockets, entry=(str(HOST),))
+        async with supervisor, anyio.create_task_group() as watching:
+            watching.start_soon(supervisor.watch)
+            yield topology, supervisor, RecoverySettings(**settings)  # type: ignore[arg-type]
+            await supervisor.kill()
+
+
+@asynccontextmanager
+async def controlled(count: int = 2, **options: object) -> AsyncIterator[Controller]:
+    """``world`` with one controller, which sees everything that it launched come back."""
+    async with world(count, **options) as parts, anyio.create_task_group() as group:  # type: ignore[arg-type]
+        one = Controller(*parts)
+        await one.connect(group)
+        yield one
+        await one.close()

@@ -1,0 +1,90 @@
+"""A process of a run for tests of recovery: ``recovery_host.py <role> --index i --run-directory DIR``.
+
+An engine serves a simulated engine over the real streams, for one controller after another. ``DIR/behaviour/<name>``
+says what else it does, when there is such a file:
+
+poison   it dies of a request with the seed 666
+deaf     it takes requests, says that it is well, and never samples a token
+late     it never greets
+
+Every other role waits for SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.config.topology import ProcessPlan, Role, read_topology
+from streamrl.engines.engine_host import serve_controllers
+from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.messages import EngineEvent, EngineOrder, EngineReady, Generate
+from streamrl.processes.child import leave
+from streamrl.processes.parent_death import die_with_parent
+from streamrl.types import Completion
+
+POISON = 666
+LENGTHS = LengthMixture(median=60.0, sigma=0.5, long_share=0.0)
+
+
+class Engine(SimulatedEngine):
+    """Misbehaves as it is told."""
+
+    def __init__(self, name: str, behaviour: str) -> None:
+        super().__init__(SimulationOptions(name=name, base_ms=2.0, lengths=LENGTHS))
+        self.behaviour = behaviour
+
+    async def start(self) -> EngineReady:
+        if self.behaviour == "late":
+            await anyio.sleep_forever()
+        return await super().start()
+
+    async def generate(self, request: Generate) -> Completion:
+        if self.behaviour == "poison" and request.seed == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.behaviour == "deaf":
+            await anyio.sleep_forever()
+        return await super().generate(request)
+
+
+async def serve(name: str, directory: Path) -> None:
+    topology = read_topology(directory)
+    orders_at, completions_at = (topology.endpoint(name, stream) for stream in ("orders", "completions"))
+    told = directory / "behaviour" / name
+    engine = Engine(name, told.read_text() if told.exists() else "")
+
+    @asynccontextmanager
+    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]]:
+        async with (
+            zmq_sender(EngineEvent, completions_at, bind=False, name=f"{name}.completions") as completions,
+            zmq_receiver(EngineOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
+        ):
+            yield orders, completions
+
+    await serve_controllers(engine, open_controller, reconnect_s=20)
+
+
+def main() -> None:
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", type=Role)
+    parser.add_argument("--index", type=int)
+    parser.add_argument("--run-directory", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+    plan = ProcessPlan(role=arguments.role, index=arguments.index)
+    if plan.role is Role.ENGINE:
+        leave(plan, arguments.run_directory, lambda: anyio.run(serve, plan.name, arguments.run_directory))
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

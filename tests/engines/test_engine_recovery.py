@@ -1,0 +1,191 @@
+"""Engine hosts that are killed, hang, or kill themselves, as real processes under a real supervisor, while trajectories
+are sampled and weights are pushed: no trajectory is lost, none comes twice, none is changed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import cast
+
+import anyio
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are collected by path
+from lost_engines_world import Controller, controlled, world
+from recovery_host import POISON
+
+from streamrl.comm.supervisor_orders import KillEngine
+from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.messages import Generate
+from streamrl.run_events import EngineBack, EngineLost
+from streamrl.types import FinishReason, token_array
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+
+async def tokens_made(one: Controller, name: str) -> None:
+    """Until ``name`` samples something of what was launched."""
+    engine = one.pool.attached[name]
+    before = engine.load().generated_tokens
+    while engine.load().generated_tokens == before:
+        await anyio.sleep(0.01)
+
+
+async def samples_with(one: Controller, name: str) -> set[int]:
+    """Versions by which ``name``, and nobody else, samples now."""
+    request = Generate(
+        request_id=f"asked-of-{name}", token_ids=token_array([3]), max_tokens=20, seed=1, temperature=1.0
+    )
+    completion = await one.pool.attached[name].generate(request)
+    assert completion.finish_reason is not FinishReason.ABORT
+    return {span.policy_version for span in completion.version_spans}
+
+
+async def test_what_a_killed_engine_served_is_sampled_by_the_others_and_its_successor_takes_the_live_version() -> None:
+    async with controlled(2) as one:
+        await one.launch(40)
+        await tokens_made(one, "engine-1")
+        one.kill("engine-1")
+        await one.until(lambda: one.lost("engine-1") == 1)
+        assert one.pool.serving == ("engine-0",) and sorted(one.pool.attached) == ["engine-0"]
+        await one.push()  # nobody waits for it
+        await one.until_serving(["engine-1"])
+        assert await samples_with(one, "engine-1") == {one.live} == {1}
+        lost, back = one.events
+        assert isinstance(lost, EngineLost) and "its host is gone" in lost.reason and lost.requests > 0
+        assert isinstance(back, EngineBack) and back.engine == "engine-1"
+        assert one.recovery.figures == {
+            "engines/restarts_total": 1.0,
+            "engines/lost_requests_total": float(lost.requests),
+        }
+        await one.push()
+        assert await samples_with(one, "engine-1") == {2}, "later pushes reach it"
+    one.assert_whole()
+
+
+async def test_while_no_engine_is_there_a_version_becomes_live_and_requests_wait() -> None:
+    async with controlled(1) as one:
+        await one.launch(20)
+        await tokens_made(one, "engine-0")
+        one.kill("engine-0")
+        await one.until(lambda: one.lost("engine-0") == 1)
+        await one.push()
+        await one.until_serving(["engine-0"])
+        assert await samples_with(one, "engine-0") == {1}
+        assert one.asked == [1], "it holds nothing that the announced delta is made on, and no push is to come"
+    one.assert_whole()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_kills_at_any_moment_lose_nothing_and_double_nothing(seed: int) -> None:
+    """Pushes, holds and requests go on while hosts are killed, one or both at once, also while they start."""
+    source = random.Random(seed)
+    async with controlled(2, restarts=40, fatal_deaths=0) as one, anyio.create_task_group() as group:
+        ended = anyio.Event()
+        group.start_soon(keep_busy, one, source, ended)
+        for _ in range(6):
+            await anyio.sleep(source.uniform(0.0, 0.3))
+            for name in source.choice([["engine-0"], ["engine-1"], ["engine-0", "engine-1"]]):
+                one.kill(name)
+        ended.set()
+        await one.until_serving(["engine-0", "engine-1"])
+        await one.push()
+        await one.until_serving(["engine-0", "engine-1"])
+        for name in one.names:
+            assert await samples_with(one, name) == {one.live}
+    assert any(isinstance(event, EngineLost) for event in one.events)
+    one.assert_whole()
+
+
+async def keep_busy(one: Controller, source: random.Random, ended: anyio.Event) -> None:
+    while not ended.is_set():
+        await one.launch(8)
+        if source.random() < 0.5:
+            await one.publisher.hold()
+            await one.launch(4)
+        await one.push()
+        await anyio.sleep(source.uniform(0.0, 0.1))
+
+
+async def test_an_engine_that_stands_still_is_ended_and_replaced() -> None:
+    async with controlled(2, silent_s=1.5) as one:
+        await one.launch(30)
+        await tokens_made(one, "engine-1")
+        pid = one.pid("engine-1")
+        one.kill("engine-1", signal.SIGSTOP)
+        await one.until(lambda: one.lost("engine-1") == 1)
+        [order] = one.told
+        assert isinstance(order, KillEngine) and order.pid == pid and "nothing was heard" in order.reason
+        await one.until_serving(["engine-1"])
+        assert one.pid("engine-1") != pid
+    one.assert_whole()
+
+
+async def test_an_engine_that_says_it_is_well_and_samples_nothing_is_ended() -> None:
+    """What counts is whether requests get on, not what a host says of itself."""
+    async with controlled(2, behaviour={"engine-1": "deaf"}, stalled_s=1.5) as one:
+        await one.launch(30)
+        (one.supervisor.run_directory / "behaviour" / "engine-1").unlink()
+        await one.until(lambda: one.lost("engine-1") == 1)
+        assert "none of its requests got on" in one.events[0].reason  # type: ignore[union-attr]
+        await one.until_serving(["engine-1"])
+    one.assert_whole()
+
+
+async def test_a_request_that_engines_die_of_is_refused_in_the_end() -> None:
+    behaviour = {"engine-0": "poison", "engine-1": "poison"}
+    async with controlled(2, behaviour=behaviour, restarts=9, fatal_deaths=3) as one:
+        await one.launch(6, seeds=lambda index: POISON if index == 2 else 7000 + index)
+        await one.until(lambda: len(one.outcomes) == 6)
+        assert one.lost("engine-0") + one.lost("engine-1") == 3
+        [refused] = [o for o in one.outcomes if not hasattr(o, "trajectory")]
+        assert "2.0.0 was being sampled when 3 engines died" in refused.reason  # type: ignore[union-attr]
+    one.assert_whole(refused=[POISON])
+
+
+async def test_an_order_to_kill_means_one_host_and_not_its_successor() -> None:
+    async with controlled(1) as one:
+        old = one.pid("engine-0")
+        one.kill("engine-0")
+        await one.until(lambda: one.lost("engine-0") == 1)
+        await one.until_serving(["engine-0"])
+        await one.tell(KillEngine(engine="engine-0", reason="late", pid=old))
+        await one.tell(KillEngine(engine="engine-0", reason="late", older_than_s=300))
+        assert await samples_with(one, "engine-0") == {0} and one.lost("engine-0") == 1
+
+
+# ---- a host outlives its controller --------------------------------------------------------------------------------
+
+
+async def test_engines_wait_for_the_next_controller_with_the_weights_that_they_hold() -> None:
+    async with world(2) as parts:
+        first, second, third = (Controller(*parts) for _ in range(3))
+        async with anyio.create_task_group() as group:
+            await first.connect(group)
+            await first.push()
+            await first.launch(20)
+            await tokens_made(first, "engine-0")
+            group.cancel_scope.cancel()  # as if it were killed: its streams break
+        pids = {name: first.pid(name) for name in first.names}
+        async with anyio.create_task_group() as group:
+            await second.connect(group, live=1)
+            assert {name: second.pid(name) for name in second.names} == pids
+            greetings = [ready for _, ready in second.recovery._greetings.values()]
+            assert [(r.policy_version, r.state_hash, r.paused) for r in greetings] == [(1, 1001, True)] * 2
+            for name in second.names:
+                assert await samples_with(second, name) == {1}
+                assert next(cast("RemoteEngine", second.pool.attached[name])._order_ids) == 2, (
+                    "it was told to go on, and nothing else"
+                )
+            await second.launch(20, seeds=lambda index: 9000 + index)  # under the names of what was open before
+            await second.push()
+            await second.until(lambda: len(second.outcomes) == 20)
+            assert len(first.outcomes) < 20 and not first.events
+            group.cancel_scope.cancel()
+        second.assert_whole()
+        async with anyio.create_task_group() as group:
+            await third.connect(group, live=7)  # they hold version 2: this one must be pushed
+            assert [await samples_with(third, name) for name in third.names] == [{7}, {7}]
+            await third.close()

@@ -1,0 +1,281 @@
+"""Valid messages to mutate, with the places of their values: what makes mutations know the structure.
+
+A C decoder gives a fuzzer nothing to steer by, and random bytes end at its first check. So a seed is taken apart once:
+``spans`` are the bytes of every value in it, nested ones too, and mutations replace, move and repeat whole values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any
+
+import msgspec
+
+Span = tuple[int, int]
+
+
+class Grammar(msgspec.Struct, frozen=True, eq=False):
+    """A format: how its values are found, and values that its decoders might not like. ``nest``: what
+    opens and what closes a value that has another one inside."""
+
+    name: str
+    spans_of: Callable[[bytes], list[Span]]
+    nasty: tuple[bytes, ...]
+    nest: tuple[tuple[bytes, bytes], ...]
+
+
+class Seed(msgspec.Struct, frozen=True, eq=False):
+    """One valid frame."""
+
+    content: bytes
+    grammar: Grammar
+    spans: tuple[Span, ...]
+
+
+def seed(content: bytes, grammar: Grammar) -> Seed:
+    """A frame taken apart. What is not of its grammar has no spans: its bytes are mutated only."""
+    return Seed(content, grammar, tuple(grammar.spans_of(content)))
+
+
+def seeds(contents: Iterable[bytes], grammar: Grammar) -> tuple[Seed, ...]:
+    """Several."""
+    return tuple(seed(content, grammar) for content in contents)
+
+
+def message(*frames: Seed) -> tuple[Seed, ...]:
+    """A message of several frames."""
+    return frames
+
+
+# ---- MessagePack ---------------------------------------------------------------------------------------
+
+_FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_FIXED |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xC0: 0, 0xC2: 0, 0xC3: 0}
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+
+
+def msgpack_spans(content: bytes) -> list[Span]:
+    """Of every value."""
+    found: list[Span] = []
+    try:
+        _msgpack_value(content, 0, found)
+    except IndexError:  # cut: a seed that is no valid message
+        return []
+    return found
+
+
+def _msgpack_value(content: bytes, at: int, found: list[Span]) -> int:
+    code, place = content[at], len(found)
+    found.append((at, at))
+    start, at = at, at + 1
+    values = 0
+    if code in _FIXED:
+        at += _FIXED[code]
+    elif 0xA0 <= code < 0xC0:
+        at += code & 31
+    elif code in _SIZED or code in _EXTENSIONS:
+        width = _SIZED.get(code) or _EXTENSIONS[code]
+        at += width + int.from_bytes(content[at : at + width], "big") + (code in _EXTENSIONS)
+    elif 0x80 <= code < 0xA0:
+        values = (code & 15) * (2 if code < 0x90 else 1)
+    elif code in _COUNTED:
+        width, each = _COUNTED[code]
+        values = each * int.from_bytes(content[at : at + width], "big")
+        at += width
+    for _ in range(values):
+        at = _msgpack_value(content, at, found)
+    found[place] = (start, at)
+    return at
+
+
+def _pack(*values: Any) -> tuple[bytes, ...]:
+    return tuple(msgspec.msgpack.encode(value) for value in values)
+
+
+_NUMBERS: tuple[int, ...] = (
+    0,
+    1,
+    -1,
+    2,
+    127,
+    128,
+    255,
+    256,
+    65535,
+    65536,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    2**32 - 1,
+    2**32,
+    2**53 + 1,
+)
+_NUMBERS += (2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
+_FLOATS = (0.0, -0.0, 0.5, 1e308, -1e308, 5e-324, 1e16, float("inf"), float("-inf"), float("nan"))
+_TEXTS = ("", "a", "\0", "é", "\ud7ff", "\U0010ffff", "../../etc/passwd", "1", "nan", "x" * 300, "%s{}\n\x1b[31m")
+
+_TIMES = (
+    b"\xd6\xff\x00\x00\x00\x01",
+    b"\xd7\xff\xff\xff\xff\xff\xff\xff\xff\xff",  # more nanoseconds than there are
+    b"\xc7\x0c\xff\x00\x00\x00\x00\x7f\xff\xff\xff\xff\xff\xff\xff",  # a year that no calendar has
+    b"\xc7\x0c\xff\x3b\x9a\xca\x00\x80\x00\x00\x00\x00\x00\x00\x00",
+)
+_ARRAYS = tuple(
+    struct.pack(">BBB", 0xC7, 1 + len(content), kind) + code + content
+    for kind in (1, 2, 3, 0x80)
+    for code in (b"i", b"f", b"B", b"d", b"q", b"l", b"u", b"z", b"\0")
+    for content in (b"", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\1\0\0\0\0\0\0\0", b"\0\0\0")
+)
+_DECLARED = (
+    *(bytes((code,)) + b"\xff" * width for code, width in {**_SIZED, **_EXTENSIONS}.items()),
+    *(bytes((code,)) + b"\xff" * width for code, (width, _) in _COUNTED.items()),
+    b"\xdb\x7f\xff\xff\xff",
+    b"\xdd\x00\x10\x00\x00",
+    b"\xdf\x00\x10\x00\x00",
+)
+_BAD_TEXTS = (b"\xa2\xff\xfe", b"\xa3\xed\xa0\x80", b"\xa1\x80", b"\xa4\xf7\xbf\xbf\xbf", b"\xd9\x02\xc3\x28")
+_BAD_KEYS = (
+    b"\x82\xa1a\x01\xa1a\x02",  # one key twice
+    b"\x81\x80\x01",  # keys that have no hash
+    b"\x81\x81\xa1a\x90\x01",
+    b"\x81\x91\x01\x01",
+    b"\x81\xc0\x01",
+    b"\x81\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x01",
+    b"\x81\xa2\xff\xfe\x01",
+)
+
+MSGPACK = Grammar(
+    "msgpack",
+    msgpack_spans,
+    (
+        *_pack(*_NUMBERS, *_FLOATS, *_TEXTS, None, True, False, b"", b"\0\1", [], {}, [[]], {"": {}}, [0] * 40),
+        *_TIMES,
+        *_ARRAYS,
+        *_DECLARED,
+        *_BAD_TEXTS,
+        *_BAD_KEYS,
+        b"\xc1",
+        b"\xca\x7f\xc0\x00\x00",
+    ),
+    ((b"\x91", b""), (b"\x81\xa1a", b""), (b"\x92\x01", b""), (b"\x81", b""), (b"\x81\xa4type", b"")),
+)
+
+# ---- JSON ----------------------------------------------------------------------------------------------
+
+_JSON_ATOM = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null")
+_JSON_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def json_spans(content: bytes) -> list[Span]:
+    """Of every value and key, in one document or in lines of them. Text beyond ASCII has none."""
+    if not content.isascii():
+        return []
+    text = content.decode()
+    found: list[Span] = []
+    at = 0
+    try:
+        while at < len(text):
+            start, at = at, _json_value(text, at, found)
+            found.append((start, at))
+            at = _JSON_SPACE.match(text, at).end()  # type: ignore[union-attr]
+    except (ValueError, AttributeError, IndexError):
+        return []
+    return found
+
+
+def _json_value(text: str, at: int, found: list[Span]) -> int:
+    at = _JSON_SPACE.match(text, at).end()  # type: ignore[union-attr]
+    start = at
+    if text[at] == '"':
+        at = scanstring(text, at + 1)[1]
+    elif text[at] in "[{":
+        at += 1
+        while text[at] not in "]}":
+            at = _JSON_SPACE.match(text, _json_value(text, at, found)).end()  # type: ignore[union-attr]
+            at += text[at] in ",:"
+        at += 1
+    else:
+        at = _JSON_ATOM.match(text, at).end()  # type: ignore[union-attr]
+    found.append((start, at))
+    return at
+
+
+_PLAIN: tuple[Any, ...] = (*_NUMBERS, *_FLOATS, *_TEXTS, None, True, False, [], {}, [[]])
+
+JSON = Grammar(
+    "json",
+    json_spans,
+    (
+        *(json.dumps(value).encode() for value in _PLAIN),
+        *(b"1e999", b"-1e999", b"1" * 5000, b"0" * 20, b"01", b"1.", b"-", b"1e", b"NaN", b"Infinity", b"nul"),
+        *(b'"\\ud800"', b'"\\udc00\\ud800"', b'"\\u12"', b'"\\x"', b'"\xff\xfe"', b'"\xed\xa0\x80"', b'"\n"', b'"'),
+        *(b'{"a":1,"a":2}', b'{"":{}}', b"{1:2}", b'{"a"}', b"[1,]", b"[,]", b"/**/1", b"\xef\xbb\xbf1", b"\0"),
+        *(
+            b'{"type":1}',
+            b'{"type":"\\u0000"}',
+            b'{"type":[]}',
+            b"9" * 400,
+            b"1." + b"1" * 400,
+            b'"' + b"a" * 999 + b'"',
+        ),
+    ),
+    ((b"[", b"]"), (b"[", b""), (b'{"a":', b"}"), (b"[1,", b"]"), (b'{"type":', b"}"), (b'{"type":"', b'"}')),
+)
+
+# ---- text ----------------------------------------------------------------------------------------------
+
+_WORDS = re.compile(rb"[^\s=\[\],{}\"'#]+|\"[^\"\n]*\"|\[[^\]\n]*\]|=|[^\n]+\n")
+
+
+def text_spans(content: bytes) -> list[Span]:
+    """Of words, values in brackets, and lines."""
+    return [match.span() for match in _WORDS.finditer(content)]
+
+
+TOML = Grammar(
+    "toml",
+    text_spans,
+    (
+        *(str(number).encode() for number in (*_NUMBERS, -0.0, 1e308, "inf", "-inf", "nan", "0x7f", "0b1", "1_000")),
+        *(b'""', b'"\\u0000"', b'"\\ud800"', b'"\xff\xfe"', b'"~nobody/x"', b'"~"', b'"../.."', b'"a:b:c"', b'"?a=b"'),
+        *(b'"x.py:f"', b'"x.jsonl?prompt=1"', b'"' + b"a" * 5000 + b'"', b'"' + b"/" * 300 + b'"', b'"""', b"'''\n'''"),
+        *(b"[]", b"[[]]", b"{}", b"{a={}}", b"{a=1,a=2}", b"[1,'a']", b"[[rewards]]\n", b"[rewards]\n", b"[a.b.c]\n"),
+        *(b"2020-01-01", b"2020-02-30", b"25:00:00", b"1979-05-27T07:32:00Z", b"0000-01-01", b"1" * 5000, b"1e400"),
+        *(b"true", b"false", b"=", b"=\n", b"a=1\na=2\n", b"a.b=1\na.b.c=2\n", b"\0", b"\r", b"#\n", b"\xef\xbb\xbf"),
+    ),
+    ((b"[", b"]"), (b"[", b""), (b"{a=", b"}"), (b"a.", b""), (b"[[a]]\n[a.a]\n", b"")),
+)
+
+PLAIN = Grammar("bytes", lambda content: [], (b"", b"\0", b"\xff" * 8), ((b"\0", b""),))
+"""What has no values: only its bytes are mutated."""
+
+
+def fixed_fields(*widths: int) -> Grammar:
+    """Binary fields of these widths, then the rest."""
+
+    def spans(content: bytes) -> list[Span]:
+        at, found = 0, []
+        for width in widths:
+            found.append((at, min(at + width, len(content))))
+            at += width
+        return [*found, (at, len(content))] if at < len(content) else found
+
+    values = [value.to_bytes(width, "little") for width in (1, 2, 4, 8) for value in (0, 1, (1 << 8 * width) - 1)]
+    values += [value[::-1] for value in values]
+    return Grammar("fields", spans, (*PLAIN.nasty, *values), PLAIN.nest)
+
+
+def lines_of(*lines: bytes) -> bytes:
+    """Each with its newline."""
+    return b"".join(line + b"\n" for line in lines)
+
+
+def whole(frames: Sequence[Seed]) -> list[bytes]:
+    """As they are, without a mutation."""
+    return [frame.content for frame in frames]

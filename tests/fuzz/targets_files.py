@@ -1,0 +1,198 @@
+"""Decoders of the files of a run: what processes, checkpoints and logs leave for whoever comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.buffers.rollout_buffer import PromptTicket
+from streamrl.config.topology import ProcessPlan, Role, Topology, read_topology
+from streamrl.control.checkpoints import read_scores
+from streamrl.control.control_file import read_control_file
+from streamrl.control.event_log import LogEntry, LogHeader, read_log
+from streamrl.control.events import (
+    EVENT_SCHEMA,
+    BatchTrained,
+    ControlEvent,
+    PromptsDrawn,
+    RunBegan,
+    TrajectoryFailed,
+    TrajectoryScored,
+)
+from streamrl.control.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
+from streamrl.control.trajectory_trace import TRACE_SCHEMA, StepLine, TraceHeader, TrajectoryLine, read_trace
+from streamrl.errors import StreamRLError
+from streamrl.learning.durable_files import DIGESTS, read_digests
+from streamrl.processes.exit_reason import ExitKind, ExitReason, read_reason, reason_path
+from streamrl.processes.guardian import Done, Session, read_line
+from streamrl.rewards.kept_rewards import REWARDS_FILE, KeptRewards, read_rewards_file
+from streamrl.types import DropReason, FinishReason, Prompt, TrajectoryId, token_array
+from tests.control.control_world import control_settings
+from tests.fuzz.execution import Target
+from tests.fuzz.seeds import JSON, MSGPACK, TOML, Grammar, Seed, lines_of, message, seed
+from tests.fuzz.targets_streams import REWARD
+
+_REFUSALS = (StreamRLError,)
+_ID = TrajectoryId(prompt_id="p-1", group_id=3, sample=1)
+
+
+def on_file(
+    name: str,
+    path: Path,
+    contents: Sequence[bytes],
+    grammar: Grammar,
+    read: Callable[[], Any],
+    refusals: tuple[type[Exception], ...] = _REFUSALS,
+    **options: Any,
+) -> Target:
+    """A target that reads the file ``path``, which holds the frame."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(frames: Sequence[bytes]) -> str:
+        path.write_bytes(b"".join(frames))
+        return "none" if read() is None else "accepted"
+
+    made = [message(_seed_of(content, grammar)) for content in contents]
+    return Target(name=name, messages=made, run=run, refusals=refusals, **options)
+
+
+def _seed_of(content: bytes, grammar: Grammar) -> Seed:
+    return seed(content, grammar)
+
+
+def _of_processes(scratch: Path) -> list[Target]:
+    topology = Topology(
+        processes=(ProcessPlan(role=Role.CONTROLLER, index=0), ProcessPlan(role=Role.ENGINE, index=1, local=False)),
+        endpoints={"controller.steps": "ipc:///run/steps", "engine-1.orders": "tcp://127.0.0.1:5700"},
+    )
+    reason = ExitReason(kind=ExitKind.CAUSE, message="EngineError: x", monotonic_s=12.5)
+    said = lines_of(msgspec.json.encode(Session(sid=99, created=1.5)), msgspec.json.encode(Done()))
+
+    def guarded(frames: Sequence[bytes]) -> str:
+        found = [read_line(line) for line in b"".join(frames).split(b"\n")[:-1]]
+        return f"{min(3, sum(one is not None for one in found))} lines"
+
+    return [
+        on_file(
+            "files.topology",
+            scratch / "t/topology.json",
+            [msgspec.json.encode(topology)],
+            JSON,
+            lambda: read_topology(scratch / "t"),
+        ),
+        on_file(
+            "files.exit_reason",
+            reason_path(scratch / "r", "engine-0"),
+            [msgspec.json.encode(reason)],
+            JSON,
+            lambda: read_reason(scratch / "r", "engine-0"),
+            refusals=(),
+        ),
+        Target(name="files.guardian", messages=[message(seed(said, JSON))], run=guarded, refusals=()),
+    ]
+
+
+def _of_logs(scratch: Path) -> list[Target]:
+    header = LogHeader(schema=EVENT_SCHEMA, run_id="run", settings=control_settings())
+    events: tuple[ControlEvent, ...] = (
+        RunBegan(policy_version=2, kept=_snapshot()),
+        PromptsDrawn(prompt_ids=("p-1", "p-2"), prompt_tokens=(4, 5)),
+        TrajectoryScored(
+            id=_ID, reward=0.5, tokens=90, finish_reason=FinishReason.STOP, oldest_version=1, newest_version=2
+        ),
+        TrajectoryFailed(id=_ID, reason=DropReason.REWARD_FAILED, message="no"),
+        BatchTrained(batch_id=1, policy_version=3),
+    )
+    entries = [LogEntry(n=n, time_s=n / 2, event=event) for n, event in enumerate(events)]
+    log = lines_of(*(msgspec.json.encode(line) for line in (header, *entries)))
+    trace_header = TraceHeader(
+        schema=TRACE_SCHEMA,
+        run_id="run",
+        started_at=1.5,
+        seed=0,
+        max_tokens=448,
+        max_context=512,
+        temperature=1.0,
+        prompts_per_batch=32,
+        group_size=8,
+        rounds="synchronous",
+        max_staleness=0,
+        engines=1,
+        capacity=256,
+    )
+    ended = TrajectoryLine(
+        prompt_id="p-1",
+        group=3,
+        sample=1,
+        attempt=0,
+        prompt_tokens=40,
+        tokens=90,
+        finish_reason="stop",
+        outcome="trained",
+        round_kind="synchronous",
+        launched_s=1.0,
+        ended_s=3.5,
+        rollout_s=2.0,
+        reward=0.5,
+    )
+    step = StepLine(**_plain_fields(StepLine))
+    trace = lines_of(*(msgspec.json.encode(line) for line in (trace_header, ended, step)))
+
+    def events_of(path: Path) -> list[LogEntry]:
+        _, found = read_log(path)
+        return list(found)
+
+    return [
+        on_file("files.event_log", scratch / "events.jsonl", [log], JSON, lambda: events_of(scratch / "events.jsonl")),
+        on_file("files.trace", scratch / "trace.jsonl", [trace], JSON, lambda: read_trace(scratch / "trace.jsonl")),
+    ]
+
+
+def _snapshot() -> ControlSnapshot:
+    ticket = PromptTicket(**_plain_fields(PromptTicket))
+    return ControlSnapshot(
+        queued=(ticket,), waiting=(ticket,), drawn=40, next_group_id=9, sizer={"a": [1.0, {"b": 2}]}, policy={"x": 1}
+    )
+
+
+def _plain_fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    values: dict[Any, Any] = {int: 2, str: "name", bool: True, float: 0.5}
+    return {field.name: values.get(field.type, {}) for field in msgspec.structs.fields(kind) if field.required}
+
+
+def _of_checkpoints(scratch: Path) -> list[Target]:
+    prompt = Prompt(prompt_id="name", token_ids=token_array(range(20)), columns={"answer": 4, "deep": [{"a": None}]})
+    control = msgspec.msgpack.Encoder(enc_hook=lambda value: msgspec.msgpack.Ext(1, b"i" + value.tobytes())).encode(
+        KeptControl(schema=KEPT_SCHEMA, snapshot=_snapshot(), prompts=(prompt,))
+    )
+    rewards = msgspec.msgpack.encode(
+        KeptRewards(
+            reward_version=2,
+            rewards=(REWARD,),
+            of_recipe=(REWARD,),
+            since={"score": 1},
+            slowest_s={"score": {"m": 0.5}},
+        )
+    )
+    digests = lines_of(b"ab" * 32 + b"  state.safetensors", b"cd" * 32 + b"  hf/config.json")
+    here = scratch / "c"
+    return [
+        on_file("files.control", here / CONTROL_FILE, [control], MSGPACK, lambda: read_control_file(here)),
+        on_file("files.rewards", here / REWARDS_FILE, [rewards], MSGPACK, lambda: read_rewards_file(here)),
+        on_file(
+            "files.scores",
+            here / "scores.json",
+            [b'{"1":0.5,"20":-1}'],
+            JSON,
+            lambda: read_scores(here / "scores.json"),
+        ),
+        on_file("files.digests", here / DIGESTS, [digests], TOML, lambda: read_digests(here)),
+    ]
+
+
+def targets(scratch: Path) -> list[Target]:
+    """All of this module. ``scratch``: where the files are written."""
+    return [*_of_processes(scratch), *_of_logs(scratch), *_of_checkpoints(scratch)]

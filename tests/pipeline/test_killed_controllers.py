@@ -1,0 +1,135 @@
+"""A controller that is killed at any event, and its successor: the journal has everything, nothing is done twice."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted_parts import CountingRank, Killed, SimulatedRun
+
+from streamrl.config.scheduling import RoundKind, StalePolicy, TailBatching
+from streamrl.control.event_log import replay
+from streamrl.control.settings import ControlSettings
+from streamrl.run_events import RunResumed
+
+STEPS = 4
+
+
+def control_settings(**changes: object) -> ControlSettings:
+    defaults: dict[str, object] = {
+        "steps": STEPS,
+        "batch_groups": 3,
+        "group_size": 2,
+        "rounds": RoundKind.SYNCHRONOUS,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": False,
+        "max_failed_share": 0.5,
+        "failure_window": 64,
+    }
+    return ControlSettings(**defaults | changes)  # type: ignore[arg-type]
+
+
+SYNCHRONOUS = control_settings(checkpoint_every=2)
+RACING = control_settings(
+    checkpoint_every=2,
+    rounds=RoundKind.TAIL_BATCHING,
+    tail_batching=TailBatching(eta_prompts=1.5),
+)
+STALE = control_settings(checkpoint_every=1, rounds=RoundKind.CONTINUOUS, max_staleness=1)
+
+
+async def one_life(run: SimulatedRun, events: int) -> str:
+    """Until it has been told so many events; empty when it was killed then."""
+    run.events_to_live = events
+    try:
+        with anyio.fail_after(20):
+            return await run.run()
+    except BaseExceptionGroup as group:
+        if group.subgroup(Killed) is None:
+            raise
+        return ""
+
+
+def batches_of(rank: CountingRank) -> list[Counter[str]]:
+    return [Counter(f"{sample.id} {sample.reward}" for sample in batch) for batch in rank.batches]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trainer_dies", [False, True])
+@pytest.mark.parametrize("settings", [SYNCHRONOUS, RACING, STALE], ids=["synchronous", "racing", "continuous"])
+async def test_lives_of_a_controller_make_one_run(
+    settings: ControlSettings, trainer_dies: bool, tmp_path: Path
+) -> None:
+    for events in range(1, 38, 4):
+        directory = tmp_path / str(events)
+        directory.mkdir()
+        lineage: list[Counter[str]] = []
+        saved, lives, reason = 0, 0, ""
+        rank: CountingRank | None = None
+        while not reason:
+            lives += 1
+            run = SimulatedRun(settings, directory, kept=True)
+            if rank is not None and not trainer_dies:
+                run.ranks = [rank]
+                rank.happened = run.happened
+            else:
+                run.ranks[0].version = saved
+            rank, begins = run.ranks[0], run.ranks[0].version
+            held = len(rank.batches)
+            reason = await one_life(run, events if lives < 6 else 10**9)
+            made = batches_of(rank)[held:]
+            for version, batch in enumerate(made, start=begins):
+                # What is trained again is what was trained before, sample by sample.
+                assert version >= len(lineage) or lineage[version] == batch
+            lineage[begins : begins + len(made)] = made
+            saved = max([saved, *(int(path.removeprefix("step-")) for path in rank.saved)])
+            for sample in (s for b in rank.batches[held:] for s in b):
+                returned = run.scorer.returned.get(str(sample.id))
+                assert returned is None or returned == sample.reward
+            if lives > 1 and begins + len(made):
+                assert any(isinstance(event, RunResumed) for event in run.events)
+        trained = Counter(trajectory for batch in lineage for trajectory in batch)
+        assert len(lineage) == STEPS and set(trained.values()) == {1}
+        assert sum(trained.values()) == STEPS * settings.batch_trajectories
+        assert lives > 1
+        ended = replay(directory / "events.jsonl")
+        accounting = ended.accounting()
+        assert accounting.balanced and not accounting.in_flight and ended.finished
+        assert accounting.trained == STEPS * settings.batch_trajectories
+
+
+@pytest.mark.asyncio
+async def test_only_what_was_not_scored_is_scored_again(tmp_path: Path) -> None:
+    run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
+    assert not await one_life(run, 5)
+    before = run.scorer.seen
+    again = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
+    again.ranks = run.ranks
+    assert await one_life(again, 10**9) == "finished"
+    told = [event for event in again.events if isinstance(event, RunResumed)]
+    assert told[0].restored["scored"] > 0 and told[0].same_weights is not False
+    # A score that was on its way to control when it died may be asked for again.
+    assert STEPS * 6 <= before + again.scorer.seen <= STEPS * 6 + 2
+
+
+@pytest.mark.asyncio
+async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path) -> None:
+    run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
+    run.outcomes_to_live, run.scorer.mute = 4, True
+    assert not await one_life(run, 10**9)
+    again = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
+    again.ranks = run.ranks
+    assert await one_life(again, 10**9) == "finished"
+    (told,) = [event for event in again.events if isinstance(event, RunResumed)]
+    assert told.restored["unscored"] == 4
+    trained = sum(sample.trained_tokens for batch in run.ranks[0].batches for sample in batch)
+    first = sorted(run.ranks[0].batches[0], key=lambda sample: sample.trained_tokens)
+    sampled = again.engines[0].load().generated_tokens
+    # The engine finishes the shortest first; those that were whole come from the journal.
+    assert sampled == trained - sum(sample.trained_tokens for sample in first[:4])

@@ -1,0 +1,117 @@
+"""A run that fails, as its holder sees it: one message, one crash bundle with the stacks of what lived, no secret."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_supervisor import STAND_IN, until
+
+import streamrl.run
+from streamrl.config.load import load_recipe
+from streamrl.config.recipe import Recipe
+from streamrl.errors import ProcessDied
+from streamrl.observe.crash_bundle import read_manifest
+from streamrl.processes.stacks import ask_for_stacks
+from streamrl.processes.supervisor import Supervisor
+from streamrl.run import Pipeline
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
+CANARY = "canary-of-the-hub-4711"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """The demo's, with stand-ins for its processes. They serve, but for the engine, which fails when it is told to."""
+    recipe = load_recipe(DEMO, [f"run.directory={tmp_path / 'runs'}", "engines.restarts=0"])
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    monkeypatch.setattr(streamrl.run, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))
+    monkeypatch.setattr(streamrl.run, "preflight", lambda *_: None)
+    make = streamrl.run._make_run_directory
+
+    def with_behaviour(*arguments: object) -> Path:
+        directory = make(*arguments)  # type: ignore[arg-type]
+        for folder in ("behaviour", "pids", "temporary"):
+            (directory / folder).mkdir()
+        for name in ("controller", "reward-0", "engine-0", "trainer-0"):
+            (directory / "behaviour" / name).write_text("raise" if name == "engine-0" else "serve")
+        return directory
+
+    monkeypatch.setattr(streamrl.run, "_make_run_directory", with_behaviour)
+    return recipe
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe) -> None:
+    async with Pipeline(recipe) as pipeline:
+        run = pipeline.run_directory
+        started = [run / "pids" / f"{name}.0" for name in ("controller", "reward-0", "engine-0", "trainer-0")]
+        await until(lambda: all(path.exists() for path in started))
+        children = psutil.Process().children(recursive=True)
+        assert not [c for c in children if any(CANARY in word for word in c.cmdline())], "no secret in an argv"
+        (run / "go").touch()
+        with pytest.raises(ProcessDied) as died:
+            async for _ in pipeline.events():
+                pass
+    first, *rest = str(died.value).splitlines()
+    assert first == "engine-0 ended with exit code 1: ValueError: the loss is not finite"
+    [bundle] = (run / "crash").iterdir()
+    assert rest[-1] == f"crash bundle: {bundle} (streamrl replay {bundle})"
+    manifest = read_manifest(bundle)
+    assert manifest.failure.splitlines()[0] == first and "HF_TOKEN" in manifest.environment_names
+    with zipfile.ZipFile(bundle) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    assert b"in behave" in files["logs/trainer-0.log"], "the stack of a process that lived"
+    assert msgspec.json.decode(files["exit/engine-0.json"])["message"] == "ValueError: the loss is not finite"
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert not [path for path in written if CANARY.encode() in path.read_bytes()], "no secret in any file"
+    assert not [name for name, content in files.items() if CANARY.encode() in content]
+
+
+@pytest.mark.asyncio
+async def test_a_bundle_that_cannot_be_written_hides_no_failure(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(streamrl.run, "write_crash_bundle", full)
+    async with Pipeline(recipe) as pipeline:
+        (pipeline.run_directory / "go").touch()
+        with pytest.raises(ProcessDied) as died:
+            async for _ in pipeline.events():
+                pass
+    assert str(died.value).startswith("engine-0 ended with exit code 1")
+    assert str(died.value).endswith("no crash bundle could be written: [Errno 28] No space left on device")
+
+
+@pytest.mark.asyncio
+async def test_only_processes_of_a_run_that_catch_the_signal_are_asked_for_stacks() -> None:
+    catches = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: open('caught', 'w')); "
+    waits = "print(flush=True); time.sleep(600)"
+    commands = {
+        "a user's own": (catches + waits, {}),
+        "starting": ("import time; " + waits, {"STREAMRL_RUN_MARKER": "w"}),
+    }
+    started = []
+    for code, environment in commands.values():
+        process = await anyio.open_process([sys.executable, "-c", code], env=os.environ | environment)
+        assert process.stdout is not None
+        await process.stdout.receive(1)
+        started.append(process)
+    try:
+        assert ask_for_stacks(os.getpid()) == []
+        assert all(process.returncode is None for process in started), "nobody died of it"
+    finally:
+        for process in started:
+            process.kill()
+            await process.aclose()

@@ -1,0 +1,288 @@
+"""Deaths that a run survives: of engines, of the controller, of trainer ranks, as real processes under a supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_supervisor import PLANS, STAND_IN, Trial, death_in, lives, until
+
+from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine
+from streamrl.config.topology import RENDEZVOUS_FILE, ProcessPlan, Role, Topology
+from streamrl.errors import RecipeError, RewardFailureLimit
+from streamrl.processes import restarts
+from streamrl.processes.exit_reason import ExitKind, reason_of
+from streamrl.processes.restarts import Restarts
+from streamrl.processes.supervisor import Supervisor
+
+RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    trials: list[Trial] = []
+
+    def make(**behaviour: str) -> Trial:
+        trials.append(Trial(tmp_path, {name.replace("_", "-"): word for name, word in behaviour.items()}))
+        return trials[-1]
+
+    yield make
+    for one in trials:  # what a failed test left must not disturb the next
+        for pid in [*one.pids(), *(process.pid for process in one.guardians())]:
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.asynccontextmanager
+async def forgiving(
+    one: Trial, *more: ProcessPlan, engines: int = 0, core: int = 0, min_serving: int = 1
+) -> AsyncIterator[Supervisor]:
+    """A supervisor of the stand-ins and of ``more`` that is watching; it forgives so many deaths."""
+    times = {Role.ENGINE: engines, Role.TRAINER: core, Role.CONTROLLER: core}
+    plans = [msgspec.structs.replace(plan, restarts=times.get(plan.role, 0)) for plan in (*PLANS, *more)]
+    for plan in more:
+        path = one.directory / "behaviour" / plan.name
+        path.write_text(path.read_text() if path.exists() else "serve")
+    topology = Topology(processes=tuple(plans), endpoints={}, min_serving=min_serving)
+    async with Supervisor(topology, one.directory, one.sockets, entry=(str(STAND_IN),)) as supervisor:
+        await until(lambda: all(started(one, plan.name, 0) for plan in plans))
+        yield supervisor
+
+
+def started(one: Trial, name: str, start: int) -> bool:
+    return (one.directory / "pids" / f"{name}.{start}").exists()
+
+
+async def end_well(one: Trial, supervisor: Supervisor) -> None:
+    await supervisor.stop(deadline_s=20)
+    one.assert_nothing_left()
+
+
+async def kills(supervisor: Supervisor, order: KillEngine) -> bool:
+    """Whether ``order`` would end the host that there is now."""
+    process, killed = supervisor._children[order.engine].process, []
+    kill, process.kill = process.kill, lambda: killed.append(order)  # type: ignore[method-assign]
+    await supervisor.obey(order)
+    process.kill = kill  # type: ignore[method-assign]
+    return bool(killed)
+
+
+# ---- budgets ---------------------------------------------------------------------------------------
+
+
+def test_a_budget_pauses_longer_each_time_and_is_whole_again_after_long_service() -> None:
+    one, now, pauses = Restarts(4, at_once=True), 0.0, []
+    for _ in range(4):
+        died = now
+        while not one.due(now):
+            now += 0.25
+        pauses.append(now - died)
+    assert pauses == [0.0, 1.0, 2.0, 4.0]
+    one.served(restarts.RENEWED_AFTER_S - 1)
+    assert not one.forgive and not one.due(now + 1000)
+    one.served(restarts.RENEWED_AFTER_S)
+    assert one.left == 4 and one.due(now), "and at once again"
+
+
+def test_a_pause_that_was_begun_is_forgotten_when_somebody_else_decides() -> None:
+    one = Restarts(1)
+    assert not one.due(5.0) and one.forgive
+    one.forget()
+    assert not one.forgive
+
+
+@pytest.mark.parametrize("error", [RewardFailureLimit("too many"), RecipeError(["wrong"])])
+def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> None:
+    assert reason_of(Role.CONTROLLER, error).kind is ExitKind.VERDICT
+    assert reason_of(Role.TRAINER, error).kind is ExitKind.CAUSE
+
+
+# ---- engines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_is_started_again_with_nothing_left_of_the_last_one(
+    trial: Callable[..., Trial],
+) -> None:
+    one = trial(engine_0="orphan")
+    async with forgiving(one, engines=2) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        grandchild = int((one.directory / "pids" / "grandchild-0").read_text())
+        (one.directory / "behaviour" / "engine-0").write_text("serve")
+        os.kill(one.pid("engine-0"), signal.SIGKILL)
+        await until(lambda: started(one, "engine-0", 1))
+        assert not lives(grandchild)
+        assert lives(one.pid("controller")) and lives(one.pid("trainer-0"))
+        assert not (one.directory / "resumed").exists(), "an engine begins anew"
+        await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_too_often_is_retired_and_the_last_one_ends_the_run_by_the_first_cause(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.05)
+    one = trial()
+    other = ProcessPlan(role=Role.ENGINE, index=1)
+    async with forgiving(one, other, engines=1) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_them() -> None:
+            os.kill(one.pid("engine-0"), signal.SIGKILL)
+            await until(lambda: started(one, "engine-0", 1))
+            os.kill(one.pid("engine-0", 1), signal.SIGKILL)
+            await until(lambda: not lives(one.pid("engine-0", 1)))
+            for start in range(2):
+                await until(lambda start=start: started(one, "engine-1", start))  # type: ignore[misc]
+                assert lives(one.pid("controller")), "the other one serves"
+                os.kill(one.pid("engine-1", start), signal.SIGKILL)
+
+        tasks.start_soon(kill_them)
+        first, second, *_ = (await death_in(supervisor)).splitlines()
+        assert first == "engine-0 was killed by SIGKILL" and second == "(after it: engine-1)"
+        assert not started(one, "engine-0", 2) and not started(one, "engine-1", 2)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_with_fewer_engines_than_must_serve_the_run_ends(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    other = ProcessPlan(role=Role.ENGINE, index=1)
+    async with forgiving(one, other, engines=1, min_serving=2) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_it_twice() -> None:
+            os.kill(one.pid("engine-0"), signal.SIGKILL)
+            await until(lambda: started(one, "engine-0", 1))
+            os.kill(one.pid("engine-0", 1), signal.SIGKILL)
+
+        tasks.start_soon(kill_it_twice)
+        assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="hang")
+    async with forgiving(one, engines=3) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        first = one.pid("engine-0")
+        os.kill(first, signal.SIGSTOP)
+        for order in (
+            KillEngine(engine="engine-0", reason="planted", pid=first + 1),
+            KillEngine(engine="engine-0", reason="planted", older_than_s=300),
+        ):
+            assert not await kills(supervisor, order), "neither was meant for this one"
+        await supervisor.obey(KillEngine(engine="engine-0", reason="planted", pid=first))
+        await until(lambda: started(one, "engine-0", 1))
+        late = KillEngine(engine="engine-0", reason="late", pid=first)
+        assert not await kills(supervisor, late), "what came late was about its predecessor"
+        await supervisor.obey(StopEngine(engine="engine-0"))
+        assert not lives(one.pid("engine-0", 1))
+        await supervisor.obey(StartEngine(engine="engine-0"))
+        await until(lambda: started(one, "engine-0", 2))
+        await supervisor.kill()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_whose_resource_tracker_is_killed_is_replaced(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan")
+    async with forgiving(one, engines=1) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        await until(lambda: bool(supervisor.memory.trackers))
+        (one.directory / "behaviour" / "engine-0").write_text("serve")
+        next(iter(supervisor.memory.trackers)).kill()
+        await until(lambda: started(one, "engine-0", 1))
+        await end_well(one, supervisor)
+
+
+# ---- the core --------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_controller_that_is_killed_is_started_again_alone_and_told_to_go_on(
+    trial: Callable[..., Trial],
+) -> None:
+    one = trial()
+    async with forgiving(one, core=2) as supervisor, anyio.create_task_group() as tasks:
+        prepared: list[bool] = []
+
+        async def bind_streams_again() -> None:
+            prepared.append(started(one, "controller", 1))
+
+        supervisor.before_controller_start.append(bind_streams_again)
+        tasks.start_soon(supervisor.watch)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        await until(lambda: started(one, "controller", 1))
+        assert prepared == [False], "before it began"
+        assert (one.directory / "resumed").read_text().split() == ["controller"]
+        assert all(lives(one.pid(name)) for name in ("engine-0", "reward-0", "trainer-0"))
+        await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("victim", ["trainer-1", "controller"])
+async def test_ranks_are_started_again_together_and_the_controller_with_them(
+    trial: Callable[..., Trial], victim: str
+) -> None:
+    one = trial(controller="hang", trainer_0="hang")
+    async with forgiving(one, RANK_1, core=1) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        (one.sockets / RENDEZVOUS_FILE).touch()
+        old = [one.pid(name) for name in ("controller", "trainer-0", "trainer-1")]
+        os.kill(one.pid(victim), signal.SIGKILL)
+        names = ("controller", "trainer-0", "trainer-1")
+        await until(lambda: all(started(one, name, 1) for name in names))
+        assert not any(lives(pid) for pid in old)
+        assert sorted((one.directory / "resumed").read_text().split()) == sorted(names)
+        assert not (one.sockets / RENDEZVOUS_FILE).exists(), "the ranks meet anew"
+        assert lives(one.pid("engine-0")) and not started(one, "engine-0", 1)
+        await supervisor.kill()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_the_core_is_forgiven_until_its_budget_is_spent(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with forgiving(one, core=1) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_it_twice() -> None:
+            for start in range(2):
+                await until(lambda start=start: started(one, "controller", start))  # type: ignore[misc]
+                os.kill(one.pid("controller", start), signal.SIGKILL)
+
+        tasks.start_soon(kill_it_twice)
+        assert (await death_in(supervisor)).startswith("controller was killed by SIGKILL")
+        assert not started(one, "controller", 2)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_verdict_is_not_forgiven_and_neither_is_a_death_in_a_drain(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="verdict")
+    async with forgiving(one, core=3) as supervisor:
+        (one.directory / "go").touch()
+        assert "RewardFailureLimit: too many rewards failed" in await death_in(supervisor)
+        assert not started(one, "controller", 1)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="hang")
+    async with forgiving(one, core=3) as supervisor:
+        supervisor.request_drain()
+        await until((one.directory / "ignored-sigterm").exists)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        assert (await death_in(supervisor)).startswith("controller was killed by SIGKILL")
+        assert not started(one, "controller", 1)
+    one.assert_nothing_left()

@@ -1,0 +1,110 @@
+"""What a run was started with, and who runs it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from streamrl.config.load import load_recipe
+from streamrl.config.recipe import Recipe
+from streamrl.errors import RecipeError, StreamRLError
+from streamrl.processes import run_inputs
+from streamrl.processes.run_inputs import changed_inputs, refuse_changes, write_inputs
+from streamrl.processes.run_lock import RunLock
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(bytes(4 << 20))
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "score.py").write_text("def score(completion): return 1.0\n")
+    (tmp_path / "recipe.toml").write_text(
+        f"""
+        [model]
+        path = "{model}"
+        [prompts]
+        train = "{tmp_path}/rows.jsonl"
+        [[rewards]]
+        function = "{tmp_path}/score.py:score"
+        """
+    )
+    return load_recipe(tmp_path / "recipe.toml")
+
+
+def test_every_change_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    write_inputs(tmp_path, recipe)
+    assert refuse_changes(tmp_path, recipe, force=False) == []
+    (tmp_path / "rows.jsonl").write_text("{} \n")
+    (tmp_path / "score.py").write_text("def score(completion): return 0.5\n")
+    (tmp_path / "model" / "config.json").unlink()
+    (tmp_path / "model" / "added.json").write_text("{}")
+    found = "\n".join(changed_inputs(tmp_path, recipe))
+    assert found.count("\n") == 3
+    for part in ("rows.jsonl is not as it was", "score.py is not", "config.json is not there", "added.json was not"):
+        assert part in found
+    with pytest.raises(RecipeError, match="--force") as refused:
+        refuse_changes(tmp_path, recipe, force=False)
+    assert refused.value.outcome == "the run was not resumed"
+    assert len(refuse_changes(tmp_path, recipe, force=True)) == 4
+
+
+def test_a_package_of_another_version_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    write_inputs(tmp_path, recipe)
+    path = tmp_path / run_inputs.INPUTS_FILE
+    then = msgspec.json.decode(path.read_bytes(), type=run_inputs.RunInputs)
+    path.write_bytes(msgspec.json.encode(structs.replace(then, packages=then.packages | {"torch": "1.0"})))
+    (found,) = changed_inputs(tmp_path, recipe)
+    assert found.startswith("torch was 1.0, now ")
+
+
+def test_large_files_are_known_by_size_head_and_tail(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_inputs, "_WHOLE_BYTES", 1 << 20)
+    write_inputs(tmp_path, recipe)
+    weights = tmp_path / "model" / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert len(changed_inputs(tmp_path, recipe)) == 1
+    with weights.open("ab") as file:
+        file.truncate(3 << 20)
+    assert len(changed_inputs(tmp_path, recipe)) == 1
+
+
+def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(StreamRLError, match="not the directory of a run"):
+        changed_inputs(tmp_path, recipe)
+
+
+def _hold(directory: Path, held: object) -> None:
+    RunLock(directory)
+    held.set()  # type: ignore[attr-defined]
+    signal.pause()
+
+
+def test_one_process_runs_a_run_and_a_killed_one_lets_it_go(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("spawn")
+    held = fork.Event()
+    other = fork.Process(target=_hold, args=(tmp_path, held))
+    other.start()
+    assert held.wait(30)
+    with pytest.raises(RecipeError, match=f"process {other.pid}"):
+        RunLock(tmp_path)
+    other.kill()
+    other.join()
+    lock = RunLock(tmp_path)
+    with pytest.raises(RecipeError, match="runs already"):
+        RunLock(tmp_path)
+    lock.release()
+    lock.release()
+    RunLock(tmp_path).release()

@@ -1,0 +1,61 @@
+"""A whole run with simulated engines: real processes, streams, weights, trainer and rewards, and no vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.toml_text import toml_value
+from streamrl.control.trajectory_trace import read_trace
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(100)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
+REWARD = "async def reward(completion):\n    return len(completion) % 7 / 6\n"
+WITHOUT_VLLM = "import sys\nsys.modules['vllm'] = None  # importing it fails\n"
+
+
+def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_VLLM)
+    settings = {
+        "run.directory": str(tmp_path / "runs"),
+        "run.steps": 4,
+        "engines.kind": "simulated",
+        "engines.count": 2,
+        "rewards.0.function": f"{tmp_path / 'reward.py'}:reward",
+        "rollout.prompts_per_batch": 4,
+        "rollout.group_size": 4,
+        "sampling.max_tokens": 64,
+        "evaluation.prompts": "",
+        "weights.audit_interval": 1,
+        "training.threads": 1,
+    }
+    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
+    done = subprocess.run(
+        [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "engines  simulated" in done.stdout and "warning" not in done.stdout
+    files = tmp_path / "runs" / "latest"
+    lines = [json.loads(line) for line in (files / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["optim/grad_norm"] > 0 and step["weights/payload_bytes"] > 0 for step in steps)
+    audits = [json.loads(line)["checksums"] for line in (files / "audits.jsonl").read_text().splitlines()]
+    held = [{json.dumps(checksums) for checksums in audit.values()} for audit in audits]
+    assert [len(audit) for audit in audits] == [2] * 5 and all(len(versions) == 1 for versions in held)
+    assert len(set.union(*held)) == 5, "every version has weights of its own"
+    assert read_trace(files / "trace.jsonl").header.engine_kind == "simulated"

@@ -1,0 +1,305 @@
+"""What must always hold, decided from what was seen at the edges of the product and not from its own counts.
+
+Taps: what engines sampled and by which weights, what the user's function returned, what each trainer rank was given and
+closed, what was published and committed, and, for the accounting, the orders of control. A violation names its
+invariant (design, section 5; ``refs/reliability.md``, section 3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.control.state import ControlState
+from streamrl.messages import CloseBatch
+from streamrl.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
+
+STAMPS = 1 << 20
+MODULUS = 1 << 64
+
+
+def digest_of(*parts: object) -> int:
+    """64 bits that depend on all parts."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def stamp_of(state_hash: int) -> float:
+    """What a token says of the weights that sampled it, as a logprob that float32 holds exactly."""
+    return -1.0 - state_hash % STAMPS / STAMPS
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """``invariant``: ``I1`` ...; ``time_s``: when it was seen."""
+
+    invariant: str
+    text: str
+    time_s: float
+
+
+class ControlLedger:
+    """One life of control: what it ordered, and what became of it."""
+
+    def __init__(self) -> None:
+        self.issued: set[TrajectoryId] = set()
+        self.ended: set[TrajectoryId] = set()
+        self.trained: set[TrajectoryId] = set()
+        self.batched: dict[int, set[TrajectoryId]] = defaultdict(set)
+        self.in_batch: dict[int, tuple[TrajectoryId, ...]] = {}
+        self.group_of: dict[int, tuple[TrajectoryId, ...]] = {}
+        self.outstanding = 0
+        self.consumed: dict[int, int] = {}
+        self.closed: set[int] = set()
+        self.stopping = False
+        self.live = -1
+
+    def copy(self) -> ControlLedger:
+        """As it is now."""
+        other = ControlLedger()
+        other.issued, other.ended, other.trained = set(self.issued), set(self.ended), set(self.trained)
+        for batch_id, batch in self.batched.items():
+            other.batched[batch_id] = set(batch)
+        other.in_batch, other.group_of = dict(self.in_batch), dict(self.group_of)
+        other.outstanding, other.consumed, other.closed = self.outstanding, dict(self.consumed), set(self.closed)
+        other.stopping, other.live = self.stopping, self.live
+        return other
+
+
+class Ledger:
+    """The oracle of one world. ``clock``: virtual seconds."""
+
+    def __init__(self, clock: Any, max_staleness: int) -> None:
+        self._clock = clock
+        self._max_staleness = max_staleness
+        self.violations: list[Violation] = []
+        self.bases: dict[bytes, ControlLedger] = {}
+        self.control = ControlLedger()
+        self.sampled: dict[str, set[tuple[bytes, bytes]]] = defaultdict(set)
+        self.returned: dict[bytes, set[float]] = defaultdict(set)
+        self.hash_of: dict[int, set[int]] = defaultdict(set)
+        self.version_of: dict[float, int] = {}
+        self.batches: dict[int, tuple[str, ...]] = {}
+        self.closing: dict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
+        self.open_batches: dict[tuple[int, int], list[TrainingSample]] = defaultdict(list)
+        self.engine_version: dict[str, int] = {}
+        self.max_version = -1
+        self.trained_tokens = 0
+        self.events = 0
+
+    def violated(self, invariant: str, text: str) -> None:
+        if len(self.violations) < 20:
+            self.violations.append(Violation(invariant, text, round(self._clock(), 3)))
+
+    # ---- control ---------------------------------------------------------------------------------
+
+    def handled(self, state: ControlState, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
+        """Control was told ``event`` and orders ``actions``."""
+        self.events += 1
+        ledger = self.control = self._of(state)
+        self._told(ledger, event)
+        for action in actions:
+            self._ordered(ledger, action, state)
+        self._account(ledger, state)
+
+    def _of(self, state: ControlState) -> ControlLedger:
+        """The ledger of one life of control."""
+        ledger: ControlLedger = state.__dict__.setdefault("_ledger_in_world", ControlLedger())
+        return ledger
+
+    def kept(self, state: ControlState, whole: bytes) -> None:
+        """``state`` was written down: whoever is restored from that goes on from here."""
+        self.bases[whole] = self._of(state).copy()
+
+    def restored(self, state: ControlState, whole: bytes) -> None:
+        """Another life begins with what was written down."""
+        if whole not in self.bases:
+            self.violated("I10", "control was restored to a state that it never was in")
+            return
+        state.__dict__["_ledger_in_world"] = self.bases[whole].copy()
+
+    def _told(self, ledger: ControlLedger, event: on.ControlEvent) -> None:
+        match event:
+            case on.BatchTrained():
+                batch = ledger.batched.pop(event.batch_id, set())
+                ledger.trained |= batch
+                groups = {t.group_id for t in batch}
+                ledger.consumed[event.policy_version] = sum(len(ledger.group_of[g]) for g in groups)
+            case on.WeightsLive():
+                if event.policy_version <= ledger.live:
+                    self.violated("I8", f"version {event.policy_version} went live after {ledger.live}")
+                ledger.live = event.policy_version
+                for version in [v for v in ledger.consumed if v <= event.policy_version]:
+                    ledger.outstanding -= ledger.consumed.pop(version)
+            case on.StopRequested():
+                ledger.stopping = True
+            case on.TrajectoryFailed():
+                self._ended(ledger, [event.id])
+
+    def _ordered(self, ledger: ControlLedger, action: do.ControlAction, state: ControlState) -> None:
+        match action:
+            case do.LaunchGroup():
+                if ledger.stopping:
+                    self.violated("I15", f"group {action.group_id} was launched after a stop was asked for")
+                if twice := ledger.issued.intersection(action.ids):
+                    self.violated("I2", f"{sorted(map(str, twice))} were issued twice")
+                ledger.issued.update(action.ids)
+                ledger.group_of[action.group_id] = action.ids
+                ledger.outstanding += len(action.ids)
+                if ledger.outstanding > state.slots.capacity:
+                    self.violated("I12", f"{ledger.outstanding} outstanding of {state.slots.capacity} slots")
+            case do.CancelGroup() | do.ForgetTrajectories():
+                self._ended(ledger, action.ids)
+            case do.TrainGroupNow():
+                ids = set(action.ids)
+                alive = {t for t in ledger.group_of.get(action.group_id, ()) if t not in ledger.ended}
+                if ids != alive:
+                    self.violated("I4", f"group {action.group_id} is trained as {len(ids)} of {len(alive)} alive")
+                if ids & (ledger.ended | ledger.trained):
+                    self.violated("I2", f"group {action.group_id} had ended and is trained")
+                ledger.batched[action.batch_id] |= ids
+                ledger.in_batch[action.group_id] = action.ids
+
+            case do.StepOptimizer():
+                ledger.closed.add(action.batch_id)
+
+    def _ended(self, ledger: ControlLedger, ids: Iterable[TrajectoryId]) -> None:
+        for trajectory in ids:
+            if trajectory in ledger.ended or trajectory not in ledger.issued:
+                continue  # a late result of what had ended
+            if trajectory in ledger.trained:
+                self.violated("I2", f"{trajectory} was trained and then dropped")
+                continue
+            for batch_id, batch in ledger.batched.items():
+                if trajectory in batch:  # a drain ends what is in a batch that is still open
+                    batch.discard(trajectory)
+                    if batch_id in ledger.closed:
+                        self.violated("I2", f"{trajectory} is in closed batch {batch_id} and was dropped")
+            ledger.ended.add(trajectory)
+            group = ledger.group_of[trajectory.group_id]
+            if all(t in ledger.ended for t in group):
+                ledger.outstanding -= len(group)
+
+    def _account(self, ledger: ControlLedger, state: ControlState) -> None:
+        said = state.accounting()
+        dropped = sum(said.dropped.values())
+        mine = (len(ledger.issued), len(ledger.trained), len(ledger.ended))
+        theirs = (said.issued, said.trained, dropped)
+        if mine != theirs or said.issued != said.trained + dropped + said.in_flight:
+            self.violated(
+                "I1",
+                f"issued, trained, dropped are {mine}; control says {theirs} and {said.in_flight} in flight",
+            )
+
+    # ---- engines ---------------------------------------------------------------------------------
+
+    def sampled_by(self, engine: str, request_id: str, completion: Completion) -> None:
+        """What an engine returned for one part of a trajectory."""
+        whole = request_id.rpartition("/")[0]
+        if completion.token_ids:
+            self.sampled[whole].add((completion.token_ids.tobytes(), completion.behavior_logprobs.tobytes()))
+
+    def token_by(self, engine: str, claimed: int, live_hash: int) -> None:
+        """An engine samples under the label ``claimed`` with weights of ``live_hash``."""
+        if live_hash not in self.hash_of.get(claimed, ()):
+            self.violated("I7", f"{engine} samples as version {claimed} with weights that were not published as it")
+
+    def committed(self, engine: str, version: int) -> None:
+        """An engine's life holds ``version`` now. ``engine`` names the life."""
+        before = self.engine_version.get(engine, -1)
+        if version < before:
+            self.violated("I8", f"{engine} went from version {before} back to {version}")
+        self.engine_version[engine] = version
+
+    # ---- rewards ---------------------------------------------------------------------------------
+
+    def rewarded(self, tokens: bytes, value: float) -> None:
+        """The user's function returned ``value``."""
+        self.returned[tokens].add(value)
+
+    # ---- trainer ---------------------------------------------------------------------------------
+
+    def published(self, version: int, state_hash: int) -> None:
+        """The trainer holds ``version`` with this hash of all ranks."""
+        self.hash_of[version].add(state_hash)
+        self.version_of[stamp_of(state_hash)] = version
+
+    def given(self, rank: int, life: int, version: int, group: TrainingGroup) -> None:
+        """A rank, whose weights are of ``version``, was given a group to train."""
+        ordered = self.control.in_batch.get(group.group_id)
+        ids = tuple(s.id for s in group.samples)
+        if ordered is None or set(ordered) != set(ids):
+            self.violated("I4", f"group {group.group_id} reached trainer-{rank} as {len(ids)} samples")
+        for sample in group.samples:
+            self._check_sample(sample, version)
+        self.open_batches[rank, life].extend(group.samples)
+
+    def _check_sample(self, sample: TrainingSample, version: int) -> None:
+        count = sample.trained_tokens
+        tokens = sample.token_ids[-count:]
+        stamps = sample.behavior_logprobs[-count:]
+        self.trained_tokens += count
+        parts = self.sampled.get(str(sample.id), set())
+        if not _is_joined(tokens.tobytes(), stamps.tobytes(), parts):
+            self.violated("I17", f"{sample.id} is trained on tokens that no engine sampled for it")
+        if sample.reward not in self.returned.get(tokens.tobytes(), ()):
+            self.violated("I5", f"{sample.id} has reward {sample.reward}, which was never returned for it")
+        versions = [self.version_of.get(stamp, -1) for stamp in set(stamps)]
+        if min(versions) != sample.oldest_version or max(versions) != sample.newest_version:
+            self.violated(
+                "I8",
+                f"{sample.id} says versions {sample.oldest_version} to {sample.newest_version}, its tokens say "
+                f"{min(versions)} to {max(versions)}",
+            )
+        if version - min(versions) > self._max_staleness:
+            self.violated("I3", f"{sample.id}: a token of version {min(versions)} is trained by {version}")
+
+    def closed(self, rank: int, life: int, close: CloseBatch, version: int, ranks: int) -> None:
+        """A rank steps; when all have, the version is trained, and never by another batch."""
+        samples = self.open_batches.pop((rank, life), [])
+        made = close.policy_version
+        if made != version + 1:
+            self.violated("I2", f"trainer-{rank} holds {version} and is told to make {made}")
+        self.closing[made][rank] = tuple(f"{s.id}:{s.reward}:{digest_of(s.token_ids.tobytes())}" for s in samples)
+        if len(self.closing[made]) < ranks:
+            return
+        names = tuple(sorted(name for part in self.closing.pop(made).values() for name in part))
+        if self.batches.setdefault(made, names) != names:
+            self.violated("I9", f"version {made} was trained by another batch before")
+        if len(names) != close.samples:
+            self.violated("I4", f"version {made} is to be of {close.samples} samples and {len(names)} were trained")
+        self.max_version = max(self.max_version, made)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def check_end(self, steps: int | None) -> None:
+        """The run ended well. ``steps``: that it was to make (None: it was stopped)."""
+        control = self.control
+        left = control.issued - control.trained - control.ended
+        if left:
+            self.violated("I1", f"{len(left)} trajectories never ended: {sorted(map(str, left))[:5]}")
+        given = Counter(name.split(":", 1)[0] for names in self.batches.values() for name in names)
+        if twice := [name for name, count in given.items() if count > 1]:
+            self.violated("I2", f"trained in two batches: {twice[:5]}")
+        if set(given) != set(map(str, control.trained)):
+            self.violated("I1", f"ranks trained {len(given)} trajectories, control counts {len(control.trained)}")
+        if steps is not None and self.max_version != steps:
+            self.violated("I13", f"the run ended with version {self.max_version} of {steps}")
+
+
+def _is_joined(tokens: bytes, stamps: bytes, parts: set[tuple[bytes, bytes]]) -> bool:
+    """Whether both are ``parts`` in some order, one after the other."""
+    if not tokens:
+        return True
+    return any(
+        part
+        and tokens.startswith(part)
+        and stamps.startswith(logprobs)
+        and _is_joined(tokens[len(part) :], stamps[len(part) :], parts)
+        for part, logprobs in parts
+    )

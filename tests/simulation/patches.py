@@ -1,0 +1,266 @@
+"""Where the product touches the outside: each of these names is replaced while a world runs, and nothing else is."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import anyio
+import msgspec
+import simulated_parts as parts
+from anyio._backends import _asyncio
+from world_disk import SimulatedDisk, SimulatedLock, Writer
+
+from streamrl import pipeline
+from streamrl import run as run_module
+from streamrl.buffers.journal import open_journal
+from streamrl.comm import zmq_stream
+from streamrl.comm.control_socket import serving_control
+from streamrl.config import topology as topology_module
+from streamrl.config.load import load_recipe
+from streamrl.control.run_report import RunReport
+from streamrl.control.state import ControlState
+from streamrl.control.whole_state import keep_whole, restore_whole
+from streamrl.engines import engine_host
+from streamrl.engines.engine_options import installed_device
+from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.engines.simulated_engine import SimulationOptions
+from streamrl.observe.crash_bundle import write_crash_bundle
+from streamrl.observe.loop_watch import LoopWatch
+from streamrl.observe.sinks import PublishSink
+from streamrl.preflight import preflight, resumed
+from streamrl.processes import (
+    child_process,
+    controller_process,
+    controller_watch,
+    engine_process,
+    reward_process,
+    supervisor,
+    sweep,
+    trainer_process,
+)
+from streamrl.processes.run_inputs import refuse_changes
+from streamrl.processes.run_lock import RunLock
+from streamrl.processes.stacks import ask_for_stacks
+from streamrl.rewards import worker as reward_worker
+from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
+from streamrl.rewards.signature import inspect_reward
+from streamrl.stages import prompts as prompts_module
+from streamrl.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from world import World
+
+_ROLES = (pipeline, controller_process, reward_process, supervisor)  # imported before anything is looked for
+_HANDLE = ControlState.handle
+_PLAN = topology_module.plan_topology
+
+
+SLOWER = {"POLL_S": 0.25, "LOAD_SECONDS": 5.0, "MEASURING_INTERVAL_S": 5.0}
+"""Clockwork that does nothing but look: in virtual time it would be most of the work."""
+
+_PLACES: dict[int, list[tuple[Any, str]]] = {}
+
+
+def _places_of(original: Any) -> list[tuple[Any, str]]:
+    """Every module of the product that has ``original`` under some name."""
+    if id(original) not in _PLACES:
+        modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "streamrl"]
+        _PLACES[id(original)] = [
+            (module, name) for module in modules for name, value in vars(module).items() if value is original
+        ]
+    assert _PLACES[id(original)], original
+    return _PLACES[id(original)]
+
+
+@contextmanager
+def patched_product(world: World) -> Iterator[None]:
+    """The product on ``world``."""
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        def put_for(original: Any, value: Any) -> None:
+            for owner, name in _places_of(original):
+                put(owner, name, value)
+
+        put(anyio, "open_signal_receiver", parts.SimulatedSignals)
+        put(zmq_stream, "StreamConnection", world.network.make_connection)
+        _walked_in_order(put)
+        _files_and_user_code(world, put, put_for)
+        _processes(world, put, put_for)
+        _parts(world, put)
+
+        _journal(world, put_for)
+
+        def handle(state: ControlState, event: Any) -> Any:
+            actions = _HANDLE(state, event)
+            world.handled(state, event, actions)
+            return actions
+
+        put(ControlState, "handle", handle)
+        stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
+        yield
+
+
+class InOrder(dict[Any, None]):
+    """A set that is walked in the order in which things came, and not in that of their addresses."""
+
+    def add(self, thing: Any) -> None:
+        self[thing] = None
+
+    def remove(self, thing: Any) -> None:
+        del self[thing]
+
+    def discard(self, thing: Any) -> None:
+        self.pop(thing, None)
+
+
+def _walked_in_order(put: Any) -> None:
+    """Sets of objects whose order is seen from outside: anyio cancels in it, the publisher pushes in it."""
+    numbers = itertools.count(1)
+    begin = _asyncio.CancelScope.__init__
+
+    def init(scope: Any, *arguments: Any, **named: Any) -> None:
+        begin(scope, *arguments, **named)
+        scope._child_scopes, scope._tasks = InOrder(), InOrder()
+
+    def number_of(thing: Any) -> int:
+        return int(thing.__dict__.setdefault("_number_in_world", next(numbers)))
+
+    put(_asyncio.CancelScope, "__init__", init)
+    put(RemoteEngine, "__hash__", number_of)
+
+
+def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
+    def open_prompts(source: str, tokenizer: Any, **named: Any) -> parts.SimulatedPrompts:
+        held_out = "held_out" in source
+        limit = 10 if held_out else 10**9
+        return parts.SimulatedPrompts(Random(f"{world.shape.seed} {source}"), named.get("start", 0), limit)
+
+    def inspect(rewards: Any, *_: Any) -> list[RewardInspection]:
+        return [RewardInspection(spec=reward.function, signature=inspect_reward(reward)) for reward in rewards]
+
+    tokenizer = parts.StubTokenizer()
+    put_for(load_tokenizer, lambda _: tokenizer)
+    put(reward_worker, "_open_timer", lambda: None)
+    put(os, "_exit", world.machine.leave)
+    put_for(prompts_module.open_prompts, open_prompts)
+    put_for(PublishSink, parts.SilentSink)
+    put_for(installed_device, lambda: "cpu")
+    put_for(inspect_in_subprocess, inspect)
+
+
+def _processes(world: World, put: Any, put_for: Any) -> None:
+    def plan_topology(recipe: Any, sockets: Path) -> Any:
+        world.topology = _PLAN(recipe, Path(world.sockets))
+        return world.topology
+
+    def make_run_directory(*_: Any) -> Path:
+        directory: Path = world.directory / "run"
+        directory.mkdir(exist_ok=True)
+        (directory / "recipe.toml").touch()
+        return directory
+
+    @asynccontextmanager
+    async def no_control_socket(*_: Any, **__: Any) -> AsyncIterator[None]:
+        yield
+
+    machine = world.machine
+    put_for(preflight, lambda *_: None)
+    put_for(refuse_changes, lambda *_, **__: [])
+    put_for(load_recipe, lambda _: world.recipe)
+    put_for(RunLock, SimulatedLock)
+    put_for(ask_for_stacks, lambda _: [])
+    put_for(write_crash_bundle, lambda *_: "no crash bundle: simulated")
+    put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))
+    put_for(resumed, lambda recipe: (recipe, None))
+    put_for(_PLAN, plan_topology)
+    put(run_module, "_make_run_directory", make_run_directory)
+    put_for(serving_control, no_control_socket)
+    put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
+    put_for(LoopWatch, parts.SilentLoopWatch)
+    quiet = SimpleNamespace(dump_traceback_later=_nothing, cancel_dump_traceback_later=_nothing)
+    put(controller_watch, "faulthandler", quiet)
+    put(child_process, "_created", lambda pid: float(pid))
+    put_for(child_process.start_child, machine.start_child)
+    put_for(child_process.open_guardian, machine.open_guardian)
+    put_for(sweep.sweep, machine.sweep)
+    put_for(sweep.end_session, machine.end_session)
+    put_for(sweep.members, lambda _: [])
+    put_for(sweep.record_segments, lambda *_: None)
+    for name, seconds in SLOWER.items():
+        _named_everywhere(put, name, seconds)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _named_everywhere(put: Any, name: str, value: Any) -> None:
+    """A constant, wherever it is."""
+    owners = [m for n, m in sys.modules.items() if n.split(".")[0] == "streamrl" and name in vars(m)]
+    assert owners, name
+    for owner in owners:
+        put(owner, name, value)
+
+
+def _journal(world: World, put_for: Any) -> None:
+    def open_simulated(directory: Path, **named: Any) -> Any:
+        return open_journal(directory, disk=SimulatedDisk(world), lane=lambda work: Writer(world, work), **named)
+
+    def keep(state: ControlState, outstanding: Any) -> Any:
+        whole = keep_whole(state, outstanding)
+        world.ledger.kept(state, msgspec.msgpack.encode(whole))
+        return whole
+
+    def restore(settings: Any, whole: Any) -> Any:
+        state, outstanding = restore_whole(settings, whole)
+        world.ledger.restored(state, msgspec.msgpack.encode(whole))
+        return state, outstanding
+
+    put_for(open_journal, open_simulated)
+    put_for(keep_whole, keep)
+    put_for(restore_whole, restore)
+
+
+def _parts(world: World, put: Any) -> None:
+    def engine(options: Any, *_: Any) -> parts.StampedEngine:
+        shape = world.shape
+        chosen = SimulationOptions(
+            name=options.name,
+            base_ms=shape.step_ms,
+            per_request_ms=shape.step_ms / 100,
+            max_running=64,
+            vocabulary=50_000,
+            tokenizer_digest=parts.TOKENIZER_DIGEST,
+            lengths=shape.lengths,
+        )
+        return parts.StampedEngine(world, options.name, chosen)
+
+    class Named:
+        environment: dict[str, str] = {}
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    def trainer_options(recipe: Any, rank: int, *_: Any, **named: Any) -> tuple[int, str]:
+        return rank, named.get("resume_from") or recipe.checkpoint.resume_from
+
+    def trainer(options: tuple[int, str]) -> parts.SimulatedTrainer:
+        rank, directory = options
+        return parts.SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
+
+    put(engine_process, "engine_options", lambda recipe, index, sockets: Named(f"engine-{index}"))
+    put(engine_process, "_vllm", engine)
+    put(trainer_process, "trainer_options", trainer_options)
+    put(trainer_process, "TorchTrainer", trainer)
