@@ -108,9 +108,9 @@ class Supervisor:
             await self._start_core_again()
             deaths = self._deaths()
             if until_s == math.inf:
-                if deaths:
+                if deaths and not self._finishing:
                     raise await self._died()
-                if self._finished():
+                if deaths or self._finished():
                     until_s = time.monotonic() + self._others_end_s
             elif self._nobody_is_left() or time.monotonic() > until_s:
                 for death in deaths:
@@ -131,7 +131,7 @@ class Supervisor:
             await self.kill()
 
     def run_finished(self) -> None:
-        """The controller has said that all is done: whoever dies from now on is not started again."""
+        """The controller has said that all is done: a death from now on is only logged."""
         self._finishing = True
 
     def request_drain(self) -> None:
@@ -345,8 +345,8 @@ class Supervisor:
 
     def _nobody_is_left(self) -> bool:
         """Or nobody tells them to end: the controller died of SIGTERM before it listened for it."""
-        told = self._children[Role.CONTROLLER.value].exit_code == 0
-        return not told or not any(child.running for name, child in self._children.items() if name != GUARDIAN)
+        running = any(child.running for name, child in self._children.items() if name != GUARDIAN)
+        return not running or self._children[Role.CONTROLLER.value].exit_code not in (None, 0)
 
     def _deaths(self) -> list[Death]:
         """Ends that should not have been."""
@@ -381,7 +381,8 @@ class Supervisor:
             return False
         if child.plan.role not in CORE:
             return True
-        return not self._draining and (child.running or not child.death(self.run_directory).is_verdict)
+        ends = self._draining or self._finishing
+        return not ends and (child.running or not child.death(self.run_directory).is_verdict)
 
     async def _died(self) -> ProcessDied:
         """Wait until the first cause can be told from what followed from it."""

@@ -41,6 +41,7 @@ RACING = control_settings(
     rounds=RoundKind.TAIL_BATCHING,
     tail_batching=TailBatching(eta_prompts=1.5),
 )
+SUBMITTED = control_settings(checkpoint_every=2, presubmit=True)
 STALE = control_settings(checkpoint_every=1, rounds=RoundKind.CONTINUOUS, max_staleness=1)
 
 
@@ -62,7 +63,9 @@ def batches_of(rank: CountingRank) -> list[Counter[str]]:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("trainer_dies", [False, True])
-@pytest.mark.parametrize("settings", [SYNCHRONOUS, RACING, STALE], ids=["synchronous", "racing", "continuous"])
+@pytest.mark.parametrize(
+    "settings", [SYNCHRONOUS, SUBMITTED, RACING, STALE], ids=["synchronous", "submitted", "racing", "continuous"]
+)
 async def test_lives_of_a_controller_make_one_run(
     settings: ControlSettings, trainer_dies: bool, tmp_path: Path
 ) -> None:

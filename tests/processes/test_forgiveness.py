@@ -286,3 +286,33 @@ async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callab
         assert (await death_in(supervisor)).startswith("controller was killed by SIGKILL")
         assert not started(one, "controller", 1)
     one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_takes_a_broken_stream_for_the_end_is_replaced(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="leave")
+    async with forgiving(one, engines=1) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        (one.directory / "behaviour" / "engine-0").write_text("serve")
+        (one.directory / "leave").touch()
+        await until(lambda: started(one, "engine-0", 1))
+        await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
+async def test_after_the_last_word_of_the_controller_a_death_is_only_logged(
+    trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trial(trainer_0="raise")
+    async with forgiving(one, core=3) as supervisor:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(supervisor.watch)
+                supervisor.run_finished()
+                (one.directory / "go").touch()
+                await until(lambda: (one.directory / "exit" / "trainer-0.json").exists())
+                (one.directory / "end").touch()  # the others end, and the controller with them
+        await supervisor.kill()
+    assert "after the run had finished, trainer-0 ended with exit code 1" in caplog.text
+    assert not started(one, "trainer-0", 1)
+    one.assert_nothing_left()
