@@ -119,7 +119,6 @@ class Controller:
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
-        self._receiving = anyio.CancelScope()
         # Bounded by the slots and by one answer for each kind of order.
         self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)
 
@@ -159,11 +158,11 @@ class Controller:
                     reason = await self._perform(action, orders, children) or reason
                 await self._report.progress(self.state, self._evaluation)
             self._measuring.cancel()
-            self._receiving.cancel()  # what still comes back, rewards of losers, concerns nobody
             self._spared.end()
             await self._journal.settled()
             await orders.aclose()
-            await self._trainer.aclose()
+        # Not before the last reward of a loser came back: ranks that have ended for long are missed.
+        await self._trainer.aclose()
         return reason
 
     async def _go_on(self, recovered: RecoveredRun, caught_up: CaughtUp) -> list[do.ControlAction]:
@@ -246,19 +245,18 @@ class Controller:
         return ""
 
     async def _receive_outcomes(self, scored: ReceiveStream[RewardOutcome]) -> None:
-        with self._receiving:
-            async for item in scored:
-                if self._is_held_out(item):
-                    if self._evaluation is not None and not isinstance(item, TrajectoryHeld):
-                        self._evaluation.take(item)
-                    await self._report.progress(self.state, self._evaluation)
-                    continue
-                self._report.came_back(item)
-                if not isinstance(item, TrajectoryHeld):
-                    self._spared.ended(item)
-                event = self._event_of(item)
-                if event is not None:
-                    await self._tell.send(event)
+        async for item in scored:
+            if self._is_held_out(item):
+                if self._evaluation is not None and not isinstance(item, TrajectoryHeld):
+                    self._evaluation.take(item)
+                await self._report.progress(self.state, self._evaluation)
+                continue
+            self._report.came_back(item)
+            if not isinstance(item, TrajectoryHeld):
+                self._spared.ended(item)
+            event = self._event_of(item)
+            if event is not None:
+                await self._tell.send(event)
 
     @staticmethod
     def _is_held_out(item: RewardOutcome) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -86,22 +86,23 @@ def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
         changed_inputs(tmp_path, recipe)
 
 
-def _hold(directory: Path, held: object) -> None:
-    RunLock(directory)
-    held.set()  # type: ignore[attr-defined]
-    signal.pause()
+HOLD = """
+import signal, sys
+from pathlib import Path
+from streamrl.processes.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+signal.pause()
+"""
 
 
 def test_one_process_runs_a_run_and_a_killed_one_lets_it_go(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("spawn")
-    held = fork.Event()
-    other = fork.Process(target=_hold, args=(tmp_path, held))
-    other.start()
-    assert held.wait(30)
-    with pytest.raises(RecipeError, match=f"process {other.pid}"):
-        RunLock(tmp_path)
-    other.kill()
-    other.join()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(RecipeError, match=f"process {other.pid}"):
+            RunLock(tmp_path)
+        other.kill()
     lock = RunLock(tmp_path)
     with pytest.raises(RecipeError, match="runs already"):
         RunLock(tmp_path)
