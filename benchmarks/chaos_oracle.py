@@ -19,13 +19,15 @@ BEHIND = {"synchronous": 0, "tail_batching": 5, "continuous": 4}
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """``lost``, ``twice``: prompts. ``faults``: sentences; empty when all is well."""
+    """``lost``, ``twice``: prompts. ``other_rounding``: steps trained again on the same samples to other weights.
+    ``faults``: sentences; empty when all is well."""
 
     steps: int = 0
     groups: int = 0
     scored: int = 0
     scored_again: int = 0
     retrained: int = 0
+    other_rounding: int = 0
     commits: int = 0
     lost: int = 0
     twice: int = 0
@@ -39,12 +41,21 @@ class _Step(msgspec.Struct):
 
 
 def judge(
-    cell: Cell, records: Sequence[Record], run_directory: Path, drawn: Sequence[str], prompts_per_batch: int
+    cell: Cell,
+    records: Sequence[Record],
+    run_directory: Path,
+    drawn: Sequence[str],
+    prompts_per_batch: int,
+    *,
+    streams: bool = False,
 ) -> Verdict:
     """``records``: the witnesses' lines in the order in which they were written. ``drawn``: ids of the training prompts
-    in the order in which a run of this seed draws them."""
+    in the order in which a run of this seed draws them. ``streams``: batches are so large that rows of them are trained
+    as groups come, in an order that is not made again: then weights may differ in their rounding."""
     verdict = Verdict(faults=[])
     lineages = [_lineage(records, f"trainer-{rank}", verdict) for rank in range(cell.ranks)]
+    if not streams and verdict.other_rounding:
+        verdict.faults.append(f"{verdict.other_rounding} live steps that were trained again have other weights")
     final = min((max(lineage, default=0) for lineage in lineages), default=0)
     verdict.steps = final
     trained: Counter[str] = Counter()
@@ -92,7 +103,7 @@ def _lineage(records: Sequence[Record], rank: str, verdict: Verdict) -> dict[int
                 if version <= live and _members(step) != _members(before):
                     verdict.faults.append(f"step {version} was live, and {rank} trained it again on other trajectories")
                 elif version <= live and step.state_hash != before.state_hash:
-                    verdict.faults.append(f"step {version} was live, and trained again {rank} has other weights")
+                    verdict.other_rounding += 1
             lineage = {v: s for v, s in lineage.items() if v < version} | {version: step}
     return lineage
 
@@ -123,9 +134,10 @@ def _judge_members(
 
 
 def _judge_prompts(trained: Counter[str], drawn: Sequence[str], due: Sequence[str], verdict: Verdict) -> None:
-    """In one epoch every prompt is trained once; none is left behind while later ones are trained."""
-    twice = [prompt for prompt, times in trained.items() if times > 1]
-    lost = [prompt for prompt in due if prompt not in trained]
+    """Every prompt is trained as often as it is drawn; none is left behind while later ones are trained."""
+    known = Counter(drawn)
+    twice = [prompt for prompt, times in trained.items() if times > known[prompt] > 0]
+    lost = list((Counter(due) - trained).elements())
     foreign = set(trained) - set(drawn)
     verdict.twice, verdict.lost = len(twice), len(lost)
     if twice:

@@ -47,11 +47,12 @@ def _by_victim(shots: Sequence[ShotResult]) -> list[str]:
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: dict[str, list[float]] = defaultdict(list)
     for shot in shots:
+        together = " (two at once)" if len(shot.shot.victims) > 1 else ""
         for victim in shot.shot.victims:
-            outcomes[_component(victim)][shot.outcome] += 1
+            outcomes[_component(victim) + together][shot.outcome] += 1
         for victim, taken in shot.recovery_s.items():
             if shot.shot.method is not Method.STOP_RESUME:
-                seconds["streamrl resume" if victim == "resume" else _component(victim)].append(taken)
+                seconds["streamrl resume" if victim == "resume" else _component(victim) + together].append(taken)
         if shot.step_s and shot.outcome == "recovered":
             seconds["(until the next step)"].append(shot.step_s)
     lines = [
@@ -80,7 +81,9 @@ def _totals(results: Sequence[CellResult]) -> list[str]:
     verdicts = [result.verdict for result in results]
     work = f"{sum(v.steps for v in verdicts)} steps, {sum(v.groups for v in verdicts)} groups trained"
     scored = f"{sum(v.scored for v in verdicts)} scored ({sum(v.scored_again for v in verdicts)} of them again)"
-    again = f"{sum(v.retrained for v in verdicts)} steps trained again, {sum(v.commits for v in verdicts)} commits"
+    rounding = f"{sum(v.other_rounding for v in verdicts)} of them with another rounding"
+    again = f"{sum(v.retrained for v in verdicts)} steps trained again ({rounding})"
+    again += f", {sum(v.commits for v in verdicts)} commits"
     wrong = f"lost {sum(v.lost for v in verdicts)}, trained twice {sum(v.twice for v in verdicts)}"
     lines = [f"{work}, {scored}, {again}"]
     lines += [f"{wrong}, runs with a fault {sum(bool(r.faults) for r in results)} of {len(results)}"]

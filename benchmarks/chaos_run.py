@@ -33,6 +33,7 @@ from process_tree import describe
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
 GONE_S = 10.0
+ENDLESS = 10**6
 DRAIN_S = 60.0
 PATIENCE_S = {"simulated": 60.0, "vllm": 240.0}
 """For the whole run to start, or for what died to work again."""
@@ -171,7 +172,7 @@ def run_cell(cell: Cell, folder: Path, *, steps: int = 0) -> CellResult:
     if run.directory is not None:
         run.witness.read()
         records = sorted(run.witness.records, key=lambda record: record["t"])
-        verdict = judge(cell, records, run.directory, drawn_prompts(cell), _batch(steps)[0])
+        verdict = judge(cell, records, run.directory, drawn_prompts(cell), _batch(steps)[0], streams=bool(steps))
     faults += verdict.faults
     faults += [f"shot {n + 1}: {r.outcome}: {r.note}" for n, r in enumerate(results) if r.outcome in ("ended", "stuck")]
     seconds = round(time.monotonic() - began, 1)
@@ -319,7 +320,7 @@ def end_run(run: ChaosRun, faults: list[str]) -> None:
         faults.append(f"the run ended with exit code {code}: {run.tail()}")
 
 
-def drawn_prompts(cell: Cell) -> list[str]:
+def drawn_prompts(cell: Cell, epochs: int = 1) -> list[str]:
     """Ids of the training prompts in the order in which a run of this seed draws them."""
     import anyio
 
@@ -330,7 +331,8 @@ def drawn_prompts(cell: Cell) -> list[str]:
         tokenizer = load_tokenizer(EXAMPLE / "model")
         source = open_prompts(str(EXAMPLE / "train.jsonl"), tokenizer, seed=cell.seed, shuffle=True, max_tokens=None)
         try:
-            return [prompt.prompt_id for prompt in await source.draw(source.size or 0)]
+            drawn = [await source.draw(source.size or 0) for _ in range(epochs)]
+            return [prompt.prompt_id for epoch in drawn for prompt in epoch]
         finally:
             await source.aclose()
 
@@ -364,7 +366,7 @@ def _recipe(cell: Cell, folder: Path, ledger: Path, steps: int) -> str:
 name = "chaos"
 directory = "{folder / "runs"}"
 seed = {cell.seed}
-steps = {steps or 2000}
+steps = {steps or ENDLESS}
 {forgiven["run"]}
 [model]
 path = "{EXAMPLE / "model"}"

@@ -1,21 +1,24 @@
 """Fuzz every decoder of streamrl, for as long as one likes.
 
-    python benchmarks/fuzz_decoders.py --state fuzz.json --executions 5000000 --seconds 220
+    python benchmarks/fuzz_decoders.py --state fuzz.json --executions 5000000 --seconds 220 --jobs 2
     python benchmarks/fuzz_decoders.py --replay fuzz-failures/streams.items-123.msgpack
 
 Inputs are valid messages with something wrong in them; input ``n`` of a target follows from the target's name and
 ``n`` alone. ``--state`` holds which numbers were run, by target, with their outcomes: a campaign goes on where it was.
-Targets take turns, a slice each. The first crash, hang, memory breach or wrong meaning ends it with exit code 1; the
-input is in a file then, which ``--replay`` runs again. What counts as one: ``tests/fuzz/execution.py``.
+Targets take turns, a slice each (``--finish``: what takes least to its end goes first). The first crash, hang, memory
+breach or wrong meaning ends it with exit code 1; the input is in a file then, which ``--replay`` runs again. What
+counts as one: ``tests/fuzz/execution.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import select
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,31 +28,40 @@ sys.path.insert(0, str(ROOT))
 
 from tests.fuzz.bombs import bombs  # noqa: E402
 from tests.fuzz.decoders import every_target  # noqa: E402
-from tests.fuzz.execution import Fault, Slice, Target, check_seeds, run_one, run_slice  # noqa: E402
+from tests.fuzz.execution import SCHEME, Fault, RunningSlice, Slice, Target, check_seeds, run_one  # noqa: E402
 from tests.fuzz.planted import BUGS, find  # noqa: E402
 
-_FIRST_SLICE, _LARGEST_SLICE, _SLICE_S = 200, 500_000, 8.0
+_FIRST_SLICE, _LARGEST_SLICE, _SLICE_S = 2000, 1_000_000, 8.0
 _MOST_KINDS = 400
 
 
 class Done(msgspec.Struct):
-    """What was run of one target: numbers below ``executions``. ``seconds``: of the forked process; ``grown_bytes``: of
-    its memory, all slices together."""
+    """What was run of one target: numbers below ``executions``. ``seconds``: processor time of the forked processes;
+    ``grown_bytes``: of their memory; ``watched``: slices that were run again, each execution on its own. ``earlier``:
+    numbers below were run under a scheme before ``scheme``, and took ``earlier_seconds``."""
 
     executions: int = 0
     seconds: float = 0.0
     slices: int = 0
     grown_bytes: int = 0
     outcomes: dict[str, int] = {}
+    watched: int = 0
+    scheme: int = 1
+    earlier: int = 0
+    earlier_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Executions a second."""
-        return self.executions / self.seconds if self.seconds else 0.0
+        """Executions a second, under this scheme."""
+        return (self.executions - self.earlier) / self.seconds if self.seconds else 0.0
+
+    def seconds_left(self, wanted: int) -> float:
+        """Of processor time, about; 0 where nobody knows yet."""
+        return (wanted - self.executions) / self.rate if self.rate else 0.0
 
     def next_slice(self, wanted: int) -> int:
         """How many to run now: some seconds of them."""
-        size = int(self.rate * _SLICE_S) if self.executions else _FIRST_SLICE
+        size = int(self.rate * _SLICE_S) if self.rate else _FIRST_SLICE
         return min(max(size, _FIRST_SLICE), _LARGEST_SLICE, wanted - self.executions)
 
     def take(self, found: Slice) -> None:
@@ -57,16 +69,26 @@ class Done(msgspec.Struct):
         self.executions, self.slices = found.last, self.slices + 1
         self.seconds += found.seconds
         self.grown_bytes += found.grown_bytes
+        self.watched += found.watched
         for outcome, count in found.outcomes.items():
             kind = outcome if outcome in self.outcomes or len(self.outcomes) < _MOST_KINDS else "more"
             self.outcomes[kind] = self.outcomes.get(kind, 0) + count
+
+    def go_on_with(self, scheme: int) -> None:
+        """Count what another scheme ran, and begin with the numbers after it."""
+        if self.scheme != scheme:
+            self.earlier, self.earlier_seconds = self.executions, self.earlier_seconds + self.seconds
+            self.scheme, self.seconds = scheme, 0.0
 
 
 def read_state(path: Path | None) -> dict[str, Done]:
     """What earlier campaigns did."""
     if path is None or not path.exists():
         return {}
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Done])
+    state = msgspec.json.decode(path.read_bytes(), type=dict[str, Done])
+    for done in state.values():
+        done.go_on_with(SCHEME)
+    return state
 
 
 def write_state(path: Path | None, state: Mapping[str, Done]) -> None:
@@ -81,24 +103,50 @@ def campaign(chosen: Sequence[Target], state: dict[str, Done], options: argparse
     """Run slices in turn until there is a fault (``--go-on``: until the time is over), or no time, or nothing to do."""
     deadline = time.monotonic() + options.seconds
     faults: list[Fault] = []
-    waiting = [target for target in chosen if state.setdefault(target.name, Done()).executions < options.executions]
-    # Who had the least time goes first: a campaign of many short calls treats all alike.
-    waiting.sort(key=lambda target: state[target.name].seconds)
-    while waiting and time.monotonic() < deadline:
-        target = waiting.pop(0)
-        done = state[target.name]
-        found = run_slice(target, done.executions, done.executions + done.next_slice(options.executions))
-        if found.fault is not None:
-            faults.append(found.fault)
-            print(told(found.fault, keep(found.fault, options.failures)), flush=True)
-            if not options.go_on:
+    for target in chosen:
+        state.setdefault(target.name, Done(scheme=SCHEME))
+    waiting = [target for target in chosen if state[target.name].executions < options.executions]
+    running: list[RunningSlice] = []
+    try:
+        while running or waiting:
+            while waiting and len(running) < options.jobs and time.monotonic() < deadline:
+                target = waiting.pop(_next_of(waiting, state, options))
+                first = state[target.name].executions
+                last = first + state[target.name].next_slice(options.executions)
+                running.append(RunningSlice(target, first, last))
+            if not running:
                 break
-            continue
-        done.take(found)
-        write_state(options.state, state)
-        if done.executions < options.executions:
-            waiting.append(target)
+            for target, found in _ended(running):
+                if found.fault is None:
+                    state[target.name].take(found)
+                    write_state(options.state, state)
+                    if found.last < options.executions:
+                        waiting.append(target)
+                    continue
+                faults.append(found.fault)
+                print(told(found.fault, keep(found.fault, options.failures)), flush=True)
+                if not options.go_on:
+                    waiting.clear()
+    finally:
+        for one in running:
+            one.end()
     return faults
+
+
+def _next_of(waiting: Sequence[Target], state: Mapping[str, Done], options: argparse.Namespace) -> int:
+    """Who had the least time: a campaign of many short calls treats all alike. Or who needs the least."""
+    done = [state[target.name] for target in waiting]
+    keys = [one.seconds_left(options.executions) if options.finish else one.seconds for one in done]
+    return min(range(len(keys)), key=keys.__getitem__)
+
+
+def _ended(running: list[RunningSlice]) -> Iterator[tuple[Target, Slice]]:
+    """Those that ended by now; they are taken out."""
+    select.select([one.source for one in running], [], [], 1.0)
+    for one in list(running):
+        if (found := one.look(0)) is not None:
+            running.remove(one)
+            yield one.target, found
 
 
 def keep(fault: Fault, directory: Path) -> Path:
@@ -155,23 +203,28 @@ def planted_bugs(targets: Mapping[str, Target], options: argparse.Namespace) -> 
     return 1 if missed else 0
 
 
-def summary(state: Mapping[str, Done], *, outcomes: bool) -> str:
+def summary(state: Mapping[str, Done], wanted: int, *, outcomes: bool) -> str:
     """A table of what was run."""
-    lines = [
-        f"{'target':28} {'executions':>11} {'per second':>10} {'accepted':>9} {'kinds':>6} {'KiB grown/slice':>16}"
-    ]
+    head = (
+        f"{'target':28} {'executions':>11} {'per second':>10} {'s left':>8} {'accepted':>9} {'kinds':>6} "
+        f"{'KiB grown/slice':>16} {'watched':>8}"
+    )
+    lines = [head]
     for name, done in sorted(state.items()):
         refused = sum(count for outcome, count in done.outcomes.items() if outcome.startswith("refused"))
         share = 1 - refused / done.executions if done.executions else 0.0
         grown = done.grown_bytes / 1024 / max(1, done.slices)
+        left = done.seconds_left(wanted)
         lines.append(
-            f"{name:28} {done.executions:11,} {done.rate:10,.0f} {share:9.1%} {len(done.outcomes):6} {grown:16,.0f}"
+            f"{name:28} {done.executions:11,} {done.rate:10,.0f} {left:8,.0f} {share:9.1%} {len(done.outcomes):6} "
+            f"{grown:16,.0f} {done.watched:8}"
         )
         if outcomes:
             ordered = sorted(done.outcomes.items(), key=lambda item: -item[1])
             lines += [f"    {count:10,}  {outcome}" for outcome, count in ordered]
-    total, seconds = sum(d.executions for d in state.values()), sum(d.seconds for d in state.values())
-    return "\n".join([*lines, f"{'all':28} {total:11,} {total / max(seconds, 1e-9):10,.0f}"])
+    total, left = sum(d.executions for d in state.values()), sum(d.seconds_left(wanted) for d in state.values())
+    whole = sum(done.executions >= wanted for done in state.values())
+    return "\n".join([*lines, f"{'all':28} {total:11,} {'':10} {left:8,.0f}  {whole} of {len(state)} at {wanted:,}"])
 
 
 def main() -> int:
@@ -181,12 +234,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no slice after so long")
     parser.add_argument("--state", type=Path, help="file that says what was run; written after every slice")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="where faulty inputs are stored")
+    parser.add_argument("--jobs", type=int, default=1, help="slices that run at the same time")
+    parser.add_argument("--finish", action="store_true", help="finish first what needs the least time")
     parser.add_argument("--go-on", action="store_true", help="go on with other targets after a fault")
     parser.add_argument("--outcomes", action="store_true", help="list how executions ended, by kind")
     parser.add_argument("--bombs", action="store_true", help="run the inputs that are about size")
     parser.add_argument("--planted", action="store_true", help="plant bugs in decoders, and see that each is found")
     parser.add_argument("--replay", type=Path, help="run a stored input again")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no slice is left behind
     with tempfile.TemporaryDirectory(prefix="streamrl-fuzz-", dir="/dev/shm") as scratch:
         targets = every_target(Path(scratch))
         if options.replay:
@@ -202,7 +258,7 @@ def main() -> int:
             return 1 if drop_bombs(targets, options) else 0
         state = read_state(options.state)
         faults = campaign(chosen, state, options)
-        print(summary({t.name: state[t.name] for t in chosen}, outcomes=options.outcomes))
+        print(summary({t.name: state[t.name] for t in chosen}, options.executions, outcomes=options.outcomes))
     return 1 if faults else 0
 
 

@@ -1,8 +1,10 @@
 """Simulated runs with faults, from seeds: the real pipeline on a simulated clock, network, disk and processes.
 
     python benchmarks/simulate_faults.py run --state runs/faults.json [--hours 2000 --faults 1000000] [--seconds S]
-    python benchmarks/simulate_faults.py replay SEED [--plan FILE]
-    python benchmarks/simulate_faults.py shrink SEED
+    python benchmarks/simulate_faults.py run --state runs/faults-0.json --part 0/2  # and --part 1/2 beside it
+    python benchmarks/simulate_faults.py report runs/faults-0.json runs/faults-1.json
+    python benchmarks/simulate_faults.py replay SEED [--state runs/faults.json]
+    python benchmarks/simulate_faults.py shrink SEED [--state runs/faults.json]
     python benchmarks/simulate_faults.py planted [NAME ...] [--seeds N]
 
 ``run`` goes on where the state file ends and prints seeds that fail, rates, and cells (component x fault x phase) that

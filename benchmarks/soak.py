@@ -45,6 +45,8 @@ WARM_S = 60.0
 FEWEST_SAMPLES = 6
 FEWEST_MINUTES = 10.0
 FILES_A_MINUTE = 0.2
+FEWEST_PROMPTS = 8192
+"""So many has the demo; a run of an hour draws them several times."""
 MEASURED = (
     ("rss", MIB, "MiB", 1.0),
     ("descriptors", 1, "file descriptors", FILES_A_MINUTE),
@@ -216,7 +218,9 @@ def soak(options: argparse.Namespace, series: Series, faults: list[str]) -> int:
             if run.directory is not None:
                 run.witness.read()
                 records = sorted(run.witness.records, key=lambda record: record["t"])
-                verdict = judge(cell, records, run.directory, drawn_prompts(cell), 4)
+                made = sum(record["kind"] == "close_batch done" for record in records)
+                epochs = 2 + made * 4 // FEWEST_PROMPTS
+                verdict = judge(cell, records, run.directory, drawn_prompts(cell, epochs), 4)
                 faults += verdict.faults
                 print(f"{verdict.steps} steps, {verdict.groups} groups; {shots} shots hit")
                 print(f"lost {verdict.lost}, trained twice {verdict.twice}")

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import anyio
@@ -42,10 +42,11 @@ def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
 
 
 async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
-    with StdoutReporter() as report:
+    # Open to the end: a signal that comes while the second one is obeyed must not cut the clean-up short.
+    with StdoutReporter() as report, anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with anyio.create_task_group() as tasks:
             run = _Run(recipe, make, report, tasks.cancel_scope)
-            await tasks.start(run.obey_signals)
+            tasks.start_soon(run.obey, signals)
             tasks.start_soon(run.show_start)
             await run.follow()
             tasks.cancel_scope.cancel()
@@ -84,20 +85,18 @@ class _Run:
             self._pipeline = None
             self._started.set()
 
-    async def obey_signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def obey(self, signals: AsyncIterator[signal.Signals]) -> None:
         """First SIGINT or SIGTERM: drain. The second, or one before there is a run: end at once."""
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            task_status.started()
-            draining = False
-            async for number in signals:
-                if draining or self._pipeline is None:
-                    self._report.line(f"{number.name}: ending at once")
-                    self._whole.cancel()
-                    return
-                draining = True
-                self._report.line(f"{number.name}: finishing the open step, then ending; send it again to end at once")
-                self._whole.deadline = anyio.current_time() + DRAIN_S
-                self._pipeline.drain()
+        draining = False
+        async for number in signals:
+            if draining or self._pipeline is None:
+                self._report.line(f"{number.name}: ending at once")
+                self._whole.cancel()
+                return
+            draining = True
+            self._report.line(f"{number.name}: finishing the open step, then ending; send it again to end at once")
+            self._whole.deadline = anyio.current_time() + DRAIN_S
+            self._pipeline.drain()
 
     async def show_start(self) -> None:
         """Tell what the run waits for until every process is ready: loading an engine takes up to a minute."""

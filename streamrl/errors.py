@@ -45,6 +45,10 @@ class WeightError(StreamRLError):
     """A weight delta could not be applied: wrong base, wrong digest, or an unmapped parameter."""
 
 
+class VersionLeft(WeightError):
+    """The trainer holds a newer version than the one that an engine asks for: it must wait for that."""
+
+
 class RewardFailureLimit(StreamRLError):
     """More rewards failed than the recipe allows."""
 
@@ -63,6 +67,10 @@ class StreamEnded(StreamRLError):
 
 class StreamBroken(StreamRLError):
     """The peer is gone, or sent something that the protocol forbids."""
+
+
+class NobodyCame(StreamBroken):
+    """Whoever was to take the place of a peer that is gone did not come in time."""
 
 
 class WireError(StreamRLError):

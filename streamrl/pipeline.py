@@ -206,7 +206,9 @@ async def _run_stages(
         kept=record.kept,
         recovered=record.recovered,
     )
-    parts.watch.follow(controller.state, rollout.statistics, parts.pool.load, lambda: reward.in_flight, report.waits)
+    parts.watch.follow(
+        controller.state, rollout.statistics, parts.pool.load, reward.in_flight, parts.trainer.answers, report.waits
+    )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
     window = 2 * controller.state.slots.capacity + held_out.in_flight + 64
     orders_ends: Ends[RolloutOrder] = memory_stream(window)

@@ -26,13 +26,13 @@ from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine, SupervisorOrder
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
-from streamrl.config.recipe import Recipe
-from streamrl.config.topology import JOURNAL_DIRECTORY, control_socket, plan_topology, rewards_endpoint
+from streamrl.config.recipe import JournalKind, Recipe
+from streamrl.config.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.errors import ProcessDied, RecipeError, StreamBroken
 from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
-from streamrl.processes.remains import remove_remains_of
+from streamrl.processes.remains import remove_half_written, remove_remains_of
 from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_inputs
 from streamrl.processes.run_lock import RunLock
 from streamrl.processes.stacks import ask_for_stacks
@@ -147,6 +147,9 @@ class Pipeline:
             with anyio.move_on_after(self._drain_s):
                 await self._ended.wait()
         await self._supervisor.kill(GRACE_S if kind is None else 0.0)
+        with anyio.CancelScope(shield=True):
+            for failure in await anyio.to_thread.run_sync(remove_half_written, self.run_directory):
+                log.warning("%s", failure)
         self._watching.cancel()
         self._receiving.cancel()
         self._obeying.cancel()
@@ -249,11 +252,12 @@ class Pipeline:
 
 def recipe_of_run(run_directory: Path) -> Recipe:
     """The recipe of a run that can go on. Raises ``RecipeError``."""
-    recipe = run_directory / "recipe.toml"
-    if not (run_directory / JOURNAL_DIRECTORY).is_dir() or not recipe.is_file():
+    path = run_directory / "recipe.toml"
+    recipe = load_recipe(path) if path.is_file() else None
+    if recipe is None or recipe.run.journal is JournalKind.NONE:
         remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
         raise RecipeError([f"{run_directory} has no journal to go on from: {remedy}"], outcome=NOT_RESUMED)
-    return load_recipe(recipe)
+    return recipe
 
 
 def _crash_note(run_directory: Path, failure: str) -> str:
@@ -276,10 +280,10 @@ def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
         if not directory.exists():
             break
     directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
-    (directory / "recipe.toml").write_text(dump_recipe(recipe))
     write_inputs(directory, recipe)
     for name, content in (rewards_file(kept) if kept else {}).items():
         (directory / name).write_bytes(content)
+    (directory / "recipe.toml").write_text(dump_recipe(recipe))  # last: with a recipe it can be resumed
     latest = parent / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(directory.name)

@@ -23,7 +23,7 @@ LONGEST_FILE = 400
 LONGEST_FUNCTION = 80
 
 # Top-level modules and `config` are the base; it imports msgspec and the standard library only, besides itself.
-BASE = {"", "types", "errors", "messages", "run_events", "stage_messages", "seeds", "config"}
+BASE = {"", "types", "errors", "messages", "run_events", "stage_messages", "seeds", "whole_files", "config"}
 # Top-level modules that read what the user brings: not the base, since they need a library or run the user's code.
 WITH_USER_FILES = {"tokenizer", "user_code"}
 ARROWS: dict[str, set[str]] = {

@@ -118,6 +118,7 @@ class SegmentWriter:
             # The oldest first: what is left is always the end of the chain.
             for old in sorted(old for name in names if (old := segment_number(name)) is not None and old < number):
                 self._disk.remove(segment_path(self._directory, old))
+                self._beginnings.discard(old)
             if self._synced:
                 self._disk.flush_directory(self._directory)
 

@@ -89,6 +89,12 @@ class MemorySendStream(_MemoryStream[T]):
         self._items += 1
         self._channel.changed.notify()
 
+    async def watch(self) -> None:
+        """Return never; raise ``StreamBroken`` when the receiver is gone, ``StreamClosed`` once it was closed here."""
+        while True:
+            self._raise_if_unusable()
+            await self._channel.changed.wait()
+
     def _has_room(self) -> bool:
         self._raise_if_unusable()
         return len(self._channel.items) < self._channel.window

@@ -24,8 +24,9 @@ from typing import Protocol, TypeVar
 import anyio
 import msgspec
 
-from streamrl.errors import StreamBroken
+from streamrl.errors import NobodyCame, StreamBroken
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -54,6 +55,14 @@ class SendStream(Protocol[T_contra]):
     def statistics(self) -> StreamStatistics: ...
 
 
+class WatchedSendStream(SendStream[T_contra], Protocol[T_contra]):
+    """A sending end that says when it broke, also to whoever has nothing to send."""
+
+    async def watch(self) -> None:
+        """Return never; raise ``StreamBroken``, or ``StreamClosed``."""
+        ...
+
+
 class ReceiveStream(Protocol[T_co]):
     """The receiving end. ``async for`` over it stops at ``StreamEnded``."""
 
@@ -68,6 +77,15 @@ class ReceiveStream(Protocol[T_co]):
     def statistics(self) -> StreamStatistics: ...
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+
+async def greet(stream: SendStream[T], greeting: T, within_s: float) -> None:
+    """Send a controller its first item. Raises ``NobodyCame`` where it is not there ``within_s`` (``inf``: whenever it
+    likes), and as ``send``."""
+    with anyio.move_on_after(within_s) as waiting:
+        await stream.send(greeting)
+    if waiting.cancelled_caught:
+        raise NobodyCame(f"no controller came within {within_s:g} s after the last one was gone")
 
 
 async def converse(*halves: Callable[[], Awaitable[None]]) -> None:

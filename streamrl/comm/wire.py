@@ -215,3 +215,23 @@ class WireCodec(Generic[T]):
             raise ValueError(f"raw frame {index} was asked for, {self._incoming_used} of {len(self._incoming)} is next")
         self._incoming_used += 1
         return self._incoming[index]
+
+
+_UNLIMITED = 1 << 40
+
+
+class OneFrameCodec(Generic[T]):
+    """Items to bytes and back in one piece, arrays in it: files of our own, of any size, since nobody sends them."""
+
+    def __init__(self, item_type: Any) -> None:
+        limits = WireLimits(message_bytes=_UNLIMITED, frame_bytes=_UNLIMITED, body_bytes=_UNLIMITED, body_growth=0)
+        self._codec: WireCodec[T] = WireCodec(item_type, limits, raw_frame_bytes=_UNLIMITED)
+
+    def encode(self, item: T) -> bytes:
+        """The bytes of an item. Raises ``WireError`` as ``WireCodec.encode``."""
+        (body,) = self._codec.encode(item)
+        return bytes(body)
+
+    def decode(self, body: Buffer) -> T:
+        """The inverse. Raises ``WireError``, and nothing else, on bad bytes."""
+        return self._codec.decode([body])

@@ -153,6 +153,12 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         self._bytes += size
         self._connection.service()
 
+    async def watch(self) -> None:
+        """Return never; raise ``StreamBroken`` when the receiver is gone, ``StreamClosed`` once it was closed here."""
+        while True:
+            self._raise_if_unusable()
+            await self._connection.changed()
+
     def _has_credit(self) -> bool:
         self._raise_if_unusable()
         return self._end.credit > 0

@@ -12,19 +12,24 @@ from typing import Any
 
 import msgspec
 
-_TABLE = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+# No two parts in a row can match the same characters: the time is that of the length of a line, not of its square.
+_TABLE = re.compile(r"^\s*+(\[\[?)\s*+([^\]]++)\]\]?\s*+(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
 _DEEPEST = 64
-_ENDLESS_KEY = re.compile(r"""(?:(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+_ENDLESS_KEY = re.compile(r"""(?:(?:(?<![A-Za-z0-9_-])[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+_ENDLESS_NUMBER = re.compile(r"(?<![0-9A-Fa-f_])[0-9A-Fa-f_]{5000}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """What ``text`` says. Raises ``ValueError``, of which ``TOMLDecodeError`` is one, and ``RecursionError``."""
-    if _ENDLESS_KEY.search(text):  # tomllib takes memory with the square of their number
+    # tomllib takes memory with the square of the number of parts, and 300 bytes for each digit
+    if text.count(".") >= _DEEPEST and _ENDLESS_KEY.search(text):
         raise ValueError("a key of more than 64 parts")
+    if _ENDLESS_NUMBER.search(text):
+        raise ValueError("a number of 5,000 digits or more")
     table = tomllib.loads(text)
     if _is_nested_deeper(table, _DEEPEST):
         raise ValueError(f"values inside of values, more than {_DEEPEST} deep")

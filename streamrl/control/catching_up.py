@@ -22,7 +22,8 @@ class CaughtUp(msgspec.Struct, frozen=True):
 
 
 async def catch_up(trainer: TrainerRanks, recovered: RecoveredRun, held: int) -> CaughtUp:
-    """Bring ranks that hold version ``held`` to the version of the journal: nothing is sampled anew for that.
+    """Bring ranks that hold version ``held`` to the version of the journal, which was replayed for them: nothing is
+    sampled anew for that.
 
     A step that was ordered and not reported may have been made: then they are one version ahead. Raises
     ``StreamRLError`` for ranks that are further ahead, or that hold a version from before the journal's base.
@@ -36,7 +37,7 @@ async def catch_up(trainer: TrainerRanks, recovered: RecoveredRun, held: int) ->
             "cut; start from a checkpoint (checkpoint.resume_from)"
         )
     batches = recovered.outstanding.trained_since(held)
-    if [batch.policy_version for batch in batches] != list(range(held + 1, wanted + 1)):
+    if not recovered.leads_on:
         raise StreamRLError(
             f"the trainer begins with version {held}, the journal has no batches of versions {held + 1} to {wanted}: "
             "is a checkpoint of this run missing or damaged? start from another one (checkpoint.resume_from)"

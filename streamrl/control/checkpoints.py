@@ -13,6 +13,7 @@ import msgspec
 from streamrl.config.recipe import Checkpoint
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import UNDECODABLE, StreamRLError
+from streamrl.whole_files import write_whole
 
 LATEST = "latest"
 SCORES = "scores.json"
@@ -72,8 +73,8 @@ class CheckpointKeeper:
         score = figures[names[0]] if names else math.nan
         if not math.isnan(score):
             self._scores[policy_version] = score
-            await anyio.to_thread.run_sync(_write_scores, self._directory / SCORES, msgspec.json.encode(self._scores))
             await self._prune()
+            await anyio.to_thread.run_sync(_write_scores, self._directory / SCORES, msgspec.json.encode(self._scores))
 
     async def _prune(self) -> None:
         rules = self._rules
@@ -81,8 +82,15 @@ class CheckpointKeeper:
             self._written, self._scores, keep=rules.keep, keep_best=rules.keep_best, keep_every=rules.keep_every
         )
         self._written = [version for version in self._written if version not in forgotten]
+        self._saved -= forgotten
+        self._scores = {v: s for v, s in self._scores.items() if v in self._written or v > self._newest}
         for version in sorted(forgotten):
             await self._forget(self._path(version))
+
+    @property
+    def _newest(self) -> int:
+        """What may still be saved is newer."""
+        return self._written[-1] if self._written else -1
 
     def _path(self, policy_version: int) -> Path:
         return self._directory / f"step-{policy_version:06d}"
@@ -120,6 +128,4 @@ def read_scores(path: Path) -> dict[int, float]:
 
 def _write_scores(path: Path, encoded: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(encoded)
-    partial.replace(path)
+    write_whole(path, encoded)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamrl.comm.wire import WireCodec, WireLimits
+from streamrl.comm.wire import OneFrameCodec
 from streamrl.control.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
 from streamrl.control.prompt_shelf import PromptShelf
 from streamrl.errors import StreamRLError, WireError
 
-_IN_ONE_FRAME = 1 << 40
 
-
-def _codec() -> WireCodec[KeptControl]:
-    limits = WireLimits(message_bytes=_IN_ONE_FRAME, frame_bytes=_IN_ONE_FRAME, body_bytes=_IN_ONE_FRAME, body_growth=0)
-    return WireCodec(KeptControl, limits, raw_frame_bytes=_IN_ONE_FRAME)
+def _codec() -> OneFrameCodec[KeptControl]:
+    return OneFrameCodec(KeptControl)
 
 
 def control_file(snapshot: ControlSnapshot, shelf: PromptShelf) -> dict[str, bytes]:
     """The file by its name."""
     prompts = tuple(shelf[prompt_id] for prompt_id in sorted(snapshot.prompt_ids()))
-    (body,) = _codec().encode(KeptControl(schema=KEPT_SCHEMA, snapshot=snapshot, prompts=prompts))
-    return {CONTROL_FILE: bytes(body)}
+    return {CONTROL_FILE: _codec().encode(KeptControl(schema=KEPT_SCHEMA, snapshot=snapshot, prompts=prompts))}
 
 
 def read_control_file(checkpoint: Path) -> KeptControl | None:
@@ -31,7 +27,7 @@ def read_control_file(checkpoint: Path) -> KeptControl | None:
     if not path.exists():
         return None
     try:
-        kept = _codec().decode([path.read_bytes()])
+        kept = _codec().decode(path.read_bytes())
     except WireError as error:
         raise StreamRLError(f"{path} cannot be read: {error}; resume from another checkpoint") from error
     if kept.schema != KEPT_SCHEMA:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import anyio
 from anyio.abc import TaskGroup
@@ -135,12 +136,17 @@ class Controller:
         reason = ""
         async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
+            self._publisher.stranded = partial(children.start_soon, self._give_evaluation_up, orders)
             caught_up = CaughtUp(self._start_version)
             if self._recovered is not None:
-                caught_up = await catch_up(self._trainer, self._recovered, self._start_version)
+                self._report.waits.look(self.state)
+                with self._waits.waiting_for("the trainer to train again what the journal has"):
+                    caught_up = await catch_up(self._trainer, self._recovered, self._start_version)
             version = caught_up.policy_version
-            anchor = await self._trainer.publish_anchor(version)
-            self._live_push = await self._publisher.push(anchor)
+            with self._waits.waiting_for(f"the trainer to publish version {version} complete"):
+                anchor = await self._trainer.publish_anchor(version)
+            with self._waits.waiting_for(f"every engine to hold version {version}"):
+                self._live_push = await self._publisher.push(anchor)
             await self._trainer.acknowledge(version)
             await self._audit(version)
             self._report.began()
@@ -152,6 +158,7 @@ class Controller:
                 await self._report.resumed(self._recovered, caught_up, self._start_version, anchor.state_hash)
                 for action in await self._go_on(self._recovered, caught_up):
                     reason = await self._perform(action, orders, children) or reason
+                self._recovered.forget_content()
             while not reason:
                 event = await self._events.receive()
                 for action in await self._handle(event):
@@ -191,6 +198,8 @@ class Controller:
             self._spared.give_up()
         actions = self.state.handle(event)
         await self._journal.handled(event, actions, self.state)
+        if isinstance(event, on.BatchTrained):
+            self._shelf.forget_others(lambda: self._journal.outstanding.prompts_needed(self.state))
         self._log.acted(actions)
         return actions
 
@@ -374,6 +383,13 @@ class Controller:
             await self._scored(version, figures)
         if not evaluation.cancelled and self._store is not None:
             await self._store(version, evaluation.outcomes)
+
+    async def _give_evaluation_up(self, orders: SendStream[RolloutOrder]) -> None:
+        """Its version is gone: the engines that held it died, and the trainer has made the next one, which waits."""
+        if (evaluation := self._evaluation) is not None and not evaluation.cancelled:
+            version = evaluation.policy_version
+            await self._report.warned(version, f"evaluation of version {version} given up: no engine holds it any more")
+            await evaluation.cancel(orders)
 
     async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import anyio
 
+from streamrl.comm.waits import Waits
 from streamrl.config.scheduling import InFlight
 from streamrl.control.pushed_engine import EngineService, PushedEngine
 from streamrl.errors import EngineError, WeightError
@@ -17,6 +18,7 @@ Step = Callable[[PushedEngine], Coroutine[None, None, object]]
 
 class EngineSteps:
     """``service`` says whether the run goes on without an engine that fails (None: it does not); ``lose`` is told then.
+    ``waits``: where it is said what each engine, by ``name_of`` it, is waited for.
 
     ``paused_at``: engines that stand still, and since when.
     """
@@ -28,6 +30,8 @@ class EngineSteps:
         timeout_s: float,
         service: EngineService | None,
         lose: Callable[[PushedEngine], None],
+        waits: Waits,
+        name_of: Callable[[PushedEngine], str],
     ) -> None:
         self.paused_at: dict[PushedEngine, float] = {}
         self._holds: dict[PushedEngine, tuple[int, int]] = {}
@@ -35,6 +39,8 @@ class EngineSteps:
         self._timeout_s = timeout_s
         self._service = service
         self._lose = lose
+        self._waits = waits
+        self._name_of = name_of
 
     def greeted(self, engine: PushedEngine, ready: EngineReady) -> None:
         """What ``engine`` said when it came: that it stands still, and what it holds."""
@@ -55,7 +61,8 @@ class EngineSteps:
     async def stage(self, engine: PushedEngine, announced: WeightAnnouncement) -> None:
         """Fetch and check a version that it does not hold."""
         if not self.has(engine, announced):
-            await engine.stage(announced)
+            with self._waiting(engine, f"fetch version {announced.policy_version}"):
+                await engine.stage(announced)
 
     async def pause(self, engine: PushedEngine) -> None:
         """Once: an engine that is held, or whose commit was refused, is paused already."""
@@ -63,11 +70,13 @@ class EngineSteps:
             return
         self.paused_at[engine] = anyio.current_time()
         mode = PauseMode.ABORT if self._in_flight is InFlight.RESUME else PauseMode.KEEP
-        await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
+        with self._waiting(engine, "pause"):
+            await engine.pause(mode, clear_cache=self._in_flight is not InFlight.KEEP)
 
     async def resume(self, engine: PushedEngine) -> None:
         """Let it sample by what it holds, which was verified."""
-        await engine.resume()
+        with self._waiting(engine, "resume"):
+            await engine.resume()
         self.paused_at.pop(engine, None)
 
     async def commit(self, engine: PushedEngine, announced: WeightAnnouncement) -> float:
@@ -84,13 +93,17 @@ class EngineSteps:
             del self._holds[engine]
             return
         await self.pause(engine)
-        done = await engine.commit(announced.policy_version)
+        with self._waiting(engine, f"commit version {announced.policy_version}"):
+            done = await engine.commit(announced.policy_version)
         if done.state_hash != announced.state_hash:
             raise WeightError(
                 f"live weights hash to {done.state_hash:016x} at version {announced.policy_version}, "
                 f"the trainer published {announced.state_hash:016x}"
             )
         self._holds.pop(engine, None)
+
+    def _waiting(self, engine: PushedEngine, step: str) -> AbstractContextManager[None]:
+        return self._waits.waiting_for(f"{self._name_of(engine)} to {step}", who="the publisher")
 
     # ---- in time, or without it --------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ them, for people, ``{"decision", "time_s"}``: why control did what it did after 
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,12 @@ class LogDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     decision: Explain
     time_s: float
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    """As much of a ``LogEntry`` as says which one it is."""
+
+    n: int
 
 
 _DECISION = b'{"decision"'
@@ -103,19 +110,33 @@ class EventLog:
 
 
 def _cut_after(path: Path, count: int) -> int:
-    """Leave the header and the first ``count`` events, with what was decided after each; -1: not even a header."""
-    events, end = -1, 0
+    """Leave the header and the first ``count`` events, with what was decided after each. How many there are; -1: not
+    even a header. From its end on: the log of a run of days is long, and its controller is to be back in seconds."""
+    if not path.stat().st_size:
+        return -1
     with path.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            if not line.startswith(_DECISION):
-                if events == count:
-                    break
-                events += 1
-            end += len(line)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            last, end = -1, text.rfind(b"\n") + 1
+            place = end
+            while place and last < 0:
+                begin = text.rfind(b"\n", 0, place - 1) + 1
+                if text[begin : begin + len(_DECISION)] != _DECISION:
+                    known = _events_with(text[begin:place]) if begin else 0
+                    if known is None or known > count:
+                        end = begin
+                    else:
+                        last = known
+                place = begin
         file.truncate(end)
-    return events
+    return last
+
+
+def _events_with(line: bytes) -> int | None:
+    """How many events there are up to and with this line; None for one that a power cut left damaged."""
+    try:
+        return msgspec.json.decode(line, type=_Numbered).n + 1
+    except UNDECODABLE:
+        return None
 
 
 def actions_digest(actions: Sequence[ControlAction]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.comm.wire import Buffer, WireCodec, WireLimits
+from streamrl.comm.wire import Buffer, OneFrameCodec
 from streamrl.control.events import ControlEvent
 from streamrl.control.whole_state import WholeState
 from streamrl.errors import StreamRLError, WireError
@@ -26,7 +26,6 @@ from streamrl.types import (
 )
 
 JOURNAL_SCHEMA = 1
-_WHOLE = 1 << 40
 
 
 class JournalBase(Record, frozen=True, tag=True):
@@ -95,18 +94,16 @@ class JournalCodec:
     """Records to bytes and back, each in one piece."""
 
     def __init__(self) -> None:
-        limits = WireLimits(message_bytes=_WHOLE, frame_bytes=_WHOLE, body_bytes=_WHOLE, body_growth=0)
-        self._codec: WireCodec[JournalRecord] = WireCodec(JournalRecord, limits, raw_frame_bytes=_WHOLE)
+        self._codec: OneFrameCodec[JournalRecord] = OneFrameCodec(JournalRecord)
 
     def encode(self, record: JournalRecord) -> bytes:
         """The bytes of ``record``."""
-        (body,) = self._codec.encode(record)
-        return bytes(body)
+        return self._codec.encode(record)
 
     def decode(self, body: Buffer) -> JournalRecord:
         """The record of ``body``. Raises ``StreamRLError`` where another streamrl wrote it."""
         try:
-            record = self._codec.decode([body])
+            record = self._codec.decode(body)
         except WireError as error:
             raise StreamRLError(
                 f"a record of the journal cannot be read: {error}; use the streamrl that wrote it"

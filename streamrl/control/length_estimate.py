@@ -248,7 +248,8 @@ class LengthEstimate:
         which group does not matter to the estimate, as long as no group is paired with a cut beyond its length.
         """
         oldest = [self._pending_cuts.popleft() for _ in range(min(groups, len(self._pending_cuts)))]
-        self._entries = sorted(self._entries + oldest)
+        # Some groups are dropped instead of ending: their cuts are left, and the smallest of them say least.
+        self._entries = sorted(self._entries + oldest)[-_PENDING_CUTS:]
 
     def observe_cut(self, lengths: Sequence[int], *, size: int, cut_at: int) -> None:
         """A group of ``size``, cut when members of ``lengths`` had ended; all others are longer than ``cut_at``."""

@@ -174,6 +174,14 @@ class Outstanding:
         needed.update(trajectory for group in self._open for trajectory in group.ids)
         return needed
 
+    def prompts_needed(self, state: ControlState) -> set[str]:
+        """Prompts that may be launched, once more too, or that are part of what ``trajectories_needed`` says."""
+        supply = state.supply
+        needed = {ticket.prompt_id for queue in (supply.waiting, supply.queue) for ticket in queue.tickets()}
+        needed.update(group.prompt_id for group in state.buffer.groups.values())
+        needed.update(trajectory.prompt_id for trajectory in self.trajectories_needed(state))
+        return needed
+
     # ---- as a record -----------------------------------------------------------------------------
 
     def keep(self) -> KeptOutstanding:
@@ -193,13 +201,6 @@ class Outstanding:
         made._open, made._step = list(kept.open_groups), kept.step
         made._stopped, made._trained, made._end = dict(kept.stopped), list(kept.trained), kept.end
         return made
-
-
-def prompts_needed(state: ControlState) -> set[str]:
-    """Prompts that must outlive a compaction: of groups that have not ended, and of those that wait to be launched."""
-    supply = state.supply
-    tickets = [*supply.waiting.tickets(), *supply.queue.tickets()]
-    return {ticket.prompt_id for ticket in tickets} | {group.prompt_id for group in state.buffer.groups.values()}
 
 
 def _answered(state: ControlState, kind: type[Answer]) -> bool:

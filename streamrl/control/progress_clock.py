@@ -15,12 +15,13 @@ from streamrl.stage_messages import RolloutStatistics
 
 class ProgressClock(msgspec.Struct, frozen=True, kw_only=True):
     """``state``: of control; ``rollout``, ``load``: what was sampled; ``scoring``: trajectories without a reward;
-    ``checkpoints``: where they are written."""
+    ``trainer``: answers of the ranks; ``checkpoints``: where they are written."""
 
     state: ControlState
     rollout: Callable[[], RolloutStatistics]
     load: Callable[[], EngineLoad]
     scoring: Callable[[], int]
+    trainer: Callable[[], int]
     checkpoints: Path
 
     def read(self) -> dict[str, int | None]:
@@ -38,6 +39,7 @@ class ProgressClock(msgspec.Struct, frozen=True, kw_only=True):
             "dropped": sum(counts.dropped.values()),
             "in_batch": state.batch.samples,
             "prompts": state.supply.drawn_prompts,
+            "trainer_answers": self.trainer(),
             "trainer_version": state.trainer_version,
             "live_version": state.live_version,
             "pushing": state.publishing,

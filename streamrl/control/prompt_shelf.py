@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Protocol
 
 from streamrl.control.events import PromptsDrawn
@@ -17,35 +16,45 @@ class PromptSource(Protocol):
     async def draw(self, count: int) -> list[Prompt]: ...
 
 
-class PromptShelf:
-    """The last ``size`` prompts that were drawn or launched. ``domain_column``: of a prompt's domain; may be empty."""
+FEW_PROMPTS = 256
+"""So many may stay that nobody needs: to look for them costs more."""
 
-    def __init__(self, size: int, domain_column: str, domains: Mapping[str, float]) -> None:
-        self._size = size
+
+class PromptShelf:
+    """The prompts that control may ask for, and not many more. ``domain_column``: of a prompt's domain; may be
+    empty."""
+
+    def __init__(self, domain_column: str, domains: Mapping[str, float]) -> None:
         self._column = domain_column
         self._domains = domains
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._prompts: dict[str, Prompt] = {}
+        self._untold: tuple[str, ...] = ()
+        self._full = FEW_PROMPTS
 
     def __getitem__(self, prompt_id: str) -> Prompt:
-        self._prompts.move_to_end(prompt_id)
         return self._prompts[prompt_id]
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """All of them, the ones that were used longest ago first."""
+        """All of them."""
         return tuple(self._prompts.values())
 
     def put(self, prompts: Iterable[Prompt]) -> None:
-        """Keep ``prompts``; the ones that were used longest ago are forgotten."""
-        for prompt in prompts:
-            self._prompts[prompt.prompt_id] = prompt
-            self._prompts.move_to_end(prompt.prompt_id)
-        while len(self._prompts) > self._size:
-            self._prompts.popitem(last=False)
+        """Keep ``prompts``."""
+        self._prompts.update((prompt.prompt_id, prompt) for prompt in prompts)
+
+    def forget_others(self, needed: Callable[[], Set[str]]) -> None:
+        """Keep those that are ``needed``, which is asked when there are twice as many as were needed before: what it
+        costs is in proportion to what was drawn since. Those of the last draw stay: control may not know them yet."""
+        if len(self._prompts) > self._full:
+            kept = needed() | set(self._untold)
+            self._prompts = {name: prompt for name, prompt in self._prompts.items() if name in kept}
+            self._full = max(2 * len(self._prompts), FEW_PROMPTS)
 
     def drawn(self, prompts: list[Prompt], *, exhausted: bool) -> PromptsDrawn:
-        """What control is told of ``prompts``, which are put on the shelf."""
+        """What control is told of ``prompts``, which are put on the shelf. One draw follows another."""
         self.put(prompts)
+        self._untold = tuple(prompt.prompt_id for prompt in prompts)
         return PromptsDrawn(
             prompt_ids=tuple(p.prompt_id for p in prompts),
             exhausted=exhausted,

@@ -25,12 +25,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
+from streamrl.comm.waits import Waits
 from streamrl.config.scheduling import InFlight
 from streamrl.control.engine_steps import CatchingUp, EngineSteps
 from streamrl.control.push_report import PushReport
 from streamrl.control.pushed_engine import EngineService, PushedEngine
 from streamrl.control.weight_canary import CanaryReport, WeightCanary
-from streamrl.errors import EngineError, WeightError
+from streamrl.errors import EngineError, VersionLeft, WeightError
 from streamrl.messages import EngineReady, WeightAnnouncement
 
 __all__ = ["EngineService", "PushReport", "PushedEngine", "WeightPublisher"]
@@ -44,7 +45,10 @@ class WeightPublisher:
     ``canary``: compares what engines compute after each push with what the trainer does (None: nobody does; it needs
     ``run``). Those beyond its limit take the next version as an anchor; who is beyond it even then ends the run.
 
-    ``push``, ``hold``, ``release``, ``admit`` and ``leave`` wait for each other.
+    ``waits``: where each wait for an engine, by ``name_of`` it, is open while it lasts.
+
+    ``push``, ``hold``, ``release``, ``admit`` and ``leave`` wait for each other. ``stranded`` is called where no engine
+    holds what is live and none can be brought to it: only the next version helps.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class WeightPublisher:
         service: EngineService | None = None,
         patience_s: float = 0.0,
         canary: WeightCanary[PushedEngine] | None = None,
+        waits: Waits | None = None,
+        name_of: Callable[[PushedEngine], str] = lambda _: "an engine",
     ) -> None:
         self._engines = list(engines)
         self._behind: dict[PushedEngine, CatchingUp | None] = {}
@@ -75,10 +81,18 @@ class WeightPublisher:
         self._first_live = anyio.Event()
         self._staged_at = 0.0
         self._anchor = anchor
-        self._steps = EngineSteps(in_flight=in_flight, timeout_s=timeout_s, service=service, lose=self.lose)
+        self._steps = EngineSteps(
+            in_flight=in_flight,
+            timeout_s=timeout_s,
+            service=service,
+            lose=self.lose,
+            waits=waits or Waits(),
+            name_of=name_of,
+        )
         self._one_at_a_time = anyio.Lock()
         self._held = False
         self._on_hold = on_hold
+        self.stranded: Callable[[], object] = lambda: None
 
     async def run(self) -> None:
         """What goes on beside pushes: the canary's questions. Until it is cancelled."""
@@ -106,8 +120,9 @@ class WeightPublisher:
     async def release(self) -> None:
         """Resume engines that are held, without a push: what was submitted meanwhile is sampled by the live version."""
         async with self._one_at_a_time:
-            held = [engine for engine in self._engines if engine in self._steps.paused_at]
-            await self._steps.on_each(self._steps.resume, held, "not every engine was resumed")
+            # Whoever comes back meanwhile is held as well.
+            while held := [engine for engine in self._engines if engine in self._steps.paused_at]:
+                await self._steps.on_each(self._steps.resume, held, "not every engine was resumed")
             self._hold(False)
 
     async def admit(self, engine: PushedEngine, policy_version: int) -> None:
@@ -132,8 +147,7 @@ class WeightPublisher:
     async def leave(self, engine: PushedEngine) -> None:
         """Leave an engine out of later pushes: its process is about to be stopped."""
         async with self._one_at_a_time:
-            if engine in self._behind:
-                await self._stop_catching_up([engine])
+            await self._stop_catching_up([engine])
             if engine in self._behind:
                 del self._behind[engine]
             else:
@@ -147,11 +161,8 @@ class WeightPublisher:
 
     def join(self, engine: PushedEngine, ready: EngineReady) -> None:
         """Bring an engine, which took the place of one that was lost, to the live version, beside the run; then it
-        serves. Where nothing is live yet it takes part in the first push."""
+        serves. Where nothing is live yet it follows the first push."""
         self.greeted(engine, ready)
-        if self._live is None and not self._pushing:
-            self._engines.append(engine)
-            return
         self._behind[engine] = None
         self._joined.add(engine)
         if self._live is not None and not self._pushing:  # else the push sees to it when it ends
@@ -161,8 +172,7 @@ class WeightPublisher:
         """Leave ``engine`` out of everything, at once: its host died. Of what is under way, too."""
         if engine in self._engines:
             self._engines.remove(engine)
-        catching = self._behind.pop(engine, None)
-        if catching is not None:
+        if (catching := self._behind.pop(engine, None)) is not None:
             catching.give_up()
         self._forget(engine)
 
@@ -310,8 +320,8 @@ class WeightPublisher:
         async def work() -> None:
             try:
                 await self._catch_up_with(service, engine, announced, catching)
-            except WeightError:
-                self._refused_beside(engine)
+            except WeightError as error:
+                self._refused_beside(engine, error)
             except EngineError as error:
                 self._steps.go_on_without(engine, error)
             finally:
@@ -347,11 +357,16 @@ class WeightPublisher:
             await self._steps.verified_commit(engine, announced)
         return True
 
-    def _refused_beside(self, engine: PushedEngine) -> None:
-        """The next push tries again, with the anchor of its own version."""
-        if engine in self._behind:
-            self._behind[engine] = None
-            self._need_anchor.add(engine)
+    def _refused_beside(self, engine: PushedEngine, refusal: WeightError) -> None:
+        """The next push tries again, with the anchor of its own version. Where nobody serves none would ever come."""
+        if engine not in self._behind:
+            return
+        self._behind[engine] = None
+        self._need_anchor.add(engine)
+        if not self._engines and not self._pushing and isinstance(refusal, VersionLeft):
+            self.stranded()
+        elif not self._engines and not self._pushing:
+            self._steps.go_on_without(engine, EngineError(f"it refused what is live, and no other serves: {refusal}"))
 
     async def _back_in_service(self, service: EngineService, engine: PushedEngine) -> None:
         if not self._held:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from streamrl.buffers.journal import Recovered
 from streamrl.comm.wire import Buffer
 from streamrl.control.event_log import LogEntry
+from streamrl.control.events import CheckpointDone
 from streamrl.control.journal_records import (
     JournalBase,
     JournalCodec,
@@ -30,9 +32,11 @@ from streamrl.types import Prompt, ScoredTrajectory, TrainingGroup, TrajectoryId
 
 class RecoveredRun:
     """``state`` and ``outstanding`` are as they were after the last event of the journal: ``events`` so far, ``told``
-    the last of them, since the base; ``elapsed_s`` after the start of the run."""
+    the last of them, since the base; ``elapsed_s`` after the start of the run. ``held``: the version that the ranks
+    hold; batches since then are kept, though a checkpoint followed them (one that is damaged now)."""
 
-    def __init__(self, base: JournalBase, settings: ControlSettings) -> None:
+    def __init__(self, base: JournalBase, settings: ControlSettings, held: int) -> None:
+        self._held = held
         self.state: ControlState
         self.outstanding: Outstanding
         self.state, self.outstanding = restore_whole(settings, base.whole)
@@ -44,6 +48,8 @@ class RecoveredRun:
         self.scored: dict[TrajectoryId, JournalScored] = {}
         self.held: dict[TrajectoryId, JournalHeld] = {}
         self.published: JournalPublished | None = None
+        self.checkpointed: int | None = None
+        """The segment of the journal that began at the last checkpoint."""
 
     def take(self, record: JournalRecord) -> None:
         """The next record."""
@@ -54,7 +60,8 @@ class RecoveredRun:
                 self.told.append(LogEntry(n=self.events, time_s=time_s, event=event))
                 self.events += 1
                 self.elapsed_s = time_s
-                self.outstanding.told(event)
+                if not (isinstance(event, CheckpointDone) and event.policy_version > self._held):
+                    self.outstanding.told(event)
                 self.outstanding.ordered(self.state.handle(event))
             case JournalPrompts():
                 self.prompts.update((prompt.prompt_id, prompt) for prompt in record.prompts)
@@ -74,6 +81,19 @@ class RecoveredRun:
         for kept in (self.sampled, self.scored, self.held):
             for trajectory in [one for one in kept if one not in needed]:
                 del kept[trajectory]
+
+    def forget_content(self) -> None:
+        """The run goes on: what was recovered is with those who work on it."""
+        for kept in (self.told, self.prompts, self.sampled, self.scored, self.held):
+            kept.clear()
+
+    @property
+    def leads_on(self) -> bool:
+        """Whether every batch is there that was trained after the version which the ranks hold."""
+        batches = self.outstanding.trained_since(self._held)
+        return [batch.policy_version for batch in batches] == list(
+            range(self._held + 1, self.state.trainer_version + 1)
+        )
 
     def payload(self, trajectory: TrajectoryId) -> ScoredTrajectory | None:
         """One that was scored; None for one that was not."""
@@ -124,7 +144,20 @@ class RecoveredRun:
         yield from self.scored.values()
 
 
-def recovered_run(records: Iterable[Buffer], settings: ControlSettings) -> RecoveredRun | None:
+def recovered_run(found: Recovered, settings: ControlSettings, held: int) -> RecoveredRun | None:
+    """Replay what a journal holds, for ranks that hold version ``held``; None where there is nothing. From its last
+    base on, or from the one before where a damaged checkpoint makes that necessary. Raises ``StreamRLError``."""
+    run: RecoveredRun | None = None
+    for beginning in reversed([one for one in found.beginnings if one.base_records]):
+        run = replayed_run((record.payload for record in found.records(beginning)), settings, held)
+        if run is not None:
+            run.checkpointed = found.beginnings[-1].segment
+        if run is None or run.leads_on:
+            break
+    return run
+
+
+def replayed_run(records: Iterable[Buffer], settings: ControlSettings, held: int) -> RecoveredRun | None:
     """Replay the ``records`` since a base; None where there are none. Raises ``StreamRLError``."""
     codec = JournalCodec()
     run: RecoveredRun | None = None
@@ -133,7 +166,7 @@ def recovered_run(records: Iterable[Buffer], settings: ControlSettings) -> Recov
         if run is not None:
             run.take(record)
         elif isinstance(record, JournalBase):
-            run = RecoveredRun(record, settings)
+            run = RecoveredRun(record, settings, held)
         else:
             raise StreamRLError(f"a journal begins with a {type(record).__name__} instead of a base")
     if run is not None:

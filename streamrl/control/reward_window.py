@@ -11,8 +11,6 @@ from streamrl.control.step_metrics import percentile
 from streamrl.stage_messages import Scored
 from streamrl.types import RewardFailure, ScoredTrajectory, TrajectoryId
 
-MOST_RETURNED = 100_000
-
 
 class _Returned(msgspec.Struct, frozen=True):
     """When a reward came back, how long it had taken since its trajectory was sampled, and the function of most."""
@@ -32,8 +30,8 @@ class RewardWindow:
         self._failures: Counter[str] = Counter()
         self._returned: dict[TrajectoryId, _Returned] = {}
 
-    def came_back(self, item: Scored, now: float) -> None:
-        """The outcome of one trajectory arrived, at ``now`` in seconds."""
+    def came_back(self, item: Scored, now: float, *, wanted: bool = True) -> None:
+        """The outcome of one trajectory arrived, at ``now`` in seconds. ``wanted``: it was not dropped before."""
         outcome = item.outcome
         for call in outcome.calls:
             name = call.function
@@ -47,10 +45,10 @@ class RewardWindow:
             if outcome.function not in {call.function for call in outcome.calls if call.failure is not None}:
                 self._failures[f"reward/func/{outcome.function}/{outcome.kind}_total"] += 1
             return
+        if not wanted:
+            return  # it is in no batch, and nobody will say again that it is dropped
         slowest = max(outcome.calls, key=lambda call: call.seconds + call.waited_s, default=None)
         name = "" if slowest is None else slowest.function
-        if len(self._returned) >= MOST_RETURNED:  # dropped before it came back, and nobody will ask for it
-            del self._returned[next(iter(self._returned))]
         self._returned[outcome.trajectory.id] = _Returned(now, item.reward_s or outcome.reward_seconds, name)
 
     def forget(self, ids: Iterable[TrajectoryId]) -> None:

@@ -2,7 +2,8 @@
 
 Appending never waits. Before anything is done that cannot be undone (a step of the optimizer), ``settled`` waits until
 everything so far is on the disk. A checkpoint that is durable makes what came before it superfluous: the journal begins
-anew there, with the whole control state.
+anew there, with the whole control state. What is between it and the checkpoint before stays until the next one: should
+the newer one turn out to be damaged, the run goes on from the older.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from streamrl.control.journal_records import (
     scored_record,
 )
 from streamrl.control.outstanding import Outstanding
+from streamrl.control.recovered_run import RecoveredRun
 from streamrl.control.state import ControlState
 from streamrl.control.whole_state import keep_whole
 from streamrl.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
@@ -51,28 +53,26 @@ class Appending(Protocol):
 
 
 class RunJournal:
-    """``journal`` None: nothing is kept. ``prompts``: those that control may still ask for."""
+    """``journal`` None: nothing is kept, and nothing is outstanding. ``prompts``: those that control may still ask for.
+    ``recovered``: what an earlier life left in it; its ``outstanding`` is gone on with."""
 
     def __init__(
         self,
         journal: Appending | None,
-        outstanding: Outstanding,
         prompts: Callable[[], Sequence[Prompt]],
-        *,
-        events: int = 0,
-        kept: Iterable[JournalRecord] = (),
-        published: JournalPublished | None = None,
+        recovered: RecoveredRun | None = None,
     ) -> None:
         self._journal = journal
-        self.outstanding = outstanding
         self._prompts = prompts
-        self._events = events
-        self._begun = bool(events)
+        self._begun = recovered is not None
         self._codec = JournalCodec()
         self._last = 0
-        self._published = published
         self._kept: dict[TrajectoryId, dict[type, JournalRecord]] = {}
-        for record in kept:
+        self.outstanding = recovered.outstanding if recovered else Outstanding()
+        self._events = recovered.events if recovered else 0
+        self._published = recovered.published if recovered else None
+        self._checkpointed = recovered.checkpointed if recovered else None
+        for record in recovered.records() if recovered else ():
             self._keep(record)
 
     # ---- what comes in ---------------------------------------------------------------------------
@@ -113,11 +113,13 @@ class RunJournal:
         self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
         if isinstance(event, TrajectoryFailed):
             self.ended((event.id,))
-        self.outstanding.told(event)
+        if self._journal is not None:
+            self.outstanding.told(event)
 
     async def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
         """What control ordered after ``event``, and what it is now."""
-        self.outstanding.ordered(actions)
+        if self._journal is not None:
+            self.outstanding.ordered(actions)
         if isinstance(event, RunBegan):
             await self._begin_anew(state, 0.0)
 
@@ -137,7 +139,8 @@ class RunJournal:
         if self._journal is not None:
             self._begun = True
             base = [(RECORD_KIND, self._codec.encode(record)) for record in self._base(state, elapsed_s)]
-            await self._journal.forget_before(self._journal.begin_segment(base))
+            older, self._checkpointed = self._checkpointed, self._journal.begin_segment(base)
+            await self._journal.forget_before(self._checkpointed if older is None else older)
 
     def _base(self, state: ControlState, elapsed_s: float) -> Iterator[JournalRecord]:
         yield JournalBase(whole=keep_whole(state, self.outstanding), events=self._events, elapsed_s=elapsed_s)

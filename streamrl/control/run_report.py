@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from streamrl.config.scheduling import SizingKind
 from streamrl.control.actions import Explain, LaunchGroup
 from streamrl.control.catching_up import CaughtUp
 from streamrl.control.evaluation import Evaluation
@@ -24,6 +23,7 @@ from streamrl.control.sampled_work import SampledWork
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import (
     completion_metrics,
+    control_metrics,
     discard_metrics,
     length_metrics,
     reward_metrics,
@@ -64,7 +64,8 @@ class _Trained(msgspec.Struct):
 
 class RunReport:
     """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once, the
-    same for both bubble ratios; ``engines``: how many there are; ``rewards_in_flight``: what the reward stage holds;
+    same for both bubble ratios; ``engines``: how many there are, of which so many are ``serving``;
+    ``rewards_in_flight``: what the reward stage holds; ``recovering``: an earlier life is gone on with, until it began;
     ``loop_lag``: longest time without an answer of this loop since it was asked last.
     ``trace`` None: nothing is recorded. ``lived_s``: of lives of the run before this one."""
 
@@ -75,16 +76,20 @@ class RunReport:
         capacity: int,
         *,
         engines: int = 1,
+        serving: Callable[[], int] = lambda: 1,
         rewards_in_flight: Callable[[], int] = lambda: 0,
         loop_lag: Callable[[], float] = lambda: 0.0,
         trace: TrajectoryTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
         lived_s: float = 0.0,
+        recovering: bool = False,
     ) -> None:
         self._emit = emit
         self._rollout = rollout
         self._capacity = capacity
         self._engines = engines
+        self._serving = serving
+        self._recovering = recovering
         self._rewards_in_flight = rewards_in_flight
         self._loop_lag = loop_lag
         self._trace = trace
@@ -109,6 +114,7 @@ class RunReport:
     def began(self) -> None:
         """The first version is live: the first step begins."""
         self._step_started = self._clock()
+        self._recovering = False
         self.waits.take(self._step_started)
         self._last_rollout = self._rollout()
 
@@ -148,7 +154,8 @@ class RunReport:
     def came_back(self, item: RewardOutcome) -> None:
         """An outcome of one trajectory arrived: before it is looked at, also for one that was dropped meanwhile."""
         if isinstance(item, Scored):
-            self._rewards.came_back(item, self.elapsed())
+            wanted = self._work.is_wanted(item.outcome.trajectory.id)
+            self._rewards.came_back(item, self.elapsed(), wanted=wanted)
         self._work.came_back(item, self.elapsed())
 
     def dropped(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
@@ -264,7 +271,8 @@ class RunReport:
         verified = rollout.verified_tokens - before.verified_tokens
         if verified:
             metrics["perf/kept_tok_accepted_ratio"] = (rollout.accepted_tokens - before.accepted_tokens) / verified
-        metrics |= self._work_metrics(trained) | self._control_metrics(state) | dict(engines)
+        metrics |= self._work_metrics(trained) | control_metrics(state) | self._rewards.take() | dict(engines)
+        metrics["reward/in_flight"] = float(self._rewards_in_flight())
         metrics |= self.waits.take(now)
         self._timed[version] = RoundTimed(
             policy_version=version,
@@ -321,8 +329,13 @@ class RunReport:
     # ---- parts of a step's record ----------------------------------------------------------------
 
     def _shell(self) -> ShellView:
-        sampling, scoring = self._rollout().running, self._rewards_in_flight()
-        return ShellView(sampling=sampling, scoring=scoring, capacity=self._capacity, engines=self._engines)
+        return ShellView(
+            sampling=self._rollout().running,
+            scoring=self._rewards_in_flight(),
+            capacity=self._capacity,
+            engines=self._serving(),
+            recovering=self._recovering,
+        )
 
     def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
         """1 - sum(running dt) / (capacity sum(dt))."""
@@ -358,19 +371,6 @@ class RunReport:
         metrics |= {f"round/{kind}/total": float(count) for kind, count in self._rounds.items()}
         metrics["perf/generated_per_trained_tok"] = ended / max(trained.tokens, 1)
         return metrics
-
-    def _control_metrics(self, state: ControlState) -> dict[str, float]:
-        accounting = state.accounting()
-        sizing = state.lengths.sizing_figures if state.settings.group_sizing.kind is not SizingKind.FIXED else {}
-        return {
-            "async/inflight": float(accounting.in_flight),
-            "async/queue_depth": float(len(state.buffer.ready)),
-            "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
-            **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
-            **self._rewards.take(),
-            "reward/in_flight": float(self._rewards_in_flight()),
-            **sizing,
-        }
 
     def _trace_step(self, trained: _Trained, push: PushReport, seconds: float, sampled: int) -> None:
         if self._trace is None:

@@ -76,6 +76,11 @@ class SampledWork:
         for trajectory in ids:
             self._open[trajectory] = _Open(now, round_kind, prompt_tokens, policy_version)
 
+    def is_wanted(self, trajectory: TrajectoryId) -> bool:
+        """Whether it was launched, and neither trained nor dropped yet."""
+        held = self._open.get(trajectory)
+        return held is not None and held.dropped is None
+
     def came_back(self, item: RewardOutcome, now: float) -> None:
         """An outcome arrived, whatever control makes of it."""
         match item:

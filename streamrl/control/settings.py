@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.config.recipe import Recipe
+from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.scheduling import GroupSizing, LengthSorted, Order, RoundKind, StalePolicy, TailBatching
 
 RECOVERY_INTERVAL = 100
@@ -47,9 +47,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_settings(recipe: Recipe) -> ControlSettings:
-    """What of the recipe decides. What has to be trained again after a trainer's death is bounded by a checkpoint, so
-    there is one now and then, also where the recipe asks for none before the end."""
-    has_held_out = bool(recipe.evaluation.prompts)
+    """What of the recipe decides. What a journal holds, and what is trained again after a death, is bounded by a
+    checkpoint: there is one now and then, also where the recipe asks for none before the end."""
+    has_held_out, keeps_journal = bool(recipe.evaluation.prompts), recipe.run.journal is not JournalKind.NONE
     return ControlSettings(
         steps=recipe.run.steps,
         batch_groups=recipe.rollout.prompts_per_batch,
@@ -71,7 +71,7 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         evaluate_limit=recipe.evaluation.limit,
         evaluate_at_start=has_held_out and recipe.evaluation.at_start,
         evaluate_at_end=has_held_out and recipe.evaluation.at_end,
-        checkpoint_every=recipe.checkpoint.every or (RECOVERY_INTERVAL if recipe.core_restarts else 0),
+        checkpoint_every=recipe.checkpoint.every or (RECOVERY_INTERVAL if keeps_journal else 0),
         checkpoint_at_end=recipe.checkpoint.at_end,
         deterministic=recipe.run.deterministic,
     )

@@ -7,7 +7,9 @@ from itertools import groupby
 from statistics import fmean, pstdev
 
 from streamrl.buffers.slots import staleness
+from streamrl.config.scheduling import SizingKind
 from streamrl.control.sampled_work import FirstLengths, SampledLength, SampledWindow
+from streamrl.control.state import ControlState
 from streamrl.types import FinishReason, ScoredTrajectory
 
 
@@ -156,6 +158,19 @@ def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, flo
     """``perf/wasted_*``: tokens that were sampled and not trained since the run began, by drop reason."""
     metrics = {f"perf/wasted_tok_{reason}_total": float(tokens) for reason, tokens in sorted(wasted.items())}
     return metrics | {"perf/wasted_tok_ratio": sum(wasted.values()) / max(ended_tokens, 1)}
+
+
+def control_metrics(state: ControlState) -> dict[str, float]:
+    """What is under way and what was dropped so far, in trajectories, and what sized the groups."""
+    accounting = state.accounting()
+    sizing = state.lengths.sizing_figures if state.settings.group_sizing.kind is not SizingKind.FIXED else {}
+    return {
+        "async/inflight": float(accounting.in_flight),
+        "async/queue_depth": float(len(state.buffer.ready)),
+        "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
+        **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
+        **sizing,
+    }
 
 
 def _groups(batch: Sequence[ScoredTrajectory]) -> Iterable[list[ScoredTrajectory]]:

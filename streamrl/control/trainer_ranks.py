@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.errors import StreamBroken, StreamEnded, StreamRLError, WeightError
+from streamrl.errors import StreamBroken, StreamEnded, StreamRLError, VersionLeft
 from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -40,6 +40,7 @@ class TrainerRanks:
         self._ranks = ranks
         self._open_tokens = [0] * len(ranks)
         self._ordered_version = 0
+        self._answered = 0
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
 
     async def ready(self) -> list[TrainerReady]:
@@ -53,22 +54,36 @@ class TrainerRanks:
             if not isinstance(greeting, TrainerReady) or greeting.rank != index or greeting.ranks != len(self._ranks):
                 raise StreamRLError(f"trainer-{index} greeted with {greeting}; {len(self._ranks)} ranks were expected")
             greetings.append(greeting)
+        self._ordered_version = greetings[0].policy_version
         if len({(g.policy_version, g.parameters) for g in greetings}) != 1:
             raise StreamRLError(f"trainer ranks hold different models: {greetings}")
         return greetings
 
     async def run(self) -> None:
-        """Receive answers until every rank ended its stream."""
-        async with anyio.create_task_group() as pumps:
-            for index in range(len(self._ranks)):
-                pumps.start_soon(self._pump, index)
+        """Receive answers until every rank ended its stream. Then whoever still waits for one, also where it cannot be
+        cancelled, is told that none will come."""
+        try:
+            async with anyio.create_task_group() as pumps:
+                for index in range(len(self._ranks)):
+                    pumps.start_soon(self._pump, index)
+        finally:
+            for waiting in self._answers.values():
+                if not waiting.done():
+                    waiting.set_exception(StreamBroken("the trainer ranks are gone, and owe an answer"))
+                    waiting.exception()  # it may be that nobody waits
+
+    def answers(self) -> int:
+        """How many there were so far."""
+        return self._answered
 
     async def _pump(self, rank: int) -> None:
         async for event in self._ranks[rank][1]:
             waiting = self._answers.pop((type(event), rank), None)
             if waiting is None:
                 raise StreamRLError(f"trainer-{rank} sent {type(event).__name__}, which nobody asked for")
-            waiting.set_result(event)
+            if not waiting.done():  # whoever asked was cancelled: the run is about to end, of something else
+                waiting.set_result(event)
+            self._answered += 1
 
     async def train_group(self, group: TrainingGroup) -> None:
         """Give a group to the rank with the fewest tokens in the open batch."""
@@ -83,10 +98,10 @@ class TrainerRanks:
         return await self._ask(close, StepReport)
 
     async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
-        """Have every rank publish its current weights complete. Raises ``WeightError`` where a newer version was
+        """Have every rank publish its current weights complete. Raises ``VersionLeft`` where a newer version was
         ordered already: the engine that asks must wait for that one."""
         if policy_version < self._ordered_version:
-            raise WeightError(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
+            raise VersionLeft(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
         gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
         answers = await gather()
         return WeightAnnouncement(

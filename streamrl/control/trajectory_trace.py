@@ -2,7 +2,8 @@
 
 The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine`` or an ``EnginesLine``, told
 apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend nearly.
-Nothing is decided from this file: control has its own log (``event_log``).
+Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from this file:
+control has its own log (``event_log``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ UNFINISHED = "unfinished"
 
 _TAIL_BYTES = 1 << 16
 FLUSH_INTERVAL_S = 1.0
+MOST_BYTES = 1 << 30
+"""Of one file: some million trajectories. Then another one is begun."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -173,12 +176,19 @@ class TrajectoryTrace:
     """Appends lines to ``path``: encoded at once, written together about once a second and at the end.
 
     A killed run loses its last second; a line is never torn by anything but that. ``goes_on``: an earlier life of the
-    run wrote a part already.
+    run wrote a part already. ``most_bytes``: then the file is put aside, in place of the one before, and begun anew.
     """
 
     def __init__(
-        self, path: Path, header: TraceHeader, *, goes_on: bool = False, flush_interval_s: float = FLUSH_INTERVAL_S
+        self,
+        path: Path,
+        header: TraceHeader,
+        *,
+        goes_on: bool = False,
+        flush_interval_s: float = FLUSH_INTERVAL_S,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
+        self._path, self._header, self._most_bytes = path, header, most_bytes
         begun = goes_on and path.exists()
         if begun:
             cut_torn_line(path)
@@ -204,6 +214,14 @@ class TrajectoryTrace:
         if self._pending:
             self._file.write(self._pending)
             self._pending.clear()
+            if self._file.tell() > self._most_bytes:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._file.close()
+        self._path.replace(self._path.with_name(f"older-{self._path.name}"))
+        self._file = self._path.open("wb", buffering=0)
+        self._encode(self._header)
 
     def close(self) -> None:
         """Write what is pending and close the file. Idempotent."""

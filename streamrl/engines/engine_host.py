@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,11 +13,12 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.stream import ReceiveStream, SendStream, greet
+from streamrl.config.topology import RECONNECT_S
 from streamrl.engines.concurrent_calls import first_error
 from streamrl.engines.engine import Engine
 from streamrl.engines.remote_engine import ENGINE_FAILURE
-from streamrl.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, WeightError
+from streamrl.errors import EngineError, NobodyCame, RequestRefused, StreamBroken, StreamClosed, WeightError
 from streamrl.messages import (
     Abort,
     CommitWeights,
@@ -43,8 +45,6 @@ OpenController = Callable[[], AbstractAsyncContextManager[tuple[ReceiveStream[En
 """Opens the two streams to a controller: its orders, and the answers to it."""
 
 LOAD_SECONDS = 0.2
-RECONNECT_SECONDS = 120.0
-"""The next controller is there in a few seconds; the supervisor, which ends with this host, starts it."""
 UNCOMMITTED = -1
 log = logging.getLogger(__name__)
 FAREWELL_SECONDS = 1.0
@@ -83,7 +83,7 @@ async def serve_engine(
 
 
 async def serve_controllers(
-    engine: WatchedEngine, open_controller: OpenController, *, reconnect_s: float = RECONNECT_SECONDS
+    engine: WatchedEngine, open_controller: OpenController, *, reconnect_s: float = RECONNECT_S
 ) -> None:
     """Start ``engine`` and carry out orders until they end, then stop it. A controller that is gone before (its stream
     broke) has a successor: ``engine`` drops all requests, stands still with the weights that it holds, says so to the
@@ -95,20 +95,20 @@ async def serve_controllers(
     host = _EngineHost(engine)
     try:
         await host.start()
-        waits = False
+        wait_s = math.inf
         while True:
             try:
                 async with open_controller() as (orders, completions):
-                    await host.serve(orders, completions, reconnect_s if waits else None)
+                    await host.serve(orders, completions, wait_s)
                     with anyio.CancelScope(shield=True):
                         await engine.aclose()  # whoever waits for the end of the stream waits for that
                 return
             except StreamBroken as broken:
-                if not reconnect_s or host.unheard:
+                if not reconnect_s or isinstance(broken, NobodyCame):
                     raise
                 log.warning("the controller is gone (%s); waiting for the next one", broken)
             await host.stand_still()
-            waits = True
+            wait_s = reconnect_s
     finally:
         with anyio.CancelScope(shield=True):
             await engine.aclose()
@@ -122,21 +122,18 @@ async def _send_farewell(completions: SendStream[EngineEvent], reason: str) -> N
 
 
 class _EngineHost:
-    """``unheard``: no controller came in time."""
-
     def __init__(self, engine: WatchedEngine) -> None:
         self._engine = engine
         self._ready: EngineReady | None = None
-        self.unheard = False
 
     async def start(self) -> None:
         """Load the model."""
         self._ready = msgspec.structs.replace(await self._engine.start(), pid=os.getpid())
 
     async def serve(
-        self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent], wait_s: float | None
+        self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent], wait_s: float
     ) -> None:
-        """One controller, until its orders end; it must come within ``wait_s`` (None: whenever it likes).
+        """One controller, until its orders end; it must come within ``wait_s``.
 
         Raises ``EngineError`` when the engine died, ``StreamBroken`` when the controller is gone: alone, not in groups.
         """
@@ -144,11 +141,7 @@ class _EngineHost:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self._engine.watch)  # it may die while nobody is there yet
                 assert self._ready is not None
-                with anyio.move_on_after(wait_s) as waiting:
-                    await completions.send(self._ready)
-                if waiting.cancelled_caught:
-                    self.unheard = True
-                    raise StreamBroken(f"no controller came within {wait_s:g} s after the last one was gone")
+                await greet(completions, self._ready, wait_s)
                 await self._converse(orders, completions)
                 watching.cancel_scope.cancel()
         except BaseException as error:

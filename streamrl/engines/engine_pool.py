@@ -86,7 +86,7 @@ class EnginePool:
         self._open_tokens = [0] * len(self._names)
         self._serving: dict[str, int] = {}
         self._requests: dict[str, ServedRequest] = {}
-        self._siblings: dict[bytes, int] = {}
+        self._siblings: dict[int, int] = {}
         self._moves: dict[str, int] = {}
         self._unserved: dict[str, anyio.Event] = {}
         self._drained = {index: {by} for index in range(len(engines), len(self._names))}
@@ -219,7 +219,8 @@ class EnginePool:
         target = self._moves.pop(whole_of(request.request_id), None)
         if target in serving:
             return target
-        prompt = request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes()
+        # Its hash: prompts may be long, thousands are remembered, and one that is taken for another is no harm.
+        prompt = hash(request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes())
         idlest = min(serving, key=lambda i: (self._open_tokens[i], self._open_requests[i], i))
         sibling = self._siblings.pop(prompt, idlest)
         near = self._open_requests[sibling] <= self._open_requests[idlest] + SIBLING_SLACK

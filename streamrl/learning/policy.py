@@ -86,6 +86,12 @@ def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
         policy.set_requires_gradient_sync(synced)
 
 
+def drop_unreduced_gradients(policy: PackedPolicy) -> None:
+    """Of a batch that was not closed: what this rank added up and never reduced. Parameters are gathered."""
+    if isinstance(policy, FSDPModule):
+        policy.zero_grad()
+
+
 def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """What forwards run in: bfloat16 autocast where ``options.compute_dtype`` says so (``auto``: on CUDA)."""
     wanted = options.compute_dtype

@@ -41,7 +41,13 @@ from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.options import trainer_options as trainer_options
 from streamrl.learning.packing import PreparedSample, empty_micro_batch, pack, plan_micro_batches
-from streamrl.learning.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
+from streamrl.learning.policy import (
+    PackedPolicy,
+    drop_unreduced_gradients,
+    set_gradient_sync,
+    set_sharded,
+    shard,
+)
 from streamrl.learning.preparation import (
     prepare_group,
     token_moments,
@@ -163,6 +169,7 @@ class TorchTrainer:
         # gathered here, once, and gradients are reduced by the one synced backward of the close.
         set_sharded(self._policy, False)
         set_gradient_sync(self._policy, False)
+        drop_unreduced_gradients(self._policy)
 
     def engines_freed(self, count: int) -> None:
         """``count`` engines of the host do nothing until the next round: their cores are for training."""

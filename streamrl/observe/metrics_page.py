@@ -34,6 +34,7 @@ _PLACES = """## Where they go
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
 | `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`control/event_log.py`) |
 | `trace.jsonl` | trajectories, steps and engine loads as measured, for the simulator (`control/trajectory_trace.py`) |
+| `older-trace.jsonl` | what it held when it had grown to 1 GiB and was begun anew, for the last time |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`control/evaluation_samples.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
 | `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl replay`) |

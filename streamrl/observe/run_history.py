@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from streamrl.observe.curve import Curve, svg_plot, terminal_plot
@@ -12,6 +12,44 @@ from streamrl.run_events import EvaluationFinished, RunStarted, StepFinished
 
 RECENT_STEPS = 20
 SUMMARY_STEPS = 10
+MOST_POINTS = 4096
+"""Of a curve: more than any screen shows."""
+
+
+class ThinnedCurve:
+    """A value of each step, in at most ``MOST_POINTS`` points however many steps there are: each is the mean of as many
+    steps. ``first``, ``last``: the values of a few steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[float] = []
+        self.last: deque[float] = deque(maxlen=SUMMARY_STEPS)
+        self._points: list[tuple[float, float]] = []
+        self._open: list[tuple[float, float]] = []
+        self._width = 1
+
+    def add(self, step: float, value: float) -> None:
+        """The next step."""
+        self.count += 1
+        self.last.append(value)
+        if len(self.first) < SUMMARY_STEPS:
+            self.first.append(value)
+        self._open.append((step, value))
+        if len(self._open) == self._width:
+            self._points.append(_mean(self._open))
+            self._open = []
+        if len(self._points) == MOST_POINTS:
+            self._points = [_mean(self._points[place : place + 2]) for place in range(0, MOST_POINTS, 2)]
+            self._width *= 2
+
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """(step, value), ascending by step."""
+        return tuple(self._points + ([_mean(self._open)] if self._open else []))
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
 class RunHistory:
@@ -25,7 +63,7 @@ class RunHistory:
         self.steps = 0
         self.last_step = 0
         self.directory: Path | None = None
-        self.rewards: list[tuple[float, float]] = []
+        self.rewards = ThinnedCurve()
         self.evaluations: dict[str, list[tuple[float, float]]] = {}
 
     def started(self, event: RunStarted) -> None:
@@ -43,7 +81,7 @@ class RunHistory:
         self._last = now
         self.last_step = event.step
         if "reward/mean" in event.metrics:
-            self.rewards.append((event.step, event.metrics["reward/mean"]))
+            self.rewards.add(event.step, event.metrics["reward/mean"])
         each = sum(self._intervals) / len(self._intervals)
         return event.metrics.get("time/step_s", self._intervals[-1]), each * max(0, self.steps - event.step)
 
@@ -55,18 +93,17 @@ class RunHistory:
 
     def curves(self) -> list[Curve]:
         """Reward over steps, and each evaluation."""
-        reward = [Curve("reward/mean", tuple(self.rewards))] if self.rewards else []
+        reward = [Curve("reward/mean", self.rewards.points)] if self.rewards.count else []
         return reward + [Curve(name, tuple(points), marked=True) for name, points in self.evaluations.items()]
 
     def summary(self, reason: str) -> list[str]:
         """The last lines of a run."""
         seconds = self._clock() - self._began
-        each = f", {duration(seconds / len(self.rewards))} a step" if self.rewards else ""
+        each = f", {duration(seconds / self.rewards.count)} a step" if self.rewards.count else ""
         lines = ["", f"{reason}: {self.last_step} of {self.steps} steps in {duration(seconds)}{each}"]
-        if self.rewards:
-            count = min(SUMMARY_STEPS, max(1, len(self.rewards) // 2))
-            values = [value for _, value in self.rewards]
-            first, last = sum(values[:count]) / count, sum(values[-count:]) / count
+        if self.rewards.count:
+            count = min(SUMMARY_STEPS, max(1, self.rewards.count // 2))
+            first, last = sum(self.rewards.first[:count]) / count, sum([*self.rewards.last][-count:]) / count
             lines.append(f"  reward/mean  {first:.3f} -> {last:.3f}  (means of the first and the last {count} steps)")
         for name, points in self.evaluations.items():
             best_step, best = max(points, key=lambda point: point[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ class _LineFile:
     """Appends JSON objects, one a line, each flushed: what was reported survives a kill of this process."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = path.open("ab", buffering=0)
-        if self._stream.tell() and path.read_bytes()[-1:] != b"\n":
-            self._stream.write(b"\n")  # a killed run may have left half a line
+        self._stream = path.open("a+b", buffering=0)
+        if self._stream.tell():
+            self._stream.seek(-1, os.SEEK_END)
+            if self._stream.read(1) != b"\n":
+                self._stream.write(b"\n")  # a killed run may have left half a line
 
     def append(self, fields: dict[str, Any]) -> None:
         self._stream.write(msgspec.json.encode(fields) + b"\n")

@@ -16,6 +16,7 @@ import anyio.to_thread
 from streamrl.errors import RunStalled
 from streamrl.observe.task_stacks import task_stacks, thread_stacks
 from streamrl.run_events import StallSeen
+from streamrl.whole_files import write_whole
 
 _LOOKS = 20
 """Looks at the progress clock in the time that it may stand still."""
@@ -100,7 +101,5 @@ def write_stall(directory: Path, text: str) -> Path:
     stem = time.strftime("%Y%m%d-%H%M%S")
     names = (directory / f"{stem}{suffix}.txt" for suffix in ("", *(f"-{n}" for n in range(2, _MOST_NAMES))))
     path = next((name for name in names if not name.exists()), directory / f"{stem}-last.txt")
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, errors="replace")
-    partial.replace(path)
+    write_whole(path, text.encode(errors="replace"))
     return path

@@ -51,7 +51,13 @@ class Terminated(Exception):
 
 
 def main() -> NoReturn:
-    """Parse the command line of ``python -m streamrl.processes``, run the role, leave."""
+    """Run the role that the command line of ``python -m streamrl.processes`` names, leave."""
+    plan, directory, resumes = parse_arguments()
+    leave(plan, directory, lambda: run_role(load_context(plan, directory, resumes=resumes)))
+
+
+def parse_arguments() -> tuple[ProcessPlan, Path, bool]:
+    """What a child of the supervisor was started as, the directory of the run, and whether it goes on in it."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.processes")
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)
@@ -59,8 +65,7 @@ def main() -> NoReturn:
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     plan = ProcessPlan(role=arguments.role, index=arguments.index)
-    directory, resumes = arguments.run_directory, arguments.resume
-    leave(plan, directory, lambda: run_role(load_context(plan, directory, resumes=resumes)))
+    return plan, arguments.run_directory, arguments.resume
 
 
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from streamrl.config.topology import prepared_sets
 from streamrl.control.engine_release import EngineRelease, engine_sizes
 from streamrl.control.engine_switch import SWITCH
 from streamrl.control.evaluation import HeldOut
-from streamrl.control.publisher import WeightPublisher
+from streamrl.control.publisher import PushedEngine, WeightPublisher
 from streamrl.control.recovered_run import RecoveredRun
 from streamrl.control.run_report import RunReport
 from streamrl.control.trainer_ranks import TrainerRanks
@@ -83,10 +84,7 @@ async def open_engines(
         pool = EnginePool([await seats[name].open() for name in first], absent=absent, by=SWITCH)
         return pool, await pool.start(), None
     await nursery.start(recovery.run)
-    if resumes:
-        pool, ready = await recovery.start(first, patience_s=START_PATIENCE_S)
-    else:
-        pool, ready = await recovery.start(first)
+    pool, ready = await recovery.start(first, patience_s=START_PATIENCE_S if resumes else math.inf)
     return pool, ready, recovery
 
 
@@ -115,6 +113,10 @@ async def open_publisher(
     recipe: Recipe, parts: Parts, service: EngineRecovery | PoolService | None, rollout: RolloutStage
 ) -> WeightPublisher:
     """Who makes versions live on the engines."""
+
+    def name_of(engine: PushedEngine) -> str:
+        return next((name for name, one in parts.pool.attached.items() if one is engine), "an engine")
+
     publisher = WeightPublisher(
         list(parts.pool.attached.values()),
         parts.trainer.publish_anchor,
@@ -124,6 +126,8 @@ async def open_publisher(
         service=service,
         patience_s=recipe.weights.engine_patience_s,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
+        waits=parts.watch.waits,
+        name_of=name_of,
     )
     if parts.recovery is not None:
         parts.recovery.attend(publisher)
@@ -155,10 +159,12 @@ def run_report(
         rollout.statistics,
         capacity,
         engines=recipe.engines.count,
-        rewards_in_flight=lambda: reward.in_flight,
+        serving=lambda: len(parts.pool.serving),
+        rewards_in_flight=reward.in_flight,
         loop_lag=parts.watch.take_loop_lag,
         trace=trace,
         lived_s=recovered.elapsed_s if recovered else 0.0,
+        recovering=recovered is not None,
     )
 
 

@@ -87,11 +87,14 @@ class ControllerWatch:
         rollout: Callable[[], RolloutStatistics],
         load: Callable[[], EngineLoad],
         scoring: Callable[[], int],
+        trainer: Callable[[], int],
         waits: RunWaits,
     ) -> None:
         """The run has begun. For the others see ``ProgressClock``; ``waits``: what the run waits for as a whole."""
         checkpoints = self._run_directory / "checkpoints"
-        progress = ProgressClock(state=state, rollout=rollout, load=load, scoring=scoring, checkpoints=checkpoints)
+        progress = ProgressClock(
+            state=state, rollout=rollout, load=load, scoring=scoring, trainer=trainer, checkpoints=checkpoints
+        )
 
         def told() -> list[str]:
             reason, seconds = waits.waits_for()

@@ -14,6 +14,7 @@ import msgspec
 from streamrl.config.topology import Role
 from streamrl.errors import UNDECODABLE, EngineError, StreamBroken
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+from streamrl.whole_files import write_whole
 
 TERMINATED_CODE = 128 + signal.SIGTERM
 _LONGEST_MESSAGE = 2000
@@ -102,9 +103,7 @@ def write_reason(run_directory: Path, name: str, reason: ExitReason) -> None:
     """Leave ``exit/<name>.json`` for the supervisor; whole or not at all."""
     path = reason_path(run_directory, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(reason))
-    partial.replace(path)
+    write_whole(path, msgspec.json.encode(reason))
 
 
 def read_reason(run_directory: Path, name: str) -> ExitReason | None:

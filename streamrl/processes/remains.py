@@ -8,6 +8,7 @@ of runs that nobody holds. What cannot be judged (another user's, another contai
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import shutil
@@ -91,6 +92,12 @@ def remove_remains_of(run_directory: Path, temporary: Path) -> list[str]:
     ours = os.path.realpath(run_directory)
     left = [one for one in find_remains(temporary, ()).left if os.path.realpath(one.run_directory) == ours]
     return [failure for one in left if one.run_directory and (failure := one.remove())]
+
+
+def remove_half_written(run_directory: Path) -> list[str]:
+    """Remove what the processes of this run were writing when they were ended, all of them; what could not be removed,
+    and why. Blocking."""
+    return [failure for path in list(_half_written_in(run_directory, math.inf)) if (failure := _remove(path))]
 
 
 def owner_lives(pid: int, created: float) -> bool:

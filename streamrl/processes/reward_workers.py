@@ -26,6 +26,7 @@ from streamrl.stages.prompt_spec import SourceKind, read_spec
 from streamrl.stages.prompts import check_prompts, missing_columns, open_prompts
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, next_ready
 from streamrl.tokenizer import Tokenizer, load_tokenizer
+from streamrl.whole_files import write_whole
 
 FIRST_PROMPTS = 16
 
@@ -68,9 +69,7 @@ async def change_rewards(topology: Topology, attached: AttachedRewards, run_dire
 
     def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
         for name, content in attached.file().items():
-            partial_file = run_directory / f".{name}.partial"
-            partial_file.write_bytes(content)
-            partial_file.replace(run_directory / name)
+            write_whole(run_directory / name, content)
         note(version, rewards, change)
 
     if kept := attached.kept.reward_version:

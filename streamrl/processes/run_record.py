@@ -17,12 +17,10 @@ from streamrl.config.topology import JOURNAL_DIRECTORY
 from streamrl.control.control_file import read_control_file
 from streamrl.control.event_log import EventLog
 from streamrl.control.kept_state import KeptControl
-from streamrl.control.outstanding import Outstanding
 from streamrl.control.prompt_shelf import PromptShelf
 from streamrl.control.recovered_run import RecoveredRun, recovered_run
 from streamrl.control.run_journal import RunJournal
 from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
 from streamrl.learning.durable_files import surviving
 
 EVENT_LOG = "events.jsonl"
@@ -49,7 +47,7 @@ class RunRecord(msgspec.Struct, frozen=True):
 
 
 async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
-    """Of a new run that begins at ``start_version``, or of one that goes on. Blocking work is done in a thread.
+    """Of a new run, or of one that goes on; ranks hold ``start_version``. Blocking work is done in a thread.
 
     Raises ``StreamRLError`` where the journal is damaged, of another run, or in use.
     """
@@ -57,31 +55,23 @@ async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: 
 
 
 def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
-    shelf = _shelf(settings)
-    file, recovered = _open_journal(recipe, settings, run_directory)
+    shelf = PromptShelf(settings.tail_batching.domain_column, settings.tail_batching.domains)
+    file, recovered = _open_journal(recipe, settings, run_directory, start_version)
     path, run_id = run_directory / EVENT_LOG, run_directory.name
+    journal = RunJournal(file, lambda: shelf.prompts, recovered)
     if recovered is not None:
         shelf.put(recovered.prompts.values())
-        journal = RunJournal(
-            file,
-            recovered.outstanding,
-            lambda: shelf.prompts,
-            events=recovered.events,
-            kept=recovered.records(),
-            published=recovered.published,
-        )
         log = EventLog.going_on(path, run_id, settings, recovered.told, recovered.events)
         return RunRecord(log, journal, shelf, recovered.state.supply.drawn_prompts, file, recovered)
     resumed = recipe.checkpoint.resume_from
     kept = read_control_file(surviving(Path(resumed))) if resumed else None
     shelf.put(kept.prompts if kept else ())
-    journal = RunJournal(file, Outstanding(), lambda: shelf.prompts)
     drawn = kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch
     return RunRecord(EventLog(path, run_id, settings), journal, shelf, drawn, file, kept=kept)
 
 
 def _open_journal(
-    recipe: Recipe, settings: ControlSettings, run_directory: Path
+    recipe: Recipe, settings: ControlSettings, run_directory: Path, held: int
 ) -> tuple[Journal | None, RecoveredRun | None]:
     if recipe.run.journal is JournalKind.NONE:
         return None, None
@@ -89,13 +79,4 @@ def _open_journal(
     durable: Literal["fsync", "process"] = "fsync" if recipe.run.journal is JournalKind.FSYNC else "process"
     # First the lock: whoever else writes it must be gone before it is read.
     file, found = open_journal(directory, run_id=run_id, durability=durable)
-    return file, recovered_run((record.payload for record in found.records()), settings)
-
-
-def _shelf(settings: ControlSettings) -> PromptShelf:
-    # What may be asked for again is bounded by the slots, and by the queue that a few batches of losers make.
-    # A cohort is drawn at once and launched in any order.
-    cohort = max(settings.tail_batching.cohort_batches, settings.length_sorted.cohort_batches)
-    remembered = 1024 + 32 * max(ControlState(settings).slots.capacity, settings.batch_groups)
-    remembered += cohort * settings.batch_trajectories
-    return PromptShelf(remembered, settings.tail_batching.domain_column, settings.tail_batching.domains)
+    return file, recovered_run(found, settings, held)

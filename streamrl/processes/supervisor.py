@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
 _SCAN_S = 2.0
-_GUARDED_S = 1.0  # a guardian that ends sooner cannot run here, and the run must not go on without one
+_GUARDED_S, _GUARDIANS = 1.0, 3  # so many in succession that end sooner: none can run here, and no run is without one
 GUARDIAN = "guardian"
 
 
@@ -77,6 +77,7 @@ class Supervisor:
         self._draining = False
         self._finishing = False
         self._ending = False
+        self._short_guardians = 0
         self._one_end = anyio.Lock()
         self._traces = RunTraces(marker=uuid.uuid4().hex, since=time.time(), socket_directory=str(socket_directory))
         self.memory = UsedMemory(self._traces)
@@ -257,8 +258,9 @@ class Supervisor:
     def _replace_guardian(self) -> None:
         """One that was killed guards nobody: another one takes over, with all sessions so far."""
         guardian = self._children[GUARDIAN]
-        if guardian.running or guardian.lived_s < _GUARDED_S:
+        if guardian.running or self._is_death(guardian):
             return
+        self._short_guardians = self._short_guardians + 1 if guardian.lived_s < _GUARDED_S else 0
         log.warning("%s; another one is started", guardian.death(self.run_directory).describe())
         guardian.close()
         self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
@@ -268,8 +270,6 @@ class Supervisor:
         for name, restarts in self._forgiveness.each.items():
             child = self._children.get(name)
             if child is None or child.plan is None or not self._is_missed(child):
-                continue
-            if name in self._resting or name in self._forgiveness.retired:
                 continue
             restarts.served(child.lived_s)
             if restarts.due(time.monotonic()):
@@ -284,15 +284,16 @@ class Supervisor:
                 await self._end_what_it_started(child)
 
     def _is_missed(self, child: ChildProcess) -> bool:
-        """It ended while the run goes on. With 0, too: an engine does so when it took a broken stream for the end."""
-        if child.running or self._finishing or self._finished():
+        """It ended while the run goes on. With 0, too: some do when they took a broken stream for the end."""
+        away = child.name in self._resting or child.name in self._forgiveness.retired
+        if child.running or away or self._finishing or self._finished():
             return False
-        engine = child.plan is not None and child.plan.role is Role.ENGINE
-        return bool(child.exit_code) or (engine and not self._draining and child.ended_for_s > _CONSEQUENCE_S)
+        serves = child.plan is not None and child.plan.role in (Role.ENGINE, Role.REWARD)
+        return bool(child.exit_code) or (serves and not self._draining and child.ended_for_s > _CONSEQUENCE_S)
 
     async def _start_core_again(self) -> None:
-        """The controller; where a rank died, all ranks with it: none can go on alone. Several ranks do not outlive a
-        controller either: they may be in the middle of a collective that one of them was never told of."""
+        """The controller; where a rank died, all ranks with it: none can go on alone. So does one that stands in a
+        collective of which another one was never told before their controller died: it ends by itself."""
         restarts = self._forgiveness.core
         if not restarts.forgive or self._draining or self._finishing or self._finished():
             return
@@ -306,16 +307,16 @@ class Supervisor:
         if not restarts.due(time.monotonic()):
             return
         dead = self._dead_of_core()
-        ranks = any(child.plan.role is Role.TRAINER for child in dead if child.plan) or len(self._of_core()) > 2
+        ranks = any(child.name != Role.CONTROLLER and not child.running for child in self._of_core())
         what = "the trainer ranks and the controller are" if ranks else "it is"
         log.warning("%s; %s started again (%d restarts left)", first.describe(), what, restarts.left)
         again = list(self._of_core()) if ranks else dead
-        for child in again:
-            if child.running:
-                child.process.kill()
+        for child in [child for child in again if child.running]:
+            child.process.kill()
         for child in again:
             await self._end_what_it_started(child)
-        (self.socket_directory / RENDEZVOUS_FILE).unlink(missing_ok=True)
+        if ranks:
+            (self.socket_directory / RENDEZVOUS_FILE).unlink(missing_ok=True)
         for prepare in self.before_controller_start:
             await prepare()
         for child in again:
@@ -323,7 +324,7 @@ class Supervisor:
                 self._start_child(child.plan, resumes=True)
 
     def _dead_of_core(self) -> list[ChildProcess]:
-        """Those that ended. A rank that ended with 0 answered the end of its stream."""
+        """Those that died. A rank that ended with 0 answered the end of its stream, and begins with the next one."""
         return [child for child in self._of_core() if not child.running and child.exit_code != 0]
 
     def _of_core(self) -> list[ChildProcess]:
@@ -368,7 +369,7 @@ class Supervisor:
         if child.exit_code and self._forgiven(child):
             return False
         if child.plan is None:
-            return child.lived_s < _GUARDED_S  # another one that is killed is replaced
+            return child.lived_s < _GUARDED_S and self._short_guardians == _GUARDIANS  # else it is replaced
         if child.plan.role is Role.CONTROLLER:
             return not self._finished()
         # Ending with 0 is the right answer to the end of a stream: the controller ends streams shortly before itself.
@@ -387,7 +388,6 @@ class Supervisor:
     async def _died(self) -> ProcessDied:
         """Wait until the first cause can be told from what followed from it."""
         began = time.monotonic()
-        retired = list(self._forgiveness.retired.values())
         deaths = self._deaths()
         while not self._ending:
             await anyio.sleep(POLL_S)
@@ -395,6 +395,6 @@ class Supervisor:
             patience_s = _CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
             if time.monotonic() >= began + patience_s:
                 break
-        deaths += retired  # the last engine is not the first cause, but the first of them
+        deaths += self._forgiveness.retired.values()  # the last engine is not the first cause, but the first of them
         logs = {child.name: (child.log, child.log_start) for child in self._children.values()}
         return ProcessDied(notice_of(deaths, logs, self.run_directory / "logs"))

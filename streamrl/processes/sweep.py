@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from streamrl.processes.parent_death import RUN_MARKER
+from streamrl.whole_files import write_whole
 
 _SHARED_MEMORY = Path("/dev/shm")
 ENGINE_SEGMENTS = "vllm_dist_"
@@ -55,12 +56,10 @@ def keep_traces(traces: RunTraces) -> None:
         return
     path = Path(traces.socket_directory) / TRACES_FILE
     content = msgspec.json.encode(traces)
-    partial = path.with_suffix(".partial")
     try:
         if path.exists() and path.read_bytes() == content:
             return
-        partial.write_bytes(content)
-        partial.replace(path)
+        write_whole(path, content)
     except FileNotFoundError:
         return  # it is being removed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.stream import ReceiveStream, WatchedSendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.topology import RENDEZVOUS
 from streamrl.learning.durable_files import newest_checkpoint
@@ -29,7 +29,7 @@ async def run_trainer_process(context: ChildContext) -> None:
     )
 
     @asynccontextmanager
-    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[TrainingOrder], SendStream[TrainingEvent]]]:
+    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[TrainingOrder], WatchedSendStream[TrainingEvent]]]:
         async with (
             zmq_sender(TrainingEvent, endpoint(name, "reports"), bind=False, name=f"{name}.reports") as reports,
             zmq_receiver(TrainingOrder, endpoint(name, "batches"), bind=False, name=f"{name}.batches") as batches,
@@ -37,8 +37,7 @@ async def run_trainer_process(context: ChildContext) -> None:
             yield batches, reports
 
     trainer = TorchTrainer(options)
-    # Several ranks may be in the middle of a collective that one of them was never told of: they begin anew, all.
-    if recipe.core_restarts and recipe.training.ranks == 1:
+    if recipe.core_restarts:
         await serve_controllers(trainer, open_controller)
         return
     async with open_controller() as (batches, reports):

@@ -36,7 +36,8 @@ _LARGE_SHARE = 0.5  # of the memory that it may have: replaced between two calls
 _STOP_GRACE_S = 1.0  # for a coroutine to end once it was cancelled
 _CPU_MARGIN_S = 5
 _CORES = os.cpu_count() or 1
-_RECEIVE_BYTES = 1 << 20
+# Small: what is left of a large block that was not filled makes the heap crawl up by as much as came in, call for call.
+_RECEIVE_BYTES = 1 << 16
 
 
 def limit_process(memory_bytes: int) -> None:

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from functools import partial
 
-from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.stream import ReceiveStream, WatchedSendStream
 from streamrl.comm.wakeup import Wakeup
 from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError, StreamEnded
@@ -62,7 +62,7 @@ async def run_reward_worker(
     recipe: Recipe,
     worker: int,
     orders: ReceiveStream[RewardOrder],
-    results: SendStream[RewardResult],
+    results: WatchedSendStream[RewardResult],
     *,
     first_version: int = 0,
     owns_process: bool = True,
@@ -107,7 +107,7 @@ class _Serving:
         tokenizer: Tokenizer,
         user_calls: asyncio.TaskGroup,
         orders: ReceiveStream[RewardOrder],
-        results: SendStream[RewardResult],
+        results: WatchedSendStream[RewardResult],
         *,
         owns_process: bool,
     ) -> None:
@@ -140,7 +140,8 @@ class _Serving:
         try:
             await self._results.send(RewardWorkerReady(worker=worker))
             async with asyncio.TaskGroup() as serving:
-                watches = [serving.create_task(self._sets[version].watch())]
+                # Of the two streams one may break alone: whoever opened both anew would wait for a greeting for ever.
+                watches = [serving.create_task(watch()) for watch in (self._sets[version].watch, self._results.watch)]
                 answering = serving.create_task(self._answer())
                 await self._receive(serving, watches)
                 self._ended = True
@@ -262,7 +263,7 @@ async def _beat(timer: ExitTimer | None, stall_s: float) -> None:
         await asyncio.sleep(_HEARTBEAT_S)
 
 
-async def _leave(serving: _Serving, results: SendStream[RewardResult]) -> None:
+async def _leave(serving: _Serving, results: WatchedSendStream[RewardResult]) -> None:
     """All orders are answered: end the process when user code would keep it; return when nothing is stuck."""
     for _ in range(_LEAVE_LOOKS):
         if not serving.stuck:

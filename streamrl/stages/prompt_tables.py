@@ -155,7 +155,7 @@ def find_table_files(path: Path, split: str = "") -> list[Path]:
 
 def _inside(path: Path, name: str) -> Path:
     """A file of a dataset directory, which names no other places."""
-    if Path(name).name != name or "\0" in name:
+    if name in ("", "..") or Path(name).name != name or "\0" in name:
         raise RecipeError(
             [f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset anew"]
         )

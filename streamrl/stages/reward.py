@@ -95,7 +95,6 @@ class RewardStage:
         """The version that scores groups of which nothing has arrived yet."""
         return self._attached.version
 
-    @property
     def in_flight(self) -> int:
         """Trajectories, or groups, that wait for their reward or are being scored."""
         return self._open_orders
@@ -223,6 +222,8 @@ class RewardStage:
                     return
             except StreamBroken:
                 await self._after_break(unanswered, scored)
+            if self._ended and not self._open_orders:
+                return  # it may have ended well: nobody would answer
 
     async def _give_orders(self, worker: _Worker, unanswered: Unanswered) -> None:
         async with self._changing:

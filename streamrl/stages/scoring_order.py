@@ -86,6 +86,8 @@ class ScoringOrder:
                 self._rank(group_id)
             else:
                 del self._waiting[group_id]
+                if not self._waiting:
+                    self._ranks.clear()  # what is left has been overtaken, or nothing would be waiting
             return order
 
     def _rank(self, group_id: int) -> None:

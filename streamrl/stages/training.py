@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,8 +18,9 @@ from typing import Protocol, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.errors import StreamBroken, StreamEnded
+from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream, greet
+from streamrl.config.topology import RECONNECT_S
+from streamrl.errors import NobodyCame, StreamBroken, StreamEnded
 from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -36,7 +39,7 @@ from streamrl.types import TrainingGroup
 
 T = TypeVar("T")
 OpenController = Callable[
-    [], AbstractAsyncContextManager[tuple[ReceiveStream[TrainingOrder], SendStream[TrainingEvent]]]
+    [], AbstractAsyncContextManager[tuple[ReceiveStream[TrainingOrder], WatchedSendStream[TrainingEvent]]]
 ]
 """Opens the two streams to a controller: its batches, and the reports to it."""
 
@@ -45,6 +48,8 @@ log = logging.getLogger(__name__)
 READ_AHEAD = 4096
 """Orders held while torch computes; then the sender waits for credit. Far above the groups of one batch in flight."""
 CLOSE_TIMEOUT_S = 60.0
+STUCK_S = 5.0
+"""After its controller is gone a rank has so long, and twice as long as its longest order took, to end its last one."""
 
 
 class Trainer(Protocol):
@@ -81,40 +86,76 @@ class _TrainerThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._abandoned = False
+        self.longest_s = 0.0
 
     async def call(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        began = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        finally:
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+    def abandon(self) -> None:
+        """What is computed never ends: do not wait for it. The process has to end without it."""
+        self._abandoned = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def close(self, function: Callable[[], None]) -> None:
         """Run the last call, also while being cancelled: what torch computes cannot be interrupted."""
+        if self._abandoned:
+            return
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await self.call(function)
         self._executor.shutdown(wait=False)
 
 
 async def run_training(
-    trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
+    trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: WatchedSendStream[TrainingEvent]
 ) -> None:
     """Serve one controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
 
     Raises what the trainer raised (``StreamRLError``), and what the streams raise.
     """
     async with _started(trainer) as (thread, greeting):
-        await _converse(trainer, thread, greeting, batches, reports)
+        await reports.send(greeting)
+        await _converse(trainer, thread, batches, reports)
 
 
-async def serve_controllers(trainer: Trainer, open_controller: OpenController) -> None:
+async def serve_controllers(
+    trainer: Trainer, open_controller: OpenController, *, reconnect_s: float = RECONNECT_S
+) -> None:
     """Serve a controller until its orders end; one that is gone before is waited for, or rather its successor, with
-    the weights of the last step and without the groups of an open batch. Raises what the trainer raised."""
+    the weights of the last step and without the groups of an open batch, ``reconnect_s`` at most.
+
+    Raises what the trainer raised, and ``StreamBroken`` where no controller came, or the last one was gone before it
+    had told every rank of an order that they carry out together.
+    """
     async with _started(trainer) as (thread, greeting):
+        wait_s = math.inf
         while True:
             try:
                 async with open_controller() as (batches, reports):
-                    await _converse(trainer, thread, greeting, batches, reports)
+                    await greet(reports, greeting, wait_s)
+                    await _converse(trainer, thread, batches, reports)
                 return
+            except NobodyCame:
+                raise
             except StreamBroken as broken:
                 log.warning("the controller is gone (%s); waiting for the next one", broken)
-            greeting = await thread.call(trainer.begin_again)
+            wait_s = reconnect_s
+            greeting = await _begin_again(trainer, thread, alone=greeting.ranks == 1)
+
+
+async def _begin_again(trainer: Trainer, thread: _TrainerThread, *, alone: bool) -> TrainerReady:
+    patience_s = math.inf if alone else STUCK_S + 2 * thread.longest_s
+    with anyio.move_on_after(patience_s):
+        return await thread.call(trainer.begin_again)
+    thread.abandon()
+    raise StreamBroken(
+        f"the controller is gone, and what it had ordered last did not end within {patience_s:.0f} s: other ranks were "
+        "not told of it, and all have to begin anew"
+    )
 
 
 @asynccontextmanager
@@ -129,16 +170,18 @@ async def _started(trainer: Trainer) -> AsyncIterator[tuple[_TrainerThread, Trai
 async def _converse(
     trainer: Trainer,
     thread: _TrainerThread,
-    greeting: TrainerReady,
     batches: ReceiveStream[TrainingOrder],
-    reports: SendStream[TrainingEvent],
+    reports: WatchedSendStream[TrainingEvent],
 ) -> None:
     try:
-        await reports.send(greeting)
         orders_in, orders = anyio.create_memory_object_stream[TrainingOrder](READ_AHEAD)
         async with orders, anyio.create_task_group() as tasks:
             tasks.start_soon(_read, batches, orders_in)
+            # One stream may have reached a controller that dies then, and the other one its successor: nobody would
+            # ever order anything of a rank that believes it has greeted.
+            tasks.start_soon(reports.watch)
             await _serve(trainer, thread, orders, reports)
+            tasks.cancel_scope.cancel()
     except ExceptionGroup as group:
         # One child failed and the other was cancelled: the first error is what the caller should see.
         raise _first(group) from group

@@ -295,6 +295,8 @@ class ScriptedPipeline:
     """Stands in for the pipeline: plays ``script``; an exception in it is raised, at a signal it waits for a drain."""
 
     script: ClassVar[list[RunEvent | BaseException | Interrupt]] = []
+    impatient: ClassVar[bool] = False
+    cleaned: ClassVar[bool] = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.drained = anyio.Event()
@@ -305,7 +307,12 @@ class ScriptedPipeline:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        if self.impatient:
+            os.kill(os.getpid(), signal.SIGINT)
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.01)
+            type(self).cleaned = True
 
     def drain(self) -> None:
         self.drained.set()
@@ -390,6 +397,13 @@ def test_one_signal_drains_and_two_end_the_run(
     # The second one finds the run draining: it never comes back from there.
     assert run_script(project, monkeypatch, [started(project), number, number, STEP, drained]) == 130
     assert f"{number.name}: ending at once" in capsys.readouterr().out
+
+
+def test_a_third_signal_does_not_cut_the_clean_up_short(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedPipeline, "impatient", True)
+    number = signal.SIGINT
+    assert run_script(project, monkeypatch, [started(project), number, number]) == 130
+    assert ScriptedPipeline.cleaned
 
 
 def test_a_bug_keeps_its_traceback() -> None:

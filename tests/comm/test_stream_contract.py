@@ -106,6 +106,27 @@ async def test_a_receiver_that_stops_breaks_the_sender(open_ends: Any) -> None:
             await send_notes(sender, range(100))
 
 
+async def test_a_sender_that_only_watches_hears_of_a_receiver_that_stops(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
+        await send_notes(sender, range(2))
+        told: list[str] = []
+
+        async def watch() -> None:
+            with pytest.raises(StreamBroken) as broken:
+                await sender.watch()
+            told.append(str(broken.value))
+
+        tasks.start_soon(watch)
+        await receiver.receive()
+        await receiver.receive()
+        await anyio.wait_all_tasks_blocked()
+        assert not told
+        await receiver.aclose()
+        while not told:
+            await anyio.sleep(0.001)
+    assert "receiver closed the stream" in told[0]
+
+
 async def test_a_sender_that_fails_breaks_the_receiver_after_its_items(open_ends: Any) -> None:
     async with open_ends(Note, window=4) as (sender, receiver):
         await send_notes(sender, range(2))

@@ -79,6 +79,7 @@ class RecoveryWorld(PolicyWorld):
 
     def __init__(self, *arguments: object, **options: object) -> None:
         self.outstanding = Outstanding()
+        self.shelf: set[str] = set()
         self.failed: dict[TrajectoryId, DropReason] = {}
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
 
@@ -86,6 +87,8 @@ class RecoveryWorld(PolicyWorld):
         return Watched(self, self.settings)
 
     def obey(self, action: do.ControlAction) -> None:
+        if isinstance(action, do.LaunchGroup):
+            assert action.ids[0].prompt_id in self.shelf, "its prompt was forgotten"
         waits = self.core.arrivals
         if isinstance(action, do.HoldEngines) and waits is not None and self.to_step is None:
             # The step is over, and its answer waits for another one: engines are held until its push all the same.
@@ -96,9 +99,18 @@ class RecoveryWorld(PolicyWorld):
         else:
             super().obey(action)
 
+    def told(self, event: on.ControlEvent) -> None:
+        """The core is about to take ``event``. What was drawn, or is of a checkpoint, is on the shelf by then."""
+        if isinstance(event, on.PromptsDrawn):
+            self.shelf.update(event.prompt_ids)
+        elif isinstance(event, on.RunBegan) and event.kept is not None:
+            self.shelf |= event.kept.prompt_ids()
+
     def handled(self, actions: list[do.ControlAction]) -> None:
         """The core took an event; its ``actions`` were not obeyed yet. A failure that waited ended with its group, or
-        counts now."""
+        counts now. Prompts that are not needed are forgotten at once."""
+        self.shelf &= self.outstanding.prompts_needed(self.core)
+        assert take_snapshot(self.core).prompt_ids() <= self.shelf, "a checkpoint lacks prompts"
         dropped = {i for a in actions if isinstance(a, do.CancelGroup | do.ForgetTrajectories) for i in a.ids}
         for trajectory in [t for t in self.failed if self.core.buffer.member(t) is None]:
             reason = self.failed.pop(trajectory)
@@ -126,6 +138,7 @@ class Watched(ControlState):
 
     def handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
         self._world.outstanding.told(event)
+        self._world.told(event)
         actions = super().handle(event)
         self._world.outstanding.ordered(actions)
         self._world.handled(actions)
@@ -266,6 +279,7 @@ class CrashWorld(RecoveryWorld):
         match action:
             case do.LaunchGroup():
                 assert action.ids and not set(action.ids) & set(self.running), "launched twice"
+                assert action.ids[0].prompt_id in self.shelf, "its prompt was forgotten"
                 assert action.noise == self.of_group[action.group_id].noise, "other noise than before"
                 assert action.policy_version <= self.live_version or action.policy_version == self.held_for
                 self.running |= dict.fromkeys(action.ids, action.policy_version)

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Checkpoint
-from streamrl.control.checkpoints import CheckpointKeeper, to_forget
+from streamrl.control.checkpoints import SCORES as SCORES_FILE
+from streamrl.control.checkpoints import CheckpointKeeper, read_scores, to_forget
+from streamrl.control.settings import control_settings
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 VERSIONS = st.lists(st.integers(0, 40), unique=True, max_size=12)
 SCORES = st.dictionaries(st.integers(0, 40), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=12)
@@ -93,6 +98,18 @@ def test_last_best_and_permanent_checkpoints_stay(tmp_path: Path) -> None:
     anyio.run(scenario)
 
 
+def test_a_keeper_knows_of_no_more_versions_than_there_are(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        keeper = keeper_of(tmp_path, keep=2, keep_best=1)
+        for version in range(1, 30):
+            await keeper.scored(version, {"eval/held_out/avg@1": -float(version)})
+            await keeper.save(version, {})
+        assert steps_in(tmp_path) == [1, 28, 29] == sorted(keeper._saved)
+        assert read_scores(tmp_path / SCORES_FILE).keys() <= {1, 27, 28, 29}
+
+    anyio.run(scenario)
+
+
 def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_left(tmp_path: Path) -> None:
     """Resumed from version 4 where 8 was the last: what is written now is newest, whatever its number."""
     for name in ("step-000004", "step-000006", "step-000008", ".step-000010.partial"):
@@ -129,3 +146,16 @@ def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     anyio.run(scenario)
     assert steps_in(tmp_path) == [1]
     assert (tmp_path / "latest").readlink() == Path("step-000001")
+
+
+@pytest.mark.parametrize(
+    ("changes", "every"),
+    [
+        ([], 100),
+        (["run.restarts=0"], 100),  # a journal is compacted at checkpoints, whoever is started again
+        (["run.journal='none'"], 0),
+        (["run.restarts=0", "checkpoint.every=7"], 7),
+    ],
+)
+def test_a_journal_never_grows_for_the_whole_run(changes: list[str], every: int) -> None:
+    assert control_settings(load_recipe(DEMO, ["checkpoint.every=0", *changes])).checkpoint_every == every

@@ -62,3 +62,22 @@ def test_a_log_that_is_gone_is_begun_anew(tmp_path: Path) -> None:
     told = first_life(path, 3)[:3]
     path.unlink()
     assert len(second_life(path, told, 3)) == 4
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    """Its beginning may be large: numbers say how many events there are, nobody counts them."""
+    path = tmp_path / "events.jsonl"
+    told = first_life(path, 6)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b"what nobody reads", *lines[5:]]))
+    EventLog.going_on(path, "run", control_settings(), told[5:6], 6).close()
+    assert path.read_bytes().split(b"\n")[2:] == lines[5:]
+
+
+@pytest.mark.parametrize("tail", [bytes(4096), bytes(100) + b"\n", b'{"n":4,"time_s"\n' + bytes(50) + b"\n"])
+def test_what_a_power_cut_left_at_the_end_is_no_event(tail: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    told = first_life(path, 4)[:4]
+    with path.open("ab") as file:
+        file.write(tail)
+    assert len(second_life(path, told, 4)) == 5

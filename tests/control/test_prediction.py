@@ -545,3 +545,14 @@ def test_restored_estimates_predict_the_same(encoding: str) -> None:
     found: list[Prediction] = [predict(tail(1.25), lengths, cost, shape), predict(tail(1.25), other, restored, shape)]
     assert found[0] == found[1]
     assert other.snapshot() == lengths.snapshot()
+
+
+def test_cuts_of_groups_that_never_ended_do_not_add_up() -> None:
+    estimate = LengthEstimate()
+    for _ in range(150):
+        for cut in range(64):
+            estimate.observe_cut((5,), size=2, cut_at=10 + cut)
+        estimate.begin_again(64)  # all of them are dropped
+    entries = estimate.snapshot()["entries"]
+    assert isinstance(entries, list) and 64 <= len(entries) <= 4096
+    assert entries == sorted(entries)

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
+from streamrl.comm.waits import Waits
 from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, WeightError
+from streamrl.errors import EngineError, VersionLeft, WeightError
 from streamrl.messages import EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
 from streamrl.types import Completion, token_array
 
@@ -100,6 +101,28 @@ async def test_a_push_that_takes_too_long_names_the_limit() -> None:
     publisher = WeightPublisher([slow], Anchors().publish, in_flight=InFlight.KEEP, timeout_s=0.05)
     with pytest.raises(EngineError, match=r"within 0\.05 s \(weights\.push_timeout_s\)"):
         await publisher.push(announced(5, 4))
+
+
+async def test_it_says_which_engine_it_waits_for() -> None:
+    clock = InstantClock()
+    slow = SlowEngine(SimulationOptions(policy_version=4), clock=clock.now, sleep=clock.sleep)
+    await slow.start()
+    engines = {"engine-0": await engine_at(4), "engine-1": slow}
+    names, waits = {engine: name for name, engine in engines.items()}, Waits()
+    publisher = WeightPublisher(
+        list(engines.values()),
+        Anchors().publish,
+        in_flight=InFlight.KEEP,
+        timeout_s=5,
+        waits=waits,
+        name_of=lambda engine: names[engine],  # type: ignore[index]
+    )
+    async with anyio.create_task_group() as nursery:
+        nursery.start_soon(publisher.push, announced(5, 4))
+        await anyio.wait_all_tasks_blocked()
+        assert [(wait.who, wait.what) for wait, _ in waits.open()] == [("the publisher", "engine-1 to fetch version 5")]
+        nursery.cancel_scope.cancel()
+    assert not waits.open()
 
 
 class CountingEngine(SimulatedEngine):
@@ -503,6 +526,94 @@ async def test_all_may_be_lost_and_whoever_comes_takes_the_version_that_is_live(
         publisher.join(fresh, ready(fresh))
         await service.until_back()
         assert fresh.told == ["pause keep", "commit 5", "resume"] and not anchors.asked
+
+
+class SlowToResume(CountingEngine):
+    """Resumes when it is let, from the second time on."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.let = anyio.Event()
+
+    async def resume(self) -> None:
+        if "resume" in self.told:
+            await self.let.wait()
+        await super().resume()
+
+
+async def test_who_comes_back_while_the_others_are_released_is_released_too() -> None:
+    slow, fresh = SlowToResume(), CountingEngine(-1)
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher([slow], Anchors().publish, in_flight=InFlight.KEEP, timeout_s=5, service=service)
+        await publisher.push(announced(5, None))
+        await publisher.hold()
+        group.start_soon(publisher.release)
+        await anyio.wait_all_tasks_blocked()
+        publisher.join(fresh, ready(fresh))
+        await service.until_back()
+        slow.let.set()
+        await anyio.wait_all_tasks_blocked()
+        assert fresh.told == ["pause keep", "commit 5", "resume"]
+
+
+async def test_who_comes_before_anything_is_live_serves_after_the_first_push() -> None:
+    fresh = CountingEngine(-1)
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher(
+            [CountingEngine(-1)], Anchors().publish, in_flight=InFlight.KEEP, timeout_s=5, service=service
+        )
+        publisher.join(fresh, ready(fresh))
+        await publisher.push(announced(5, None))
+        await service.until_back()
+        assert fresh.told == ["pause keep", "commit 5", "resume"]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_who_refuses_the_live_version_waits_for_the_next_push_or_is_replaced_where_none_would_come(
+    others: int,
+) -> None:
+    serving, anchors = [CountingEngine(4) for _ in range(others)], Anchors()
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher(
+            [*serving, DyingEngine(4, "commit")], anchors.publish, in_flight=InFlight.KEEP, timeout_s=5, service=service
+        )
+        await publisher.push(announced(5, None))
+        refusing = CountingEngine(-1, refusals=1)
+        publisher.join(refusing, ready(refusing))
+        await anyio.wait_all_tasks_blocked()
+        assert ("no other serves" in service.gone.get(refusing, "")) is not bool(others)
+        fresh = CountingEngine(-1)
+        publisher.join(fresh, ready(fresh))
+        await service.until_back()
+        assert fresh.told == ["pause keep", "commit 5", "resume"]
+        await publisher.push(announced(6, None))
+        await anyio.wait_all_tasks_blocked()
+        assert ("commit 6" in refusing.told) is bool(others)
+
+
+async def test_where_the_trainer_has_left_the_live_version_the_next_one_is_waited_for() -> None:
+    async def left(policy_version: int) -> WeightAnnouncement:
+        if policy_version == 5:
+            raise VersionLeft("version 5 is not held any more")
+        return announced(policy_version, None)
+
+    stranded: list[bool] = []
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        dying = DyingEngine(4, "commit")
+        publisher = WeightPublisher([dying], left, in_flight=InFlight.KEEP, timeout_s=5, service=service)
+        publisher.stranded = lambda: stranded.append(True)
+        await publisher.push(announced(5, 4))
+        fresh = CountingEngine(-1)
+        publisher.join(fresh, ready(fresh))
+        await anyio.wait_all_tasks_blocked()
+        assert stranded == [True] and list(service.gone) == [dying], "it is not replaced: another one could not either"
+        await publisher.push(announced(6, 5))
+        await service.until_back()
+        assert fresh.told == ["pause keep", "commit 6", "resume"]
 
 
 async def test_an_engine_that_joins_during_a_push_is_brought_to_its_version() -> None:

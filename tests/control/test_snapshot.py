@@ -78,7 +78,7 @@ def test_the_file_holds_the_prompts_that_it_names(tmp_path: Path) -> None:
     world = World(RACING)
     run_to_version(world, 1)
     snapshot = take_snapshot(world.core)
-    shelf = PromptShelf(1000, "", {})
+    shelf = PromptShelf("", {})
     shelf.put(Prompt(prompt_id=f"p{i}", token_ids=token_array([i, 2]), columns={"n": i}) for i in range(100))
     for name, content in control_file(snapshot, shelf).items():
         (tmp_path / name).write_bytes(content)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from streamrl.config.scheduling import RoundKind, StalePolicy
 from streamrl.control.actions import LaunchGroup
+from streamrl.control.events import PromptsDrawn, RunBegan
 from streamrl.control.publisher import PushReport
 from streamrl.control.reward_window import RewardWindow
 from streamrl.control.run_report import RunReport
@@ -22,6 +23,7 @@ from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import discard_metrics, length_metrics, unbiased_mean
 from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
+from streamrl.control.wait_reason import WaitReason
 from streamrl.messages import EngineLoad
 from streamrl.observe.metrics import unregistered
 from streamrl.run_events import RunEvent, StepFinished
@@ -116,6 +118,22 @@ def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
     assert figures["reward/func/slow/timed_out_total"] == 1.0
     assert not unregistered([*figures, "reward/round_cost_s", "reward/func/slow/round_cost_s"])
     assert set(window.take()) == {"reward/func/slow/timed_out_total"}  # counters go on, the rest begins anew
+
+
+def test_what_was_dropped_before_it_came_back_is_counted_and_not_kept() -> None:
+    window, work = RewardWindow(), SampledWork()
+    for group in range(50):
+        ids = [identity(group, sample) for sample in range(2)]
+        work.launched(ids, 0.0, round_kind="short", prompt_tokens=1, policy_version=0)
+        work.dropped(ids[:1], DropReason.LOST_RACE, 1.0)
+        assert [work.is_wanted(i) for i in (*ids, identity(-1, 0))] == [False, True, False]
+        for one in ids:
+            item = Scored(
+                outcome=msgspec.structs.replace(scored(one, 10), calls=(RewardCall(function="f", seconds=0.1),))
+            )
+            window.came_back(item, 2.0, wanted=work.is_wanted(one))
+        assert window.cost([scored(ids[1], 10)])
+    assert "reward/func/f/latency_p50_s" in window.take() and not window._returned
 
 
 # ---- every trajectory to its end -----------------------------------------------------------------
@@ -266,12 +284,22 @@ class Clock:
 class Story:
     """A report on a clock that the test moves, and a rollout whose figures the test sets."""
 
-    def __init__(self, trace: TrajectoryTrace | None = None) -> None:
+    def __init__(self, trace: TrajectoryTrace | None = None, *, recovering: bool = False) -> None:
         self.clock = Clock()
+        self.serving = 2
         self.busy = 0.0
         self.tokens = 0
         self.emitted: list[RunEvent] = []
-        self.report = RunReport(self.emit, self.rollout, 4, engines=2, trace=trace, clock=self.clock)
+        self.report = RunReport(
+            self.emit,
+            self.rollout,
+            4,
+            engines=2,
+            serving=lambda: self.serving,
+            trace=trace,
+            clock=self.clock,
+            recovering=recovering,
+        )
         self.state = ControlState(
             ControlSettings(
                 steps=9,
@@ -406,3 +434,18 @@ def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
     lines = read_trace(tmp_path / "t").engines
     assert len(lines) == 2, "nothing happened: no line"
     assert (lines[1].token_s, lines[1].mean_running, lines[1].generated_tokens) == (0.004, 8.0, 800)
+
+
+def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery() -> None:
+    story = Story(recovering=True)
+    story.state.handle(RunBegan())
+    story.state.handle(PromptsDrawn(prompt_ids=("a", "b"), exhausted=False))
+    waits = story.report.waits
+    waits.look(story.state)
+    assert waits.waits_for()[0] is WaitReason.RECOVERY
+    story.report.began()
+    waits.look()
+    assert waits.waits_for()[0] is WaitReason.SAMPLING
+    story.serving = 0
+    waits.look()
+    assert waits.waits_for()[0] is WaitReason.RECOVERY

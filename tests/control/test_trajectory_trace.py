@@ -132,6 +132,22 @@ def test_one_write_an_interval(tmp_path: Path) -> None:
     assert len(read_trace(path).steps) == 1
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_the_trace_of_a_run_of_days_is_bounded(goes_on: bool, tmp_path: Path) -> None:
+    path, most = tmp_path / "t", 20_000
+    trace = TrajectoryTrace(path, HEADER, flush_interval_s=1.0, most_bytes=most)
+    for number in range(400):
+        trace.append(trajectory(float(number), group=number))
+        if goes_on and number % 50 == 0:
+            trace.close()
+            trace = TrajectoryTrace(path, HEADER, goes_on=True, flush_interval_s=1.0, most_bytes=most)
+    trace.close()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["older-t", "t"] and all(f.stat().st_size < most + 1000 for f in files)
+    groups = [line.group for file in files for line in read_trace(file).trajectories]
+    assert groups == list(range(400 - len(groups), 400)) and len(groups) > 60
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -12,7 +12,6 @@ Every other role waits for SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -23,11 +22,11 @@ import anyio
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.topology import ProcessPlan, Role, read_topology
+from streamrl.config.topology import Role, read_topology
 from streamrl.engines.engine_host import serve_controllers
 from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.messages import EngineEvent, EngineOrder, EngineReady, Generate
-from streamrl.processes.child import leave
+from streamrl.processes.child import leave, parse_arguments
 from streamrl.processes.parent_death import die_with_parent
 from streamrl.types import Completion
 
@@ -74,15 +73,9 @@ async def serve(name: str, directory: Path) -> None:
 
 def main() -> None:
     die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", type=Role)
-    parser.add_argument("--index", type=int)
-    parser.add_argument("--run-directory", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    plan = ProcessPlan(role=arguments.role, index=arguments.index)
+    plan, directory, _ = parse_arguments()
     if plan.role is Role.ENGINE:
-        leave(plan, arguments.run_directory, lambda: anyio.run(serve, plan.name, arguments.run_directory))
+        leave(plan, directory, lambda: anyio.run(serve, plan.name, directory))
     signal.pause()
 
 

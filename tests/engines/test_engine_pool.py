@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine_pool import SIBLING_SLACK, EnginePool
+from streamrl.engines.engine_pool import REMEMBERED_PROMPTS, SIBLING_SLACK, EnginePool
 from streamrl.engines.resumption import part_id
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, WeightError
@@ -71,6 +72,14 @@ async def test_siblings_stay_together_and_prompts_spread(make_request: MakeReque
     assert [len(engine.asked) for engine in engines] == [16, 16]
     prompts = [{request_id.split(".")[0] for request_id in engine.asked} for engine in engines]
     assert not prompts[0] & prompts[1]
+
+
+async def test_prompts_that_are_remembered_take_little_room(make_request: MakeRequest) -> None:
+    pool = EnginePool([RecordingEngine(0), RecordingEngine(1)])
+    for number in range(REMEMBERED_PROMPTS + 100):
+        pool.route(make_request(token_ids=token_array([number, *[7] * 500])))
+    assert len(pool._siblings) == REMEMBERED_PROMPTS
+    assert max(sys.getsizeof(key) for key in pool._siblings) < 100
 
 
 async def test_one_large_group_is_shared_out(make_request: MakeRequest) -> None:

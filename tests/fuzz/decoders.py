@@ -22,8 +22,8 @@ def every_target(scratch: Path) -> dict[str, Target]:
         targets_streams.targets,
         targets_weights.targets,
         targets_rewards.targets,
-        lambda: targets_files.targets(scratch),
-        lambda: targets_journal.targets(scratch),
+        targets_files.targets,
+        targets_journal.targets,
         lambda: targets_user_files.targets(scratch),
     ]
     return {target.name: target for family in families for target in family()}

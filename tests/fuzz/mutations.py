@@ -20,8 +20,8 @@ def mutated_message(random: Random, frames: Sequence[Seed], others: Sequence[Seq
     if len(found) > 1 and random.random() < 0.12:
         return _shuffled(random, found, others)
     for _ in range(1 if random.random() < 0.8 else 3):
-        place = _below(random, len(found))
-        other = others[_below(random, len(others))]
+        place = int(random.random() * len(found))
+        other = others[int(random.random() * len(others))]
         # After the first mutation the places of values are not known any more.
         frame = frames[place]
         broken = _mutated(random, frame, other[min(place, len(other) - 1)]) if found[place] is frame.content else None
@@ -31,44 +31,40 @@ def mutated_message(random: Random, frames: Sequence[Seed], others: Sequence[Seq
 
 def _mutated(random: Random, frame: Seed, other: Seed) -> bytes:
     if frame.spans and random.random() < 0.7:
-        return _BY_VALUE[_below(random, len(_BY_VALUE))](random, frame, other)
+        return _BY_VALUE[int(random.random() * len(_BY_VALUE))](random, frame, other)
     return _broken_bytes(random, frame.content, other.content)
-
-
-def _below(random: Random, end: int) -> int:
-    return int(random.random() * end)
 
 
 # ---- whole values --------------------------------------------------------------------------------------
 
 
 def _replaced(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[_below(random, len(frame.spans))]
+    start, end = frame.spans[int(random.random() * len(frame.spans))]
     nasty = frame.grammar.nasty
-    return b"".join((frame.content[:start], nasty[_below(random, len(nasty))], frame.content[end:]))
+    return b"".join((frame.content[:start], nasty[int(random.random() * len(nasty))], frame.content[end:]))
 
 
 def _transplanted(random: Random, frame: Seed, other: Seed) -> bytes:
     giver = other if other.spans else frame
-    start, end = frame.spans[_below(random, len(frame.spans))]
-    first, last = giver.spans[_below(random, len(giver.spans))]
+    start, end = frame.spans[int(random.random() * len(frame.spans))]
+    first, last = giver.spans[int(random.random() * len(giver.spans))]
     return b"".join((frame.content[:start], giver.content[first:last], frame.content[end:]))
 
 
 def _removed(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[_below(random, len(frame.spans))]
+    start, end = frame.spans[int(random.random() * len(frame.spans))]
     return frame.content[:start] + frame.content[end:]
 
 
 def _repeated(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[_below(random, len(frame.spans))]
-    times = (1, 2, 20)[_below(random, 3)]
+    start, end = frame.spans[int(random.random() * len(frame.spans))]
+    times = (1, 2, 20)[int(random.random() * 3)]
     return b"".join((frame.content[:end], frame.content[start:end] * times, frame.content[end:]))
 
 
 def _swapped(random: Random, frame: Seed, other: Seed) -> bytes:
     (a, b), (c, d) = sorted(
-        (frame.spans[_below(random, len(frame.spans))], frame.spans[_below(random, len(frame.spans))])
+        (frame.spans[int(random.random() * len(frame.spans))], frame.spans[int(random.random() * len(frame.spans))])
     )
     if b > c:
         return frame.content[:a] + frame.content[c:]
@@ -77,21 +73,23 @@ def _swapped(random: Random, frame: Seed, other: Seed) -> bytes:
 
 
 def _nested(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[_below(random, len(frame.spans))]
+    start, end = frame.spans[int(random.random() * len(frame.spans))]
     # Rarely deep: a parser takes its time to find out.
-    depth = _DEPTHS[_below(random, 3)] if random.random() < 0.9 else _DEPTHS[_below(random, len(_DEPTHS))]
-    opens, closes = frame.grammar.nest[_below(random, len(frame.grammar.nest))]
+    depth = _DEPTHS[int(random.random() * 3)] if random.random() < 0.9 else _DEPTHS[int(random.random() * len(_DEPTHS))]
+    opens, closes = frame.grammar.nest[int(random.random() * len(frame.grammar.nest))]
     content = frame.content
     return b"".join((content[:start], opens * depth, content[start:end], closes * depth, content[end:]))
 
 
 def _head_changed(random: Random, frame: Seed, other: Seed) -> bytes:
     """The first bytes of a value are its type and its length."""
-    start, _ = frame.spans[_below(random, len(frame.spans))]
+    start, _ = frame.spans[int(random.random() * len(frame.spans))]
     broken = bytearray(frame.content)
-    for at in range(start, min(start + 1 + _below(random, 3), len(broken))):
+    for at in range(start, min(start + 1 + int(random.random() * 3), len(broken))):
         broken[at] = (
-            _below(random, 256) if random.random() < 0.5 else (broken[at] + (1 if random.random() < 0.5 else -1)) & 255
+            int(random.random() * 256)
+            if random.random() < 0.5
+            else (broken[at] + (1 if random.random() < 0.5 else -1)) & 255
         )
     return bytes(broken)
 
@@ -114,25 +112,25 @@ _BY_VALUE: tuple[_Mutation, ...] = (
 
 
 def _broken_bytes(random: Random, frame: bytes, other: bytes) -> bytes:
-    kind = _below(random, 12)
+    kind = int(random.random() * 12)
     if kind == 0 or not frame:
-        return random.randbytes(_below(random, min(2 * len(frame), 64) + 8))
-    place = _below(random, len(frame))
+        return random.randbytes(int(random.random() * (min(2 * len(frame), 64) + 8)))
+    place = int(random.random() * len(frame))
     if kind <= 4:
         broken = bytearray(frame)
-        for _ in range(1 + _below(random, 4) * (kind == 4)):
-            broken[_below(random, len(frame))] ^= 1 << _below(random, 8)
+        for _ in range(1 + int(random.random() * 4) * (kind == 4)):
+            broken[int(random.random() * len(frame))] ^= 1 << int(random.random() * 8)
         return bytes(broken)
     if kind == 5:
         return frame[:place]
-    some = 1 + _below(random, 16)
+    some = 1 + int(random.random() * 16)
     if kind == 6:
         return frame[:place] + frame[place + some :]
     if kind == 7:
         return frame[:place] + random.randbytes(some) + frame[place:]
     if kind == 8:
-        width = 1 << _below(random, 4)
-        return (frame[:place] + _FILLS[_below(random, 4)] * width + frame[place + width :])[: len(frame)]
+        width = 1 << int(random.random() * 4)
+        return (frame[:place] + _FILLS[int(random.random() * 4)] * width + frame[place + width :])[: len(frame)]
     if kind == 9:
         return frame[:place] + other[place:]
     return frame + (frame[: place + 1] if kind == 10 else random.randbytes(some))
@@ -142,7 +140,7 @@ def _broken_bytes(random: Random, frame: bytes, other: bytes) -> bytes:
 
 
 def _shuffled(random: Random, found: list[bytes], others: Sequence[Sequence[Seed]]) -> list[bytes]:
-    kind, place = _below(random, 6), _below(random, len(found))
+    kind, place = int(random.random() * 6), int(random.random() * len(found))
     if kind == 0:
         return [*found[:place], *found[place + 1 :]]
     if kind == 1:
@@ -154,5 +152,5 @@ def _shuffled(random: Random, found: list[bytes], others: Sequence[Sequence[Seed
         return [*found[:place], b"", *found[place:]]
     if kind == 4:
         return found[: place + 1]
-    other = others[_below(random, len(others))]
+    other = others[int(random.random() * len(others))]
     return [*found[:place], *(frame.content for frame in other[place:])]

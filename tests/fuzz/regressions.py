@@ -9,6 +9,7 @@ from io import BytesIO
 
 _DEEP_PACK, _DEEP_JSON = b"\x91" * 1200, b"[" * 2000
 _BAD_TEXT = b"\xa2\xff\xfe"
+_IN_TEXT = b'[run]\nname = """\n%s\n"""\n'
 
 
 def _framed(body: bytes) -> bytes:
@@ -86,6 +87,10 @@ REGRESSIONS: list[tuple[str, str, list[bytes]]] = [
     ("user.recipe", "a number of 5,000 digits", [b"[run]\nsteps = " + b"1" * 5000]),
     ("user.recipe", "a key without end", [b"[run]\n" + b"a." * 12_000 + b"b = 1"]),
     ("user.recipe", "nested without end", [b"x = " + _DEEP_JSON]),
+    ("user.recipe", "digits without end", [b"a = " + b"1" * 131_072]),
+    ("user.recipe", "hexadecimal digits without end", [b"a = 0x" + b"f" * 131_072]),
+    ("user.recipe", "a word without end", [_IN_TEXT % (b"a" * 150_000 + b"." * 70)]),
+    ("user.recipe", "a table without end", [_IN_TEXT % (b"[" + b" " * 5000)]),
     (
         "user.recipe",
         "a home of nobody",
@@ -104,6 +109,8 @@ REGRESSIONS: list[tuple[str, str, list[bytes]]] = [
     ("user.prompt_spec", "an option that is no text", [b"a.jsonl?prompt=\xea"]),
     ("user.arrow", "an empty file", [b""]),
     ("user.saved_dataset", "a file without a name", [b'{"_data_files":[{}]}']),
+    ("user.saved_dataset", "no file at all", [b'{"_data_files":[{"filename":""}]}']),
+    ("user.saved_dataset", "the directory above", [b'{"_data_files":[{"filename":".."}]}']),
     ("user.saved_dataset", "a file elsewhere", [b'{"_data_files":[{"filename":"../../etc/passwd"}]}']),
     ("user.saved_dataset", "text that is none", [b'{"\xff":1}']),
     ("user.completions", "nested without end", [b'{"x":' + _DEEP_JSON + b"\n"]),

@@ -43,7 +43,6 @@ from streamrl.stage_messages import SampledSoFar
 from streamrl.types import FinishReason, Segment, TrajectoryId
 from tests.fuzz.execution import Target
 from tests.fuzz.seeds import MSGPACK, PLAIN, Seed, message, seed
-from tests.fuzz.targets_files import on_file
 from tests.fuzz.targets_streams import COMPLETION, PROMPT
 
 _REFUSALS = (StreamRLError,)
@@ -215,7 +214,7 @@ def headers() -> Target:
     return Target(name="journal.headers", messages=made, run=run, refusals=_REFUSALS)
 
 
-def crash_bundle(scratch: Path) -> Target:
+def crash_bundle() -> Target:
     """The manifest of a bundle."""
     values: dict[str, Any] = {"int": 1, "str": "text", "float": 1.5, "dict": {}, "tuple": ()}
     required = [field for field in msgspec.structs.fields(CrashManifest) if field.required]
@@ -228,10 +227,16 @@ def crash_bundle(scratch: Path) -> Target:
             bundle.writestr("events.jsonl", b"x" * 100)
             bundle.writestr(MANIFEST, msgspec.json.encode(manifest))
         contents.append(sink.getvalue())
-    path = scratch / "crash.zip"
-    return on_file("files.crash_bundle", path, contents, PLAIN, lambda: read_manifest(path))
+
+    def run(frames: Sequence[bytes]) -> str:
+        bundle: Any = BytesIO(b"".join(frames))  # what ``ZipFile`` opens it to
+        read_manifest(bundle)
+        return "accepted"
+
+    made = [message(seed(content, PLAIN)) for content in contents]
+    return Target(name="files.crash_bundle", messages=made, run=run, refusals=_REFUSALS)
 
 
-def targets(scratch: Path) -> list[Target]:
+def targets() -> list[Target]:
     """All of this module."""
-    return [segments(), records(), headers(), crash_bundle(scratch)]
+    return [segments(), records(), headers(), crash_bundle()]

@@ -9,23 +9,28 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 
 from streamrl.cli_reward_completions import PlainText, _read_completions
+from streamrl.comm.weights import checkpoint_bits
 from streamrl.comm.weights.checkpoint_bits import map_checkpoint
+from streamrl.config import model_facts
 from streamrl.config.load import load_recipe
-from streamrl.config.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.config.model_folder import _asks_for_code
 from streamrl.errors import RecipeError, StreamRLError, WeightError
 from streamrl.simulate.cluster import DEMO, dump_cluster, load_cluster
 from streamrl.stages.prompt_rows import BadRow, decode_row, read_prompt, to_form
 from streamrl.stages.prompt_spec import RowForm, read_spec
-from streamrl.stages.prompt_tables import TableRows
+from streamrl.stages.prompt_tables import TableRows, find_table_files
 from streamrl.tokenizer import ChatError, load_tokenizer
 from tests.fuzz.execution import Target
+from tests.fuzz.held_file import HeldPath
 from tests.fuzz.seeds import JSON, PLAIN, TOML, Seed, lines_of, message, seed
-from tests.fuzz.targets_files import on_file
+from tests.fuzz.targets_files import in_memory, on_file, write
 
 _RECIPES = Path(__file__).resolve().parent.parent.parent / "examples"
 _MORE_OF_A_RECIPE = b"""
@@ -144,7 +149,7 @@ def _rows() -> Target:
         for row in _ROWS
         for number in range(len(forms))
     ]
-    return Target(name="user.rows", messages=made, run=run, refusals=(BadRow,), amplification=64)
+    return Target(name="user.rows", messages=made, run=run, refusals=(BadRow,), amplification=72)
 
 
 def _tables(scratch: Path) -> list[Target]:
@@ -174,8 +179,12 @@ def _tables(scratch: Path) -> list[Target]:
             rows.close()
         return rows.size
 
-    (scratch / "saved").mkdir()
-    (scratch / "saved/data.arrow").write_bytes(arrow[0])
+    def saved_files(directory: HeldPath) -> int:
+        saved = directory / "saved"
+        files = find_table_files(saved)
+        assert all(file.parent == saved and file.name not in ("", ".", "..") for file in files), f"it leads to {files}"
+        return len(files)
+
     return [
         on_file(
             "user.parquet",
@@ -195,26 +204,21 @@ def _tables(scratch: Path) -> list[Target]:
             lambda: read(scratch / "rows.arrow"),
             refusals=(RecipeError,),
         ),
-        on_file(
-            "user.saved_dataset",
-            scratch / "saved/state.json",
-            [saved],
-            JSON,
-            lambda: read(scratch / "saved"),
-            refusals=(RecipeError,),
-        ),
+        in_memory("user.saved_dataset", "state.json", [saved], JSON, saved_files, refusals=(RecipeError,)),
     ]
 
 
-def _completions(scratch: Path) -> Target:
-    path = scratch / "completions.jsonl"
+def _completions() -> Target:
+    name = "completions.jsonl"
     lines = (
         {"prompt_id": "p-1", "completion": "4"},
         {"prompt": "2 + 2", "completions": ["4", "5"], "finish_reason": "length"},
         {"prompt_id": 7, "text": "x", "token_ids": [1, 2]},
     )
     content = lines_of(*(json.dumps(line).encode() for line in lines))
-    return on_file("user.completions", path, [content], JSON, lambda: _read_completions(path), refusals=(RecipeError,))
+    return in_memory(
+        "user.completions", name, [content], JSON, lambda run: _read_completions(run / name), refusals=(RecipeError,)
+    )
 
 
 # ---- models --------------------------------------------------------------------------------------------
@@ -234,8 +238,6 @@ def _with_header(text: bytes, size: int) -> bytes:
 
 
 def _models(scratch: Path) -> list[Target]:
-    here = scratch / "model"
-    here.mkdir()
     config = {
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -275,27 +277,26 @@ def _models(scratch: Path) -> list[Target]:
     }
     for name, text in files.items():
         (talks / name).write_bytes(text)
-    (here / "model.safetensors").write_bytes(content)
 
     def tokenizer(frames: Sequence[bytes]) -> str:
         name = os.fsdecode(frames[0]) if frames and os.fsdecode(frames[0]) in files else "config.json"
         try:
-            (talks / name).write_bytes(b"".join(frames[1:]))
+            write(talks / name, b"".join(frames[1:]))
             loaded = load_tokenizer(talks)
             loaded.decode(loaded.encode("abab"))
             loaded.encode_chat([{"role": "user", "content": "ab"}])
         finally:
-            (talks / name).write_bytes(files[name])
+            write(talks / name, files[name])
         return "accepted"
 
     return [
         weights,
-        on_file(
+        in_memory(
             "user.model_config",
-            here / "config.json",
+            "config.json",
             [json.dumps(config).encode()],
             JSON,
-            lambda: read_model_facts(here),
+            _facts,
             refusals=(ModelDirectoryError,),
             amplification=32,
         ),
@@ -310,8 +311,32 @@ def _models(scratch: Path) -> list[Target]:
     ]
 
 
+def _facts(directory: HeldPath) -> ModelFacts:
+    """Of a folder that holds the configuration alone, and weights that were counted."""
+    module = vars(model_facts)
+    before = {name: module[name] for name in ("unsafe_content", "_count_weights")}
+    module["unsafe_content"] = lambda folder: _asks_for_code(folder / "config.json")
+    module["_count_weights"] = lambda folder: (12, 48)
+    try:
+        return read_model_facts(directory)
+    finally:
+        module.update(before)
+
+
 def _map(path: Path, content: bytes) -> str:
-    path.write_bytes(content)
+    """Every tensor lies within the file. Only where all do is there a file to map them from."""
+
+    def within(file: Path, offset: int, count: int, wanted: Any) -> Any:
+        assert 8 <= offset <= offset + count * wanted.itemsize <= len(content), f"{count} elements at byte {offset}"
+        return np.empty(count, wanted)
+
+    HeldPath.hold(path.name, content)
+    before, checkpoint_bits._map_bits = checkpoint_bits._map_bits, within
+    try:
+        map_checkpoint(HeldPath(path))
+    finally:
+        checkpoint_bits._map_bits = before
+    write(path, content)
     for tensor in map_checkpoint(path).values():
         tensor.bits.sum()
     return "accepted"
@@ -319,4 +344,4 @@ def _map(path: Path, content: bytes) -> str:
 
 def targets(scratch: Path) -> list[Target]:
     """All of this module. ``scratch``: where the files are written."""
-    return [*_recipes(scratch), _spec(), _rows(), *_tables(scratch), _completions(scratch), *_models(scratch)]
+    return [*_recipes(scratch), _spec(), _rows(), *_tables(scratch), _completions(), *_models(scratch)]

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.comm.wire import WireCodec
+from streamrl.errors import RecipeError
 from streamrl.stage_messages import (
     CompletionToScore,
     GroupScored,
@@ -25,6 +27,7 @@ from streamrl.stage_messages import (
     ScoreGroup,
     ScoreGroups,
 )
+from streamrl.stages.prompt_tables import find_table_files
 from streamrl.types import FinishReason, Prompt, RewardCall, token_array
 from tests.fuzz import execution
 from tests.fuzz.bombs import bombs
@@ -84,6 +87,13 @@ def test_what_honest_peers_send_is_never_too_large() -> None:
         frames = codec.encode(item)
         assert len(frames[0]) > 700_000
         assert codec.decode(frames) == item
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "/a"])
+def test_splits_of_a_dataset_lie_in_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_bytes(msgspec.json.encode({"splits": [name]}))
+    with pytest.raises(RecipeError, match="no file of that directory"):
+        find_table_files(tmp_path)
 
 
 # ---- what tells a fault is tested itself ---------------------------------------------------------------
@@ -152,6 +162,20 @@ def test_a_fault_is_seen_and_runs_again(
     assert run_one(target, [b"b"]).fault is None
 
 
+def test_whoever_is_suspected_wrongly_is_looked_at_alone() -> None:
+    """A block that keeps a little each time is no fault; only the second look tells it from one that grew at once."""
+    kept: list[bytes] = []
+
+    def keep(frames: Sequence[bytes]) -> str:
+        kept.append(b"x" * (64 << 10))
+        return "fine"
+
+    target = of(keep)
+    found = run_slice(target, 0, 300)
+    assert (found.fault, found.watched, found.outcomes) == (None, True, {"fine": 300})
+    assert not run_slice(target, 0, 20).watched
+
+
 def test_mutations_know_the_structure() -> None:
     """The places of all values are found, and nearly every mutation changes something."""
     packed = b"\x82\xa1a\x93\x01\xcd\x01\x00\xc0\xa1b\xc7\x01\x01i"
@@ -171,9 +195,11 @@ def test_mutations_know_the_structure() -> None:
 def test_a_state_file_says_where_a_campaign_goes_on(tmp_path: Path) -> None:
     from benchmarks import fuzz_decoders
 
-    state = {"streams.items": fuzz_decoders.Done()}
+    state = {"streams.items": fuzz_decoders.Done(scheme=execution.SCHEME)}
     state["streams.items"].take(execution.Slice(0, 400, {"accepted": 100, "refused: x": 300}, 0.5, 0))
     fuzz_decoders.write_state(tmp_path / "state.json", state)
     (read,) = fuzz_decoders.read_state(tmp_path / "state.json").values()
     assert (read.executions, read.rate, read.outcomes) == (400, 800.0, {"accepted": 100, "refused: x": 300})
     assert read.next_slice(1000) == 600
+    read.go_on_with(execution.SCHEME + 1)
+    assert (read.executions, read.earlier, read.rate, read.next_slice(5000)) == (400, 400, 0.0, 2000)

@@ -35,8 +35,10 @@ ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one trainer. ``shares``: indices of the groups that it gets in even and in odd steps.
 
-    ``checkpoints``: directories by the version at which they are written. ``end``: what this rank does after the
-    groups of one more batch: ``die``, ``hang``, or ``survive``, which writes its error and when it came to ``out``.
+    ``checkpoints``: directories by the version at which they are written. ``interrupted``: versions at which its
+    controller is gone after part of a batch was computed, and another one begins that batch again. ``end``: what this
+    rank does after the groups of one more batch: ``die``, ``hang``, or ``survive``, which writes its error and when it
+    came to ``out``.
     """
 
     options: TrainerOptions
@@ -44,6 +46,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     out: str
     checkpoints: dict[int, str] = {}
+    interrupted: tuple[int, ...] = ()
     end: str = ""
 
 
@@ -59,7 +62,13 @@ def run(phase: Phase) -> None:
         if version == first + phase.steps and not phase.end:
             break
         groups = make_groups(version, SIZES, seed=version, version=version)
-        for index in phase.shares[version % len(phase.shares)]:
+        share = phase.shares[version % len(phase.shares)]
+        if version in phase.interrupted:
+            for index in share[: 1 + version % 2]:
+                trainer.train_group(groups[index])
+                trainer.train_pending()
+            assert trainer.begin_again().policy_version == version
+        for index in share:
             trainer.train_group(groups[index])
         if version == first + phase.steps:
             return end(phase, trainer, version)

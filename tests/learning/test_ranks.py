@@ -69,7 +69,7 @@ class Trainers:
         self, name: str, processes: list[int], *, steps: int = STEPS, ends: tuple[str, ...] = (), **more: object
     ) -> None:
         """A trainer ``name`` with one rank in each of these processes."""
-        checkpoints = more.pop("checkpoints", {})
+        checkpoints, interrupted = more.pop("checkpoints", {}), more.pop("interrupted", ())
         for rank, process in enumerate(processes):
             options = {
                 "model_path": self.model,
@@ -90,6 +90,7 @@ class Trainers:
                 steps=steps,
                 out=str(self.out(name, rank)),
                 checkpoints=checkpoints,  # type: ignore[arg-type]
+                interrupted=interrupted,  # type: ignore[arg-type]
                 end=ends[rank] if ends else "",
             )
             self.phases.setdefault(process, []).append(phase)
@@ -140,7 +141,7 @@ def launch(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trainer
     two, four = str(directory / "two.ckpt"), str(directory / "four.ckpt")
     launch = Trainers(tiny_model, directory)
     launch.add("one", [0])
-    launch.add("two", [2, 3], checkpoints={HALF: two})
+    launch.add("two", [2, 3], checkpoints={HALF: two}, interrupted=(0, 1, 7, HALF, STEPS - 1))
     launch.add("one-resumed", [1], steps=STEPS - HALF, resume_from=two)
     launch.add("four", [0, 1, 2, 3])
     launch.add("four-resumed", [0, 1, 2, 3], steps=STEPS - HALF, resume_from=two, checkpoints={HALF: four})

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.observe.curve import Curve, round_ticks, smoothed, sparkline, svg_plot, terminal_plot
+from streamrl.observe.run_history import MOST_POINTS, ThinnedCurve
 from streamrl.observe.stdout import StdoutReporter
 from streamrl.observe.step_line import duration, evaluation_line, short_count, step_line, table_header, table_row
 from streamrl.run_events import (
@@ -280,3 +281,16 @@ def test_the_moving_average_starts_at_the_first_value_and_follows() -> None:
     assert curve.points[0][1] == 0.0
     assert curve.points[-1][1] > 0.99
     assert smoothed(Curve("c", ((0, 5.0), (1, 5.0)))).points[1][1] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("steps", [3, MOST_POINTS - 1, 5 * MOST_POINTS + 1])
+def test_a_curve_of_many_steps_has_not_many_points(steps: int) -> None:
+    curve = ThinnedCurve()
+    for step in range(steps):
+        curve.add(step, 2.0 * step)
+    assert len(curve.points) <= MOST_POINTS and len(curve.points) > min(steps - 1, MOST_POINTS // 4)
+    assert all(value == 2 * step for step, value in curve.points)
+    moments = [step for step, _ in curve.points]
+    assert moments == sorted(moments) and moments[-1] > 0.99 * (steps - 1) - 1
+    assert (curve.count, curve.first[:3], list(curve.last)[-1]) == (steps, [0.0, 2.0, 4.0], 2.0 * (steps - 1))
+    assert len(curve.first) == len(curve.last) <= 10

@@ -17,7 +17,7 @@ from streamrl.buffers.journal import Journal, open_journal
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.config.recipe import ReleaseKind
-from streamrl.config.scheduling import InFlight
+from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.controller import Controller
 from streamrl.control.engine_release import EngineRelease, EngineSizes
@@ -26,7 +26,6 @@ from streamrl.control.evaluation import HeldOut
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
 from streamrl.control.events import ControlEvent
-from streamrl.control.outstanding import Outstanding
 from streamrl.control.prompt_shelf import PromptShelf
 from streamrl.control.publisher import WeightPublisher
 from streamrl.control.recovered_run import RecoveredRun, recovered_run
@@ -77,6 +76,21 @@ from streamrl.types import (
     Trajectory,
     token_array,
 )
+
+
+def run_settings(**changes: object) -> ControlSettings:
+    defaults: dict[str, object] = {
+        "steps": 6,
+        "batch_groups": 4,
+        "group_size": 4,
+        "rounds": RoundKind.SYNCHRONOUS,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": False,
+        "max_failed_share": 0.5,
+        "failure_window": 64,
+    }
+    return ControlSettings(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
 class Killed(Exception):
@@ -338,21 +352,13 @@ class SimulatedRun:
             trainer = TrainerRanks(streams)
             await trainer.ready()
             parts.start_soon(trainer.run)
-            shelf = PromptShelf(1 << 20, self.settings.tail_batching.domain_column, self.settings.tail_batching.domains)
+            shelf = PromptShelf(self.settings.tail_batching.domain_column, self.settings.tail_batching.domains)
             file, recovered = self._open_journal()
-            journal = RunJournal(file, Outstanding(), lambda: shelf.prompts)
+            journal = RunJournal(file, lambda: shelf.prompts, recovered)
             log = EventLog(self.log_path, "test", self.settings) if recovered is None else None
             if recovered is not None:
                 shelf.put(recovered.prompts.values())
                 self._prompts.go_on(recovered.state.supply.drawn_prompts)
-                journal = RunJournal(
-                    file,
-                    recovered.outstanding,
-                    lambda: shelf.prompts,
-                    events=recovered.events,
-                    kept=recovered.records(),
-                    published=recovered.published,
-                )
                 log = EventLog.going_on(self.log_path, "test", self.settings, recovered.told, recovered.events)
             assert log is not None
             _let_die(log, self.events_to_live)
@@ -363,7 +369,9 @@ class SimulatedRun:
                     kind = "live" if isinstance(event, StepFinished) else "evaluated"
                     self.happened(kind, event.policy_version)
 
-            publisher = WeightPublisher(self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
+            publisher = self.publisher = WeightPublisher(
+                self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5
+            )
             report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
             self.controller = Controller(
                 self.settings,
@@ -413,7 +421,7 @@ class SimulatedRun:
         if not self._kept:
             return None, None
         file, found = open_journal(self.log_path.with_name("journal"), run_id="test", durability="process")
-        return file, recovered_run((record.payload for record in found.records()), self.settings)
+        return file, recovered_run(found, self.settings, self.ranks[0].version)
 
     def trained(self) -> Counter[str]:
         """How often each trajectory was given to a rank in a batch that was closed."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted_parts import SimulatedRun
-from test_simulated_run import CONTINUOUS, run_settings
+from scripted_parts import SimulatedRun, run_settings
+from test_simulated_run import CONTINUOUS
 
 from streamrl.config.scheduling import RoundKind
 from streamrl.control.replayed_run import replay_run

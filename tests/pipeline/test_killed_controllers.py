@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted_parts import CountingRank, Killed, SimulatedRun
+from scripted_parts import CountingRank, Killed, SimulatedRun, run_settings
 
-from streamrl.config.scheduling import RoundKind, StalePolicy, TailBatching
+from streamrl.config.scheduling import RoundKind, TailBatching
 from streamrl.control.event_log import replay
 from streamrl.control.settings import ControlSettings
 from streamrl.run_events import RunResumed
@@ -21,18 +21,7 @@ STEPS = 4
 
 
 def control_settings(**changes: object) -> ControlSettings:
-    defaults: dict[str, object] = {
-        "steps": STEPS,
-        "batch_groups": 3,
-        "group_size": 2,
-        "rounds": RoundKind.SYNCHRONOUS,
-        "max_staleness": 0,
-        "when_stale": StalePolicy.WAIT,
-        "dynamic_sampling": False,
-        "max_failed_share": 0.5,
-        "failure_window": 64,
-    }
-    return ControlSettings(**defaults | changes)  # type: ignore[arg-type]
+    return run_settings(**{"steps": STEPS, "batch_groups": 3, "group_size": 2} | changes)
 
 
 SYNCHRONOUS = control_settings(checkpoint_every=2)
@@ -62,27 +51,26 @@ def batches_of(rank: CountingRank) -> list[Counter[str]]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("trainer_dies", [False, True])
+@pytest.mark.parametrize("lost", ["controller", "trainer", "checkpoint"])
 @pytest.mark.parametrize(
     "settings", [SYNCHRONOUS, SUBMITTED, RACING, STALE], ids=["synchronous", "submitted", "racing", "continuous"]
 )
-async def test_lives_of_a_controller_make_one_run(
-    settings: ControlSettings, trainer_dies: bool, tmp_path: Path
-) -> None:
+async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, lost: str, tmp_path: Path) -> None:
     for events in range(1, 38, 4):
         directory = tmp_path / str(events)
         directory.mkdir()
         lineage: list[Counter[str]] = []
-        saved, lives, reason = 0, 0, ""
+        saved, lives, reason = [0], 0, ""
         rank: CountingRank | None = None
         while not reason:
             lives += 1
             run = SimulatedRun(settings, directory, kept=True)
-            if rank is not None and not trainer_dies:
+            if rank is not None and lost == "controller":
                 run.ranks = [rank]
                 rank.happened = run.happened
             else:
-                run.ranks[0].version = saved
+                # The newest checkpoint that is not damaged is what they begin with.
+                run.ranks[0].version = saved[-2] if lost == "checkpoint" and len(saved) > 1 else saved[-1]
             rank, begins = run.ranks[0], run.ranks[0].version
             held = len(rank.batches)
             reason = await one_life(run, events if lives < 6 else 10**9)
@@ -91,7 +79,7 @@ async def test_lives_of_a_controller_make_one_run(
                 # What is trained again is what was trained before, sample by sample.
                 assert version >= len(lineage) or lineage[version] == batch
             lineage[begins : begins + len(made)] = made
-            saved = max([saved, *(int(path.removeprefix("step-")) for path in rank.saved)])
+            saved = sorted({*saved, *(int(path.removeprefix("step-")) for path in rank.saved)})
             for sample in (s for b in rank.batches[held:] for s in b):
                 returned = run.scorer.returned.get(str(sample.id))
                 assert returned is None or returned == sample.reward

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted_parts import SimulatedRun
+from scripted_parts import SimulatedRun, run_settings
 
 from streamrl.config.recipe import ReleaseKind
 from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
@@ -17,26 +17,10 @@ from streamrl.control.engine_sets import EngineSet
 from streamrl.control.engine_switch import PreparedEngines
 from streamrl.control.event_log import read_log, replay
 from streamrl.control.events import AlarmRaised
-from streamrl.control.state import ControlSettings
 from streamrl.errors import RewardFailureLimit, StreamRLError
 from streamrl.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 
 pytestmark = pytest.mark.asyncio
-
-
-def run_settings(**changes: object) -> ControlSettings:
-    defaults: dict[str, object] = {
-        "steps": 6,
-        "batch_groups": 4,
-        "group_size": 4,
-        "rounds": RoundKind.SYNCHRONOUS,
-        "max_staleness": 0,
-        "when_stale": StalePolicy.WAIT,
-        "dynamic_sampling": False,
-        "max_failed_share": 0.5,
-        "failure_window": 64,
-    }
-    return ControlSettings(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
 CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}
@@ -158,6 +142,23 @@ async def test_a_drain_cancels_the_evaluation_that_runs(tmp_path: Path) -> None:
     assert 0 < len(run.scorer.held_out) < 100
     assert run.scores == {} and not (tmp_path / "evaluations").exists()
     assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
+
+
+async def test_an_evaluation_whose_version_is_gone_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(steps=3, evaluate_every=2), tmp_path, held_out=4000, evaluation_in_flight=24)
+    noted = run.ranks[0].happened
+
+    def happened(kind: str, version: int) -> None:
+        noted(kind, version)
+        if (kind, version) == ("close", 3):
+            run.publisher.stranded()
+
+    run.ranks[0].happened = happened
+    assert await run.run() == "finished"
+    assert [e.step for e in run.events if isinstance(e, StepFinished)] == [1, 2, 3]
+    [warning] = [e for e in run.events if isinstance(e, RunWarning)]
+    assert warning.message == "evaluation of version 2 given up: no engine holds it any more"
+    assert not any(isinstance(e, EvaluationFinished) for e in run.events)
 
 
 async def test_a_resumed_run_begins_at_the_version_of_the_ranks(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ leave    end with 0 when ``DIR/leave`` appears, and on SIGTERM leave the file ``
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from streamrl.config.topology import ProcessPlan, Role
 from streamrl.errors import RewardFailureLimit, StreamBroken
-from streamrl.processes.child import Terminated, leave
+from streamrl.processes.child import Terminated, leave, parse_arguments
 from streamrl.processes.parent_death import die_with_parent
 
 GRANDCHILD = """
@@ -44,17 +43,11 @@ time.sleep(600)
 
 def main() -> None:
     die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", type=Role)
-    parser.add_argument("--index", type=int)
-    parser.add_argument("--run-directory", type=Path)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    plan = ProcessPlan(role=arguments.role, index=arguments.index)
-    if arguments.resume:
-        with (arguments.run_directory / "resumed").open("a") as file:
+    plan, directory, resumes = parse_arguments()
+    if resumes:
+        with (directory / "resumed").open("a") as file:
             file.write(f"{plan.name}\n")
-    leave(plan, arguments.run_directory, lambda: behave(plan, arguments.run_directory))
+    leave(plan, directory, lambda: behave(plan, directory))
 
 
 def behave(plan: ProcessPlan, directory: Path) -> None:

@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Callable[[], Lines], str]] = {
     ),
     "other weights": (
         lambda: joined(GOOD[0], GOOD[1], step(2, ["p2", "p3"], pid=2, state_hash=9), GOOD[2]),
-        "trained again trainer-0 has other weights",
+        "1 live steps that were trained again have other weights",
     ),
 }
 

@@ -72,7 +72,7 @@ def control() -> ControlState:
 class Trial:
     def __init__(self, run_directory: Path, recipe: Recipe = QUICK) -> None:
         self.told: list[StallSeen] = []
-        self.tokens = 0
+        self.tokens = self.answers = 0
         self.watch = ControllerWatch(recipe, run_directory, self.tell)
         self.state = control()
         self.waits = RunWaits(anyio.current_time, ShellView)
@@ -86,7 +86,7 @@ class Trial:
             return RolloutStatistics(launched=4, finished=1, running=3, busy_seconds=0.0, generated_tokens=self.tokens)
 
         load = EngineLoad(running=3, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
-        self.watch.follow(self.state, rollout, lambda: load, lambda: 0, self.waits)
+        self.watch.follow(self.state, rollout, lambda: load, lambda: 0, lambda: self.answers, self.waits)
 
 
 @pytest.mark.asyncio
@@ -98,6 +98,8 @@ async def test_a_run_that_stands_still_ends_with_what_it_waits_for(tmp_path: Pat
             trial.follow()
             with trial.watch.waits.waiting_for("2 prompts"):
                 for trial.tokens in range(8):  # one more token now and then is progress
+                    await anyio.sleep(0.05)
+                for trial.answers in range(8):  # so is a batch that is trained again
                     await anyio.sleep(0.05)
                 assert not trial.told
                 await anyio.sleep(60)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_supervisor import PLANS, STAND_IN, Trial, death_in, lives, until
+from trials import PLANS, STAND_IN, Trial, death_in, lives, until
 
 from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine
 from streamrl.config.topology import RENDEZVOUS_FILE, ProcessPlan, Role, Topology
@@ -27,28 +23,12 @@ from streamrl.processes.supervisor import Supervisor
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
 
 
-@pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Callable[..., Trial]]:
-    trials: list[Trial] = []
-
-    def make(**behaviour: str) -> Trial:
-        trials.append(Trial(tmp_path, {name.replace("_", "-"): word for name, word in behaviour.items()}))
-        return trials[-1]
-
-    yield make
-    for one in trials:  # what a failed test left must not disturb the next
-        for pid in [*one.pids(), *(process.pid for process in one.guardians())]:
-            if pid != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
 @contextlib.asynccontextmanager
 async def forgiving(
-    one: Trial, *more: ProcessPlan, engines: int = 0, core: int = 0, min_serving: int = 1
+    one: Trial, *more: ProcessPlan, engines: int = 0, core: int = 0, rewards: int = 0, min_serving: int = 1
 ) -> AsyncIterator[Supervisor]:
     """A supervisor of the stand-ins and of ``more`` that is watching; it forgives so many deaths."""
-    times = {Role.ENGINE: engines, Role.TRAINER: core, Role.CONTROLLER: core}
+    times = {Role.ENGINE: engines, Role.TRAINER: core, Role.CONTROLLER: core, Role.REWARD: rewards}
     plans = [msgspec.structs.replace(plan, restarts=times.get(plan.role, 0)) for plan in (*PLANS, *more)]
     for plan in more:
         path = one.directory / "behaviour" / plan.name
@@ -209,11 +189,12 @@ async def test_an_engine_whose_resource_tracker_is_killed_is_replaced(trial: Cal
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("more", [(), (RANK_1,)])
 async def test_a_controller_that_is_killed_is_started_again_alone_and_told_to_go_on(
-    trial: Callable[..., Trial],
+    trial: Callable[..., Trial], more: tuple[ProcessPlan, ...]
 ) -> None:
     one = trial()
-    async with forgiving(one, core=2) as supervisor, anyio.create_task_group() as tasks:
+    async with forgiving(one, *more, core=2) as supervisor, anyio.create_task_group() as tasks:
         prepared: list[bool] = []
 
         async def bind_streams_again() -> None:
@@ -225,21 +206,18 @@ async def test_a_controller_that_is_killed_is_started_again_alone_and_told_to_go
         await until(lambda: started(one, "controller", 1))
         assert prepared == [False], "before it began"
         assert (one.directory / "resumed").read_text().split() == ["controller"]
-        assert all(lives(one.pid(name)) for name in ("engine-0", "reward-0", "trainer-0"))
+        assert all(lives(one.pid(name)) for name in ("engine-0", "reward-0", "trainer-0", *(m.name for m in more)))
         await end_well(one, supervisor)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("victim", ["trainer-1", "controller"])
-async def test_ranks_are_started_again_together_and_the_controller_with_them(
-    trial: Callable[..., Trial], victim: str
-) -> None:
+async def test_ranks_are_started_again_together_and_the_controller_with_them(trial: Callable[..., Trial]) -> None:
     one = trial(controller="hang", trainer_0="hang")
     async with forgiving(one, RANK_1, core=1) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
         (one.sockets / RENDEZVOUS_FILE).touch()
         old = [one.pid(name) for name in ("controller", "trainer-0", "trainer-1")]
-        os.kill(one.pid(victim), signal.SIGKILL)
+        os.kill(one.pid("trainer-1"), signal.SIGKILL)
         names = ("controller", "trainer-0", "trainer-1")
         await until(lambda: all(started(one, name, 1) for name in names))
         assert not any(lives(pid) for pid in old)
@@ -289,13 +267,30 @@ async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callab
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_takes_a_broken_stream_for_the_end_is_replaced(trial: Callable[..., Trial]) -> None:
-    one = trial(engine_0="leave")
-    async with forgiving(one, engines=1) as supervisor, anyio.create_task_group() as tasks:
+@pytest.mark.parametrize("name", ["engine-0", "reward-0"])
+async def test_who_takes_a_broken_stream_for_the_end_is_replaced(name: str, trial: Callable[..., Trial]) -> None:
+    one = trial(**{name.replace("-", "_"): "leave"})
+    async with forgiving(one, engines=1, rewards=1) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
-        (one.directory / "behaviour" / "engine-0").write_text("serve")
+        (one.directory / "behaviour" / name).write_text("serve")
         (one.directory / "leave").touch()
-        await until(lambda: started(one, "engine-0", 1))
+        await until(lambda: started(one, name, 1))
+        await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_had_ended_well_is_started_again_with_a_controller_that_dies_after_it(
+    trial: Callable[..., Trial],
+) -> None:
+    one = trial(trainer_0="leave")
+    async with forgiving(one, core=3) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        rank = one.pid("trainer-0")
+        (one.directory / "behaviour" / "trainer-0").write_text("serve")
+        (one.directory / "leave").touch()
+        await until(lambda: not lives(rank))
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        await until(lambda: started(one, "trainer-0", 1) and started(one, "controller", 1))
         await end_well(one, supervisor)
 
 

@@ -249,3 +249,10 @@ def test_half_written_files_of_runs_that_nobody_holds(tmp_path: Path) -> None:
     assert [one.remove() for one in _left(later)] == ["", ""]
     assert sorted(path.name for path in run.rglob("*") if "partial" in path.name) == []
     assert (run / "metrics.jsonl").exists() and (tmp_path / "runs" / "elsewhere" / "mine.partial").exists()
+
+
+def test_what_a_run_was_writing_when_it_was_ended_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".step-000002.partial" / "trainer").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000001").mkdir()
+    assert remains.remove_half_written(tmp_path) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]

@@ -8,105 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
 
 import anyio
-import psutil
 import pytest
+from trials import NAMES, STAND_IN, Trial, death_in, lives, until
 
-from streamrl.config.topology import ProcessPlan, Role, Topology
-from streamrl.errors import ProcessDied, StreamRLError
+from streamrl.config.topology import ProcessPlan, Role
+from streamrl.errors import StreamRLError
 from streamrl.processes.supervisor import Supervisor
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
-PLANS = (
-    ProcessPlan(role=Role.CONTROLLER, index=0),
-    ProcessPlan(role=Role.REWARD, index=0),
-    ProcessPlan(role=Role.ENGINE, index=0),
-    ProcessPlan(role=Role.TRAINER, index=0),
-)
-NAMES = tuple(plan.name for plan in PLANS)
 ENDS_WITHIN_S = 10.0
-
-
-class Trial:
-    """One run of stand-ins in a directory of its own."""
-
-    def __init__(self, root: Path, behaviour: Mapping[str, str]) -> None:
-        self.directory = root / "run"
-        self.sockets = root / "sockets"
-        for folder in ("behaviour", "pids", "temporary"):
-            (self.directory / folder).mkdir(parents=True)
-        for name in NAMES:
-            (self.directory / "behaviour" / name).write_text(behaviour.get(name, "serve"))
-
-    def supervisor(self, more: tuple[ProcessPlan, ...] = (), **options: float) -> Supervisor:
-        topology = Topology(processes=(*PLANS, *more), endpoints={})
-        entry = (str(STAND_IN),)
-        return Supervisor(topology, self.directory, self.sockets, entry=entry, **options)  # type: ignore[arg-type]
-
-    def pid(self, name: str, start: int = 0) -> int:
-        return int((self.directory / "pids" / f"{name}.{start}").read_text())
-
-    def all_started(self) -> bool:
-        return all((self.directory / "pids" / f"{name}.0").exists() for name in NAMES)
-
-    def pids(self) -> list[int]:
-        files = [path for path in (self.directory / "pids").iterdir() if path.suffix not in (".memory", ".partial")]
-        return [int(path.read_text()) for path in files if not path.name.startswith(".")]
-
-    def guardians(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_guardian(process)]
-
-    def _is_guardian(self, process: psutil.Process) -> bool:
-        try:
-            line = process.cmdline()
-        except psutil.Error:
-            return False
-        return "streamrl.processes.guardian" in line and any(str(self.sockets) in word for word in line)
-
-    def assert_nothing_left(self) -> None:
-        assert self.left() == []
-
-    def left(self) -> list[str]:
-        """Processes, shared memory and sockets that outlived the run."""
-        left = [f"pid {pid}" for pid in self.pids() if lives(pid)]
-        left += [f"guardian {process.pid}" for process in self.guardians()]
-        for path in (self.directory / "pids").glob("*.memory"):
-            left += [str(segment) for segment in [Path("/dev/shm") / path.read_text()] if segment.exists()]
-        temporary = [Path(path.read_text()) for path in (self.directory / "temporary").iterdir()]
-        return left + [str(path) for path in [self.sockets, *temporary] if path.exists()]
-
-
-def lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Callable[..., Trial]]:
-    trials: list[Trial] = []
-
-    def make(**behaviour: str) -> Trial:
-        trials.append(Trial(tmp_path, {name.replace("_", "-"): word for name, word in behaviour.items()}))
-        return trials[-1]
-
-    yield make
-    for one in trials:  # what a failed test left must not disturb the next
-        for pid in [*one.pids(), *(process.pid for process in one.guardians())]:
-            if pid != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    with anyio.fail_after(within_s):
-        while not condition():
-            await anyio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -114,13 +27,6 @@ async def running(one: Trial, more: tuple[ProcessPlan, ...] = (), **options: flo
     async with one.supervisor(more, **options) as supervisor:
         await until(one.all_started)
         yield supervisor
-
-
-async def death_in(supervisor: Supervisor) -> str:
-    """The message with which the watch ends."""
-    with pytest.raises(ProcessDied) as died:
-        await supervisor.watch()
-    return str(died.value)
 
 
 @pytest.mark.asyncio
@@ -143,13 +49,31 @@ async def test_a_guardian_that_is_killed_is_replaced(trial: Callable[..., Trial]
     one = trial()
     async with running(one) as supervisor, anyio.create_task_group() as tasks:
         tasks.start_soon(supervisor.watch)
-        (first,) = one.guardians()
-        began = time.monotonic()
-        await until(lambda: time.monotonic() > began + 1.2)  # one that ends sooner could not run here
-        first.kill()
-        await until(lambda: any(guardian.pid != first.pid for guardian in one.guardians()))
+        killed = set[int]()
+        for _ in range(2):  # the second right after it was started
+            (guardian,) = one.guardians()
+            guardian.kill()
+            killed.add(guardian.pid)
+            await until(lambda: any(found.pid not in killed for found in one.guardians()))
         await supervisor.kill()
     one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_no_run_goes_on_without_a_guardian(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with running(one) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(_kill_guardians, one)
+        assert (await death_in(supervisor)).startswith("guardian was killed by SIGKILL")
+        tasks.cancel_scope.cancel()
+    one.assert_nothing_left()
+
+
+async def _kill_guardians(one: Trial) -> None:
+    while True:
+        for guardian in one.guardians():
+            guardian.kill()
+        await anyio.sleep(0.005)
 
 
 @pytest.mark.asyncio

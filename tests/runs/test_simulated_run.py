@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,26 @@ REWARD = "async def reward(completion):\n    return len(completion) % 7 / 6\n"
 WITHOUT_VLLM = "import sys\nsys.modules['vllm'] = None  # importing it fails\n"
 
 
-def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_VLLM)
-    settings = {
-        "run.directory": str(tmp_path / "runs"),
-        "run.steps": 4,
+def _flags(root: Path, **settings: object) -> list[str]:
+    (root / "reward.py").write_text(REWARD)
+    common = {
+        "run.directory": str(root / "runs"),
         "engines.kind": "simulated",
-        "engines.count": 2,
-        "rewards.0.function": f"{tmp_path / 'reward.py'}:reward",
+        "rewards.0.function": f"{root / 'reward.py'}:reward",
         "rollout.prompts_per_batch": 4,
         "rollout.group_size": 4,
         "sampling.max_tokens": 64,
         "evaluation.prompts": "",
-        "weights.audit_interval": 1,
         "training.threads": 1,
     }
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
+    chosen = common | {key.replace("__", "."): value for key, value in settings.items()}
+    return [part for key, value in chosen.items() for part in ("--set", f"{key}={toml_value(value)}")]
+
+
+def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_VLLM)
+    flags = _flags(tmp_path, run__steps=4, engines__count=2, weights__audit_interval=1)
     done = subprocess.run(
         [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags],
         env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
@@ -59,3 +62,20 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     assert [len(audit) for audit in audits] == [2] * 5 and all(len(versions) == 1 for versions in held)
     assert len(set.union(*held)) == 5, "every version has weights of its own"
     assert read_trace(files / "trace.jsonl").header.engine_kind == "simulated"
+
+
+def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamrl"]
+    runs = tmp_path / "runs"
+    with subprocess.Popen(
+        [*command, "train", str(EXAMPLE), *_flags(tmp_path, run__steps=1)], stdout=subprocess.DEVNULL
+    ) as first:
+        while not (found := list(runs.glob("sort-*/recipe.toml"))):
+            assert first.poll() is None
+            time.sleep(0.005)
+        first.kill()
+    run = found[0].parent
+    assert not (run / "journal").exists()
+    done = subprocess.run([*command, "resume", str(run)], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"step"' in line]

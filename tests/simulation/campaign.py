@@ -1,10 +1,13 @@
 """Many seeds: which fail, what fired, and the smallest plan that still fails.
 
-    python tests/simulation/campaign.py run --seeds 0:2000 [--state FILE] [--hours H --faults N] [--seconds S]
-    python tests/simulation/campaign.py replay SEED [--plan FILE]
-    python tests/simulation/campaign.py shrink SEED
+    python tests/simulation/campaign.py run --state FILE [--part K/N] [--seeds 0:2000] [--hours H] [--faults N]
+    python tests/simulation/campaign.py report FILE ...
+    python tests/simulation/campaign.py replay SEED [--state FILE]
+    python tests/simulation/campaign.py shrink SEED [--state FILE]
 
-``run`` goes on where the state file ends, until all seeds, or both goals, are done or the seconds are over.
+``run`` goes on where the state file ends, until all seeds, or its part of both goals, are done or the seconds are over;
+``--part K/N`` takes every N-th seed, for N processes with a state file each, which ``report`` adds up. Plans of a
+campaign lean towards cells that have fired least, so a seed is replayed with the plan that the state file keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -24,12 +27,14 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fault_plan import MAY_END_A_RUN, Fault, Phase, cells, draw_plan
+from fault_plan import Fault, cells, draw_plan
 from ledger import Violation
 from world import Outcome, World
 from world_shape import Shape, draw_shape
 
 SAVE_EVERY = 20
+FEWEST_FAULTS, MOST_FAULTS = 4, 10
+"""Of a step."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
@@ -47,6 +52,7 @@ class Progress(msgspec.Struct, kw_only=True):
 
     next_seed: int
     seeds: int = 0
+    lives: int = 0
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     fired: int = 0
@@ -58,8 +64,8 @@ class Progress(msgspec.Struct, kw_only=True):
     failures: list[Failure] = []
 
     def add(self, outcome: Outcome, faults: list[Fault], cpu_s: float) -> None:
-        self.next_seed = outcome.seed + 1
         self.seeds += 1
+        self.lives += outcome.lives
         self.virtual_s += outcome.virtual_s
         self.cpu_s += cpu_s
         self.fired += len(outcome.fired)
@@ -85,12 +91,12 @@ class Progress(msgspec.Struct, kw_only=True):
         return [cell for cell in ("/".join(map(str, parts)) for parts in cells()) if cell not in self.cells]
 
 
-def plan_of(seed: int, shape: Shape) -> list[Fault]:
-    """The faults of a seed: two in three runs have none that may end them, and must finish."""
+def plan_of(seed: int, shape: Shape, fired: Mapping[str, int] | None = None) -> list[Fault]:
+    """The faults of a seed. ``fired``: how often each cell has in this campaign: what is missing is likelier."""
     random = Random(f"plan {seed}")
     steps = shape.recipe.run.steps
-    count = random.randint(steps, 3 * steps)
-    return draw_plan(random, count, steps, ending=int(random.random() < 1 / 3), phases=list(Phase))
+    count = random.randint(FEWEST_FAULTS * steps, MOST_FAULTS * steps)
+    return draw_plan(random, count, shape.course, fired or {})
 
 
 def run_seed(
@@ -107,10 +113,13 @@ def run_seed(
     return World(shape, plan, keep_history=keep_history, stacks_at=stacks_at).run()
 
 
-def shrink(seed: int, fails: Callable[[Outcome], bool] | None = None) -> tuple[list[Fault], int, Outcome]:
-    """The fewest faults, then the fewest steps, with which ``seed`` still violates the same invariant."""
+def shrink(
+    seed: int, fails: Callable[[Outcome], bool] | None = None, plan: list[Fault] | None = None
+) -> tuple[list[Fault], int, Outcome]:
+    """The fewest faults, then the fewest steps, with which ``seed`` still violates the same invariant. ``plan`` None:
+    its own."""
     shape = draw_shape(seed)
-    faults, steps = plan_of(seed, shape), shape.recipe.run.steps
+    faults, steps = plan_of(seed, shape) if plan is None else plan, shape.recipe.run.steps
     outcome = run_seed(seed, faults=faults)
     wanted = {v.invariant for v in outcome.violations}
     still = fails or (lambda o: bool({v.invariant for v in o.violations} & wanted))
@@ -142,36 +151,37 @@ def _smaller(
 
 def run_campaign(arguments: argparse.Namespace) -> int:
     first, _, last = arguments.seeds.partition(":")
+    part, _, parts = arguments.part.partition("/")
     state = Path(arguments.state) if arguments.state else None
-    progress = Progress(next_seed=int(first))
+    progress = Progress(next_seed=int(first) + int(part))
     if state is not None and state.exists():
         progress = msgspec.json.decode(state.read_bytes(), type=Progress)
-        progress.next_seed = max(progress.next_seed, int(first))
-    ends = time.monotonic() + arguments.seconds
-    for seed in range(progress.next_seed, int(last or 10**9)):
-        enough = progress.virtual_s >= 3600 * arguments.hours and progress.fired >= arguments.faults
+    ends, goal = time.monotonic() + arguments.seconds, 1 / int(parts)
+    for seed in range(progress.next_seed, int(last or 10**9), int(parts)):
+        hours, faults = progress.virtual_s / 3600, progress.fired
+        enough = hours >= goal * arguments.hours and faults >= goal * arguments.faults and not progress.missing
         if time.monotonic() > ends or (not last and enough):
             break
-        _one_more(progress, seed, arguments.show)
-        if state is not None and progress.seeds % SAVE_EVERY == 0:
+        failed = not _one_more(progress, seed, arguments.show)
+        progress.next_seed = seed + int(parts)
+        if state is not None and (failed or progress.seeds % SAVE_EVERY == 0):
             _save(state, progress)
     if state is not None:
         _save(state, progress)
-    for line in report(progress):
-        print(line)
-    return int(bool(progress.failures))
+    return _report([progress])
 
 
-def _one_more(progress: Progress, seed: int, show: int) -> None:
+def _one_more(progress: Progress, seed: int, show: int) -> bool:
     began = time.process_time()
-    faults = plan_of(seed, draw_shape(seed))
-    outcome = run_seed(seed)
+    faults = plan_of(seed, draw_shape(seed), progress.cells)
+    outcome = run_seed(seed, faults=faults)
     progress.add(outcome, faults, time.process_time() - began)
     if not outcome.ok:
         told = "; ".join(f"{v.invariant} {v.text}" for v in outcome.violations[:2]) or outcome.message
         print(f"seed {seed} {outcome.kind}: {told[:400]}", flush=True)
         if show:
-            print(*run_seed(seed, keep_history=True).history[-show:], sep="\n")
+            print(*run_seed(seed, faults=faults, keep_history=True).history[-show:], sep="\n")
+    return outcome.ok
 
 
 def _save(state: Path, progress: Progress) -> None:
@@ -180,31 +190,67 @@ def _save(state: Path, progress: Progress) -> None:
     partial.replace(state)
 
 
-def report(progress: Progress) -> Iterable[str]:
-    """What a campaign found, for people."""
-    hours, minutes = progress.virtual_s / 3600, max(progress.cpu_s / 60, 1e-9)
-    yield f"seeds {progress.seeds}, next {progress.next_seed}: {progress.kinds}"
-    yield f"{hours:.2f} simulated hours, {progress.fired} faults, {progress.steps} steps, {progress.trained} trained"
-    rates = f"{progress.fired / minutes:.0f} faults, {progress.events / minutes:.0f} events"
-    yield f"a CPU minute: {hours / minutes:.2f} hours, {rates}"
-    total = len(cells())
-    yield f"cells fired: {total - len(progress.missing)} of {total}; missing: {', '.join(progress.missing[:12])}"
-    yield f"failures: {len(progress.failures)}"
+def report(parts: Sequence[Progress]) -> Iterable[str]:
+    """What a campaign, in one or several parts, has found, for people."""
+    whole = added_up(parts)
+    hours, minutes = whole.virtual_s / 3600, max(whole.cpu_s / 60, 1e-9)
+    yield f"seeds {whole.seeds}: {whole.kinds}, {whole.lives} lives"
+    yield f"{hours:.2f} simulated hours, {whole.fired} faults, {whole.steps} steps, {whole.trained} trained"
+    rates = f"{hours / minutes:.2f} hours, {whole.fired / minutes:.0f} faults, {whole.events / minutes:.0f} events"
+    yield f"{minutes:.1f} CPU minutes; in each: {rates}"
+    total, least = len(cells()), min(whole.cells.values(), default=0)
+    yield f"cells fired: {total - len(whole.missing)} of {total}, each {least} times or more"
+    if whole.missing:
+        yield f"missing: {', '.join(whole.missing)}"
+    yield f"failures: {len(whole.failures)}"
+    for failure in whole.failures:
+        told = "; ".join(f"{v.invariant} {v.text}" for v in failure.violations[:1]) or failure.message
+        yield f"  seed {failure.seed} {failure.kind}: {told.splitlines()[0][:150] if told else ''}"
+
+
+def added_up(parts: Sequence[Progress]) -> Progress:
+    """One for all."""
+    whole = Progress(next_seed=0)
+    for part in parts:
+        for name in ("seeds", "lives", "virtual_s", "cpu_s", "fired", "steps", "trained", "events"):
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.kinds = dict(Counter(whole.kinds) + Counter(part.kinds))
+        whole.cells = dict(Counter(whole.cells) + Counter(part.cells))
+        whole.failures = [*whole.failures, *part.failures]
+    return whole
+
+
+def _report(parts: Sequence[Progress]) -> int:
+    print(*report(parts), sep="\n")
+    return int(any(part.failures for part in parts))
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    return _report([msgspec.json.decode(Path(file).read_bytes(), type=Progress) for file in arguments.files])
+
+
+def _kept_plan(arguments: argparse.Namespace) -> list[Fault] | None:
+    """With which that seed failed. None: the seed's own."""
+    if not arguments.state:
+        return None
+    progress = msgspec.json.decode(Path(arguments.state).read_bytes(), type=Progress)
+    return next(failure.faults for failure in progress.failures if failure.seed == arguments.seed)
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    faults = None
-    if arguments.plan:
-        faults = msgspec.json.decode(Path(arguments.plan).read_bytes(), type=list[Fault])
     outcome = run_seed(
-        arguments.seed, faults=faults, steps=arguments.steps, keep_history=True, stacks_at=arguments.stacks
+        arguments.seed,
+        faults=_kept_plan(arguments),
+        steps=arguments.steps,
+        keep_history=True,
+        stacks_at=arguments.stacks,
     )
     print(*outcome.history, sep="\n")
     return _tell(outcome)
 
 
 def shrink_command(arguments: argparse.Namespace) -> int:
-    faults, steps, outcome = shrink(arguments.seed)
+    faults, steps, outcome = shrink(arguments.seed, plan=_kept_plan(arguments))
     print(*outcome.history[-arguments.lines :], sep="\n")
     print(msgspec.json.encode(faults).decode())
     print(f"{len(faults)} faults, {steps} steps")
@@ -218,30 +264,39 @@ def _tell(outcome: Outcome) -> int:
     return int(not outcome.ok)
 
 
-def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings are walked in the same order in every process
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run")
     one.add_argument("--seeds", default="0:")
+    one.add_argument("--part", default="0/1")
     one.add_argument("--state", default="")
     one.add_argument("--hours", type=float, default=2000.0)
     one.add_argument("--faults", type=int, default=1_000_000)
     one.add_argument("--show", type=int, default=0, help="lines of the trace of a seed that fails")
     one.add_argument("--seconds", type=float, default=float("inf"))
     one.set_defaults(work=run_campaign)
-    two = commands.add_parser("replay")
-    two.add_argument("seed", type=int)
-    two.add_argument("--plan", default="")
-    two.add_argument("--steps", type=int, default=0)
-    two.add_argument("--stacks", type=float, default=0.0, help="virtual second at which to show where every task is")
-    two.set_defaults(work=replay)
-    three = commands.add_parser("shrink")
+    two = commands.add_parser("report")
+    two.add_argument("files", nargs="+")
+    two.set_defaults(work=report_command)
+    three = commands.add_parser("replay")
     three.add_argument("seed", type=int)
-    three.add_argument("--lines", type=int, default=60)
-    three.set_defaults(work=shrink_command)
-    arguments = parser.parse_args()
+    three.add_argument("--state", default="")
+    three.add_argument("--steps", type=int, default=0)
+    three.add_argument("--stacks", type=float, default=0.0, help="virtual second at which to show where every task is")
+    three.set_defaults(work=replay)
+    four = commands.add_parser("shrink")
+    four.add_argument("seed", type=int)
+    four.add_argument("--state", default="")
+    four.add_argument("--lines", type=int, default=60)
+    four.set_defaults(work=shrink_command)
+    return parser
+
+
+def main() -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings are walked in the same order in every process
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+    arguments = _parser().parse_args()
     logging.disable(logging.CRITICAL)
     gc.collect()
     gc.freeze()
@@ -250,6 +305,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-__all__ = ["MAY_END_A_RUN", "Failure", "Progress", "replay", "run_seed", "shrink"]

@@ -1,12 +1,13 @@
 """Which faults a seed plants: component, kind, phase of the run, and when in it.
 
-A fault waits for the ``nth`` time that its phase begins, then for ``delay_s``, then fires. ``CELLS`` is everything that
-must have fired at least once in a campaign; a run in which nothing fired is vacuous.
+A fault waits for the ``nth`` time that something of its phase begins, then for ``delay_s``, then fires; where the phase
+is over by then, or what it is to hit is not there, it waits for the next time. ``cells`` is everything that must have
+fired at least once in a campaign; a run in which nothing fired is vacuous.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from random import Random
 
@@ -43,16 +44,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """What can happen to what."""
 
-OFTEN = (Phase.ROLLOUT, Phase.REWARD, Phase.TRAIN, Phase.STAGE, Phase.COMMIT)
-PHASES_OF: dict[str, tuple[Phase, ...]] = {
-    "controller": tuple(Phase),
-    "engine": tuple(Phase),
-    "trainer": tuple(Phase),
-    "reward": tuple(Phase),
-    "network": tuple(Phase),
-    "disk": tuple(Phase),
-    "tree": tuple(Phase),
-}
 NEEDS: dict[str, tuple[Phase, ...]] = {
     "refuse_delta": (Phase.ROLLOUT, Phase.TRAIN),
     "corrupt_delta": (Phase.ROLLOUT, Phase.TRAIN),
@@ -67,15 +58,26 @@ NEEDS: dict[str, tuple[Phase, ...]] = {
 }
 """Kinds that mean nothing in other phases."""
 
-MAY_END_A_RUN = {
-    *("crash", "disconnect", "duplicate", "reorder", "corrupt", "stop"),
-    *("disk_full", "write_error", "torn_write"),
-}
-"""Kinds that end a run in which nothing is started again."""
+ENDS_PROCESSES = {"crash", "disconnect", "duplicate", "reorder", "corrupt", "torn_write", "restart"}
+"""Kinds that end a process, which is started again where deaths are forgiven."""
+
+ENDS_RUNS = {"stop", "disk_full", "write_error"}
+"""Kinds that end the whole run, on purpose or because its disk cannot be trusted; so does ``tree/crash``, and every
+death where none is forgiven. Somebody says ``streamrl resume`` then, and it must go on to its end."""
+
+ENDING_SHARE = 0.25
+"""Of the faults of a plan. A death costs a world ten times what a fault costs that only takes time."""
+
+MOST_STOPS = 2
+"""Of one plan: each ends a life of the run, and a fault of the drain needs one."""
+
+CANDIDATES = 4
+"""Cells that are drawn for one fault: the one that has fired least is taken."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """``seconds``: how long it lasts, where it lasts; ``seed``: of what else is drawn when it fires."""
+    """``nth``: the so-many-th time that something of ``phase`` begins; ``seconds``: how long it lasts, where it lasts;
+    ``seed``: of what else is drawn when it fires."""
 
     component: str
     kind: str
@@ -90,39 +92,62 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.component}/{self.kind}/{self.phase}"
 
     @property
-    def ends_runs(self) -> bool:
-        return self.kind in MAY_END_A_RUN
+    def ends_something(self) -> bool:
+        return self.kind in ENDS_PROCESSES | ENDS_RUNS
 
 
-def cells() -> list[tuple[str, str, Phase]]:
+Cell = tuple[str, str, Phase]
+
+
+def cells() -> list[Cell]:
     """Component, kind and phase of everything that can happen."""
     return [
         (component, kind, phase)
         for component, kinds in KINDS.items()
         for kind in kinds
-        for phase in PHASES_OF[component]
-        if phase in NEEDS.get(kind, tuple(Phase))
+        for phase in NEEDS.get(kind, tuple(Phase))
     ]
 
 
-def draw_plan(random: Random, count: int, steps: int, *, ending: int, phases: Sequence[Phase]) -> list[Fault]:
-    """``count`` faults in a run of ``steps`` steps, ``ending`` of them of a kind that may end it."""
-    possible = [cell for cell in cells() if cell[2] in phases]
-    lasting = [cell for cell in possible if cell[1] not in MAY_END_A_RUN]
-    ending_cells = [cell for cell in possible if cell[1] in MAY_END_A_RUN]
-    chosen = [random.choice(lasting) for _ in range(count - ending)] + random.choices(ending_cells, k=ending)
-    return [_draw(random, component, kind, phase, steps) for component, kind, phase in chosen]
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan must know of a run. ``begins``: how often something of each phase will begin (0: never)."""
+
+    steps: int
+    pace: float
+    begins: dict[Phase, int]
 
 
-def _draw(random: Random, component: str, kind: str, phase: Phase, steps: int) -> Fault:
-    once = phase in (Phase.START, Phase.DRAIN)
-    rare = phase in (Phase.EVALUATION, Phase.CHECKPOINT, Phase.RECOVERY)
+def draw_plan(random: Random, count: int, course: Course, fired: Mapping[str, int]) -> list[Fault]:
+    """``count`` faults. ``fired``: how often each cell has so far; those that have not are likelier."""
+    possible = [cell for cell in cells() if course.begins[cell[2]] or cell[2] in (Phase.DRAIN, Phase.RECOVERY)]
+    ending = [cell for cell in possible if cell[1] in ENDS_PROCESSES | ENDS_RUNS]
+    lasting = [cell for cell in possible if cell[1] not in ENDS_PROCESSES | ENDS_RUNS]
+    chosen = [
+        min(random.sample(ending if random.random() < ENDING_SHARE else lasting, CANDIDATES), key=_times(fired))
+        for _ in range(count)
+    ]
+    drains = sum(phase is Phase.DRAIN for _, _, phase in chosen)
+    stops = [("controller", "stop", random.choice(NEEDS["stop"][:3])) for _ in range(min(drains, MOST_STOPS))]
+    chosen += stops
+    deaths = sum(kind in ("crash", "torn_write", "stop") for _, kind, _ in chosen)
+    if not deaths and any(phase is Phase.RECOVERY for _, _, phase in chosen):
+        chosen.append(("controller", "crash", Phase.TRAIN))
+    begins = course.begins | {Phase.DRAIN: len(stops), Phase.RECOVERY: max(1, deaths // 2)}
+    return [_draw(random, cell, begins[cell[2]], course.pace) for cell in chosen]
+
+
+def _times(fired: Mapping[str, int]) -> Callable[[Cell], int]:
+    return lambda cell: fired.get(f"{cell[0]}/{cell[1]}/{cell[2]}", 0)
+
+
+def _draw(random: Random, cell: Cell, begins: int, pace: float) -> Fault:
+    component, kind, phase = cell
     return Fault(
         component=component,
         kind=kind,
         phase=phase,
-        nth=1 if once else random.randint(1, max(1, steps // (3 if rare else 1))),
-        delay_s=0.0 if random.random() < 0.3 else random.expovariate(1 / 1.0),
+        nth=random.randint(1, begins),
+        delay_s=0.0 if random.random() < 0.5 else random.expovariate(1 / (0.3 * pace)),
         seconds=random.choice([0.05, 0.5, 2.0, 5.0]) * random.uniform(0.5, 1.5),
         seed=random.getrandbits(32),
     )

@@ -89,6 +89,7 @@ class Ledger:
         self.open_batches: dict[tuple[int, int], list[TrainingSample]] = defaultdict(list)
         self.engine_version: dict[str, int] = {}
         self.max_version = -1
+        self._newest_life: dict[tuple[str, str], int] = {}
         self.trained_tokens = 0
         self.events = 0
 
@@ -138,6 +139,8 @@ class Ledger:
                     ledger.outstanding -= ledger.consumed.pop(version)
             case on.StopRequested():
                 ledger.stopping = True
+            case on.RunContinued():
+                ledger.stopping = False
             case on.TrajectoryFailed():
                 self._ended(ledger, [event.id])
 
@@ -195,6 +198,24 @@ class Ledger:
                 "I1",
                 f"issued, trained, dropped are {mine}; control says {theirs} and {said.in_flight} in flight",
             )
+
+        lingering = [g for g in state.buffer.groups if self._is_over(ledger, g)]
+        if lingering:
+            self.violated("I11", f"the buffer keeps {len(lingering)} groups that have ended: {lingering[:3]}")
+
+    def _is_over(self, ledger: ControlLedger, group_id: int) -> bool:
+        return all(t in ledger.trained or t in ledger.ended for t in ledger.group_of.get(group_id, ()))
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    def accepted(self, endpoint: str, sender: Any, kept: int, window: int) -> None:
+        """An item of ``sender``'s life came in at ``endpoint``, where ``kept`` wait to be taken."""
+        newest = self._newest_life.get((endpoint, sender.name), 0)
+        if sender.incarnation < newest:
+            self.violated("I16", f"{endpoint} took an item of {sender} after one of its life {newest}")
+        self._newest_life[endpoint, sender.name] = sender.incarnation
+        if kept > window:
+            self.violated("I11", f"{endpoint} keeps {kept} items, and its window is {window}")
 
     # ---- engines ---------------------------------------------------------------------------------
 

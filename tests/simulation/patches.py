@@ -17,6 +17,8 @@ import anyio
 import msgspec
 import simulated_parts as parts
 from anyio._backends import _asyncio
+from simulated_trainer import SimulatedTrainer
+from stamped_engine import StampedEngine
 from world_disk import SimulatedDisk, SimulatedLock, Writer
 
 from streamrl import pipeline
@@ -47,6 +49,7 @@ from streamrl.processes import (
     sweep,
     trainer_process,
 )
+from streamrl.processes.remains import remove_remains_of
 from streamrl.processes.run_inputs import refuse_changes
 from streamrl.processes.run_lock import RunLock
 from streamrl.processes.stacks import ask_for_stacks
@@ -64,8 +67,9 @@ _HANDLE = ControlState.handle
 _PLAN = topology_module.plan_topology
 
 
-SLOWER = {"POLL_S": 0.25, "LOAD_SECONDS": 5.0, "MEASURING_INTERVAL_S": 5.0}
-"""Clockwork that does nothing but look: in virtual time it would be most of the work."""
+LOOKED_EVERY = {"POLL_S": 1.0, "MEASURING_INTERVAL_S": 20.0}
+"""Clockwork that does nothing but look: in virtual time it would be most of the work. In ``Shape.poll_s``."""
+LOAD_SECONDS = 5.0
 
 _PLACES: dict[int, list[tuple[Any, str]]] = {}
 
@@ -177,6 +181,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
 
     machine = world.machine
     put_for(preflight, lambda *_: None)
+    put_for(remove_remains_of, lambda *_: [])
     put_for(refuse_changes, lambda *_, **__: [])
     put_for(load_recipe, lambda _: world.recipe)
     put_for(RunLock, SimulatedLock)
@@ -198,8 +203,9 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(sweep.end_session, machine.end_session)
     put_for(sweep.members, lambda _: [])
     put_for(sweep.record_segments, lambda *_: None)
-    for name, seconds in SLOWER.items():
-        _named_everywhere(put, name, seconds)
+    _named_everywhere(put, "LOAD_SECONDS", LOAD_SECONDS)
+    for name, seconds in LOOKED_EVERY.items():
+        _named_everywhere(put, name, seconds * world.shape.poll_s)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -234,7 +240,7 @@ def _journal(world: World, put_for: Any) -> None:
 
 
 def _parts(world: World, put: Any) -> None:
-    def engine(options: Any, *_: Any) -> parts.StampedEngine:
+    def engine(options: Any, *_: Any) -> StampedEngine:
         shape = world.shape
         chosen = SimulationOptions(
             name=options.name,
@@ -245,7 +251,7 @@ def _parts(world: World, put: Any) -> None:
             tokenizer_digest=parts.TOKENIZER_DIGEST,
             lengths=shape.lengths,
         )
-        return parts.StampedEngine(world, options.name, chosen)
+        return StampedEngine(world, options.name, chosen)
 
     class Named:
         environment: dict[str, str] = {}
@@ -256,9 +262,9 @@ def _parts(world: World, put: Any) -> None:
     def trainer_options(recipe: Any, rank: int, *_: Any, **named: Any) -> tuple[int, str]:
         return rank, named.get("resume_from") or recipe.checkpoint.resume_from
 
-    def trainer(options: tuple[int, str]) -> parts.SimulatedTrainer:
+    def trainer(options: tuple[int, str]) -> SimulatedTrainer:
         rank, directory = options
-        return parts.SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
+        return SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
 
     put(engine_process, "engine_options", lambda recipe, index, sockets: Named(f"engine-{index}"))
     put(engine_process, "_vllm", engine)

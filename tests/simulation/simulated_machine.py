@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from virtual_time import PROCESS, SimulatedProcess
 
 from streamrl.config.topology import ProcessPlan
+from streamrl.errors import StreamRLError
 from streamrl.processes import child
 from streamrl.processes.child import ChildContext, Terminated, role_main
 from streamrl.processes.child_process import ChildProcess
-from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
+from streamrl.processes.exit_reason import TERMINATED_CODE, _leaves, exit_code_of, reason_of, write_reason
 
 if TYPE_CHECKING:
     from world import World
 
 FIRST_PID = 100
+DECLARED = (StreamRLError, OSError, SystemExit)
+"""What a process may die of."""
 
 
 class SimulatedPopen:
@@ -115,6 +118,9 @@ class Machine:
                     if not world.over:
                         world.note("dies", plan.name, reason.kind, reason.message)
                     world.error = world.error or error
+                    undeclared = [leaf for leaf in _leaves(error) if not isinstance(leaf, DECLARED)]
+                    if undeclared and not world.over:
+                        world.ledger.violated("I19", f"{plan.name} died of {undeclared[0]!r}, which nothing declares")
                     write_reason(run_directory, plan.name, reason)
                 return code
             return 0
@@ -124,6 +130,8 @@ class Machine:
     def spawn(self, name: str, main: Callable[[], Any], start_s: float = 0.0) -> SimulatedPopen:
         """A process that runs ``main``, which returns its exit code."""
         loop = self.world.loop
+        if self.living(name) is not None:
+            self.world.ledger.violated("I16", f"{name} is started while an earlier life of it goes on")
         incarnation = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         process = SimulatedProcess(name, incarnation)
         pid = process.pid = FIRST_PID + len(self.by_pid)

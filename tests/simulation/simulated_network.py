@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 from virtual_time import PROCESS, SimulatedProcess, VirtualLoop
 
-from streamrl.comm.stream_protocol import Origin, StreamEnd
+from streamrl.comm.stream_protocol import Origin, ReceivingEnd, StreamEnd
 from streamrl.comm.wakeup import Wakeup
 from streamrl.errors import StreamRLError
 
@@ -60,6 +60,7 @@ class Network:
         self.waiting: dict[str, list[SimulatedConnection]] = {}
         self.links: list[Link] = []
         self.delivered = 0
+        self.accepted: Callable[[str, SimulatedProcess, int, int], None] = lambda *_: None
         self._numbers = 0
 
     def make_connection(self, endpoint: str, *, bind: bool, window: int, limits: Any, **_: Any) -> SimulatedConnection:
@@ -146,6 +147,7 @@ class SimulatedConnection:
         self._departure_told = False
         self._attached = False
         self._changed = Wakeup()
+        self._failure: Exception | None = None
         self._running = anyio.CancelScope(shield=True)
 
     # ---- what the streams call -------------------------------------------------------------------
@@ -168,6 +170,8 @@ class SimulatedConnection:
     async def run(self) -> None:
         with self._running:
             await anyio.sleep_forever()
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         self._running.cancel()
@@ -200,7 +204,15 @@ class SimulatedConnection:
         if self.closed or (self.link is not link and link.identity not in self.links):
             return
         self.network.delivered += 1
-        self.end.on_message(Origin(link.identity if self._binds else b"", link.number), frames)
+        accepted = self.end.received if isinstance(self.end, ReceivingEnd) else 0
+        try:
+            self.end.on_message(Origin(link.identity if self._binds else b"", link.number), frames)
+        except Exception as error:  # noqa: BLE001 - whoever runs the connection is told, as where a socket is read
+            self._failure = error
+            self.stop()
+            return
+        if isinstance(self.end, ReceivingEnd) and self.end.received > accepted:
+            self.network.accepted(self.endpoint, link.other(self).process, len(self.end.items), self.end.window)
         self.service()
         self.wake()
 

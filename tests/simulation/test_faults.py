@@ -10,22 +10,20 @@ from collections.abc import Iterator
 
 import pytest
 from campaign import plan_of, run_seed, shrink
-from fault_plan import MAY_END_A_RUN, Fault, Phase, cells
+from fault_plan import Fault, Phase, cells
 from planted_in_world import PLANTED, catch
 from virtual_time import NothingCanHappen, SimulatedProcess, VirtualLoop
-from world import Outcome
 from world_shape import draw_shape
 
 FIRST_SEED = 1_000
-SECONDS = 12.0
+SECONDS = 40.0
 FEWEST_WORLDS = 10
-KNOWN = ("ended with exit code 0", "the end was not acknowledged within")
-"""A run that has trained everything and fails while it ends: what is late at the end is killed 30 s (5 s) after the
-first process ended. To be mended in the supervisor and at the end of ``Controller.run``."""
-
 LIVENESS = {"I13", "I20"}
-
-QUICK_BUGS = ("a drop is not counted", "a reward is rounded", "a commit is not verified", "completions are mixed up")
+MOST_ENDED_EARLY = 0.1
+QUICK_BUGS = (
+    *("a drop is not counted", "a reward is rounded", "a commit is not verified", "completions are mixed up"),
+    "faults that do nothing",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,30 +36,24 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.timeout(120)
-def test_runs_with_faults_keep_every_invariant() -> None:
-    """What is lost, trained twice, invented or mixed up is never forgiven. That a run goes on to its end is asked of
-    those in which nothing is killed or broken; of the others the command asks it, which shows what is still open."""
-    ends, fired, steps, tolerated = time.monotonic() + SECONDS, 0, 0, 0
+@pytest.mark.timeout(180)
+def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
+    """What is lost, trained twice, invented or mixed up is never forgiven; that every run goes on to its end is asked
+    of all but a few: those are rare interleavings, which the command finds, replays and shrinks."""
+    ends, fired, lives, ended_early = time.monotonic() + SECONDS, set[str](), 0, 0
     for count, seed in enumerate(range(FIRST_SEED, FIRST_SEED + 10_000)):
         if count >= FEWEST_WORLDS and time.monotonic() > ends:
             break
         outcome = run_seed(seed)
-        fired, steps = fired + len(outcome.fired), steps + outcome.steps
-        if _only_late(outcome):
-            tolerated += 1
+        fired.update(outcome.fired)
+        lives += outcome.lives
+        if outcome.violations and {violation.invariant for violation in outcome.violations} <= LIVENESS:
+            ended_early += 1
             continue
         assert outcome.ok, f"benchmarks/simulate_faults.py shrink {seed}: {outcome.kind} {outcome.violations}"
-    assert fired > count and steps > count, "next to nothing happened"
-    assert tolerated <= count / 4
-
-
-def _only_late(outcome: Outcome) -> bool:
-    """It kept everything that it had, but was killed or broken into, or ended as ``KNOWN`` says, and did not go on."""
-    if not outcome.violations or {violation.invariant for violation in outcome.violations} - LIVENESS:
-        return False
-    ended = {cell.split("/")[1] for cell in outcome.fired} & MAY_END_A_RUN
-    return bool(ended) or any(known in outcome.message for known in KNOWN)
+        assert outcome.kind == "finished"
+    assert ended_early <= 1 + count * MOST_ENDED_EARLY
+    assert len(fired) > len(cells()) / 4 and lives > count, "next to nothing happened"
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:
@@ -85,14 +77,16 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     assert found.seeds, f"{name}: 30 worlds did not notice"
 
 
+@pytest.mark.timeout(120)
 def test_a_failing_seed_shrinks_to_what_matters() -> None:
-    [bug] = [bug for bug in PLANTED if bug.name == "a commit is not verified"]
+    [bug] = [bug for bug in PLANTED if bug.name == "a decoder raises what nobody expects"]
     found = catch(bug, 30)
     seed = found.seeds - 1
     with bug.planted():
         faults, _, outcome = shrink(seed)
     assert outcome.violations and outcome.history
-    assert len(faults) < len(plan_of(seed, draw_shape(seed))) / 2
+    assert 1 <= len(faults) < len(plan_of(seed, draw_shape(seed))) / 4
+    assert any(fault.kind == "corrupt" for fault in faults)
 
 
 def test_every_planted_bug_has_a_name_of_its_own_and_cells_cover_all_components() -> None:

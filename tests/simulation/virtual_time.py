@@ -27,6 +27,7 @@ from weakref import WeakSet
 
 import anyio
 import anyio.to_thread
+import sniffio
 
 PROCESS: ContextVar[SimulatedProcess | None] = ContextVar("PROCESS", default=None)
 
@@ -61,6 +62,7 @@ class SimulatedProcess:
         self.at_end: list[Callable[[], None]] = []
         self.phases: Counter[str] = Counter()
         self.pid = 0
+        self.collectives = 0
         self.context = copy_context()
         self.context.run(PROCESS.set, self)
 
@@ -85,8 +87,32 @@ class _Task(asyncio.Task[Any]):
         return self is other
 
 
+class _Callback(asyncio.TimerHandle):
+    """A handle without what asyncio keeps for its debug mode: making handles is a tenth of the work of a world."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+    def _run(self) -> None:
+        """What it raises ends the world: the product never leaves that to its loop."""
+        self._context.run(self._callback, *self._args)
+
+    def __repr__(self) -> str:
+        return f"<callback {self._callback}>"
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
-    """``compute_s``: how long a function takes that is given to a thread; ``computes`` is told of both ends."""
+    """``compute_s``: how long a function takes that is given to a thread; ``computes`` is told of both ends, and
+    ``together`` ends it: at once, or when others have come as far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +121,31 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.callbacks = 0
         self.compute_s: Callable[[], float] = lambda: 0.0
         self.computes: Callable[[Any, bool], None] = lambda func, begins: None
+        self.together: Callable[[Any, Callable[[], None]], None] = lambda func, run: run()
+        self._lanes: dict[Any, deque[Callable[[], None]]] = {}
+        self._timers: list[tuple[float, int, _Callback]] = []
+        self._timers_set = 0
         self._turns = 0
         self._halted = 0
         self._graveyard: list[asyncio.Task[Any]] = []
         _Task._count = 0
         self.set_task_factory(_make_task)
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
+        handle = _Callback(callback, args, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:  # type: ignore[override]
+        handle = _Callback(callback, args, context)
+        self._timers_set += 1
+        heapq.heappush(self._timers, (when, self._timers_set, handle))
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:  # type: ignore[override]
+        return self.call_at(self.now + delay, callback, *args, context=context)
 
     def time(self) -> float:
         return self.now
@@ -151,12 +197,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.callbacks += len(ready)
         if self.callbacks > MOST_CALLBACKS:
             raise NothingCanHappen(f"{self.callbacks} callbacks in {self.now:.0f} s: something spins")
-        halted = self._halted
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:
                 continue
-            if halted or self._halted:
+            if self._halted:
                 process = handle._context.get(PROCESS)
                 if process is not None and (process.dead or process.hung_until > self.now):
                     if not process.dead:
@@ -166,45 +211,51 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _advance(self) -> None:
         self._turns = 0
-        scheduled = self._scheduled
-        while scheduled and scheduled[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(scheduled)._scheduled = False
-        if not scheduled:
-            if not self._ready:
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
+            if not ready:
                 raise NothingCanHappen(f"at {self.now:.3f} s: no timer is set and nothing is ready")
             return
-        if len(scheduled) > 200 and self._timer_cancelled_count * 2 > len(scheduled):
-            kept = [handle for handle in scheduled if not handle._cancelled]
-            heapq.heapify(kept)
-            self._scheduled = scheduled = kept
-            self._timer_cancelled_count = 0
-        self.now = max(self.now, scheduled[0]._when)
-        while scheduled and scheduled[0]._when <= self.now:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            if handle._cancelled:
-                self._timer_cancelled_count -= 1
-            else:
-                self._ready.append(handle)
+        now = self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= now:
+            handle = heapq.heappop(timers)[2]
+            if not handle._cancelled:
+                ready.append(handle)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """``func`` runs at the end of the time that it takes, all at once."""
+        """``func`` runs at the end of the time that it takes, all at once; one after the other in each executor."""
         future = self.create_future()
+        lane = self._lanes.setdefault(executor, deque())
 
-        def run() -> None:
+        def begin() -> None:
+            if future.cancelled():  # before its turn came; later nothing can stop it
+                following()
+            else:
+                self.computes(func, True)
+                self.call_later(self.compute_s(), lambda: self.together(func, end))
+
+        def end() -> None:
             self.computes(func, False)
-            if future.cancelled():
-                return
             try:
                 result = func(*arguments)
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
-                future.set_exception(error)
+                if not future.cancelled():
+                    future.set_exception(error)
             else:
-                future.set_result(result)
+                if not future.cancelled():
+                    future.set_result(result)
+            following()
 
-        self.computes(func, True)
-        self.call_later(self.compute_s(), run)
+        def following() -> None:
+            lane.popleft()
+            if lane:
+                lane[0]()
+
+        lane.append(begin)
+        if len(lane) == 1:
+            begin()
         return future
 
     def _write_to_self(self) -> None:
@@ -216,7 +267,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def burn(self) -> None:
         """The world is over: end what was frozen, whatever its ``finally`` blocks do."""
         self._ready.clear()
-        self._scheduled.clear()
+        self._timers.clear()
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         try:
             with warnings.catch_warnings():
@@ -235,7 +286,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 continue
         self._graveyard.clear()
         self._ready.clear()
-        self._scheduled.clear()
+        self._timers.clear()
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
@@ -286,5 +337,6 @@ def virtual_clock(loop: VirtualLoop, random: Random) -> Iterator[Clock]:
         mock.patch.object(time, "perf_counter", clock.monotonic),
         mock.patch.object(time, "time", clock.wall),
         mock.patch("anyio.to_thread.run_sync", run_sync),
+        mock.patch.object(sniffio.thread_local, "name", "asyncio"),  # anyio asks a hundred thousand times a minute
     ):
         yield clock

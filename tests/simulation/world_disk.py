@@ -41,9 +41,12 @@ class SimulatedDisk(LocalDisk):
         return self._opened(super().lock(path, holder))
 
     def write(self, descriptor: int, block: bytes, offset: int) -> int:
-        mischief = self._world.take_mischief("disk")
+        if self._process.dead:
+            raise OSError(errno.EIO, "the process was killed before")
+        mischief = self._world.faults.take("disk", "torn_write", *ERRORS)
         if mischief == "torn_write":
             super().write(descriptor, block[: len(block) // 2], offset)
+            self._world.faults.suspects.add(self._process.name)
             self._world.machine.kill(self._process.name)
             raise OSError(errno.EIO, "the process was killed in the middle of a write")
         if mischief in ERRORS:
@@ -57,8 +60,9 @@ class SimulatedDisk(LocalDisk):
         """As ``flush``."""
 
     def close(self, descriptor: int) -> None:
-        self._open.discard(descriptor)
-        super().close(descriptor)
+        if descriptor in self._open:  # not after the end of its process, which closes them all
+            self._open.discard(descriptor)
+            super().close(descriptor)
 
     def _opened(self, descriptor: int) -> int:
         self._open.add(descriptor)
@@ -81,7 +85,7 @@ class Writer:
     def wake(self) -> None:
         if not self._due:
             self._due = True
-            seconds = self._world.random.expovariate(1 / FLUSH_S) + self._world.slow_flush_s
+            seconds = self._world.random.expovariate(1 / FLUSH_S) + self._world.faults.slow_flush_s
             self._world.loop.call_later(seconds, self._run)
 
     def join(self) -> None:

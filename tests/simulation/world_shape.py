@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
+from fault_plan import Course, Phase
 
 from streamrl.config.objective import Objective
 from streamrl.config.recipe import (
@@ -50,7 +51,8 @@ JOURNALS = (JournalKind.FSYNC, JournalKind.PROCESS)
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """``..._s``: means, in virtual seconds. ``limit_s``: a run that is not over by then is stuck."""
+    """``..._s``: means, in virtual seconds. ``patience_s``: a run in which nothing was done for so long is stuck.
+    ``poll_s``: how often whoever looks after processes does so; ``folds``: engines ask for deltas on what they hold."""
 
     seed: int
     recipe: Recipe
@@ -62,7 +64,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     fetch_s: float
     commit_s: float
     engine_start_s: float
-    limit_s: float
+    patience_s: float
+    poll_s: float
+    pace: float
+    folds: bool
 
     @property
     def engines(self) -> int:
@@ -76,6 +81,19 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def workers(self) -> int:
         return self.recipe.reward_limits.workers
 
+    @property
+    def course(self) -> Course:
+        """For a plan of faults. Twice evaluated is four prompts each time, a checkpoint is one file a rank."""
+        recipe, steps = self.recipe, self.recipe.run.steps
+        evaluations = 1 + steps // recipe.evaluation.every if recipe.evaluation.every else 0
+        saved = recipe.checkpoint
+        checkpoints = (steps // saved.every if saved.every else 0) + saved.at_end
+        requests = steps * recipe.rollout.prompts_per_batch * recipe.rollout.group_size
+        often = {Phase.ROLLOUT: requests, Phase.REWARD: requests, Phase.TRAIN: steps * self.ranks, Phase.START: 1}
+        pushed = dict.fromkeys((Phase.STAGE, Phase.COMMIT), steps * self.engines)
+        rarely = {Phase.EVALUATION: 4 * evaluations, Phase.CHECKPOINT: checkpoints * self.ranks}
+        return Course(steps=steps, pace=self.pace, begins=dict.fromkeys(Phase, 0) | often | pushed | rarely)
+
 
 def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     """The run of ``seed``. ``steps`` 0: drawn, too."""
@@ -84,7 +102,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     steps = steps or random.randint(4, 12)
     every = random.choice((0, 2, 3))
     restarts = 0 if random.random() < 0.15 else 1000
-    pace = random.choice((0.2, 1.0, 5.0))  # how long everything takes, beside what the product waits by itself
+    pace = random.choice((0.2, 1.0, 5.0, 20.0))  # how long everything takes, beside what the product waits by itself
     recipe = Recipe(
         model=Model(path="/simulated/model"),
         prompts=Prompts(train="/simulated/prompts.jsonl", shuffle=False),
@@ -132,7 +150,10 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         fetch_s=0.2 * pace,
         commit_s=0.05 * pace,
         engine_start_s=5.0 * pace,
-        limit_s=3000.0 * max(pace, 1.0),
+        patience_s=1500.0 * max(pace, 1.0),
+        poll_s=0.25 * max(pace, 1.0),
+        pace=pace,
+        folds=random.random() < 0.5,
     )
 
 

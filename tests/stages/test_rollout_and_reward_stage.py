@@ -170,6 +170,17 @@ async def test_what_a_replaced_worker_had_not_overdone_is_scored_by_its_successo
     assert sorted(o.outcome.reward for o in outcomes if isinstance(o, Scored)) == [0.0, 1.0, 2.0]
 
 
+async def test_a_worker_whose_stream_breaks_after_its_last_answer_has_no_successor() -> None:
+    async def break_at_the_end(orders: Any, results: Any) -> None:
+        await results.send(RewardWorkerReady(worker=0))
+        async for order in orders:
+            await results.send(scored_as(order, lambda completion: float(completion.sample)))
+        await results.abort("its process had ended")
+
+    incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=2) for i in range(2)]
+    assert len(await score(settings(), [break_at_the_end], incoming)) == 2
+
+
 async def test_what_hung_for_longer_than_its_limit_is_recorded_as_timed_out() -> None:
     async def hang_then_die(orders: Any, results: Any) -> None:
         await orders.receive()

@@ -54,3 +54,14 @@ def test_scoring_order_loses_and_repeats_nothing(events: list[tuple[int, str]]) 
             popped.append(waiting.pop().order_id)
     popped += [waiting.pop().order_id for _ in range(len(waiting))]
     assert sorted(popped) == added
+
+
+def test_nothing_is_left_of_orders_that_overtook_each_other() -> None:
+    waiting = ScoringOrder()
+    for group in range(0, 400, 2):
+        for number, of in enumerate((group, group + 1)):
+            waiting.launched(of, 4)
+            waiting.add(order_of(number, of, evaluation=bool(number)))
+            waiting.ended(of)  # it waits at another place now
+        assert [waiting.pop().order_id for _ in range(2)] == [0, 1]
+    assert not waiting._ranks

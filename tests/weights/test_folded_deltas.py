@@ -10,11 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.comm.weights.codec import WeightPatch
 from streamrl.comm.weights.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.comm.weights.folding import FoldMaker
 from streamrl.comm.weights.loaded_checkpoint import CheckpointBase
 from streamrl.comm.weights.manifest import CHECKPOINT_VERSION, decode_manifest, digest_of, encode_manifest
 from streamrl.comm.weights.mirror import CheckpointMirror
+from streamrl.comm.weights.published_versions import MAXIMUM_EARLIER, PendingVersion, PublishedVersions
 from streamrl.comm.weights.received_part import ReceivedPart
 from streamrl.comm.weights.requests import FoldReply, GetChunk, GetFold, NotServed, decode_request, encoder
 from streamrl.errors import WeightError
@@ -108,6 +110,19 @@ def test_only_what_fits_into_its_bytes_is_kept_of_earlier_versions(make_ranks: C
     assert late[1].policy_version == 1
     assert commit_late(late[2], announced).base_version == 2
     assert_equal(late[2], 4, bits)
+
+
+def test_versions_that_change_next_to_nothing_are_not_kept_for_ever() -> None:
+    versions = PublishedVersions(1, history_bytes=1 << 30)
+    versions.add(PendingVersion(0, {0: WeightPatch(None, np.zeros(8, dtype=np.uint16))}, 0))
+    versions.acknowledge(0)
+    newest = MAXIMUM_EARLIER + 50
+    for version in range(1, newest + 1):
+        versions.add(PendingVersion(version, {}, version))
+        versions.acknowledge(version)
+    assert versions.part_hash(newest - MAXIMUM_EARLIER) == newest - MAXIMUM_EARLIER
+    with pytest.raises(WeightError, match="is not kept"):
+        versions.part_hash(newest - MAXIMUM_EARLIER - 1)
 
 
 @pytest.mark.parametrize("announced_as", ["anchor", "delta"])

@@ -19,6 +19,7 @@ from streamrl.comm.weights.bit_patterns import BitArray, PositionArray
 from streamrl.comm.weights.codec import WeightPatch
 from streamrl.errors import WeightError
 
+MAXIMUM_EARLIER = 256  # versions before the acknowledged one, however little they changed
 MAXIMUM_PENDING = 4  # versions published and not acknowledged; the oldest is dropped, a newer delta replaces it
 
 
@@ -138,7 +139,7 @@ class PublishedVersions:
             size += old.nbytes + 4 * old.size
         self._earlier.append(_EarlierVersion(self.acknowledged, self.acknowledged_hash, overwritten, size))
         self._earlier_bytes += size
-        while self._earlier_bytes > self._history_bytes:
+        while self._earlier_bytes > self._history_bytes or len(self._earlier) > MAXIMUM_EARLIER:
             self._earlier_bytes -= self._earlier.popleft().size
 
     def _earlier_version(self, policy_version: int) -> _EarlierVersion:

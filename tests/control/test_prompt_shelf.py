@@ -1,0 +1,52 @@
+"""The prompts that control may ask for are there, and not many more. Which those are: ``recovery_world``."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.control.events import PromptsDrawn
+from streamrl.control.prompt_shelf import FEW_PROMPTS, PromptShelf
+from streamrl.errors import RecipeError
+from streamrl.types import Prompt, token_array
+
+
+def prompts(first: int, count: int) -> list[Prompt]:
+    return [Prompt(prompt_id=f"p{n}", token_ids=token_array([n])) for n in range(first, first + count)]
+
+
+def test_what_nobody_needs_is_forgotten_and_asked_for_rarely() -> None:
+    shelf, asked = PromptShelf("", {}), []
+
+    def needed() -> set[str]:
+        asked.append(len(shelf.prompts))
+        return {f"p{n}" for n in range(newest - 40, newest)}
+
+    for newest in range(0, 20 * FEW_PROMPTS, 8):
+        assert shelf.drawn(prompts(newest, 8), exhausted=False) == PromptsDrawn(
+            prompt_ids=tuple(f"p{n}" for n in range(newest, newest + 8)), prompt_tokens=(1,) * 8
+        )
+        shelf.forget_others(needed)
+        assert len(shelf.prompts) <= FEW_PROMPTS + 8
+        for n in range(max(newest - 40, 0), newest + 8):  # those of the last draw, too: control was not told of them
+            assert shelf[f"p{n}"].token_ids[0] == n
+    assert 15 < len(asked) < 30
+
+
+def test_all_stay_where_all_are_needed() -> None:
+    shelf, asked = PromptShelf("", {}), 0
+
+    def needed() -> set[str]:
+        nonlocal asked
+        asked += 1
+        return {prompt.prompt_id for prompt in shelf.prompts}
+
+    for first in range(0, 64 * FEW_PROMPTS, 100):
+        shelf.put(prompts(first, 100))
+        shelf.forget_others(needed)
+    assert len(shelf.prompts) >= 64 * FEW_PROMPTS and asked < 10
+
+
+def test_a_domain_that_the_recipe_does_not_name_is_refused() -> None:
+    shelf = PromptShelf("kind", {"math": 1.0})
+    with pytest.raises(RecipeError, match='has "math": add it there'):
+        shelf.drawn(prompts(0, 1), exhausted=False)

@@ -1,0 +1,61 @@
+"""Answers of ranks that nobody waits for any more."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.control.trainer_ranks import TrainerRanks
+from streamrl.errors import StreamBroken, WeightError
+from streamrl.messages import CheckpointSaved, TrainerReady
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_an_answer_after_whoever_asked_was_cancelled_is_no_error_of_its_own() -> None:
+    orders, taken = memory_stream(4)
+    answers, events = memory_stream(4)
+    ranks = TrainerRanks([(orders, events)])
+    async with anyio.create_task_group() as pump:
+        pump.start_soon(ranks.run)
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ranks.save_checkpoint, "somewhere", 3)
+            await taken.receive()
+            await anyio.wait_all_tasks_blocked()
+            asking.cancel_scope.cancel()
+        await answers.send(CheckpointSaved(rank=0, directory="somewhere", policy_version=3, seconds=0.0))
+        await answers.aclose()
+    assert ranks.answers() == 1
+
+
+async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_told_that_the_ranks_are_gone() -> None:
+    orders, taken = memory_stream(4)
+    _, events = memory_stream(4)
+    ranks = TrainerRanks([(orders, events)])
+    told: list[str] = []
+
+    async def ask() -> None:
+        with anyio.CancelScope(shield=True):
+            try:
+                await ranks.publish_anchor(3)
+            except StreamBroken as broken:
+                told.append(str(broken))
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as nursery:
+            nursery.start_soon(ranks.run)
+            nursery.start_soon(ask)
+            await taken.receive()
+            nursery.cancel_scope.cancel()
+    assert told == ["the trainer ranks are gone, and owe an answer"]
+
+
+async def test_an_anchor_of_a_version_that_ranks_had_left_before_they_greeted_is_not_asked_of_them() -> None:
+    orders, _ = memory_stream(4)
+    answers, events = memory_stream(4)
+    ranks = TrainerRanks([(orders, events)])
+    await answers.send(TrainerReady(rank=0, ranks=1, policy_version=7, parameters=1, state_hash=0))
+    await ranks.ready()
+    with pytest.raises(WeightError, match="version 6 is not held any more: 7 was ordered"):
+        await ranks.publish_anchor(6)
