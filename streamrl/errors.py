@@ -46,7 +46,7 @@ class WeightError(StreamRLError):
 
 
 class VersionLeft(WeightError):
-    """The trainer holds a newer version than the one that an engine asks for: it must wait for that."""
+    """The trainer holds a newer version than the one that an engine asks for, or none any more: it must wait."""
 
 
 class RewardFailureLimit(StreamRLError):

@@ -166,6 +166,7 @@ class Controller:
                 await self._report.progress(self.state, self._evaluation)
             self._measuring.cancel()
             self._spared.end()
+            self._publisher.stranded = lambda: None  # by an engine that joins now: no evaluation waits
             await self._journal.settled()
             await orders.aclose()
         # Not before the last reward of a loser came back: ranks that have ended for long are missed.

@@ -41,6 +41,7 @@ class TrainerRanks:
         self._open_tokens = [0] * len(ranks)
         self._ordered_version = 0
         self._answered = 0
+        self._ended = False
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
 
     async def ready(self) -> list[TrainerReady]:
@@ -99,7 +100,9 @@ class TrainerRanks:
 
     async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
         """Have every rank publish its current weights complete. Raises ``VersionLeft`` where a newer version was
-        ordered already: the engine that asks must wait for that one."""
+        ordered already: the engine that asks must wait for that one; also after ``aclose``."""
+        if self._ended:
+            raise VersionLeft(f"version {policy_version} is not published any more: the trainer has made its last step")
         if policy_version < self._ordered_version:
             raise VersionLeft(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
         gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
@@ -136,6 +139,7 @@ class TrainerRanks:
 
     async def aclose(self) -> None:
         """End the batches of every rank: ranks end when they have done what was sent."""
+        self._ended = True
         for batches, _ in self._ranks:
             await batches.aclose()
 

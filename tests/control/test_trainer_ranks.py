@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.trainer_ranks import TrainerRanks
-from streamrl.errors import StreamBroken, WeightError
+from streamrl.errors import StreamBroken, VersionLeft, WeightError
 from streamrl.messages import CheckpointSaved, TrainerReady
 
 pytestmark = pytest.mark.asyncio
@@ -59,3 +59,11 @@ async def test_an_anchor_of_a_version_that_ranks_had_left_before_they_greeted_is
     await ranks.ready()
     with pytest.raises(WeightError, match="version 6 is not held any more: 7 was ordered"):
         await ranks.publish_anchor(6)
+
+
+async def test_an_engine_that_joins_after_the_last_step_is_refused_and_fails_nobody() -> None:
+    orders, _ = memory_stream(4)
+    ranks = TrainerRanks([(orders, memory_stream(4)[1])])
+    await ranks.aclose()
+    with pytest.raises(VersionLeft, match="version 3 is not published any more"):
+        await ranks.publish_anchor(3)
