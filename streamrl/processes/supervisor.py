@@ -109,7 +109,7 @@ class Supervisor:
             await self._start_core_again()
             deaths = self._deaths()
             if until_s == math.inf:
-                if deaths and not self._finishing:
+                if deaths and not (self._finishing or self._ending):
                     raise await self._died()
                 if deaths or self._finished():
                     until_s = time.monotonic() + self._others_end_s
@@ -333,16 +333,16 @@ class Supervisor:
 
     async def _end_what_it_started(self, child: ChildProcess) -> None:
         """Kill what is left of its session, which it led, and forget it."""
-        survivors = await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid)
-        if survivors:
+        if survivors := await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid):
             log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, child.name)
         child.close()
         self.memory.forget(child.name)
 
     def _finished(self) -> bool:
-        controller = self._children[Role.CONTROLLER.value]
-        # Before the controller listens for SIGTERM it dies of it: when draining that is an end like another.
-        return controller.exit_code == 0 or (self._draining and controller.exit_code == -signal.SIGTERM)
+        # ``kill`` has ended it. Before it listens for SIGTERM it dies of it: when draining that is an end like another.
+        ends = {0, -signal.SIGTERM} if self._draining else {0}
+        controller = self._children.get(Role.CONTROLLER.value)
+        return controller is None or controller.exit_code in ends
 
     def _nobody_is_left(self) -> bool:
         """Or nobody tells them to end: the controller died of SIGTERM before it listened for it."""

@@ -309,6 +309,17 @@ async def test_cancelling_the_run_leaves_nothing(trial: Callable[..., Trial]) ->
 
 
 @pytest.mark.asyncio
+async def test_who_is_killed_by_the_end_while_the_watch_looks_elsewhere_is_no_cause(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with running(one) as supervisor:
+        monkeypatch.setattr(supervisor, "_start_core_again", supervisor.kill)
+        await supervisor.watch()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
 async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
     one = trial(engine_0="orphan", controller="finish")
     async with running(one) as supervisor, anyio.create_task_group() as tasks:

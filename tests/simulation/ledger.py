@@ -217,6 +217,11 @@ class Ledger:
         if kept > window:
             self.violated("I11", f"{endpoint} keeps {kept} items, and its window is {window}")
 
+    def life_heard(self, receiver: str, sender: str) -> int:
+        """The newest life of ``sender`` of which an item came in at a stream of ``receiver``."""
+        lives = (n for (at, name), n in self._newest_life.items() if name == sender and f"/{receiver}." in at)
+        return max(lives, default=0)
+
     # ---- engines ---------------------------------------------------------------------------------
 
     def sampled_by(self, engine: str, request_id: str, completion: Completion) -> None:

@@ -103,14 +103,16 @@ class StampedEngine(SimulatedEngine):
         world = self.world
         world.enter(Phase.COMMIT)
         self.committing = True
+        # A controller that goes on may begin at the version before: what was not written down never was. What the one
+        # before it ordered may still be done when it has started.
+        ordered_by = f"{self.life} by controller#{world.ledger.life_heard(self.name, 'controller')}"
         try:
             await asyncio.sleep(world.random.expovariate(1 / world.shape.commit_s))
             done = await super().commit(policy_version)
             assert self.taken is not None
             self.content = self.taken
             if policy_version in world.ledger.hash_of and self.live_hash in world.ledger.hash_of[policy_version]:
-                # A controller that goes on may begin at the version before: what was not written down never was.
-                world.ledger.committed(f"{self.life} of {world.machine.lives['controller'].process}", policy_version)
+                world.ledger.committed(ordered_by, policy_version)
             return msgspec.structs.replace(done, state_hash=self.live_hash)
         finally:
             self.committing = False
