@@ -51,12 +51,13 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key: the first cause is the smallest. Fatal signals, then own failures by time, then consequences."""
+        """Sort key: the first cause is the smallest. Fatal signals, then own failures by time, then consequences. Of
+        those the controller's: it says which part failed it, and everybody else's says that the controller is gone."""
         when = self.reason.monotonic_s if self.reason else self.detected_s
         if self.exit_code is not None and -self.exit_code in _NEVER_A_CONSEQUENCE:
             return 0, when
         if self.reason and self.reason.kind is ExitKind.CONSEQUENCE:
-            return 2, when
+            return 2 if self.name == Role.CONTROLLER.value else 3, when
         return 1, when
 
     @property
@@ -67,7 +68,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_consequence(self) -> bool:
         """Some other process must have ended before it."""
-        return self.order[0] == 2
+        return self.order[0] >= 2
 
     def describe(self) -> str:
         """One line, e.g. ``engine-0 was killed by SIGKILL``."""

@@ -41,6 +41,12 @@ def test_own_failures_are_ordered_by_their_own_clock_not_by_when_they_were_seen(
     assert first_cause([late, early]) is early
 
 
+def test_of_consequences_the_controller_says_which_part_failed_it() -> None:
+    early = death("reward-0", 1, 1.0, ExitKind.CONSEQUENCE, at=0.8)
+    controller = death("controller", 1, 1.5, ExitKind.CONSEQUENCE, at=0.9)
+    assert first_cause([early, controller]) is controller and controller.is_consequence and early.is_consequence
+
+
 def test_abort_may_follow_from_something_else() -> None:
     aborted = death("trainer-0", -signal.SIGABRT, 1.0)
     raised = death("engine-0", 1, 1.2, ExitKind.CAUSE, at=0.9)

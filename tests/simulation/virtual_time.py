@@ -28,6 +28,7 @@ from weakref import WeakSet
 import anyio
 import anyio.to_thread
 import sniffio
+from anyio._backends._asyncio import _task_states
 
 PROCESS: ContextVar[SimulatedProcess | None] = ContextVar("PROCESS", default=None)
 
@@ -273,6 +274,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._close_all()
+                # anyio's states are kept by the tasks that they keep: a campaign would hold every world it has run.
+                for task in [task for task in _task_states if task.get_loop() is self]:
+                    del _task_states[task]
                 gc.collect()
         finally:
             sys.unraisablehook = hook
