@@ -4,13 +4,15 @@ from __future__ import annotations
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+SETTLED_AFTER_S = 5.0
+"""Who lived so long did not die of being started: pauses, which are for those, begin anew. The budget does not."""
 RENEWED_AFTER_S = 600.0
 """Who served so long did not die of what its predecessors died of: the budget counts anew."""
 
 
 class Restarts:
-    """``left``: how often. Before each start it pauses, twice as long as before the last one; not before the first
-    where ``at_once``."""
+    """``left``: how often. Before each start it pauses, twice as long as before the last one, unless that one lived for
+    long; not before the first where ``at_once``."""
 
     def __init__(self, left: int, *, at_once: bool = False) -> None:
         self.left = self._budget = left
@@ -38,8 +40,11 @@ class Restarts:
 
     def served(self, seconds: float) -> None:
         """Who died had lived so long."""
-        if seconds >= RENEWED_AFTER_S and self._due_s is None:
+        if self._due_s is not None:
+            return
+        if seconds >= RENEWED_AFTER_S:
             self.left = self._budget
+        if seconds >= SETTLED_AFTER_S:
             self._pause_s = 0.0 if self._at_once else FIRST_PAUSE_S
 
     def forget(self) -> None:

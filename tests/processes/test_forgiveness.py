@@ -74,6 +74,18 @@ def test_a_budget_pauses_longer_each_time_and_is_whole_again_after_long_service(
     assert one.left == 4 and one.due(now), "and at once again"
 
 
+def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
+    one = Restarts(4, at_once=True)
+    assert one.due(0.0)
+    one.served(restarts.SETTLED_AFTER_S)
+    assert one.due(10.0), "it lived: at once"
+    one.served(restarts.SETTLED_AFTER_S - 1)
+    assert not one.due(20.0)
+    one.served(3600.0)  # the pause has begun: nobody serves meanwhile
+    assert not one.due(20.5) and one.due(21.0)
+    assert one.left == 1, "the budget is spent as before"
+
+
 def test_a_pause_that_was_begun_is_forgotten_when_somebody_else_decides() -> None:
     one = Restarts(1)
     assert not one.due(5.0) and one.forgive

@@ -17,7 +17,8 @@ import msgspec
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.state import ControlState
-from streamrl.messages import CloseBatch
+from streamrl.engines.resumption import whole_of
+from streamrl.messages import CloseBatch, Generate
 from streamrl.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
 
 STAMPS = 1 << 20
@@ -80,6 +81,7 @@ class Ledger:
         self.violations: list[Violation] = []
         self.bases: dict[bytes, ControlLedger] = {}
         self.control = ControlLedger()
+        self.prompt_of: dict[str, bytes] = {}
         self.sampled: dict[str, set[tuple[bytes, bytes]]] = defaultdict(set)
         self.returned: dict[bytes, set[float]] = defaultdict(set)
         self.hash_of: dict[int, set[int]] = defaultdict(set)
@@ -224,9 +226,19 @@ class Ledger:
 
     # ---- engines ---------------------------------------------------------------------------------
 
+    def asked(self, engine: str, request: Generate) -> None:
+        """What an engine is asked to go on with: every part of a trajectory begins with the same prompt."""
+        whole = whole_of(request.request_id)
+        given = len(request.token_ids) - request.prefix_length - request.kept
+        prompt = request.token_ids[: max(given, 0)].tobytes()
+        if self.prompt_of.setdefault(whole, prompt) != prompt:
+            self.violated(
+                "I17", f"{engine} is asked for {request.request_id} with {given} tokens as its prompt, another"
+            )
+
     def sampled_by(self, engine: str, request_id: str, completion: Completion) -> None:
         """What an engine returned for one part of a trajectory."""
-        whole = request_id.rpartition("/")[0]
+        whole = whole_of(request_id)
         if completion.token_ids:
             self.sampled[whole].add((completion.token_ids.tobytes(), completion.behavior_logprobs.tobytes()))
 

@@ -57,6 +57,7 @@ class StampedEngine(SimulatedEngine):
     async def generate(self, request: Generate) -> Completion:
         world = self.world
         phase = Phase.EVALUATION if request.request_id.startswith("-") else Phase.ROLLOUT
+        world.ledger.asked(self.name, request)
         world.enter(phase)
         try:
             if world.faults.take(self.name, "refuse_request"):

@@ -16,10 +16,8 @@ from virtual_time import NothingCanHappen, SimulatedProcess, VirtualLoop
 from world_shape import draw_shape
 
 FIRST_SEED = 1_000
-SECONDS = 40.0
+SECONDS = 60.0
 FEWEST_WORLDS = 10
-LIVENESS = {"I13", "I20"}
-MOST_ENDED_EARLY = 0.1
 QUICK_BUGS = (
     *("a drop is not counted", "a reward is rounded", "a commit is not verified", "completions are mixed up"),
     "faults that do nothing",
@@ -38,21 +36,15 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.timeout(180)
 def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
-    """What is lost, trained twice, invented or mixed up is never forgiven; that every run goes on to its end is asked
-    of all but a few: those are rare interleavings, which the command finds, replays and shrinks."""
-    ends, fired, lives, ended_early = time.monotonic() + SECONDS, set[str](), 0, 0
+    ends, fired, lives = time.monotonic() + SECONDS, set[str](), 0
     for count, seed in enumerate(range(FIRST_SEED, FIRST_SEED + 10_000)):
         if count >= FEWEST_WORLDS and time.monotonic() > ends:
             break
         outcome = run_seed(seed)
         fired.update(outcome.fired)
         lives += outcome.lives
-        if outcome.violations and {violation.invariant for violation in outcome.violations} <= LIVENESS:
-            ended_early += 1
-            continue
         assert outcome.ok, f"benchmarks/simulate_faults.py shrink {seed}: {outcome.kind} {outcome.violations}"
         assert outcome.kind == "finished"
-    assert ended_early <= 1 + count * MOST_ENDED_EARLY
     assert len(fired) > len(cells()) / 4 and lives > count, "next to nothing happened"
 
 
