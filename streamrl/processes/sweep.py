@@ -7,6 +7,7 @@ environment (it made a session of its own). Neither depends on who its parent is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -119,8 +120,20 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
     for segment in traces.segments:
         Path(segment).unlink(missing_ok=True)
     if traces.socket_directory:
-        shutil.rmtree(traces.socket_directory, ignore_errors=True)
+        remove_sockets(Path(traces.socket_directory))
     return [process.pid for process in left]
+
+
+def remove_sockets(directory: Path) -> None:
+    """Remove a socket directory, and last the record of whose it was: whoever removes it may be killed on the way, and
+    ``streamrl clean`` then goes by the record."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != TRACES_FILE:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline_s: float = 6.0) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from streamrl.engines.process_watch import ProcessWatch
 from streamrl.processes import sweep as sweeping
 from streamrl.processes.parent_death import RUN_MARKER
-from streamrl.processes.sweep import RunTraces, end_session, seconds_after_boot, sweep
+from streamrl.processes.sweep import TRACES_FILE, RunTraces, end_session, seconds_after_boot, sweep
 
 MARKER = "the-run"
 SLEEP = """
@@ -142,3 +143,30 @@ def test_an_engine_host_removes_what_its_workers_shared(start: Start, segments: 
     processes.end_all()
     assert not lives(worker)
     assert [path.exists() for path in segments] == [False, False, True]
+
+
+@pytest.mark.parametrize("removals", range(4))
+def test_a_sweep_that_is_killed_leaves_by_what_the_rest_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removals: int
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def one_more(path: Path, *_: object, **__: object) -> None:
+        if len(removed) == removals:
+            raise Killed
+        removed.append(path.name)
+        unlink(path)
+
+    removed: list[str] = []
+    unlink = Path.unlink
+    run = traces(tmp_path)
+    Path(run.socket_directory).mkdir(parents=True)
+    for name in ("a", TRACES_FILE, "t", "z"):
+        (Path(run.socket_directory) / name).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", one_more)
+        with pytest.raises(Killed) if removals < 3 else contextlib.nullcontext():
+            sweep(run)
+    assert len(removed) == removals and TRACES_FILE not in removed
+    assert (Path(run.socket_directory) / TRACES_FILE).exists() is (removals < 3)
