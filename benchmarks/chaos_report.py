@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from chaos_plan import Method
+from chaos_plan import Method, Phase, Shot
 from chaos_run import CellResult, ShotResult
 
 
@@ -47,7 +47,7 @@ def _by_victim(shots: Sequence[ShotResult]) -> list[str]:
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: dict[str, list[float]] = defaultdict(list)
     for shot in shots:
-        together = " (two at once)" if len(shot.shot.victims) > 1 else ""
+        together = _circumstances(shot.shot)
         for victim in shot.shot.victims:
             outcomes[_component(victim) + together][shot.outcome] += 1
         for victim, taken in shot.recovery_s.items():
@@ -66,6 +66,13 @@ def _by_victim(shots: Sequence[ShotResult]) -> list[str]:
         row = [hits, counts["recovered"], counts["resumed"], not_] if victim in outcomes else ["-"] * 4
         lines.append(f"| {victim} | " + " | ".join(map(str, [*row, *_quantiles(seconds[victim])])) + " |")
     return lines
+
+
+def _circumstances(shot: Shot) -> str:
+    """Without a trainer nobody gets work: who died beside one, or as a run starts, works when the trainer has loaded."""
+    if shot.phase is Phase.START or (len(shot.victims) > 1 and any(_component(v) == "trainer" for v in shot.victims)):
+        return " (no trainer yet)"
+    return " (two at once)" if len(shot.victims) > 1 else ""
 
 
 def _quantiles(seconds: Sequence[float]) -> list[str]:
