@@ -69,7 +69,7 @@ def _by_victim(shots: Sequence[ShotResult]) -> list[str]:
 
 
 def _circumstances(shot: Shot) -> str:
-    """Without a trainer nobody gets work: who died beside one, or as a run starts, works when the trainer has loaded."""
+    """Without a trainer nobody gets work: who died beside one, or as a run starts, works when it has loaded."""
     if shot.phase is Phase.START or (len(shot.victims) > 1 and any(_component(v) == "trainer" for v in shot.victims)):
         return " (no trainer yet)"
     return " (two at once)" if len(shot.victims) > 1 else ""
