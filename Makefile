@@ -42,7 +42,7 @@ types: venv
 
 pytest: venv
 	@echo "tests: pytest"
-	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n 2 --dist loadgroup $(PYTEST_FLAGS)
+	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib $(PYTEST_FLAGS)
 
 venv: $(STAMP)
 

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,19 +21,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 _PATIENCE_S = 5.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
-
-# These start processes, and look for what processes leave behind: one after the other, on one worker (pytest-xdist).
-# The others run beside them.
-_START_PROCESSES = ("cli", "engines", "examples", "processes", "rewards", "rewards_builtin", "rewards_code", "runs")
-_START_PROCESSES += ("security", "weights/test_vllm")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell ``--dist loadgroup`` which tests must not meet."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(here).as_posix().startswith(_START_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(autouse=True)
