@@ -27,6 +27,8 @@ from chaos_processes import become_subreaper
 from chaos_report import read_results, report
 from chaos_run import CellResult, run_cell
 
+from streamrl.whole_files import write_whole
+
 
 def main() -> int:
     """Run what is missing, then report; exit code 1 when a cell has a fault."""
@@ -67,8 +69,7 @@ def _run_missing(cells: Sequence[Cell], options: argparse.Namespace) -> None:
             continue
         folder = file.with_suffix("")
         result = run_cell(cell, folder, steps=options.steps)
-        file.with_suffix(".partial").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-        file.with_suffix(".partial").replace(file)
+        write_whole(file, msgspec.json.format(msgspec.json.encode(result), indent=1))
         if not result.faults and not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
         print(_line(result), flush=True)

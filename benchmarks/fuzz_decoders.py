@@ -26,6 +26,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from streamrl.whole_files import write_whole  # noqa: E402
 from tests.fuzz.bombs import bombs  # noqa: E402
 from tests.fuzz.decoders import every_target  # noqa: E402
 from tests.fuzz.execution import SCHEME, Fault, RunningSlice, Slice, Target, check_seeds, run_one  # noqa: E402
@@ -94,9 +95,7 @@ def read_state(path: Path | None) -> dict[str, Done]:
 def write_state(path: Path | None, state: Mapping[str, Done]) -> None:
     """At once or not at all."""
     if path is not None:
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
-        partial.replace(path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(state), indent=1))
 
 
 def campaign(chosen: Sequence[Target], state: dict[str, Done], options: argparse.Namespace) -> list[Fault]:

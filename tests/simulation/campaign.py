@@ -32,6 +32,8 @@ from ledger import Violation
 from world import Outcome, World
 from world_shape import Shape, draw_shape
 
+from streamrl.whole_files import write_whole
+
 SAVE_EVERY = 20
 FEWEST_FAULTS, MOST_FAULTS = 4, 10
 """Of a step."""
@@ -185,9 +187,7 @@ def _one_more(progress: Progress, seed: int, show: int) -> bool:
 
 
 def _save(state: Path, progress: Progress) -> None:
-    partial = state.with_name(f".{state.name}.partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(progress), indent=1))
-    partial.replace(state)
+    write_whole(state, msgspec.json.format(msgspec.json.encode(progress), indent=1))
 
 
 def report(parts: Sequence[Progress]) -> Iterable[str]:
