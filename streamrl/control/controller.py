@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -120,16 +121,17 @@ class Controller:
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
-        # Bounded by the slots and by one answer for each kind of order.
-        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)
+        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)  # slots bound it
 
     def stop(self, reason: str) -> None:
-        """Ask for a drain. May be called at any time from the event loop, also twice."""
-        self._tell.send_nowait(on.StopRequested(reason=reason))
+        """Ask for a drain. May be called at any time from the event loop, also twice, also when the run has ended."""
+        with suppress(anyio.ClosedResourceError):  # the last ranks still end, and nothing is left to decide
+            self._tell.send_nowait(on.StopRequested(reason=reason))
 
     def rewards_attached(self, version: int, rewards: tuple[str, ...], change: str) -> None:
         """Other functions score from now on: for whoever reads the log. In turn with the outcomes that come back."""
-        self._tell.send_nowait(on.RewardsAttached(reward_version=version, rewards=rewards, change=change))
+        with suppress(anyio.ClosedResourceError):
+            self._tell.send_nowait(on.RewardsAttached(reward_version=version, rewards=rewards, change=change))
 
     async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
         """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""

@@ -200,6 +200,7 @@ class CountingRank:
                     self.freed.append(order.count)
                 case _:
                     self.acknowledged = order.policy_version
+        self.happened("ended", self.rank)
         await reports.aclose()
 
     def _source(self) -> WeightSource:

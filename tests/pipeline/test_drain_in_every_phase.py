@@ -38,3 +38,10 @@ async def test_a_drain_at_any_moment_ends_everything(rounds: str, moment: tuple[
     assert [rank.saved[-1:] for rank in run.ranks] == [[f"step-{state.live_version}"]] * 2, "and saved"
     assert accounting.trained == sum(run.trained().values()), "nothing that was trained is missing, nothing twice"
     assert replay_run(run.log_path, check=True).diverged is None
+
+
+async def test_a_drain_that_is_asked_for_when_the_run_has_ended_changes_nothing(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(steps=3), tmp_path, ranks=2)
+    assert await run.run(stop_at=("ended", 0)) == "finished"
+    assert run.history[-1][0] == "ended", "the ranks end last, and it was asked for then"
+    assert run.controller.state.live_version == 3

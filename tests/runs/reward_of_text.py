@@ -1,0 +1,10 @@
+"""A reward in which two completions are hardly ever alike: every group has a signal, also that of a policy that fails."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+
+async def reward_of_text(completion: str, **_columns: object) -> float:
+    """In [0, 1), of the text alone."""
+    return crc32(completion.encode()) / 2**32
