@@ -6,7 +6,6 @@ controller's task group and comes back as an event. The loop itself only sends.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +13,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
+from streamrl.comm.nursery import start_unless_ending
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.waits import Waits
 from streamrl.config.scheduling import RoundKind
@@ -108,7 +108,7 @@ class Controller:
         self._load = load
         self._waits = waits or Waits()
         self._spared = spared
-        # Others decide nothing from it, and a log of a run of days is long enough.
+        # For others it would only make the log of a run of days longer.
         self._tells_load = settings.rounds in (RoundKind.AUTO, RoundKind.CUSTOM)
         self._start_version = start_version
         self._kept = kept.snapshot if kept else None
@@ -121,7 +121,8 @@ class Controller:
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
-        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](math.inf)  # slots bound it
+        no_end = float("inf")  # but for the slots, and one answer for each kind of order
+        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](no_end)
 
     def stop(self, reason: str) -> None:
         """Ask for a drain. May be called at any time from the event loop, also twice, also when the run has ended."""
@@ -138,7 +139,7 @@ class Controller:
         reason = ""
         async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
-            self._publisher.stranded = partial(children.start_soon, self._give_evaluation_up, orders)
+            self._publisher.stranded = partial(start_unless_ending, children, self._give_evaluation_up, orders)
             caught_up = CaughtUp(self._start_version)
             if self._recovered is not None:
                 self._report.waits.look(self.state)
@@ -266,8 +267,7 @@ class Controller:
             self._report.came_back(item)
             if not isinstance(item, TrajectoryHeld):
                 self._spared.ended(item)
-            event = self._event_of(item)
-            if event is not None:
+            if (event := self._event_of(item)) is not None:
                 await self._tell.send(event)
 
     @staticmethod

@@ -31,6 +31,7 @@ from streamrl.types import TrainingGroup
 RankStreams = tuple[SendStream[TrainingOrder], ReceiveStream[TrainingEvent]]
 Answer = TypeVar("Answer", StepReport, AnchorPublished, CheckpointSaved)
 HASH_MODULUS = 2**64
+GONE = "the trainer ranks are gone: they answer nothing any more"
 
 
 class TrainerRanks:
@@ -41,7 +42,7 @@ class TrainerRanks:
         self._open_tokens = [0] * len(ranks)
         self._ordered_version = 0
         self._answered = 0
-        self._ended = False
+        self._ended = self._gone = False
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
 
     async def ready(self) -> list[TrainerReady]:
@@ -68,9 +69,10 @@ class TrainerRanks:
                 for index in range(len(self._ranks)):
                     pumps.start_soon(self._pump, index)
         finally:
+            self._gone = True
             for waiting in self._answers.values():
                 if not waiting.done():
-                    waiting.set_exception(StreamBroken("the trainer ranks are gone, and owe an answer"))
+                    waiting.set_exception(StreamBroken(GONE))
                     waiting.exception()  # it may be that nobody waits
 
     def answers(self) -> int:
@@ -144,6 +146,8 @@ class TrainerRanks:
             await batches.aclose()
 
     async def _ask(self, order: TrainingOrder, kind: type[Answer]) -> Callable[[], Awaitable[list[Answer]]]:
+        if self._gone:
+            raise StreamBroken(GONE)
         waiting: list[Future[TrainingEvent]] = []
         for rank, (batches, _) in enumerate(self._ranks):
             if (kind, rank) in self._answers:

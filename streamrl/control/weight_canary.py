@@ -23,6 +23,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from streamrl.comm.nursery import start_unless_ending
 from streamrl.config.canary import canary_bounds, probe_tokens
 from streamrl.config.model_facts import read_model_facts
 from streamrl.config.recipe import Recipe
@@ -79,7 +80,7 @@ class WeightCanary(Generic[Engine]):
         for engine in engines:
             if engine not in self._open:
                 self._open[engine] = anyio.CancelScope()
-                self._group.start_soon(self._ask, engine)
+                start_unless_ending(self._group, self._ask, engine)
 
     def compare(
         self, policy_version: int, expected: Sequence[float]

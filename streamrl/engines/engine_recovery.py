@@ -16,6 +16,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
+from streamrl.comm.nursery import start_unless_ending
 from streamrl.comm.supervisor_orders import KillEngine, StopEngine, SupervisorOrder
 from streamrl.config.recipe import Recipe
 from streamrl.engines.engine import Engine
@@ -193,7 +194,9 @@ class EngineRecovery(PoolService):
             log.warning("%s is ended: %s", engine.name, reason)
             pid = engine.pid
             engine.give_up(reason)
-            self._running.start_soon(self._end, engine, KillEngine(engine=engine.name, reason=reason, pid=pid))
+            start_unless_ending(
+                self._running, self._end, engine, KillEngine(engine=engine.name, reason=reason, pid=pid)
+            )
         self._died(engine, engine.failure)
         return True
 
@@ -223,7 +226,7 @@ class EngineRecovery(PoolService):
         else:
             self._gone.append(engine)
         self._missed.setdefault(name, anyio.current_time())
-        self._running.start_soon(self._replace, EngineLost(engine=name, reason=reason, requests=requests))
+        start_unless_ending(self._running, self._replace, EngineLost(engine=name, reason=reason, requests=requests))
 
     async def _replace(self, lost: EngineLost) -> None:
         log.warning("%s is lost (%s) with %d requests, which go elsewhere", lost.engine, lost.reason, lost.requests)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 import anyio
 from anyio.abc import TaskGroup
 
+from streamrl.comm.nursery import start_unless_ending
 from streamrl.engines.engine_pool import LOST, EnginePool
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class PoolService:
     def beside(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run ``work`` as a child of ``run``."""
         assert self._group is not None, "run() was not started"
-        self._group.start_soon(work)
+        start_unless_ending(self._group, work)
 
     def _name_of(self, engine: object) -> str | None:
         """None: it was lost meanwhile."""

@@ -37,10 +37,11 @@ async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_told_that_the_
 
     async def ask() -> None:
         with anyio.CancelScope(shield=True):
-            try:
-                await ranks.publish_anchor(3)
-            except StreamBroken as broken:
-                told.append(str(broken))
+            for _ in range(2):  # as the next engine does that waited for its turn
+                try:
+                    await ranks.publish_anchor(3)
+                except StreamBroken as broken:
+                    told.append(str(broken))
 
     with anyio.fail_after(5):
         async with anyio.create_task_group() as nursery:
@@ -48,7 +49,7 @@ async def test_who_waits_for_an_answer_and_cannot_be_cancelled_is_told_that_the_
             nursery.start_soon(ask)
             await taken.receive()
             nursery.cancel_scope.cancel()
-    assert told == ["the trainer ranks are gone, and owe an answer"]
+    assert told == ["the trainer ranks are gone: they answer nothing any more"] * 2
 
 
 async def test_an_anchor_of_a_version_that_ranks_had_left_before_they_greeted_is_not_asked_of_them() -> None:

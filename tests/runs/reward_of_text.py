@@ -1,4 +1,4 @@
-"""A reward in which two completions are hardly ever alike: every group has a signal, also that of a policy that fails."""
+"""A reward in which hardly two completions are alike: every group has a signal, also of a policy that fails."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 _ROLES = (pipeline, controller_process, reward_process, supervisor)  # imported before anything is looked for
 _HANDLE = ControlState.handle
 _PLAN = topology_module.plan_topology
+_GREETING = zmq_stream._greeting
 
 
 LOOKED_EVERY = {"POLL_S": 1.0, "MEASURING_INTERVAL_S": 20.0}
@@ -97,8 +98,12 @@ def patched_product(world: World) -> Iterator[None]:
             for owner, name in _places_of(original):
                 put(owner, name, value)
 
+        def greeting(codec: Any, role: Any, window: int, *others: Any) -> Any:
+            return _GREETING(codec, role, min(window, world.shape.window), *others)
+
         put(anyio, "open_signal_receiver", parts.SimulatedSignals)
         put(zmq_stream, "StreamConnection", world.network.make_connection)
+        put(zmq_stream, "_greeting", greeting)
         _walked_in_order(put)
         _files_and_user_code(world, put, put_for)
         _processes(world, put, put_for)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FIRST_PID = 100
 DECLARED = (StreamRLError, OSError, SystemExit)
 """What a process may die of."""
+BEYOND_WINDOW = "more than its window"
 
 
 class SimulatedPopen:
@@ -118,6 +119,8 @@ class Machine:
                     if not world.over:
                         world.note("dies", plan.name, reason.kind, reason.message)
                     world.error = world.error or error
+                    if BEYOND_WINDOW in reason.message:  # which no fault can make of messages in order
+                        world.ledger.violated("I12", f"{plan.name} died of {reason.message}")
                     undeclared = [leaf for leaf in _leaves(error) if not isinstance(leaf, DECLARED)]
                     if undeclared and not world.over:
                         world.ledger.violated("I19", f"{plan.name} died of {undeclared[0]!r}, which nothing declares")

@@ -52,7 +52,8 @@ JOURNALS = (JournalKind.FSYNC, JournalKind.PROCESS)
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """``..._s``: means, in virtual seconds. ``patience_s``: a run in which nothing was done for so long is stuck.
-    ``poll_s``: how often whoever looks after processes does so; ``folds``: engines ask for deltas on what they hold."""
+    ``poll_s``: how often whoever looks after processes does so; ``folds``: engines ask for deltas on what they hold;
+    ``window``: no stream between processes has a larger one, so that senders wait for who is slow or dead."""
 
     seed: int
     recipe: Recipe
@@ -68,6 +69,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     poll_s: float
     pace: float
     folds: bool
+    window: int
 
     @property
     def engines(self) -> int:
@@ -154,6 +156,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         poll_s=0.25 * max(pace, 1.0),
         pace=pace,
         folds=random.random() < 0.5,
+        window=random.choice((2, 5, 4096)),
     )
 
 

@@ -1,0 +1,37 @@
+"""Work for a task group that may be ending."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from anyio.abc import TaskGroup
+
+from streamrl.comm.nursery import start_unless_ending
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_work_is_done_while_the_group_runs_and_dropped_when_it_has_ended_of_something() -> None:
+    done: list[str] = []
+
+    async def work(what: str) -> None:
+        done.append(what)
+
+    groups: list[TaskGroup] = []
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        async with anyio.create_task_group() as group:
+            groups.append(group)
+            start_unless_ending(group, work, "while it runs")
+            await anyio.wait_all_tasks_blocked()
+            raise LookupError("what it ends of")
+    start_unless_ending(groups[0], work, "too late")
+    assert done == ["while it runs"]
+
+
+async def test_a_group_that_is_cancelled_from_outside_takes_no_work_either() -> None:
+    async with anyio.create_task_group() as outer:
+        async with anyio.create_task_group() as group:
+            outer.cancel_scope.cancel()
+            await anyio.sleep(1)
+        raise AssertionError("not reached")
+    start_unless_ending(group, anyio.sleep, 0)
