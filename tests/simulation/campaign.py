@@ -35,7 +35,7 @@ from world_shape import Shape, draw_shape
 from streamrl.whole_files import write_whole
 
 SAVE_EVERY = 20
-FEWEST_FAULTS, MOST_FAULTS = 4, 10
+FEWEST_FAULTS, MOST_FAULTS = 6, 16
 """Of a step."""
 
 
