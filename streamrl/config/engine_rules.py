@@ -57,9 +57,9 @@ def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def engine_restarts(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Who frees or changes engines starts and stops them itself, and takes a death for the end; and enough must be."""
+    """Who stops engines starts them itself, and takes a death for the end; and enough must be."""
     engines = recipe.engines
-    for name, used in (("release", engines.release is not ReleaseKind.NEVER), ("sets", bool(engines.sets))):
+    for name, used in (('release = "stop"', engines.release is ReleaseKind.STOP), ("sets", bool(engines.sets))):
         if engines.restarts and used:
             yield (
                 "engines.restarts",

@@ -172,10 +172,10 @@ class Engines(Section, frozen=True):
     engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves.
 
     An engine that dies is started again, at most ``restarts`` times until one of its starts has served ten minutes
-    (None: 3, where engines are neither freed nor changed; 0: a death ends the run), and the others serve on, as long as
-    ``min_serving`` can be had. One from which nothing was heard for ``silent_s``, or whose requests did not get on for
-    ``stalled_s``, is ended first; a slow one is not. A trajectory that was being sampled at ``fatal_deaths`` deaths is
-    dropped (0: never)."""
+    (None: 3, where engines are neither stopped nor changed; 0: a death ends the run), and the others serve on, as long
+    as ``min_serving`` can be had. One from which nothing was heard for ``silent_s``, or whose requests did not get on
+    for ``stalled_s``, is ended first; a slow one is not. A trajectory that was being sampled at ``fatal_deaths`` deaths
+    is dropped (0: never)."""
 
     kind: EngineKind = EngineKind.VLLM
     count: Positive = 1
@@ -344,7 +344,7 @@ class Recipe(Section, frozen=True):
         engines = self.engines
         if engines.restarts is not None:
             return engines.restarts
-        return ENGINE_RESTARTS if engines.release is ReleaseKind.NEVER and not engines.sets else 0
+        return 0 if engines.release is ReleaseKind.STOP or engines.sets else ENGINE_RESTARTS
 
     @property
     def compares_logprobs(self) -> bool:

@@ -39,6 +39,9 @@ RELEASE = "release"
 DRAIN_SECONDS = 60.0
 """An engine that has not dropped its requests by then does not work any more."""
 
+ALONE_LOOK_S = 1.0
+"""Between looks at whether the engines that were not freed still live."""
+
 
 class Served(Protocol):
     """A request under way, in tokens; ``since``: ``anyio.current_time()`` at which its last part was asked for."""
@@ -184,9 +187,12 @@ class EngineRelease:
         """Free engines whenever they can be spared, until cancelled. ``decided``: told why or why not, and whether
         anything is done, before it is done."""
         while True:
-            await self._changed.wait()
+            with anyio.move_on_after(ALONE_LOOK_S if self._freed and self._hosts is None else None):
+                await self._changed.wait()
             self._changed = anyio.Event()
             async with self._one_at_a_time:
+                if self._freed and not self._pool.serving:  # those that served were lost
+                    await self._serve_again()
                 plan = self._look()
                 self._freed = self._freed or plan.free
                 if plan.because is not None:
@@ -259,10 +265,13 @@ class EngineRelease:
             by_target[move.to].append(move.request_id)
         try:
             with anyio.fail_after(DRAIN_SECONDS):
+                # An engine that was lost since the plan takes no requests, and the last one that serves is kept.
                 for target, request_ids in by_target.items():
-                    await self._pool.migrate(request_ids, target)
+                    if target in self._pool.serving:
+                        await self._pool.migrate(request_ids, target)
                 for name in plan.free:
-                    await self._pool.drain(name, by=RELEASE)
+                    if set(self._pool.serving) - {name}:
+                        await self._pool.drain(name, by=RELEASE)
         except TimeoutError as error:
             names = ", ".join(plan.free)
             raise EngineError(f"{names}: requests were not dropped within {DRAIN_SECONDS:g} s of an abort") from error
@@ -279,6 +288,13 @@ class EngineRelease:
         await hosts.stop(name)
 
     # ---- back again ------------------------------------------------------------------------------
+
+    async def _serve_again(self) -> None:
+        """In the midst of a round: idle engines hold the live version."""
+        back, self._freed = self._freed, ()
+        await self._share_cores(0)
+        for name in back:
+            self._pool.readmit(name, by=RELEASE)
 
     async def _start(self) -> None:
         """Start the processes that were stopped; what is given up meanwhile stays stopped."""

@@ -238,14 +238,15 @@ class EnginePool:
     async def drain(self, name: str, *, by: str = "") -> None:
         """Send ``name`` no more requests and cut those that it serves; returns when it serves none.
 
-        ``by``: who drains it. It is sent requests again when everybody who drained it has readmitted it.
-        Raises ``EngineError`` for the last engine that serves (see ``withdraw``), and for an unknown name.
+        ``by``: who drains it. It is sent requests again when everybody who drained it has readmitted it. What a lost
+        one served comes back by itself. Raises ``EngineError`` for the last engine that serves (see ``withdraw``), and
+        for an unknown name.
         """
         index = self._index(name)
         if index not in self._drained and len(self._drained) == len(self._names) - 1:
             raise EngineError(f"{name} is the last engine that serves requests; readmit another one before draining it")
         self._drained.setdefault(index, set()).add(by)
-        while self._open_requests[index] and index in self._drained:
+        while self._open_requests[index] and index in self._drained and index not in self._detached:
             self._emptied[index] = anyio.Event()
             await self._engines[index].abort([i for i, serving in self._serving.items() if serving == index])
             with anyio.move_on_after(ABORT_AGAIN_SECONDS):
@@ -253,12 +254,13 @@ class EnginePool:
                     await self._emptied[index].wait()
 
     def readmit(self, name: str, *, by: str = "") -> None:
-        """Send ``name`` requests again, unless somebody else drained it too. Raises ``EngineError`` while it is
-        detached."""
+        """Send ``name`` requests again, unless somebody else drained it too, or it was lost: then when it is back.
+        Raises ``EngineError`` while it is detached otherwise."""
         index = self._index(name)
-        if index in self._detached:
-            raise EngineError(f"{name} is detached; attach an engine that holds the live version first")
         reasons = self._drained.get(index, set())
+        lost = by != LOST and LOST in reasons
+        if index in self._detached and not lost:
+            raise EngineError(f"{name} is detached; attach an engine that holds the live version first")
         reasons.discard(by)
         if not reasons:
             self._drained.pop(index, None)
@@ -323,13 +325,13 @@ class EnginePool:
         return ready
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask the engines that serve them; unknown ids are ignored."""
+        """Ask the engines that serve them; unknown ids are ignored, and those that a lost engine served."""
         by_engine: dict[int, list[str]] = {}
         for request_id in request_ids:
             if request_id in self._unserved:
                 self._unserved.pop(request_id).set()
-            if request_id in self._serving:
-                by_engine.setdefault(self._serving[request_id], []).append(request_id)
+            if (index := self._serving.get(request_id)) is not None and index not in self._detached:
+                by_engine.setdefault(index, []).append(request_id)
         await all_of([partial(self._engines[index].abort, ids) for index, ids in by_engine.items()])
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:

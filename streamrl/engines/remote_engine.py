@@ -134,9 +134,10 @@ class RemoteEngine:
             _seen(future)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask for requests to stop."""
+        """Ask for requests to stop. Those of a host that died have come back."""
         if not self._failure:
-            await self._send(Abort(request_ids=tuple(request_ids)))
+            with suppress(EngineError):
+                await self._send(Abort(request_ids=tuple(request_ids)))
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling; returns when the engine said that it did."""

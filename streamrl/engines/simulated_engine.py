@@ -29,13 +29,15 @@ __all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOption
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``base_ms`` and ``per_request_ms``: time of one decode step. Tokens are uniform over ``[0, vocabulary)``; the
-    last token of a completion that ends by itself is ``end_token``."""
+    last token of a completion that ends by itself is ``end_token``. ``kv_tokens``: what it says that its cache holds,
+    which bounds nothing here."""
 
     name: str = "simulated"
     base_ms: float = 1.7
     per_request_ms: float = 0.027
     max_running: int = 256
     max_context: int = 4096
+    kv_tokens: int = 0
     vocabulary: int = 32
     end_token: int = 1
     policy_version: int = -1
@@ -160,6 +162,7 @@ class SimulatedEngine:
             max_context=self._options.max_context,
             max_running=self._options.max_running,
             tokenizer_digest=self._options.tokenizer_digest,
+            kv_tokens=self._options.kv_tokens,
         )
 
     async def watch(self) -> None:

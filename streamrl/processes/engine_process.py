@@ -56,6 +56,7 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
         name=options.name,
         max_running=options.max_running,
         max_context=options.max_context,
+        kv_tokens=max(options.cache_blocks - 1, 0) * options.block_tokens,
         tokenizer_digest=tokenizer.digest,
     )
     mirror = shared_mirror(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)

@@ -191,6 +191,8 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
                 "engines.sets",
                 "leave engines.sets out",
             ),
+            ({"sets": ONE, "restarts": 2}, {}, "engines.restarts", "leave engines.sets out"),
+            ({"release": ReleaseKind.STOP, "restarts": 2}, {}, "engines.restarts", 'leave engines.release = "stop" out'),
             ({"rounds": ("long",)}, {"rollout": TAIL}, "engines.rounds", "has no effect without engines.sets"),
             ({"sets": ONE, "rounds": ("short",)}, {}, "engines.rounds", 'has no "short" rounds: name some of "synchr'),
             (
@@ -215,6 +217,18 @@ def test_what_does_not_fit_is_refused_with_a_remedy(changes: dict[str, object], 
     found = [message for where, message in broken_rules(recipe(**changes)) if where == path]
     assert len(found) == 1, found
     assert remedy in found[0]
+
+
+@pytest.mark.parametrize(
+    ("release", "sets", "restarts"),
+    [(ReleaseKind.NEVER, (), 3), (ReleaseKind.DRAIN, (), 3), (ReleaseKind.STOP, (), 0), (ReleaseKind.NEVER, ONE, 0)],
+)
+def test_a_dead_engine_is_started_again_unless_control_stops_engines_itself(
+    release: ReleaseKind, sets: tuple[EngineShape, ...], restarts: int
+) -> None:
+    made = recipe(engines=Engines(count=2, release=release, sets=sets))
+    assert broken_rules(made) == []
+    assert made.engine_restarts == restarts
 
 
 def test_a_policy_of_the_users_is_a_file() -> None:

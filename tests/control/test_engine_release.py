@@ -14,7 +14,7 @@ from streamrl.control.actions import Explain
 from streamrl.control.engine_planning import PlanningSettings
 from streamrl.control.engine_release import EngineRelease, EngineSizes
 from streamrl.control.publisher import WeightPublisher
-from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.engine_pool import LOST, EnginePool
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError
 from streamrl.messages import EngineLoad, WeightAnnouncement
@@ -77,9 +77,16 @@ async def anchor(policy_version: int) -> WeightAnnouncement:
 class Rounds:
     """Rounds of 32 trajectories on four engines. ``looks``: why engines were freed, or not, in the last one."""
 
-    def __init__(self, *, pace: float = 1.0, stops: bool = False, start_timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        *,
+        pace: float = 1.0,
+        stops: bool = False,
+        start_timeout_s: float = 10.0,
+        fatal_deaths: int | None = None,
+    ) -> None:
         self.engines = [PacedEngine(index, pace=pace) for index in range(4)]
-        self.pool = EnginePool(self.engines)
+        self.pool = EnginePool(self.engines, fatal_deaths=fatal_deaths)
         self.publisher = WeightPublisher(self.engines, anchor, in_flight=InFlight.KEEP, timeout_s=5)
         self.hosts = MemoryHosts(self.pool, self.make)
         self.cores: list[int] = []
@@ -96,6 +103,13 @@ class Rounds:
         self.version = -1
         self.finished: list[FinishedTrajectory] = []
         self.looks: list[Explain] = []
+
+    def lose(self, name: str) -> None:
+        """Its host dies, and whoever sees to that says so."""
+        engine = self.engines[int(name[-1])]
+        engine.fail(f"{name}: killed")
+        self.pool.lose(name)
+        self.publisher.lose(engine)
 
     def make(self, index: int) -> PacedEngine:
         self.engines[index] = PacedEngine(index)
@@ -308,3 +322,57 @@ async def test_an_engine_that_dies_while_it_is_drained_is_the_error() -> None:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, EngineError) and ": killed" in str(error)
+
+
+async def test_an_engine_that_is_lost_while_it_is_drained_serves_again_when_it_is_back() -> None:
+    rounds = Rounds(fatal_deaths=9)
+    migrate, lost = rounds.pool.migrate, list[str]()
+
+    async def dying(request_ids: Sequence[str], to: str) -> None:
+        if not lost:
+            lost.append(rounds.release.freed[0])
+            rounds.lose(lost[0])
+        await migrate(request_ids, to)
+
+    rounds.pool.migrate = dying  # type: ignore[method-assign]
+    await started(rounds)
+    assert_all_once(rounds)
+    assert len(rounds.release.freed) == 2 and lost[0] in rounds.release.freed
+    await rounds.next_version()
+    assert rounds.cores == [2, 0] and set(rounds.pool.serving) == set(rounds.pool.names) - set(lost)
+    await rounds.pool.attach(lost[0], rounds.make(int(lost[0][-1])))
+    rounds.pool.readmit(lost[0], by=LOST)
+    assert rounds.pool.serving == rounds.pool.names, "nobody else keeps it from requests"
+
+
+async def test_an_engine_that_requests_were_to_move_to_is_lost_before() -> None:
+    rounds = Rounds(fatal_deaths=9)
+    migrate, targets = rounds.pool.migrate, list[str]()
+
+    async def dying(request_ids: Sequence[str], to: str) -> None:
+        targets.append(to)
+        await migrate(request_ids, to)
+        for other in set(rounds.pool.serving) - {to, *rounds.release.freed}:
+            rounds.lose(other)
+
+    rounds.pool.migrate = dying  # type: ignore[method-assign]
+    await started(rounds)
+    assert_all_once(rounds)
+    assert len(targets) == 1, "the plan had two"
+
+
+async def test_freed_engines_serve_again_when_those_that_served_are_lost() -> None:
+    rounds = Rounds(fatal_deaths=9)
+    share_cores, freed = rounds.share_cores, list[str]()
+
+    async def dying(count: int) -> None:
+        await share_cores(count)
+        if not freed:
+            freed.extend(rounds.release.freed)
+            for name in rounds.pool.serving:
+                rounds.lose(name)
+
+    rounds.release._share_cores = dying
+    await started(rounds)
+    assert_all_once(rounds)
+    assert rounds.cores[:2] == [2, 0] and set(rounds.pool.attached) == set(freed)

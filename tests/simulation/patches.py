@@ -28,6 +28,8 @@ from streamrl.comm import zmq_stream
 from streamrl.comm.control_socket import serving_control
 from streamrl.config import topology as topology_module
 from streamrl.config.load import load_recipe
+from streamrl.control.engine_planning import PlanningSettings
+from streamrl.control.engine_release import EngineRelease
 from streamrl.control.run_report import RunReport
 from streamrl.control.state import ControlState
 from streamrl.control.whole_state import keep_whole, restore_whole
@@ -64,6 +66,10 @@ if TYPE_CHECKING:
 
 _ROLES = (pipeline, controller_process, reward_process, supervisor)  # imported before anything is looked for
 _HANDLE = ControlState.handle
+FREED_OFTEN = PlanningSettings(window=(0.05, 0.95), least_lengths=4)
+"""Rounds are short here."""
+KV_TOKENS = 4000
+"""Of one engine: all that a world has under way fits, so that engines can be freed."""
 _PLAN = topology_module.plan_topology
 _GREETING = zmq_stream._greeting
 
@@ -118,6 +124,7 @@ def patched_product(world: World) -> Iterator[None]:
 
         put(ControlState, "handle", handle)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
+        stack.enter_context(mock.patch.dict(EngineRelease.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
         yield
 
 
@@ -252,6 +259,7 @@ def _parts(world: World, put: Any) -> None:
             base_ms=shape.step_ms,
             per_request_ms=shape.step_ms / 100,
             max_running=64,
+            kv_tokens=KV_TOKENS,
             vocabulary=50_000,
             tokenizer_digest=parts.TOKENIZER_DIGEST,
             lengths=shape.lengths,

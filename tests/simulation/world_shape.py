@@ -16,6 +16,7 @@ from streamrl.config.recipe import (
     Model,
     Prompts,
     Recipe,
+    ReleaseKind,
     Run,
     Sampling,
     Training,
@@ -143,7 +144,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     )
     return Shape(
         seed=seed,
-        recipe=recipe,
+        recipe=_with_freed_engines(recipe),
         lengths=LengthMixture(median=6, sigma=0.7, long_share=0.1, long_median=25),
         step_ms=random.choice((20.0, 100.0)) * pace,
         latency_s=random.choice((0.0005, 0.005, 0.05)),
@@ -158,6 +159,14 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         folds=random.random() < 0.5,
         window=random.choice((2, 5, 4096)),
     )
+
+
+def _with_freed_engines(recipe: Recipe) -> Recipe:
+    """In two of three runs where the rules of a recipe let engines be freed late in a round."""
+    if recipe.engines.count == 1 or recipe.rollout.presubmit or not recipe.on_policy:
+        return recipe
+    release = Random(f"release {recipe.run.seed}").choice((ReleaseKind.DRAIN, ReleaseKind.DRAIN, ReleaseKind.NEVER))
+    return msgspec.structs.replace(recipe, engines=msgspec.structs.replace(recipe.engines, release=release))
 
 
 def _rollout(random: Random) -> Rollout:
