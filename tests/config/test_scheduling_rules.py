@@ -192,7 +192,12 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
                 "leave engines.sets out",
             ),
             ({"sets": ONE, "restarts": 2}, {}, "engines.restarts", "leave engines.sets out"),
-            ({"release": ReleaseKind.STOP, "restarts": 2}, {}, "engines.restarts", 'leave engines.release = "stop" out'),
+            (
+                {"release": ReleaseKind.STOP, "restarts": 2},
+                {},
+                "engines.restarts",
+                'leave engines.release = "stop" out',
+            ),
             ({"rounds": ("long",)}, {"rollout": TAIL}, "engines.rounds", "has no effect without engines.sets"),
             ({"sets": ONE, "rounds": ("short",)}, {}, "engines.rounds", 'has no "short" rounds: name some of "synchr'),
             (
