@@ -90,6 +90,10 @@ class Ledger:
         self.closing: dict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
         self.open_batches: dict[tuple[int, int], list[TrainingSample]] = defaultdict(list)
         self.engine_version: dict[str, int] = {}
+        self.held: set[int] = set()
+        self.early: dict[int, float] = {}
+        self.fault_at = -1.0
+        self.made_at = 0.0
         self.max_version = -1
         self._newest_life: dict[tuple[str, str], int] = {}
         self.trained_tokens = 0
@@ -227,11 +231,13 @@ class Ledger:
     # ---- engines ---------------------------------------------------------------------------------
 
     def asked(self, engine: str, request: Generate) -> None:
-        """What an engine is asked to go on with: every part of a trajectory begins with the same prompt."""
+        """What an engine is asked to go on with: a prompt, and what was sampled after it. Who was issued and never
+        written down may be issued again for another prompt, so the prompt is that of the life that asks."""
         whole = whole_of(request.request_id)
+        ids = self.control.group_of.get(int(whole.split(".", 1)[0]), ())
         given = len(request.token_ids) - request.prefix_length - request.kept
         prompt = request.token_ids[: max(given, 0)].tobytes()
-        if self.prompt_of.setdefault(whole, prompt) != prompt:
+        if self.prompt_of.setdefault(ids[0].prompt_id if ids else whole, prompt) != prompt:
             self.violated(
                 "I17", f"{engine} is asked for {request.request_id} with {given} tokens as its prompt, another"
             )
@@ -252,7 +258,10 @@ class Ledger:
         before = self.engine_version.get(engine, -1)
         if version < before:
             self.violated("I8", f"{engine} went from version {before} back to {version}")
+        if version in self.early and before == version - 1 and self.fault_at < self.early[version]:
+            self.violated("I7", f"version {version} was acknowledged before {engine}, which served, held it")
         self.engine_version[engine] = version
+        self.held.add(version)
 
     # ---- rewards ---------------------------------------------------------------------------------
 
@@ -266,6 +275,16 @@ class Ledger:
         """The trainer holds ``version`` with this hash of all ranks."""
         self.hash_of[version].add(state_hash)
         self.version_of[stamp_of(state_hash)] = version
+
+    def acknowledged(self, version: int) -> None:
+        """A rank is told that every engine holds it. Where all were lost meanwhile, none does: who holds it without a
+        fault since it was made tells that it was too early."""
+        if version not in self.held:
+            self.early.setdefault(version, self.made_at)
+
+    def faulted(self) -> None:
+        """Something was done to somebody."""
+        self.fault_at = self._clock()
 
     def given(self, rank: int, life: int, version: int, group: TrainingGroup) -> None:
         """A rank, whose weights are of ``version``, was given a group to train."""
@@ -301,6 +320,9 @@ class Ledger:
         """A rank steps; when all have, the version is trained, and never by another batch."""
         samples = self.open_batches.pop((rank, life), [])
         made = close.policy_version
+        self.made_at = self._clock()
+        self.held.discard(made)
+        self.early.pop(made, None)
         if made != version + 1:
             self.violated("I2", f"trainer-{rank} holds {version} and is told to make {made}")
         self.closing[made][rank] = tuple(f"{s.id}:{s.reward}:{digest_of(s.token_ids.tobytes())}" for s in samples)

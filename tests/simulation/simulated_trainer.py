@@ -103,6 +103,7 @@ class SimulatedTrainer:
         )
 
     def acknowledge(self, policy_version: int) -> None:
+        self.world.ledger.acknowledged(policy_version)
         if policy_version == self.version:
             self.shadow = (self.version, self.content)
 
