@@ -60,6 +60,12 @@ class _MemoryStream(ABC, Generic[T]):
         self._channel.fail(f"broken by the {self._role}: {reason}")
         self._channel.changed.notify()
 
+    async def watch(self) -> None:
+        """Return never; raise ``StreamBroken`` when the peer is gone, ``StreamClosed`` once it was closed here."""
+        while True:
+            self._raise_if_unusable()
+            await self._channel.changed.wait()
+
     def statistics(self) -> StreamStatistics:
         """Items sent, or taken; nothing is encoded, so ``bytes`` is 0."""
         return StreamStatistics(
@@ -88,12 +94,6 @@ class MemorySendStream(_MemoryStream[T]):
         self._channel.items.append(item)
         self._items += 1
         self._channel.changed.notify()
-
-    async def watch(self) -> None:
-        """Return never; raise ``StreamBroken`` when the receiver is gone, ``StreamClosed`` once it was closed here."""
-        while True:
-            self._raise_if_unusable()
-            await self._channel.changed.wait()
 
     def _has_room(self) -> bool:
         self._raise_if_unusable()

@@ -19,7 +19,7 @@ Cancelling ``receive`` never loses an item.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -70,6 +70,10 @@ class ReceiveStream(Protocol[T_co]):
         """The next item. Raises ``StreamEnded``, ``StreamClosed`` or ``StreamBroken``."""
         ...
 
+    async def watch(self) -> None:
+        """Return never; raise ``StreamBroken``, or ``StreamClosed``: for whoever waits for no item."""
+        ...
+
     async def aclose(self) -> None:
         """Stop receiving: the sender gets ``StreamBroken``. Idempotent."""
         ...
@@ -77,15 +81,6 @@ class ReceiveStream(Protocol[T_co]):
     def statistics(self) -> StreamStatistics: ...
 
     def __aiter__(self) -> AsyncIterator[T_co]: ...
-
-
-async def greet(stream: SendStream[T], greeting: T, within_s: float) -> None:
-    """Send a controller its first item. Raises ``NobodyCame`` where it is not there ``within_s`` (``inf``: whenever it
-    likes), and as ``send``."""
-    with anyio.move_on_after(within_s) as waiting:
-        await stream.send(greeting)
-    if waiting.cancelled_caught:
-        raise NobodyCame(f"no controller came within {within_s:g} s after the last one was gone")
 
 
 async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
@@ -107,3 +102,18 @@ async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
             together.start_soon(until_broken, half)
     if broken:
         raise broken[0]
+
+
+async def greet(stream: SendStream[T], orders: ReceiveStream[Any], greeting: T, within_s: float) -> None:
+    """Send a controller its first item. Raises ``NobodyCame`` where it is not there ``within_s`` (``inf``: whenever it
+    likes), and ``StreamBroken`` also when ``orders`` breaks before: that stream had reached a controller that died, and
+    the successor, greeted on the other one, would take it for a rank or engine that failed."""
+
+    async def say() -> None:
+        await stream.send(greeting)
+        said.cancel()
+
+    with anyio.move_on_after(within_s) as waiting, anyio.CancelScope() as said:
+        await converse(say, orders.watch)
+    if waiting.cancelled_caught:
+        raise NobodyCame(f"no controller came within {within_s:g} s after the last one was gone")

@@ -97,6 +97,12 @@ class _ZmqStream(ABC):
         with anyio.CancelScope(shield=True):
             await self._part(PARTING_SECONDS)
 
+    async def watch(self) -> None:
+        """Return never; raise ``StreamBroken`` when the peer is gone, ``StreamClosed`` once it was closed here."""
+        while True:
+            self._raise_if_unusable()
+            await self._connection.changed()
+
     async def _part(self, seconds: float) -> None:
         """Wait until the peer needs nothing more from this end."""
         with anyio.move_on_after(seconds):
@@ -152,12 +158,6 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         self._end.send_item(frames)
         self._bytes += size
         self._connection.service()
-
-    async def watch(self) -> None:
-        """Return never; raise ``StreamBroken`` when the receiver is gone, ``StreamClosed`` once it was closed here."""
-        while True:
-            self._raise_if_unusable()
-            await self._connection.changed()
 
     def _has_credit(self) -> bool:
         self._raise_if_unusable()

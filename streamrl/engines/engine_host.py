@@ -141,7 +141,7 @@ class _EngineHost:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self._engine.watch)  # it may die while nobody is there yet
                 assert self._ready is not None
-                await greet(completions, self._ready, wait_s)
+                await greet(completions, orders, self._ready, wait_s)
                 await self._converse(orders, completions)
                 watching.cancel_scope.cancel()
         except BaseException as error:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import Counter
 from functools import partial
 
-from streamrl.comm.stream import ReceiveStream, WatchedSendStream
+from streamrl.comm.stream import ReceiveStream, WatchedSendStream, greet
 from streamrl.comm.wakeup import Wakeup
 from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError, StreamEnded
@@ -138,7 +139,7 @@ class _Serving:
     async def run(self, worker: int, version: int) -> None:
         """Until orders end; every order is answered before it returns, and no call process is left."""
         try:
-            await self._results.send(RewardWorkerReady(worker=worker))
+            await greet(self._results, self._orders, RewardWorkerReady(worker=worker), math.inf)
             async with asyncio.TaskGroup() as serving:
                 # Of the two streams one may break alone: whoever opened both anew would wait for a greeting for ever.
                 watches = [serving.create_task(watch()) for watch in (self._sets[version].watch, self._results.watch)]

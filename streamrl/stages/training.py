@@ -136,7 +136,7 @@ async def serve_controllers(
         while True:
             try:
                 async with open_controller() as (batches, reports):
-                    await greet(reports, greeting, wait_s)
+                    await greet(reports, batches, greeting, wait_s)
                     await _converse(trainer, thread, batches, reports)
                 return
             except NobodyCame:

@@ -106,6 +106,27 @@ async def test_a_receiver_that_stops_breaks_the_sender(open_ends: Any) -> None:
             await send_notes(sender, range(100))
 
 
+async def test_a_receiver_that_only_watches_hears_of_a_sender_that_fails_and_loses_nothing(open_ends: Any) -> None:
+    async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
+        told: list[str] = []
+
+        async def watch() -> None:
+            with pytest.raises(StreamBroken) as broken:
+                await receiver.watch()
+            told.append(str(broken.value))
+
+        tasks.start_soon(watch)
+        await send_notes(sender, range(2))
+        await receiver.receive()
+        await anyio.wait_all_tasks_blocked()
+        assert not told
+        await sender.abort("it is killed")
+        while not told:
+            await anyio.sleep(0.01)
+        assert "it is killed" in told[0]
+        await receiver.receive()
+
+
 async def test_a_sender_that_only_watches_hears_of_a_receiver_that_stops(open_ends: Any) -> None:
     async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
         await send_notes(sender, range(2))

@@ -270,6 +270,9 @@ class OrdersOfTheDead:
         await anyio.to_thread.run_sync(self._entered.wait)
         raise StreamBroken("killed")
 
+    async def watch(self) -> None:
+        await anyio.sleep_forever()
+
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("ranks", [1, 2])

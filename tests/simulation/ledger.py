@@ -91,9 +91,9 @@ class Ledger:
         self.open_batches: dict[tuple[int, int], list[TrainingSample]] = defaultdict(list)
         self.engine_version: dict[str, int] = {}
         self.held: set[int] = set()
-        self.early: dict[int, float] = {}
-        self.fault_at = -1.0
-        self.made_at = 0.0
+        self.early: set[int] = set()
+        self._committed_at: dict[str, float] = {}
+        self._faults_until = -1.0
         self.max_version = -1
         self._newest_life: dict[tuple[str, str], int] = {}
         self.trained_tokens = 0
@@ -258,9 +258,9 @@ class Ledger:
         before = self.engine_version.get(engine, -1)
         if version < before:
             self.violated("I8", f"{engine} went from version {before} back to {version}")
-        if version in self.early and before == version - 1 and self.fault_at < self.early[version]:
+        if version in self.early and before == version - 1 and self._faults_until < self._committed_at[engine]:
             self.violated("I7", f"version {version} was acknowledged before {engine}, which served, held it")
-        self.engine_version[engine] = version
+        self.engine_version[engine], self._committed_at[engine] = version, self._clock()
         self.held.add(version)
 
     # ---- rewards ---------------------------------------------------------------------------------
@@ -277,14 +277,14 @@ class Ledger:
         self.version_of[stamp_of(state_hash)] = version
 
     def acknowledged(self, version: int) -> None:
-        """A rank is told that every engine holds it. Where all were lost meanwhile, none does: who holds it without a
-        fault since it was made tells that it was too early."""
+        """A rank is told that every engine holds it. Where all were lost meanwhile, none does; but one that takes it
+        later, and to which nothing had been done since it took the version before, was not lost."""
         if version not in self.held:
-            self.early.setdefault(version, self.made_at)
+            self.early.add(version)
 
-    def faulted(self) -> None:
-        """Something was done to somebody."""
-        self.fault_at = self._clock()
+    def faulted(self, seconds: float) -> None:
+        """Something is done to somebody, for so long."""
+        self._faults_until = max(self._faults_until, self._clock() + seconds)
 
     def given(self, rank: int, life: int, version: int, group: TrainingGroup) -> None:
         """A rank, whose weights are of ``version``, was given a group to train."""
@@ -320,9 +320,8 @@ class Ledger:
         """A rank steps; when all have, the version is trained, and never by another batch."""
         samples = self.open_batches.pop((rank, life), [])
         made = close.policy_version
-        self.made_at = self._clock()
         self.held.discard(made)
-        self.early.pop(made, None)
+        self.early.discard(made)
         if made != version + 1:
             self.violated("I2", f"trainer-{rank} holds {version} and is told to make {made}")
         self.closing[made][rank] = tuple(f"{s.id}:{s.reward}:{digest_of(s.token_ids.tobytes())}" for s in samples)

@@ -116,7 +116,7 @@ class Faults:
         self.fired.append(fault.cell)
         self.suspects.add(name)
         self.last_s = self._world.loop.now
-        self._world.ledger.faulted()
+        self._world.ledger.faulted(fault.seconds)
         self._world.note("fault", fault.cell, name, f"{fault.seconds:.3f}")
 
     def _do(self, fault: Fault) -> bool:
