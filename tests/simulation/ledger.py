@@ -258,7 +258,8 @@ class Ledger:
         before = self.engine_version.get(engine, -1)
         if version < before:
             self.violated("I8", f"{engine} went from version {before} back to {version}")
-        if version in self.early and before == version - 1 and self._faults_until < self._committed_at[engine]:
+        quiet = self._faults_until < self._committed_at.get(engine, -1.0)
+        if version in self.early and before == version - 1 and quiet:
             self.violated("I7", f"version {version} was acknowledged before {engine}, which served, held it")
         self.engine_version[engine], self._committed_at[engine] = version, self._clock()
         self.held.add(version)
