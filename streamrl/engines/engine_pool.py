@@ -201,10 +201,10 @@ class EnginePool:
                 self._unserved.pop(request_id, None)
 
     def served(self) -> dict[str, tuple[ServedRequest, ...]]:
-        """What each attached engine serves, by name: who plans which engines to free looks at it."""
+        """What each attached engine serves, by name, and a lost one until it is back: for who plans which to free."""
         found: dict[str, list[ServedRequest]] = {name: [] for name in self._attached_names}
         for request_id, index in self._serving.items():
-            found[self._names[index]].append(self._requests[request_id])
+            found.setdefault(self._names[index], []).append(self._requests[request_id])
         return {name: tuple(requests) for name, requests in found.items()}
 
     def loads(self) -> dict[str, EngineLoad]:

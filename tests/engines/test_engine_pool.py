@@ -255,6 +255,20 @@ async def test_a_readmitted_engine_gets_requests_again_and_the_last_one_cannot_b
     await roll.run(during)
 
 
+async def test_what_a_lost_engine_served_is_told_until_it_has_come_back() -> None:
+    roll = Roll(2, 8)
+
+    async def during() -> None:
+        await roll.steps(5)
+        before = roll.pool.served()
+        assert len(before["engine-0"]) == 4
+        roll.pool.lose("engine-0")
+        assert roll.pool.served() == before and tuple(roll.pool.loads()) == ("engine-1",)
+
+    await roll.run(during)
+    assert roll.pool.served() == {"engine-1": ()}
+
+
 async def test_while_no_engine_serves_requests_wait_and_an_aborted_one_comes_back_cut() -> None:
     roll = Roll(2, 8)
 
