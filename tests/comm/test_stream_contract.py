@@ -106,16 +106,17 @@ async def test_a_receiver_that_stops_breaks_the_sender(open_ends: Any) -> None:
             await send_notes(sender, range(100))
 
 
+async def tell_break(end: Any, told: list[str]) -> None:
+    """Of whoever only watches ``end``."""
+    with pytest.raises(StreamBroken) as broken:
+        await end.watch()
+    told.append(str(broken.value))
+
+
 async def test_a_receiver_that_only_watches_hears_of_a_sender_that_fails_and_loses_nothing(open_ends: Any) -> None:
     async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
         told: list[str] = []
-
-        async def watch() -> None:
-            with pytest.raises(StreamBroken) as broken:
-                await receiver.watch()
-            told.append(str(broken.value))
-
-        tasks.start_soon(watch)
+        tasks.start_soon(tell_break, receiver, told)
         await send_notes(sender, range(2))
         await receiver.receive()
         await anyio.wait_all_tasks_blocked()
@@ -131,13 +132,7 @@ async def test_a_sender_that_only_watches_hears_of_a_receiver_that_stops(open_en
     async with open_ends(Note, window=4) as (sender, receiver), anyio.create_task_group() as tasks:
         await send_notes(sender, range(2))
         told: list[str] = []
-
-        async def watch() -> None:
-            with pytest.raises(StreamBroken) as broken:
-                await sender.watch()
-            told.append(str(broken.value))
-
-        tasks.start_soon(watch)
+        tasks.start_soon(tell_break, sender, told)
         await receiver.receive()
         await receiver.receive()
         await anyio.wait_all_tasks_blocked()

@@ -66,12 +66,13 @@ if TYPE_CHECKING:
 
 _ROLES = (pipeline, controller_process, reward_process, supervisor)  # imported before anything is looked for
 _HANDLE = ControlState.handle
+_PLAN = topology_module.plan_topology
+_GREETING = zmq_stream._greeting
+
 FREED_OFTEN = PlanningSettings(window=(0.05, 0.95), least_lengths=4)
 """Rounds are short here."""
 KV_TOKENS = 4000
 """Of one engine: all that a world has under way fits, so that engines can be freed."""
-_PLAN = topology_module.plan_topology
-_GREETING = zmq_stream._greeting
 
 
 LOOKED_EVERY = {"POLL_S": 1.0, "MEASURING_INTERVAL_S": 20.0}
