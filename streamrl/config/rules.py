@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Set
+from functools import cache
 
 import msgspec
 
@@ -37,15 +38,24 @@ class Rule(msgspec.Struct, frozen=True):
 def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tuple[str, str]]:
     """Every (path, message) of the rules that ``recipe`` breaks; rules that read a bad path are left out."""
     bad = {".".join(part for part in path.split(".") if not part.isdigit()) for path in bad_paths}
-    return [found for rule in RULES if not _reads_any(rule, bad) for found in rule.check(recipe)]
+    above_bad = {above for path in bad for above in _upwards(path)}
+    return [found for rule in RULES if not _reads_any(rule, bad, above_bad) for found in rule.check(recipe)]
 
 
-def _reads_any(rule: Rule, bad_paths: Set[str]) -> bool:
-    return any(
-        bad == read or bad.startswith(f"{read}.") or read.startswith(f"{bad}.")
-        for read in rule.reads
-        for bad in bad_paths
-    )
+def _reads_any(rule: Rule, bad: Set[str], above_bad: Set[str]) -> bool:
+    """Whether it reads a bad path, something in it, or what holds it."""
+    return bool(bad) and not (above_bad.isdisjoint(rule.reads) and bad.isdisjoint(_above_reads(rule)))
+
+
+@cache
+def _above_reads(rule: Rule) -> Set[str]:
+    return {above for read in rule.reads for above in _upwards(read)}
+
+
+def _upwards(path: str) -> Set[str]:
+    """``path`` and every table that holds it."""
+    parts = path.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
 def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:

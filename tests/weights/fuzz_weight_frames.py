@@ -131,6 +131,12 @@ def _near_zero(random: np.random.Generator, shard: ShardSpec) -> np.ndarray:
     return values if shard.dtype == "float32" else (values >> np.uint32(16)).astype(np.uint16)
 
 
+@cache
+def honest_replies(which: int) -> list[list[bytes]]:
+    """``replies_of`` the sample of that number."""
+    return list(replies_of(world().samples[which]))
+
+
 def replies_of(sample: Sample) -> Iterator[list[bytes]]:
     """What an honest publisher answers, the manifest first."""
     digest = sample.part.manifest_digest
@@ -197,17 +203,16 @@ def mutated(random: np.random.Generator, frame: bytes, other: bytes) -> bytes:
 def reply_case(random: np.random.Generator) -> str:
     """A transfer with one broken reply in it: lost, repeated, late, or mutated."""
     everything = world()
-    sample, stranger = random.choice(len(everything.samples), 2, replace=True)
-    sample, stranger = everything.samples[sample], everything.samples[stranger]
-    replies, foreign = list(replies_of(sample)), list(replies_of(stranger))
+    which, stranger = (int(random.integers(len(everything.samples))) for _ in range(2))
+    sample, replies, foreign = everything.samples[which], honest_replies(which), honest_replies(stranger)
     broken = int(random.integers(len(replies)))
     other = foreign[int(random.integers(len(foreign)))]
     frames = list(replies[broken])
     if random.random() < 0.2:
         frames = other if random.random() < 0.5 else frames[: int(random.integers(2))] + frames
     else:
-        which = int(random.integers(2))
-        frames[which] = mutated(random, frames[which], other[which])
+        place = int(random.integers(2))
+        frames[place] = mutated(random, frames[place], other[place])
     order = [*replies[:broken], frames, *replies[broken:]]
     if random.random() < 0.3:
         order = [order[i] for i in random.permutation(len(order))]

@@ -115,18 +115,20 @@ class _Guesses:
     def inherit(self) -> None:
         """The next class begins with what was learned so far, and is not sure of it."""
         seen = self.seen
-        seen[:POWER] = [min(known, INHERITED) for known in seen[:POWER]]
-        for power in range(31):
-            further = 1 if seen[POWER + power + 1] else 0
-            self._inherit_range(POWER + power, 1, further)
-            self._inherit_range(MANTISSA + 8 * power, 8, 8 * further)
+        seen[:POWER] = [known if known < INHERITED else INHERITED for known in seen[:POWER]]
+        further = [1 if known else 0 for known in seen[POWER + 1 : POWER + 32]]
+        for power, distance in enumerate(further):
+            self._inherit_range(POWER + power, 1, distance)
+            steps = MANTISSA + 8 * power
+            if seen[steps + 1] or seen[steps + 1 + 8 * distance]:  # by the first bit: all are as at first without it
+                self._inherit_range(steps, 8, 8 * distance)
 
     def _inherit_range(self, context: int, contexts: int, distance: int) -> None:
-        chances, seen = self.chances, self.seen
-        for i in range(context, context + contexts):
-            chance = chances[i + distance]
-            chances[i] = chance + ((32768 - chance) >> DOUBT)
-            seen[i] = min(seen[i + distance], INHERITED_STEPS)
+        end, source = context + contexts, context + distance
+        chances = self.chances[source : source + contexts]
+        self.chances[context:end] = [chance + ((32768 - chance) >> DOUBT) for chance in chances]
+        known = self.seen[source : source + contexts]
+        self.seen[context:end] = [one if one < INHERITED_STEPS else INHERITED_STEPS for one in known]
 
 
 class _Encoder(_Guesses):
