@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
 
 import anyio
 import msgspec
@@ -28,18 +27,12 @@ from streamrl.engines.pooled_answers import (
     refuse_difference,
     with_counters,
 )
+from streamrl.engines.request_routing import RequestRouting, ServedRequest
 from streamrl.engines.resumption import whole_of
 from streamrl.engines.suspects import Suspects
 from streamrl.errors import EngineError, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.types import Completion, FinishReason
-
-K = TypeVar("K")
-
-SIBLING_SLACK = 8
-"""How many more open requests than the idlest engine one may have and still get the siblings of its prompt."""
-
-REMEMBERED_PROMPTS = 4096
 
 LOST = "lost"
 """Who drains an engine whose host died."""
@@ -48,19 +41,8 @@ ABORT_AGAIN_SECONDS = 0.5
 """While an engine is drained: an abort that overtook its request inside of the engine is told again after so long."""
 
 
-class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that an engine has not answered yet. ``prompt``, ``sampled``: tokens of the prompt, and of the parts of
-    its completion before this one; ``since``: ``anyio.current_time()`` at which this part was asked for."""
-
-    request_id: str
-    prompt: int
-    sampled: int
-    since: float
-
-
 class EnginePool:
-    """Routes a request to the engine with the fewest open tokens; siblings of a prompt stay together, so that they
-    share its prefix blocks, as long as the loads are near. Satisfies ``Engine``."""
+    """Sends each request to the engine that ``RequestRouting`` chooses. Satisfies ``Engine``."""
 
     def __init__(
         self,
@@ -82,12 +64,7 @@ class EnginePool:
         self._engines = dict(enumerate(engines))
         names = [ready.engine for ready in readiness] or [f"engine-{index}" for index in range(len(engines))]
         self._names = [*names, *absent]
-        self._open_requests = [0] * len(self._names)
-        self._open_tokens = [0] * len(self._names)
-        self._serving: dict[str, int] = {}
-        self._requests: dict[str, ServedRequest] = {}
-        self._siblings: dict[int, int] = {}
-        self._moves: dict[str, int] = {}
+        self._routing = RequestRouting(len(self._names))
         self._unserved: dict[str, anyio.Event] = {}
         self._drained = {index: {by} for index in range(len(engines), len(self._names))}
         self._detached = set(self._drained)
@@ -131,16 +108,7 @@ class EnginePool:
         if not await self._served_again(request.request_id):
             return nothing_sampled()
         index = self.route(request)
-        tokens = len(request.token_ids) + request.max_tokens - request.prefix_length
-        self._open_requests[index] += 1
-        self._open_tokens[index] += tokens
-        self._serving[request.request_id] = index
-        self._requests[request.request_id] = ServedRequest(
-            request_id=request.request_id,
-            prompt=len(request.token_ids) - request.prefix_length,
-            sampled=request.prefix_length,
-            since=anyio.current_time(),
-        )
+        self._routing.opened(request, index, anyio.current_time())
         engine, whole = self._engines[index], whole_of(request.request_id)
         self._suspects.sent(whole, engine, anyio.current_time())
         try:
@@ -151,17 +119,15 @@ class EnginePool:
                 raise
             completion = self._lost_with(index, engine, request.request_id)
         finally:
-            del self._serving[request.request_id], self._requests[request.request_id]
-            self._open_requests[index] -= 1
-            self._open_tokens[index] -= tokens
-            if not self._open_requests[index]:
+            self._routing.closed(request.request_id)
+            if not self._routing.open_on(index):
                 self._emptied[index].set()
         return completion
 
     def _answered(self, whole: str, *, complete: bool) -> None:
         self._suspects.answered(whole, complete=complete)
         if complete:
-            self._moves.pop(whole, None)
+            self._routing.ended(whole)
         for waiting in self._unserved.values():
             waiting.set()
 
@@ -203,8 +169,8 @@ class EnginePool:
     def served(self) -> dict[str, tuple[ServedRequest, ...]]:
         """What each attached engine serves, by name, and a lost one until it is back: for who plans which to free."""
         found: dict[str, list[ServedRequest]] = {name: [] for name in self._attached_names}
-        for request_id, index in self._serving.items():
-            found.setdefault(self._names[index], []).append(self._requests[request_id])
+        for request in self._routing:
+            found.setdefault(self._names[request.engine], []).append(request)
         return {name: tuple(requests) for name, requests in found.items()}
 
     def loads(self) -> dict[str, EngineLoad]:
@@ -213,21 +179,7 @@ class EnginePool:
 
     def route(self, request: Generate) -> int:
         """Index of the engine that gets ``request``."""
-        serving = [index for index in range(len(self._names)) if index not in self._drained]
-        if len(serving) == 1:
-            return serving[0]
-        target = self._moves.pop(whole_of(request.request_id), None)
-        if target in serving:
-            return target
-        # Its hash: prompts may be long, thousands are remembered, and one that is taken for another is no harm.
-        prompt = hash(request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes())
-        idlest = min(serving, key=lambda i: (self._open_tokens[i], self._open_requests[i], i))
-        sibling = self._siblings.pop(prompt, idlest)
-        near = self._open_requests[sibling] <= self._open_requests[idlest] + SIBLING_SLACK
-        chosen = sibling if near and sibling in serving else idlest
-        self._siblings[prompt] = chosen
-        _forget_oldest(self._siblings)
-        return chosen
+        return self._routing.choose(request, [i for i in range(len(self._names)) if i not in self._drained])
 
     def withdraw(self, names: Sequence[str], *, by: str = "") -> None:
         """Send these engines no more requests, from now on, also when no other serves: requests then wait until one is
@@ -246,11 +198,11 @@ class EnginePool:
         if index not in self._drained and len(self._drained) == len(self._names) - 1:
             raise EngineError(f"{name} is the last engine that serves requests; readmit another one before draining it")
         self._drained.setdefault(index, set()).add(by)
-        while self._open_requests[index] and index in self._drained and index not in self._detached:
+        while self._routing.open_on(index) and index in self._drained and index not in self._detached:
             self._emptied[index] = anyio.Event()
-            await self._engines[index].abort([i for i, serving in self._serving.items() if serving == index])
+            await self._engines[index].abort(self._routing.served_by(index))
             with anyio.move_on_after(ABORT_AGAIN_SECONDS):
-                if self._open_requests[index]:
+                if self._routing.open_on(index):
                     await self._emptied[index].wait()
 
     def readmit(self, name: str, *, by: str = "") -> None:
@@ -275,10 +227,9 @@ class EnginePool:
         target = self._index(to)
         if target in self._drained:
             raise EngineError(f"{to} is drained; readmit it before requests migrate to it")
-        moving = [i for i in request_ids if self._serving.get(i, target) != target]
+        moving = [i for i in request_ids if self._routing.engine_of(i) not in (None, target)]
         for request_id in moving:
-            self._moves[whole_of(request_id)] = target
-            _forget_oldest(self._moves)
+            self._routing.move(request_id, target)
         await self.abort(moving)
 
     def detach(self, name: str) -> Engine:
@@ -287,8 +238,9 @@ class EnginePool:
         Raises ``EngineError`` unless it is drained and serves nothing.
         """
         index = self._index(name)
-        if index not in self._drained or self._open_requests[index]:
-            raise EngineError(f"{name} serves {self._open_requests[index]} requests; drain it before it is detached")
+        if index not in self._drained or self._routing.open_on(index):
+            requests = self._routing.open_on(index)
+            raise EngineError(f"{name} serves {requests} requests; drain it before it is detached")
         self._detached.add(index)
         self._list_attached()
         self._past = with_counters(self._past, [self._past, self._engines[index].load()])
@@ -306,7 +258,7 @@ class EnginePool:
         self._detached.add(index)
         self._list_attached()
         self._past = with_counters(self._past, [self._past, self._engines[index].load()])
-        return self._open_requests[index]
+        return self._routing.open_on(index)
 
     async def attach(self, name: str, engine: Engine) -> EngineReady:
         """Start ``engine`` in the place of ``name``, which is detached. It stays drained until ``readmit``.
@@ -330,7 +282,7 @@ class EnginePool:
         for request_id in request_ids:
             if request_id in self._unserved:
                 self._unserved.pop(request_id).set()
-            if (index := self._serving.get(request_id)) is not None and index not in self._detached:
+            if (index := self._routing.engine_of(request_id)) is not None and index not in self._detached:
                 by_engine.setdefault(index, []).append(request_id)
         await all_of([partial(self._engines[index].abort, ids) for index, ids in by_engine.items()])
 
@@ -392,9 +344,3 @@ class EnginePool:
             seconds=max(answer.seconds for answer in done),
             payload_bytes=sum(answer.payload_bytes for answer in done),
         )
-
-
-def _forget_oldest(remembered: dict[K, int]) -> None:
-    """Bounds what is remembered for completions that never come back."""
-    if len(remembered) > REMEMBERED_PROMPTS:
-        del remembered[next(iter(remembered))]

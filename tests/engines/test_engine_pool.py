@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine_pool import REMEMBERED_PROMPTS, SIBLING_SLACK, EnginePool
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.request_routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.resumption import part_id
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, WeightError
@@ -61,6 +62,12 @@ async def generate_all(pool: EnginePool, requests: list[Generate]) -> None:
             group.start_soon(pool.generate, request)
 
 
+def open_on(pool: EnginePool, *names: str) -> list[str]:
+    """Ids of the requests that these engines serve; all by default."""
+    served = pool.served()
+    return [request.request_id for name in names or served for request in served[name]]
+
+
 async def test_siblings_stay_together_and_prompts_spread(make_request: MakeRequest) -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
     requests = [
@@ -78,8 +85,8 @@ async def test_prompts_that_are_remembered_take_little_room(make_request: MakeRe
     pool = EnginePool([RecordingEngine(0), RecordingEngine(1)])
     for number in range(REMEMBERED_PROMPTS + 100):
         pool.route(make_request(token_ids=token_array([number, *[7] * 500])))
-    assert len(pool._siblings) == REMEMBERED_PROMPTS
-    assert max(sys.getsizeof(key) for key in pool._siblings) < 100
+    assert len(pool._routing._siblings) == REMEMBERED_PROMPTS
+    assert max(sys.getsizeof(key) for key in pool._routing._siblings) < 100
 
 
 async def test_one_large_group_is_shared_out(make_request: MakeRequest) -> None:
@@ -215,7 +222,7 @@ async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere(
 
     async def during() -> None:
         await roll.steps(30)
-        moved = [i for i, index in roll.pool._serving.items() if index == 1]
+        moved = open_on(roll.pool, "engine-1")
         assert moved
         await roll.pool.drain("engine-1")
         assert roll.engines[1].load().running == 0
@@ -244,7 +251,7 @@ async def test_a_readmitted_engine_gets_requests_again_and_the_last_one_cannot_b
         with pytest.raises(EngineError, match="engine-1 is the last engine that serves"):
             await roll.pool.drain("engine-1")
         with pytest.raises(EngineError, match="engine-0 is drained"):
-            await roll.pool.migrate(list(roll.pool._serving), to="engine-0")
+            await roll.pool.migrate(open_on(roll.pool), to="engine-0")
         with pytest.raises(EngineError, match="no engine is called 'engine-7'; the pool has engine-0, engine-1"):
             await roll.pool.drain("engine-7")
         assert roll.running()[0] == 0
@@ -335,11 +342,11 @@ async def test_single_requests_migrate_to_the_engine_that_is_named() -> None:
 
     async def during() -> None:
         await roll.steps(10)
-        [*moving] = [i for i, index in roll.pool._serving.items() if index == 0][:2]
-        stay = [i for i, index in roll.pool._serving.items() if index == 2]
+        moving = open_on(roll.pool, "engine-0")[:2]
+        stay = open_on(roll.pool, "engine-2")
         await roll.pool.migrate([*moving, *stay, "unknown/0"], to="engine-2")
         await roll.until(lambda: all(part.replace("/0", "/1") in roll.engines[2].asked for part in moving))
-        assert set(stay) <= set(roll.pool._serving), "what is there already is not cut"
+        assert set(stay) <= set(open_on(roll.pool)), "what is there already is not cut"
 
     await roll.run(during)
     assert sum(len(engine.asked) for engine in roll.engines) == 12 + 2
@@ -429,7 +436,7 @@ async def test_whatever_is_drained_or_moved_nothing_is_lost_or_sampled_twice(scr
                 case "readmit":
                     roll.pool.readmit(name)
                 case "migrate" if index not in roll.pool._drained:
-                    await roll.pool.migrate(list(roll.pool._serving)[::2], to=name)
+                    await roll.pool.migrate(open_on(roll.pool)[::2], to=name)
                 case "push":
                     await roll.push()
                 case "abort":
