@@ -6,7 +6,7 @@ controller's task group and comes back as an event. The loop itself only sends.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -25,12 +25,12 @@ from streamrl.control.control_file import control_file
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.event_log import EventLog
 from streamrl.control.kept_state import KeptControl
-from streamrl.control.outcome_events import event_of
 from streamrl.control.prompt_shelf import PromptShelf, PromptSource
 from streamrl.control.publisher import PushReport, WeightPublisher
 from streamrl.control.recovered_run import RecoveredRun
 from streamrl.control.run_journal import RunJournal
 from streamrl.control.run_report import RunReport
+from streamrl.control.scored_payloads import ScoredPayloads
 from streamrl.control.settings import ControlSettings
 from streamrl.control.snapshot import take_snapshot
 from streamrl.control.spared_engines import SparedEngines
@@ -47,16 +47,13 @@ from streamrl.stage_messages import (
     LaunchTrajectory,
     RewardOutcome,
     RolloutOrder,
-    Scored,
     TrajectoryHeld,
     TrajectoryLost,
 )
 from streamrl.types import (
     DropReason,
     ScoredTrajectory,
-    TrainingGroup,
     TrajectoryId,
-    to_training_sample,
 )
 
 MEASURING_INTERVAL_S = 0.25
@@ -116,8 +113,7 @@ class Controller:
         self._journal = journal
         self._recovered = recovered
         self._live_push: PushReport | None = None
-        self._payloads: dict[TrajectoryId, ScoredTrajectory] = {}
-        self._batch: list[ScoredTrajectory] = []
+        self._payloads = ScoredPayloads(journal)
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
@@ -179,7 +175,7 @@ class Controller:
     async def _go_on(self, recovered: RecoveredRun, caught_up: CaughtUp) -> list[do.ControlAction]:
         """What the life of the controller before this one had ordered and nobody answered, but for what is known."""
         version, state = caught_up.policy_version, self.state
-        self._payloads = recovered.payloads()
+        self._payloads.restore(recovered.payloads())
         if state.draining or state.finished:
             await self._handle(on.RunContinued())
         if version > state.trainer_version:
@@ -190,7 +186,7 @@ class Controller:
             self._report.trained_before(version, recovered.batch_of(version), caught_up.reports)
         again = recovered.outstanding.again(state)
         for batch in recovered.outstanding.trained_since(-1):
-            self._forget_payloads(trajectory for group in batch.groups for trajectory in group.ids)
+            self._payloads.forget(trajectory for group in batch.groups for trajectory in group.ids)
         return again
 
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
@@ -230,14 +226,13 @@ class Controller:
                 self._log.decided(action, self._report.elapsed())
                 await self._report.decided(action, self.state.trainer_version + 1)
             case do.TrainGroupNow():
-                await self._train_group(action)
+                await self._trainer.train_group(self._payloads.to_train(action))
             case do.StepOptimizer():
                 await self._journal.settled()  # what is trained must never be sampled again
                 gather = await self._trainer.close_batch(close_of(action))
                 self._report.batch_closed(self.state.round_kind)
                 self._spared.batch_closed(children, last=self._is_last(action.policy_version))
-                batch, self._batch = self._batch, []
-                children.start_soon(self._step, action, gather, batch)
+                children.start_soon(self._step, action, gather, self._payloads.close_batch())
             case do.PublishWeights():
                 children.start_soon(self._publish, action.policy_version)
             case do.Evaluate():
@@ -267,7 +262,7 @@ class Controller:
             self._report.came_back(item)
             if not isinstance(item, TrajectoryHeld):
                 self._spared.ended(item)
-            if (event := self._event_of(item)) is not None:
+            if (event := self._payloads.take(item, self.state.buffer)) is not None:
                 await self._tell.send(event)
 
     @staticmethod
@@ -275,16 +270,6 @@ class Controller:
         if isinstance(item, TrajectoryHeld):
             return False
         return item.evaluation if isinstance(item, TrajectoryLost) else item.outcome.trajectory.evaluation
-
-    def _event_of(self, item: RewardOutcome) -> on.ControlEvent | None:
-        if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
-            identity = item.outcome.trajectory.id
-            if self.state.buffer.member(identity) is None:
-                self._journal.ended((identity,))
-                return None  # cancelled while it was scored
-            self._journal.scored(item.outcome)
-            self._payloads[identity] = item.outcome
-        return event_of(item)
 
     async def _draw(self, count: int) -> None:
         with self._waits.waiting_for(f"{count} prompts"):
@@ -308,20 +293,7 @@ class Controller:
 
     def _forget(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
         self._report.dropped(ids, reason)
-        self._forget_payloads(ids)
-
-    def _forget_payloads(self, ids: Iterable[TrajectoryId]) -> None:
-        for trajectory in ids:
-            self._journal.ended((trajectory,))
-            self._payloads.pop(trajectory, None)
-
-    async def _train_group(self, action: do.TrainGroupNow) -> None:
-        members = [self._payloads.pop(trajectory) for trajectory in action.ids]
-        self._batch.extend(members)
-        samples = tuple(to_training_sample(member) for member in members)
-        await self._trainer.train_group(
-            TrainingGroup(group_id=action.group_id, batch_id=action.batch_id, samples=samples)
-        )
+        self._payloads.forget(ids)
 
     async def _step(
         self,

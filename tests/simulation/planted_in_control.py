@@ -11,8 +11,8 @@ from planted_bugs import Planted, every, replaced
 
 from streamrl.buffers.rollout_buffer import Group, RolloutBuffer
 from streamrl.buffers.slots import SlotLedger
-from streamrl.control.controller import Controller
 from streamrl.control.engine_steps import EngineSteps
+from streamrl.control.scored_payloads import ScoredPayloads
 from streamrl.control.state import ControlState
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.stages import reward as reward_module
@@ -111,12 +111,12 @@ def _always_room(before: Any) -> Any:
 
 
 def _loses_a_member(before: Any) -> Any:
-    async def train_group(self: Controller, action: Any) -> None:
+    def to_train(self: ScoredPayloads, action: Any) -> Any:
         if len(action.ids) > 1:
             action = msgspec.structs.replace(action, ids=action.ids[1:])
-        await before(self, action)
+        return before(self, action)
 
-    return train_group
+    return to_train
 
 
 def _ready_too_early(before: Any) -> Any:
@@ -229,7 +229,7 @@ IN_CONTROL = (
     Planted("a version is skipped", "I2", (replaced(TrainerRanks, "close_batch", _skips_a_version),)),
     Planted("nothing is ever stale", "I3", (replaced(RolloutBuffer, "older_than", _never_stale),)),
     Planted("slots without end", "I12", (replaced(SlotLedger, "free", _always_room),)),
-    Planted("a group loses a member", "I4", (replaced(Controller, "_train_group", _loses_a_member),)),
+    Planted("a group loses a member", "I4", (replaced(ScoredPayloads, "to_train", _loses_a_member),)),
     Planted("a member forgotten in the buffer", "I4", (replaced(RolloutBuffer, "batch", _ready_too_early),)),
     Planted("a failure becomes reward 0", "I5", (replaced(reward_module, "outcome_of", _failure_is_zero),)),
     Planted("rewards swapped in a message", "I5", (replaced(RewardStage, "_deliver", _rewards_swapped),)),
