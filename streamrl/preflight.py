@@ -63,6 +63,18 @@ def resumed(recipe: Recipe) -> tuple[Recipe, KeptRewards | None]:
     return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
 
 
+def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, KeptRewards | None]:
+    """``recipe`` as the run in ``run_directory`` goes on with it: with the rewards that were attached, and, once it has
+    a checkpoint of its own, without the one that it began with. Raises ``StreamRLError`` for a file that cannot be
+    read."""
+    kept = read_rewards_file(run_directory)
+    if kept is not None:
+        recipe = msgspec.structs.replace(recipe, rewards=kept.rewards)
+    if any((run_directory / "checkpoints").glob("step-*")):
+        recipe = msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, resume_from=""))
+    return recipe, kept
+
+
 def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
 
@@ -127,11 +139,10 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator
 
 
 def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:
-    return (
-        f"checkpoint.resume_from: {recipe.checkpoint.resume_from} was scored with {', '.join(kept.changed_live)}, "
-        "attached while the run went on: put their code back, or start with the rewards of the recipe by "
-        'checkpoint.rewards = "recipe"'
-    )
+    names, forked = ", ".join(kept.changed_live), recipe.checkpoint.resume_from
+    subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
+    remedy = ', or start with the rewards of the recipe by checkpoint.rewards = "recipe"' if forked else ""
+    return f"{subject} was scored with {names}, attached while the run went on: put their code back{remedy}"
 
 
 def _installation(recipe: Recipe) -> Iterator[str]:

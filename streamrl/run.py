@@ -30,7 +30,7 @@ from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.errors import ProcessDied, RecipeError, StreamBroken
 from streamrl.observe.crash_bundle import write_crash_bundle
-from streamrl.preflight import preflight, resumed
+from streamrl.preflight import going_on, preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.remains import remove_half_written, remove_remains_of
 from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_inputs
@@ -101,7 +101,7 @@ class Pipeline:
                 log.warning("%s", failure)
             for change in await to_thread(self._changes):
                 log.warning("%s", change)
-            await to_thread(preflight, self.recipe)
+            await to_thread(preflight, *await to_thread(going_on, self.recipe, self.run_directory))
             return
         self.recipe, kept = await to_thread(resumed, self.recipe)
         await to_thread(preflight, self.recipe, kept)

@@ -141,6 +141,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         recipe,
         model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
+        rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
         rewards=tuple(_resolved_reward(reward, directory) for reward in recipe.rewards),
         judge=structs.replace(recipe.judge, model=_absolute_if_given(recipe.judge.model, directory)),
         reward_limits=structs.replace(

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from streamrl.comm.nursery import start_unless_ending
@@ -193,6 +194,8 @@ class Controller:
         """Log ``event`` and let control decide."""
         elapsed_s = self._report.elapsed()
         self._log.append(event, elapsed_s)
+        if isinstance(event, on.RunBegan | on.CheckpointDone):  # the journal begins anew behind it
+            await anyio.to_thread.run_sync(self._log.flush)
         await self._journal.told(event, self.state, elapsed_s)
         if isinstance(event, on.StopRequested):
             self._spared.give_up()

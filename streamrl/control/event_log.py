@@ -9,6 +9,7 @@ them, for people, ``{"decision", "time_s"}``: why control did what it did after 
 from __future__ import annotations
 
 import mmap
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -100,6 +101,10 @@ class EventLog:
     def decided(self, decision: Explain, time_s: float) -> None:
         """Write why control decided as it did."""
         self._write(LogDecision(decision=decision, time_s=round(time_s, 4)))
+
+    def flush(self) -> None:
+        """Bring it to the disk. Blocking."""
+        os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

@@ -208,24 +208,25 @@ class ControlState:
             return
         if not group.members:  # until then it takes the place of a whole group in a batch, and keeps its slots
             self.slots.release(group.size)
-        if event.policy == FailurePolicy.STOP:
-            self._stop_run(actions, f"a reward failed, and the recipe says stop: {event.message}")
-            return
         self.recent_failures.append(True)
-        failed = sum(self.recent_failures)
-        window = self.settings.failure_window
-        if len(self.recent_failures) == window and failed > self.settings.max_failed_share * window:
-            self._stop_run(
-                actions,
-                f"{failed} of the last {window} trajectories failed, more than the share of "
-                f"{self.settings.max_failed_share:g} that reward_limits.max_failed_share allows; "
-                f"the last one ({event.reason}): {event.message or 'no message'}",
-            )
-            return
         if event.policy == FailurePolicy.DROP_GROUP and group.members:
             self.drop_group(group, DropReason.REWARD_FAILED, actions)
         else:
             self._group_changed(group, actions)
+        if why := self._too_many_failures(event):  # after the books are kept: a resume goes on from here
+            self._stop_run(actions, why)
+
+    def _too_many_failures(self, event: on.TrajectoryFailed) -> str:
+        if event.policy == FailurePolicy.STOP:
+            return f"a reward failed, and the recipe says stop: {event.message}"
+        failed, window = sum(self.recent_failures), self.settings.failure_window
+        if len(self.recent_failures) < window or failed <= self.settings.max_failed_share * window:
+            return ""
+        return (
+            f"{failed} of the last {window} trajectories failed, more than the share of "
+            f"{self.settings.max_failed_share:g} that reward_limits.max_failed_share allows; "
+            f"the last one ({event.reason}): {event.message or 'no message'}"
+        )
 
     def _group_changed(self, group: Group, actions: list[ControlAction]) -> None:
         """A member ended: drop a group too small for a baseline, or without signal under dynamic sampling."""

@@ -11,7 +11,6 @@ from streamrl.config.topology import judge_socket
 from streamrl.engines.concurrent_calls import first_error
 from streamrl.errors import StreamBroken
 from streamrl.processes.child import ChildContext
-from streamrl.rewards.kept_rewards import read_rewards_file
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stage_messages import RewardOrder, RewardResult
 
@@ -41,6 +40,4 @@ async def _serve_controller(context: ChildContext) -> None:
         zmq_sender(RewardResult, results_at, bind=False, name=f"{name}.results") as results,
         zmq_receiver(RewardOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
     ):
-        kept = read_rewards_file(context.run_directory)
-        first = kept.reward_version if kept else 0
-        await run_reward_worker(context.recipe, context.plan.index, orders, results, first_version=first)
+        await run_reward_worker(context.recipe, context.plan.index, orders, results)

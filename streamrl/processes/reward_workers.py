@@ -18,9 +18,9 @@ from streamrl.config.topology import Topology, rewards_endpoint
 from streamrl.errors import RecipeError
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.kept_rewards import fresh_rewards, read_rewards_file
+from streamrl.rewards.kept_rewards import KeptRewards, fresh_rewards, read_rewards_file
 from streamrl.rewards.time_limits import LearntLimits
-from streamrl.stage_messages import RewardOrder, RewardResult
+from streamrl.stage_messages import LoadRewardSet, RewardOrder, RewardResult
 from streamrl.stages.attached_rewards import AttachedRewards, Note
 from streamrl.stages.prompt_spec import SourceKind, read_spec
 from streamrl.stages.prompts import check_prompts, missing_columns, open_prompts
@@ -50,17 +50,22 @@ async def open_reward_stage(
     """The stage with what it must know of the functions, and whoever changes them: as the recipe says, or as the run
     that is resumed had them."""
     kept = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
-    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, recipe.rewards)
+    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, kept.rewards)
     settings = RewardSettings(
-        functions="+".join(r.label for r in recipe.rewards),
+        functions="+".join(r.label for r in kept.rewards),
         per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
-        time_limit_s=max(r.time_limit_s for r in recipe.rewards),
+        time_limit_s=max(r.time_limit_s for r in kept.rewards),
         concurrency=recipe.reward_limits.concurrency,
-        first_version=kept.reward_version,
+        attached=_as_order(kept),
     )
     workers = [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)]
     stage = RewardStage(settings, workers, LearntLimits(kept.since, kept.slowest_s))
     return stage, AttachedRewards(recipe, stage, kept, reply, check_reward)
+
+
+def _as_order(kept: KeptRewards) -> LoadRewardSet | None:
+    """None: what workers begin with, the functions of the recipe, score."""
+    return LoadRewardSet(reward_version=kept.reward_version, rewards=kept.rewards) if kept.reward_version else None
 
 
 async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:

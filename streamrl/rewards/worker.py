@@ -65,13 +65,12 @@ async def run_reward_worker(
     orders: ReceiveStream[RewardOrder],
     results: WatchedSendStream[RewardResult],
     *,
-    first_version: int = 0,
     owns_process: bool = True,
 ) -> None:
     """Answer every ``ScoreGroup`` with a ``GroupScored``, until ``orders`` ends; nothing that it started is left then.
 
-    ``first_version``: how orders call what the recipe says. ``owns_process`` False (tests): nothing ends the process,
-    so a trusted function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code
+    What the recipe says is version 0 to orders. ``owns_process`` False (tests): nothing ends the process, so a trusted
+    function that never stops makes this hang. Otherwise the process ends by ``os._exit`` when trusted code
     cannot be stopped: with code 75 while orders may come, with code 0 when they ended and all are answered (``results``
     is closed, hence flushed, before). Raises ``RecipeError`` when a function or the tokenizer cannot be loaded,
     ``StreamBroken`` when the controller is gone, and ``StreamRLError`` when call processes cannot be started any more.
@@ -81,12 +80,12 @@ async def run_reward_worker(
     longest_s = max(reward.time_limit_s for reward in recipe.rewards) + _STALL_GRACE_S
     user_calls = asyncio.TaskGroup()
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, owns_process=owns_process)
-    await serving.open(first_version)
+    await serving.open()
     try:
         async with user_calls, asyncio.TaskGroup() as life:
             beating = life.create_task(_beat(timer, longest_s))
             try:
-                await serving.run(worker, first_version)
+                await serving.run(worker)
                 if owns_process:
                     await _leave(serving, results)
             finally:
@@ -131,18 +130,18 @@ class _Serving:
         """Trusted coroutines past their limit that still run."""
         return sum(rewards.stuck for rewards in (*self._sets.values(), *self._closed))
 
-    async def open(self, version: int) -> None:
+    async def open(self) -> None:
         """Load what the recipe says. Raises ``RecipeError``; nothing is left then."""
-        attached = RewardsOf(version=version, rewards=self._recipe.rewards, limits=self._recipe.reward_limits)
-        await self._load(version, attached)
+        attached = RewardsOf(version=0, rewards=self._recipe.rewards, limits=self._recipe.reward_limits)
+        await self._load(0, attached)
 
-    async def run(self, worker: int, version: int) -> None:
+    async def run(self, worker: int) -> None:
         """Until orders end; every order is answered before it returns, and no call process is left."""
         try:
             await greet(self._results, self._orders, RewardWorkerReady(worker=worker), math.inf)
             async with asyncio.TaskGroup() as serving:
                 # Of the two streams one may break alone: whoever opened both anew would wait for a greeting for ever.
-                watches = [serving.create_task(watch()) for watch in (self._sets[version].watch, self._results.watch)]
+                watches = [serving.create_task(watch()) for watch in (self._sets[0].watch, self._results.watch)]
                 answering = serving.create_task(self._answer())
                 await self._receive(serving, watches)
                 self._ended = True

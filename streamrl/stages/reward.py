@@ -58,13 +58,13 @@ OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``per_group``: some function scores whole groups. ``time_limit_s``: the largest of all functions.
-    ``first_version``: what workers begin with."""
+    ``attached``: what scores instead of the recipe's functions, which workers begin with as version 0."""
 
     functions: str
     per_group: bool
     time_limit_s: float
     concurrency: int
-    first_version: int = 0
+    attached: LoadRewardSet | None = None
 
 
 class RewardStage:
@@ -83,8 +83,9 @@ class RewardStage:
         self._open_orders = 0
         self._ended = False
         self._changed = Wakeup()
-        self._attached = _Attachment(settings.first_version, None, settings.per_group)
-        self._scoring = {settings.first_version: self._attached}
+        first = settings.attached
+        self._attached = _Attachment(first.reward_version if first else 0, first, settings.per_group)
+        self._scoring = {self._attached.version: self._attached}
         self._of_group: dict[int, _Attachment] = {}
         self._workers: set[_Worker] = set()
         self._given_out = 0
@@ -253,8 +254,8 @@ class RewardStage:
             reply = await worker.load(load)
             if reply is not None and reply.problems:
                 raise RecipeError(list(reply.problems))
-        if (first := self._settings.first_version) not in self._scoring:
-            await worker.orders.send(CloseRewardSet(reward_version=first))
+        if 0 not in self._scoring:
+            await worker.orders.send(CloseRewardSet(reward_version=0))
         for version in self._scoring:
             for remembered in self.limits.pieces(version):
                 await worker.orders.send(RememberLimits(reward_version=version, slowest_s=remembered))

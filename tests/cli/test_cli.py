@@ -27,7 +27,7 @@ from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.errors import ProcessDied, RecipeError
 from streamrl.learning.durable_files import files_below, flush_and_digest, write_digests
-from streamrl.preflight import preflight
+from streamrl.preflight import going_on, preflight
 from streamrl.run_events import RunEvent, RunFinished, RunStarted, StepFinished
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,6 +207,15 @@ def test_run_directory_that_is_a_file_and_every_problem_at_once(project: Path) -
         project, "run.directory=" + str(project / "train.jsonl"), "model.path=absent", "prompts.train=no.jsonl"
     )
     assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
+
+
+def test_a_run_with_a_checkpoint_of_its_own_needs_no_other(project: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(project / "recipe.toml", [f"checkpoint.resume_from={project}"])
+    run = tmp_path / "run"
+    run.mkdir()
+    assert going_on(recipe, run) == (recipe, None)
+    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    preflight(*going_on(recipe, run))
 
 
 def test_a_checkpoint_to_start_from_must_be_one(project: Path) -> None:

@@ -273,6 +273,21 @@ def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_
     assert "planted" in str(world.stopped)
 
 
+@pytest.mark.parametrize("stops", ["policy", "share"])
+def test_a_run_that_a_failed_reward_ended_goes_on_as_if_it_had_not(stops: str) -> None:
+    limits = {"max_failed_share": 0.0, "failure_window": 1} if stops == "share" else {}
+    world = World(control_settings(steps=1, batch_groups=1, group_size=2, **limits))
+    world.begin()
+    world.answer_draw()
+    a, b = sorted(world.running)
+    world.score(a, 1.0, 1)
+    world.fail(b, "stop" if stops == "policy" else "")
+    assert "planted" in str(world.stopped)
+    assert world.core.accounting().dropped == {"reward_failed": 2}
+    world.core.handle(on.RunContinued())
+    assert not world.batches, "one that is left alone has no baseline"
+
+
 def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
     world = World(control_settings(group_size=3, batch_groups=1, steps=1))
     world.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -93,6 +94,29 @@ async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, los
         accounting = ended.accounting()
         assert accounting.balanced and not accounting.in_flight and ended.finished
         assert accounting.trained == STEPS * settings.batch_trajectories
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("events", [3, 20, 40])
+async def test_after_a_power_cut_the_log_has_what_the_journal_begins_with(
+    events: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, on_disk, flush = tmp_path / "events.jsonl", 0, os.fdatasync
+
+    def flushed(descriptor: int) -> None:
+        nonlocal on_disk
+        flush(descriptor)
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == log:
+            on_disk = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fdatasync", flushed)
+    run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
+    assert not await one_life(run, events)
+    os.truncate(log, on_disk)  # nothing else is sure to be there
+    again = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
+    again.ranks = run.ranks
+    assert await one_life(again, 10**9) == "finished"
+    assert replay(log).accounting().trained == STEPS * SYNCHRONOUS.batch_trajectories
 
 
 @pytest.mark.asyncio

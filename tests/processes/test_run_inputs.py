@@ -57,6 +57,42 @@ def test_every_change_is_named(recipe: Recipe, tmp_path: Path) -> None:
     assert len(refuse_changes(tmp_path, recipe, force=True)) == 4
 
 
+def test_every_changed_setting_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    write_inputs(tmp_path, recipe)
+    other = structs.replace(
+        recipe,
+        rollout=structs.replace(recipe.rollout, group_size=recipe.rollout.group_size + 1),
+        rewards=(structs.replace(recipe.rewards[0], weight=0.5),),
+    )
+    assert changed_inputs(tmp_path, other) == [
+        "rewards.0.weight was 1.0, now 0.5",
+        f"rollout.group_size was {recipe.rollout.group_size}, now {recipe.rollout.group_size + 1}",
+    ]
+    assert changed_inputs(tmp_path, structs.replace(recipe, rewards=recipe.rewards * 2))[0].startswith(
+        "rewards.1.function was not set, now "
+    )
+
+
+def test_all_code_of_the_user_is_looked_at(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mine" / "scores"
+    package.mkdir(parents=True)
+    files = [package / "short.py", tmp_path / "together.py", tmp_path / "in_turn.py"]
+    for file in [package / "__init__.py", *files]:
+        file.write_text("raise SystemExit  # nobody imports it\n")
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    chosen = structs.replace(
+        recipe,
+        rewards=(structs.replace(recipe.rewards[0], function="scores.short:score"),),
+        reward_limits=structs.replace(recipe.reward_limits, combine=f"{files[1]}:both"),
+        rollout=structs.replace(recipe.rollout, policy=f"{files[2]}:Rounds"),
+    )
+    write_inputs(tmp_path, chosen)
+    assert changed_inputs(tmp_path, chosen) == []
+    for file in files:
+        file.write_text("")
+    assert changed_inputs(tmp_path, chosen) == [f"{file} is not as it was when the run was started" for file in files]
+
+
 def test_a_package_of_another_version_is_named(recipe: Recipe, tmp_path: Path) -> None:
     write_inputs(tmp_path, recipe)
     path = tmp_path / run_inputs.INPUTS_FILE

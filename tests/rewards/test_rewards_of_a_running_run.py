@@ -30,7 +30,6 @@ from streamrl.preflight import preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.reward_workers import change_rewards, open_reward_stage
 from streamrl.rewards.attachments import RewardAttachments
-from streamrl.rewards.kept_rewards import read_rewards_file
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stage_messages import FinishedTrajectory, Scored
 from streamrl.stages.attached_rewards import AttachedRewards
@@ -62,9 +61,7 @@ class LiveRun:
         given = self.run_directory / "recipe.json"
         given.write_bytes(msgspec.json.encode(self.recipe))
         streams = [self.topology.endpoint("reward-0", stream) for stream in ("orders", "results")]
-        kept = read_rewards_file(self.run_directory)
-        first = str(kept.reward_version if kept else 0)
-        self.worker = subprocess.Popen([sys.executable, WORKER, given, *streams, first])
+        self.worker = subprocess.Popen([sys.executable, WORKER, given, *streams])
 
     async def score(self, *trajectories: Trajectory, group_size: int = 1) -> list[ScoredTrajectory]:
         for trajectory in trajectories:
@@ -242,6 +239,37 @@ async def test_what_is_attached_and_learnt_outlives_the_worker_and_the_run(
         assert await again.attachments.replace("takes", ADAPTIVE) == 2
         assert call(await again.score(make_trajectory("ab", group=0, seconds=0.0))).limit_s == 9.0
     assert again.log[0] == (1, ("takes", "shade"), "resume")
+
+
+@pytest.mark.asyncio
+async def test_the_next_controller_of_a_run_scores_with_what_was_attached(
+    live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    async with live_run().going_on() as run:
+        await run.attachments.attach(f"{KILLERS}:half", name="half", weight=2.0)
+        (before,) = await run.score(make_trajectory("ab", group=0))
+    sockets = tmp_path / "next"
+    sockets.mkdir(mode=0o700)
+    async with LiveRun(run.recipe, run.run_directory, sockets).going_on() as following:
+        (after,) = await following.score(make_trajectory("ab", group=1))
+    assert (after.reward, after.reward_version) == (before.reward, 1)
+    assert [call.function for call in after.calls] == [call.function for call in before.calls]
+
+
+@pytest.mark.asyncio
+async def test_a_new_worker_has_the_functions_that_began_with_a_group(
+    live_run: Callable[..., LiveRun], make_trajectory: MakeTrajectory
+) -> None:
+    async with live_run().going_on() as run:
+        (one,) = await run.score(make_trajectory("ab", group=0, sample=0), group_size=2)
+        await run.attachments.attach(f"{KILLERS}:half", name="half", weight=2.0)
+        run.worker.kill()
+        run.worker.wait()
+        run.start_worker()
+        with anyio.fail_after(20):
+            (other,) = await run.score(make_trajectory("ab", group=0, sample=1), group_size=2)
+    assert (one.reward_version, other.reward_version) == (0, 0)
+    assert one.reward == other.reward
 
 
 def test_a_resumed_run_is_told_which_rewards_it_cannot_have(

@@ -1,4 +1,4 @@
-"""A reward worker as a process: ``python worker_process.py RECIPE.json ORDERS RESULTS [FIRST_VERSION]``."""
+"""A reward worker as a process: ``python worker_process.py RECIPE.json ORDERS RESULTS``."""
 
 import sys
 from pathlib import Path
@@ -15,12 +15,12 @@ from streamrl.stage_messages import (
 )
 
 
-async def main(recipe: Recipe, orders_at: str, results_at: str, first_version: str = "0") -> None:
+async def main(recipe: Recipe, orders_at: str, results_at: str) -> None:
     async with (
         zmq_sender(RewardResult, results_at, bind=False, name="results") as results,
         zmq_receiver(RewardOrder, orders_at, bind=False, name="orders") as orders,
     ):
-        await run_reward_worker(recipe, 3, orders, results, first_version=int(first_version))
+        await run_reward_worker(recipe, 3, orders, results)
 
 
 if __name__ == "__main__":
