@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.buffers.slots import last_version
-from streamrl.config.scheduling import Order, StalePolicy
+from streamrl.config.scheduling import Order, SizingKind, StalePolicy
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
 from streamrl.control.round_supply import next_attempt
@@ -44,6 +44,15 @@ class BatchFilling:
             return
         # What was refused stays refused while groups only become ready (``RoundPolicy.may_join``): ask for the new one.
         asking = list(state.buffer.ready.values()) if newest is None else [newest]
+        # Of mixed sizes one may be refused that has room when the seats of others are taken.
+        mixed = state.settings.group_sizing.kind is not SizingKind.FIXED
+        while self._ask(asking, actions) and mixed and batch.seats > 0:
+            asking = list(state.buffer.ready.values())
+
+    def _ask(self, asking: list[Group], actions: list[ControlAction]) -> bool:
+        """Whether one of them joined."""
+        state, batch = self._state, self._state.batch
+        joined = False
         view = state.launching.view()
         for group in sorted(
             asking, key=_shortest_first if state.settings.order is Order.SHORTEST_FIRST else _oldest_first
@@ -65,8 +74,10 @@ class BatchFilling:
             view = state.launching.view()
             ids = tuple(group.members)
             actions.append(do.TrainGroupNow(batch_id=batch.batch_id, group_id=group.group_id, ids=ids))
+            joined = True
             if state.policy.cut_tokens and batch.tokens >= state.policy.cut_tokens:
                 batch.target = batch.seats_taken
+        return joined
 
     def close(self, actions: list[ControlAction]) -> None:
         """Settle a full batch, and let the trainer step once it may."""

@@ -194,7 +194,7 @@ class Controller:
         """Log ``event`` and let control decide."""
         elapsed_s = self._report.elapsed()
         self._log.append(event, elapsed_s)
-        if isinstance(event, on.RunBegan | on.CheckpointDone):  # the journal begins anew behind it
+        if self._journal.kept and isinstance(event, on.RunBegan | on.CheckpointDone):  # it begins anew behind it
             await anyio.to_thread.run_sync(self._log.flush)
         await self._journal.told(event, self.state, elapsed_s)
         if isinstance(event, on.StopRequested):

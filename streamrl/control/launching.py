@@ -118,8 +118,8 @@ class Launching:
                 elif not len(supply.queue):
                     return
             elif plan.source is Source.HELD:
-                self._resume(plan, actions)
-                return
+                if not self._resume(plan, actions):
+                    return
             elif not self._launch_groups(plan, actions):
                 return
 
@@ -191,17 +191,19 @@ class Launching:
         batch.group_size = state.sizer.size
         self._round_groups = plan.groups
 
-    def _resume(self, plan: Launch, actions: list[ControlAction]) -> None:
+    def _resume(self, plan: Launch, actions: list[ControlAction]) -> bool:
+        """Whether anything was held."""
         state = self._state
         chosen = state.buffer.held()[: plan.groups]
         if not chosen:
-            return
+            return False
         self._open_round(plan, actions)
         ids: list[TrajectoryId] = []
         for group in chosen:
             state.buffer.resume(group)
             ids.extend(group.open_ids())
         actions.append(do.ResumeTrajectories(ids=tuple(ids)))
+        return True
 
     def _ask(self, count: int, actions: list[ControlAction]) -> None:
         self._state.supply.asked = count

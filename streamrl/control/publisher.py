@@ -114,7 +114,9 @@ class WeightPublisher:
         Requests in flight are treated as a push would treat them. Raises ``EngineError`` when an engine does not stop.
         """
         async with self._one_at_a_time:
-            await self._steps.on_each(self._steps.pause, self._engines, "not every engine was paused")
+            # Whoever comes back meanwhile must not go on alone.
+            while running := [engine for engine in self._engines if engine not in self._steps.paused_at]:
+                await self._steps.on_each(self._steps.pause, running, "not every engine was paused")
             self._hold(True)
 
     async def release(self) -> None:
@@ -196,11 +198,12 @@ class WeightPublisher:
 
     async def _push(self, announced: WeightAnnouncement) -> PushReport:
         started = self._staged_at = anyio.current_time()
-        deadline, late_text = self._steps.deadline(), f"version {announced.policy_version} was not live on every engine"
+        late_text = f"version {announced.policy_version} was not live on every engine"
         held_since = min(
             (at for engine, at in self._steps.paused_at.items() if engine not in self._behind), default=started
         )
         await self._stop_catching_up(list(self._behind))
+        deadline = self._steps.deadline()  # not before: a commit beside the run may have taken as long as it could
         canary = self._compared(announced)
         self._first_live, self._refusals = anyio.Event(), {}
         sound = [engine for engine in self._engines if engine not in self._suspects]
@@ -284,14 +287,7 @@ class WeightPublisher:
         if self._canary is None:
             return None
         report, suspects = self._canary.compare(announced.policy_version - 1, announced.probe_logprobs)
-        once_more = suspects.keys() & self._suspects
-        if once_more:
-            raise EngineError(
-                f"{len(once_more)} engines compute something else than the trainer with the same weights, after an "
-                f"anchor as before it: logprobs of the canary are {max(suspects.values()):.3g} nats apart "
-                f"({self._canary.limit:g} may be). Set engines.dtype and training.compute_dtype to float32 to see "
-                "whether rounding does it; weights.canary = false lets the run go on"
-            )
+        self._canary.refuse(suspects, self._suspects)
         self._suspects = {engine for engine in suspects if engine in self._engines}
         return report
 
@@ -371,6 +367,8 @@ class WeightPublisher:
     async def _back_in_service(self, service: EngineService, engine: PushedEngine) -> None:
         if not self._held:
             await self._steps.resume(engine)
+            if self._held:  # since it was told to go on
+                await self._steps.pause(engine)
         if engine not in self._behind:
             return  # it was lost meanwhile
         del self._behind[engine]

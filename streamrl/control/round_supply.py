@@ -133,10 +133,14 @@ class RoundSupply:
         self.queue.append(next_attempt(group, noise if replays else -1))
         self._unsorted = True
 
-    def sample_again(self, ticket: PromptTicket) -> None:
-        """``ticket`` was under way when the run ended: it is sampled when the run goes on. One copy of several goes to
-        the queue: the next cohort would copy each of them again."""
-        (self.queue if self.copies > 1 else self.waiting).append(ticket)
+    def sample_again(self, group: Group) -> None:
+        """It was under way when the run ended: its prompt is sampled when the run goes on."""
+        (self.queue if self.belongs_in_queue(group) else self.waiting).append(next_attempt(group, group.ticket.noise))
+
+    def belongs_in_queue(self, group: Group) -> bool:
+        """Whether its prompt, if it is sampled again, waits in the queue: one that has lost before, whose long round is
+        still due, and one copy of several, since the next cohort would copy each of them again."""
+        return group.ticket.noise >= 0 or self.copies > 1
 
     def _sort(self) -> None:
         if self.predictor is not None and self._unsorted and self._policy.shortest_prompts_first:

@@ -75,6 +75,11 @@ class RunJournal:
         for record in recovered.records() if recovered else ():
             self._keep(record)
 
+    @property
+    def kept(self) -> bool:
+        """Whether there is one."""
+        return self._journal is not None
+
     # ---- what comes in ---------------------------------------------------------------------------
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:

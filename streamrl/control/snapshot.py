@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from streamrl.buffers.rollout_buffer import PromptTicket
 from streamrl.control.kept_state import ControlSnapshot
 from streamrl.control.round_supply import next_attempt
 
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 def take_snapshot(state: ControlState) -> ControlSnapshot:
     """Of ``state`` as it is now. What is in the open batch is under way too: it is not trained yet."""
     supply = state.supply
-    again = [next_attempt(group, -1) for group in state.buffer.groups.values()]
-    # One copy of several goes to the queue: the next cohort would copy each of them again.
-    queued, under_way = (again, []) if supply.copies > 1 else ([], again)
+    queued: list[PromptTicket] = []
+    under_way: list[PromptTicket] = []
+    for group in state.buffer.groups.values():
+        again = queued if supply.belongs_in_queue(group) else under_way
+        again.append(next_attempt(group, group.ticket.noise))
     return ControlSnapshot(
         queued=(*queued, *supply.queue.tickets()),
         waiting=(*under_way, *supply.waiting.tickets()),

@@ -28,7 +28,7 @@ from streamrl.control.group_sizing import make_group_sizer
 from streamrl.control.launching import Launching
 from streamrl.control.length_watch import LengthWatch
 from streamrl.control.open_batch import OpenBatch
-from streamrl.control.round_supply import RoundSupply, next_attempt
+from streamrl.control.round_supply import RoundSupply
 from streamrl.control.rounds import make_round_policy
 from streamrl.control.rounds.policy import RoundPolicy
 from streamrl.control.settings import ControlSettings
@@ -347,7 +347,7 @@ class ControlState:
         reason = DropReason.CANCELLED if self.stopping is None else DropReason.DRAINED
         for group in [g for g in self.buffer.groups.values() if g.batch_id is None or not self.batch.closed]:
             self.drop_group(group, reason, actions)
-            self.supply.sample_again(next_attempt(group, -1))  # for whoever resumes from the last checkpoint
+            self.supply.sample_again(group)  # for whoever resumes from the last checkpoint
         if not self.batch.closed:
             self.batch = OpenBatch(batch_id=self.batch.batch_id, target=self.settings.batch_trajectories)
         self._publish(actions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import Future, get_running_loop
+from asyncio import Future, Lock, get_running_loop
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -44,6 +44,7 @@ class TrainerRanks:
         self._answered = 0
         self._ended = self._gone = False
         self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
+        self._one_question = Lock()  # yields to nobody where nobody has it
 
     async def ready(self) -> list[TrainerReady]:
         """The greeting of every rank. Raises ``StreamRLError`` when ranks disagree about what they hold."""
@@ -149,12 +150,13 @@ class TrainerRanks:
         if self._gone:
             raise StreamBroken(GONE)
         waiting: list[Future[TrainingEvent]] = []
-        for rank, (batches, _) in enumerate(self._ranks):
-            if (kind, rank) in self._answers:
-                raise StreamRLError(f"trainer-{rank} still owes a {kind.__name__}")
-            waiting.append(get_running_loop().create_future())
-            self._answers[kind, rank] = waiting[-1]
-            await batches.send(order)
+        async with self._one_question:  # two of them must reach all ranks in one order: each is a collective
+            for rank, (batches, _) in enumerate(self._ranks):
+                if (kind, rank) in self._answers:
+                    raise StreamRLError(f"trainer-{rank} still owes a {kind.__name__}")
+                waiting.append(get_running_loop().create_future())
+                self._answers[kind, rank] = waiting[-1]
+                await batches.send(order)
 
         async def gather() -> list[Answer]:
             answers = [await future for future in waiting]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -102,6 +102,16 @@ class WeightCanary(Generic[Engine]):
         for engine in apart:
             del self._answers[engine]
         return report, {engine: nats for engine, nats in apart.items() if nats > self.limit}
+
+    def refuse(self, suspects: Mapping[Engine, float], anchored: Set[Engine]) -> None:
+        """Raise ``EngineError`` where one of ``suspects`` is of those that have taken an anchor for it."""
+        if once_more := suspects.keys() & anchored:
+            raise EngineError(
+                f"{len(once_more)} engines compute something else than the trainer with the same weights, after an "
+                f"anchor as before it: logprobs of the canary are {max(suspects.values()):.3g} nats apart "
+                f"({self.limit:g} may be). Set engines.dtype and training.compute_dtype to float32 to see "
+                "whether rounding does it; weights.canary = false lets the run go on"
+            )
 
     def forget(self, engine: Engine) -> None:
         """It is about to be stopped, or holds nothing that could be compared."""

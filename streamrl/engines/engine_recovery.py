@@ -226,7 +226,18 @@ class EngineRecovery(PoolService):
         else:
             self._gone.append(engine)
         self._missed.setdefault(name, anyio.current_time())
-        start_unless_ending(self._running, self._replace, EngineLost(engine=name, reason=reason, requests=requests))
+        lost = EngineLost(engine=name, reason=reason, requests=requests)
+        start_unless_ending(self._running, self._replace, lost)
+        if engine.pid:
+            start_unless_ending(self._running, self._end_if_away, lost, engine.pid)
+
+    async def _end_if_away(self, lost: EngineLost, pid: int) -> None:
+        """A stream breaks where heartbeats stop, too: its host may live, and stand still."""
+        limit = self._settings.silent_s
+        await anyio.sleep(limit)
+        if lost.engine not in self._greetings:
+            reason = f"it did not come back within {limit:g} s (engines.silent_s) of being lost ({lost.reason})"
+            await self._tell(KillEngine(engine=lost.engine, reason=reason, pid=pid))
 
     async def _replace(self, lost: EngineLost) -> None:
         log.warning("%s is lost (%s) with %d requests, which go elsewhere", lost.engine, lost.reason, lost.requests)

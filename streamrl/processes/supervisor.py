@@ -1,8 +1,6 @@
 """The parent of everything: starts the processes of a run, starts again those whose deaths are forgiven (engines and
 reward workers alone, the controller to go on, a rank with all ranks and the controller), names the first cause when
-another one dies, ends all of them.
-
-Nothing here imports torch or vllm. The supervisor polls its children, which works in any thread and event loop.
+another one dies, ends all of them. Nothing here imports torch or vllm. Children are polled, which works in any thread.
 """
 
 from __future__ import annotations
@@ -74,9 +72,7 @@ class Supervisor:
         self._resting: set[str] = set()
         self._forgiveness = Forgiveness(topology)
         self.before_controller_start: list[Callable[[], Awaitable[None]]] = []
-        self._draining = False
-        self._finishing = False
-        self._ending = False
+        self._draining = self._finishing = self._ending = False
         self._short_guardians = 0
         self._one_end = anyio.Lock()
         self._traces = RunTraces(marker=uuid.uuid4().hex, since=time.time(), socket_directory=str(socket_directory))
@@ -103,8 +99,8 @@ class Supervisor:
         next_scan = time.monotonic()
         until_s = math.inf  # how long the others may take after the controller
         while not self._ending:
-            self._restart_reward_workers()
             self._replace_guardian()
+            await self._restart_reward_workers()
             await self._start_dead_again()
             await self._start_core_again()
             deaths = self._deaths()
@@ -244,16 +240,21 @@ class Supervisor:
         self._traces.sessions[child.process.pid] = child.created
         self._children[GUARDIAN].tell(Session(sid=child.process.pid, created=child.created))
 
-    def _restart_reward_workers(self) -> None:
+    async def _restart_reward_workers(self) -> None:
         for child in list(self._children.values()):
-            plan = child.plan
             asks = child.exit_code == REWARD_RESTART_EXIT_CODE and self._restarts_left > 0
-            if plan is None or plan.role is not Role.REWARD or not asks:
+            if not asks or child.plan is None or child.plan.role is not Role.REWARD:
                 continue
             self._restarts_left -= 1
-            log.warning("%s asked to be replaced (%d restarts left); see %s", plan.name, self._restarts_left, child.log)
-            child.close()
-            self._start_child(plan)
+            log.warning(
+                "%s asked to be replaced (%d restarts left); see %s", child.name, self._restarts_left, child.log
+            )
+            await self._start_in_place_of(child)
+
+    async def _start_in_place_of(self, child: ChildProcess) -> None:
+        await self._end_what_it_started(child)
+        if child.plan is not None and not self._ending:
+            self._start_child(child.plan)
 
     def _replace_guardian(self) -> None:
         """One that was killed guards nobody: another one takes over, with all sessions so far."""
@@ -275,9 +276,7 @@ class Supervisor:
             if restarts.due(time.monotonic()):
                 death = child.death(self.run_directory).describe()
                 log.warning("%s; it is started again (%d restarts left); see %s", death, restarts.left, child.log)
-                await self._end_what_it_started(child)
-                if not self._ending:
-                    self._start_child(child.plan)
+                await self._start_in_place_of(child)
             elif not restarts.forgive and self._forgiveness.may_retire(name, tuple(self._resting)):
                 death_of_it = self._forgiveness.retired[name] = child.death(self.run_directory)
                 log.error("%s; it is not started again, and the other engines go on", death_of_it.describe())
@@ -295,18 +294,17 @@ class Supervisor:
         """The controller; where a rank died, all ranks with it: none can go on alone. So does one that stands in a
         collective of which another one was never told before their controller died: it ends by itself."""
         restarts = self._forgiveness.core
-        if not restarts.forgive or self._draining or self._finishing or self._finished():
-            return
         dead = self._dead_of_core()
-        if not dead or any(self._is_death(child) for child in dead):
+        if not dead or self._draining or self._finishing or self._finished():
+            return
+        restarts.served(max(child.lived_s for child in dead))  # first: it may make a spent budget whole again
+        if any(self._is_death(child) for child in dead):
             return
         first = first_cause([child.death(self.run_directory) for child in dead])
         if first.is_consequence and time.monotonic() < first.detected_s + _CONSEQUENCE_S:
             return  # of what, is about to be seen
-        restarts.served(max(child.lived_s for child in dead))
         if not restarts.due(time.monotonic()):
             return
-        dead = self._dead_of_core()
         ranks = any(child.name != Role.CONTROLLER and not child.running for child in self._of_core())
         what = "the trainer ranks and the controller are" if ranks else "it is"
         log.warning("%s; %s started again (%d restarts left)", first.describe(), what, restarts.left)
@@ -322,6 +320,8 @@ class Supervisor:
         for child in again:
             if child.plan is not None and not self._ending:
                 self._start_child(child.plan, resumes=True)
+        if self._draining and not self._ending:
+            self.request_drain()  # its predecessor was gone when that was asked for
 
     def _dead_of_core(self) -> list[ChildProcess]:
         """Those that died. A rank that ended with 0 answered the end of its stream, and begins with the next one."""
@@ -353,8 +353,8 @@ class Supervisor:
         """Ends that should not have been."""
         dead = [child.death(self.run_directory) for child in self._children.values() if self._is_death(child)]
         for tracker, owner in self.memory.gone():
-            child = self._children[owner]
-            if not child.running or owner in self._resting:
+            child = self._children.get(owner)
+            if child is None or not child.running or owner in self._resting:
                 continue
             if self._forgiven(child):
                 child.process.kill()  # what it shares with the processes that it started would be left behind

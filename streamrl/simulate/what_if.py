@@ -28,6 +28,7 @@ from streamrl.simulate.simulation import simulate
 
 ETAS = (1.125, 1.25, 1.5)
 COHORTS = (2, 4)
+LONG_ROUNDS = (2, 4)
 CURRENT = "as it is"
 CONFIRMED = 3
 """The best so many candidates are simulated again, with other lengths."""
@@ -242,10 +243,13 @@ class Search:
 def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
     """Candidates by name. Whatever is not about forming rounds stays as it is in ``recipe``."""
     kept = recipe.tail_batching
-    plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains)
-    found = {str(kind): _formed(recipe, kind) for kind in (RoundKind.SYNCHRONOUS, RoundKind.AUTO)}
+    losers = TailBatching().losers if kept.losers is Losers.RESUME else kept.losers
+    plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains, losers=losers)
+    of_recipe = replace(plain, long_round_batches=kept.long_round_batches)
+    found = {str(kind): _formed(recipe, kind, tail=of_recipe) for kind in (RoundKind.SYNCHRONOUS, RoundKind.AUTO)}
     races = [replace(plain, eta_prompts=eta) for eta in ETAS]
     races += [replace(plain, eta_prompts=eta, eta_responses=eta) for eta in ETAS[:2]]
+    races += [replace(plain, eta_prompts=ETAS[1], long_round_batches=batches) for batches in LONG_ROUNDS]
     races.append(replace(plain, eta_prompts=1.125, cohort_batches=4))
     if budget.max_staleness > 0:
         races.append(replace(plain, losers=Losers.RESUME))
@@ -295,6 +299,7 @@ def _races_prompts(recipe: Recipe) -> bool:
 def _race_name(tail: TailBatching) -> str:
     both = f"/{tail.eta_responses:g}" if tail.eta_responses > 1 else ""
     packed = f" packed {tail.cohort_batches}" if tail.cohort_batches else ""
+    packed += f" long {tail.long_round_batches}" if tail.long_round_batches > 1 else ""
     losers = "" if tail.losers is Losers.REPLAY else f" {tail.losers}"
     return f"tail_batching {tail.eta_prompts:.4g}{both}{packed}{losers}"
 

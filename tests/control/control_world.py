@@ -253,6 +253,7 @@ class World:
 
     def check_end(self) -> None:
         self.check()
+        assert "wait for nothing" not in str(self.stopped)
         if self.finished is None:
             return
         assert self.core.accounting().in_flight == 0

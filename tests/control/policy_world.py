@@ -70,6 +70,11 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "length_sorted": LengthSorted(cohort_batches=3, partial=True),
         "max_staleness": 2,
     },
+    "partial, tight": {
+        "rounds": SORTED,
+        "length_sorted": LengthSorted(cohort_batches=2, partial=True, oversubscription=1.0),
+        "max_staleness": 1,
+    },
     "partial, oversubscribed": {
         "rounds": SORTED,
         "length_sorted": LengthSorted(cohort_batches=4, partial=True, oversubscription=2.0),

@@ -178,6 +178,22 @@ def test_a_continuous_run_keeps_every_slot_busy_and_uses_its_staleness() -> None
     assert max(world.staleness) == 1
 
 
+def test_groups_that_go_on_leave_room_for_others_at_once() -> None:
+    cohort = LengthSorted(cohort_batches=4, partial=True, oversubscription=2.0)
+    rounds = {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": cohort, "max_staleness": 3}
+    world = World(control_settings(steps=9, batch_groups=8, group_size=1, **rounds))
+    world.begin()
+    world.answer_draw()
+    while world.live_version < 1:
+        if world.to_publish is not None:
+            world.go_live()
+        elif world.to_step is not None:
+            world.step()
+        else:
+            world.score(world.sampled[0], 1.0, 3)
+    assert len(world.running) == 16, "as many as before, though half of them go on"
+
+
 def test_a_straggler_is_waited_for_before_it_would_be_too_old() -> None:
     world = World(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6, group_size=1, batch_groups=1))
     world.begin()

@@ -66,6 +66,17 @@ def test_losers_and_prompts_under_way_are_kept_and_no_name_is_used_twice() -> No
     assert not {i for a in world.launched for i in a.ids} & {i for g in state.buffer.groups.values() for i in g.members}
 
 
+def test_a_loser_whose_long_round_is_under_way_waits_for_it_again_and_draws_what_it_drew() -> None:
+    world = World(msgspec.structs.replace(RACING, tail_batching=TailBatching(eta_prompts=2.0)))
+    run_to_version(world, 1)
+    under_way = world.core.buffer.groups.values()
+    noise = {group.prompt_id: group.ticket.noise for group in under_way}
+    assert world.core.round_kind == "long" and len(noise) == 4 and min(noise.values()) >= 0
+    state = resumed(world, 1)
+    assert state.round_kind == "long"
+    assert {group.prompt_id: group.ticket.noise for group in state.buffer.groups.values()} == noise
+
+
 def test_the_group_sizing_goes_on_as_if_nothing_had_happened() -> None:
     world = World(RACING)
     run_to_version(world, 4)

@@ -8,7 +8,7 @@ import pytest
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import StreamBroken, VersionLeft, WeightError
-from streamrl.messages import CheckpointSaved, TrainerReady
+from streamrl.messages import CheckpointSaved, CloseBatch, EnginesFreed, PublishAnchor, TrainerReady, TrainingOrder
 
 pytestmark = pytest.mark.asyncio
 
@@ -68,3 +68,25 @@ async def test_an_engine_that_joins_after_the_last_step_is_refused_and_fails_nob
     await ranks.aclose()
     with pytest.raises(VersionLeft, match="version 3 is not published any more"):
         await ranks.publish_anchor(3)
+
+
+async def test_two_questions_reach_all_ranks_in_one_order() -> None:
+    """A rank answers each by a collective. Streams give way to other tasks now and then: at every place of that."""
+    for sent_before in range(70):
+        told: list[list[type[TrainingOrder]]] = [[], []]
+        (first, second), (_, reports) = [memory_stream(1000) for _ in range(2)], memory_stream(4)
+        ranks = TrainerRanks([(first[0], reports), (second[0], reports)])
+        for _ in range(sent_before):
+            await second[0].send(EnginesFreed(count=0))
+        async with anyio.create_task_group() as asking:
+            asking.start_soon(ranks.publish_anchor, 0)
+            asking.start_soon(ranks.close_batch, close)
+            await anyio.wait_all_tasks_blocked()
+            asking.cancel_scope.cancel()
+        for rank, (orders, taken) in enumerate((first, second)):
+            await orders.aclose()
+            told[rank] = [type(order) async for order in taken if not isinstance(order, EnginesFreed)]
+        assert told[0] == told[1] and set(told[0]) == {PublishAnchor, CloseBatch}
+
+
+close = CloseBatch(batch_id=0, policy_version=1, groups=1, samples=1, trained_tokens=1, engines_idle=False)

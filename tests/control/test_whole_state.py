@@ -141,6 +141,7 @@ def walks() -> Iterator[Walk]:
         (12, ("auto", "fixed"), False),
         (0, ("sorted, single", "fixed"), False),
         (4, ("continuous at 3", "fixed"), False),
+        (11, ("wide race", "random"), False),
     ]
     others = [(seed, pair, False) for seed in range(20, 24) for pair in COMBINATIONS]
     for seed, pair, deterministic in (*told_most, *others):

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests are collected by path
 from lost_engines_world import Controller, controlled, world
 from recovery_host import POISON
 
+from streamrl.comm import socket_options
 from streamrl.comm.supervisor_orders import KillEngine
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.messages import Generate
@@ -120,6 +121,24 @@ async def test_an_engine_that_stands_still_is_ended_and_replaced() -> None:
         assert isinstance(order, KillEngine) and order.pid == pid and "nothing was heard" in order.reason
         await one.until_serving(["engine-1"])
         assert one.pid("engine-1") != pid
+    one.assert_whole()
+
+
+async def test_an_engine_whose_streams_break_first_because_it_stands_still_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 100)
+    monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 500)
+    async with controlled(1, silent_s=3.0) as one:
+        await one.launch(30)
+        await tokens_made(one, "engine-0")
+        pid = one.pid("engine-0")
+        one.kill("engine-0", signal.SIGSTOP)
+        await one.until(lambda: one.lost("engine-0") == 1)
+        assert not one.told, "it may come back"
+        await one.until_serving(["engine-0"])
+        [order] = one.told
+        assert isinstance(order, KillEngine) and order.pid == pid and "did not come back within 3 s" in order.reason
     one.assert_whole()
 
 

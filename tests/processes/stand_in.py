@@ -8,6 +8,7 @@ follow   end with StreamBroken as soon as the process named in ``DIR/follow`` is
 raise    end with a ValueError when ``DIR/go`` appears
 verdict  end with a RewardFailureLimit when ``DIR/go`` appears
 restart  end with exit code 75 at once
+share    have shared memory, and end with exit code 75 when ``DIR/go`` appears; its successors serve
 orphan   start a grandchild that ignores everything, has shared memory and a session of its own, then serve
 finish   end with 0 when ``DIR/go`` appears
 leave    end with 0 when ``DIR/leave`` appears, and on SIGTERM leave the file ``DIR/was-terminated``
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 
 from streamrl.config.topology import ProcessPlan, Role
@@ -68,6 +70,8 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
     partial = directory / "pids" / f".{plan.name}"
     partial.write_text(str(os.getpid()))
     partial.rename(directory / "pids" / f"{plan.name}.{count}")
+    if behaviour == "share" and count == 0:
+        share(directory)
     if behaviour == "restart":
         raise SystemExit(75)
     while True:
@@ -99,6 +103,13 @@ def start_grandchild(directory: Path, *, own_session: bool) -> None:
     while not Path(f"{path}.memory").exists():
         time.sleep(0.005)
     path.write_text(str(child.pid))
+
+
+def share(directory: Path) -> None:
+    shared_memory.SharedMemory(create=True, size=4096)  # multiprocessing starts a process that tracks it
+    while not (directory / "go").exists():
+        time.sleep(0.005)
+    os._exit(75)
 
 
 def lives(pid: int) -> bool:

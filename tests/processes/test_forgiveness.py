@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import anyio
 import msgspec
+import psutil
 import pytest
 from trials import PLANS, STAND_IN, Trial, death_in, lives, until
 
@@ -16,8 +20,10 @@ from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine
 from streamrl.config.topology import RENDEZVOUS_FILE, ProcessPlan, Role, Topology
 from streamrl.errors import RecipeError, RewardFailureLimit
 from streamrl.processes import restarts
+from streamrl.processes import supervisor as supervisor_module
 from streamrl.processes.exit_reason import ExitKind, reason_of
 from streamrl.processes.restarts import Restarts
+from streamrl.processes.supervisor import _SCAN_S as SCAN_S
 from streamrl.processes.supervisor import Supervisor
 
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
@@ -322,4 +328,86 @@ async def test_after_the_last_word_of_the_controller_a_death_is_only_logged(
         await supervisor.kill()
     assert "after the run had finished, trainer-0 ended with exit code 1" in caplog.text
     assert not started(one, "trainer-0", 1)
+    one.assert_nothing_left()
+
+
+# ---- races and budgets -----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["controller", "reward-0"])
+async def test_whoever_served_for_long_has_its_budget_again(
+    name: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "RENEWED_AFTER_S", 1.0)
+    one = trial()
+    async with forgiving(one, core=1, rewards=1) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        for start in range(2):
+            await anyio.sleep(1.2)
+            os.kill(one.pid(name, start), signal.SIGKILL)
+            await until(lambda start=start: started(one, name, start + 1))  # type: ignore[misc]
+        await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
+async def test_a_reward_worker_that_asks_for_a_successor_takes_what_it_started_along(
+    trial: Callable[..., Trial],
+) -> None:
+    one = trial(reward_0="share")
+    async with forgiving(one) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        await until(lambda: bool(supervisor.memory.trackers))
+        first = one.pid("reward-0")
+        (one.directory / "go").touch()
+        await until(lambda: started(one, "reward-0", 1))
+        assert not [p for p in psutil.process_iter() if session_of(p.pid) == first and lives(p.pid)]
+        await anyio.sleep(2 * SCAN_S)
+        assert lives(one.pid("reward-0", 1)), "it is not to blame for the end of its predecessor's processes"
+        await end_well(one, supervisor)
+
+
+def session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return -1
+
+
+@pytest.mark.asyncio
+async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with forgiving(one, core=2) as supervisor:
+
+        async def drain() -> None:
+            supervisor.request_drain()
+
+        supervisor.before_controller_start.append(drain)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        with anyio.fail_after(20):
+            await supervisor.watch()
+        await supervisor.kill()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_run_may_be_left_while_a_dead_process_is_cleared_up(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clearing, end = threading.Event(), supervisor_module.end_session
+
+    def end_slowly(*arguments: Any) -> Any:
+        clearing.set()
+        time.sleep(1.0)
+        return end(*arguments)
+
+    one = trial(engine_0="orphan")
+    async with forgiving(one, engines=3, rewards=3) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        await until(lambda: bool(supervisor.memory.trackers))
+        monkeypatch.setattr(supervisor_module, "end_session", end_slowly)
+        os.kill(one.pid("reward-0"), signal.SIGKILL)
+        await until(clearing.is_set)
+        await supervisor.kill()
+        await anyio.sleep(1.2)  # the watch goes on with what it found, and ends
     one.assert_nothing_left()

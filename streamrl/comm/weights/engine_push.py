@@ -19,7 +19,8 @@ from streamrl.comm.weights.state_hash import MODULUS
 from streamrl.errors import EngineError, WeightError
 from streamrl.messages import OrderDone, WeightAnnouncement
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
+_WAIT_SHARE = 0.1  # of the time that has passed: so much later than it was done it is noticed, at most
 
 
 def announcement_of(policy_version: int, parts: Sequence[Published]) -> WeightAnnouncement:
@@ -55,11 +56,10 @@ async def stage(llm: Any, announcement: WeightAnnouncement) -> OrderDone:
     """
     started = time.monotonic()
     await llm.collective_rpc("streamrl_begin_stage", args=(msgspec.msgpack.encode(announcement),))
-    wait = _FIRST_WAIT
     reports = await llm.collective_rpc("streamrl_stage_report")
     while not all(report["fetched"] for report in reports):
-        await anyio.sleep(wait)
-        wait = min(2 * wait, _LONGEST_WAIT)
+        passed = time.monotonic() - started
+        await anyio.sleep(min(max(_SHORTEST_WAIT, _WAIT_SHARE * passed), _LONGEST_WAIT))
         reports = await llm.collective_rpc("streamrl_stage_report")
     _raise_first(reports)
     reports = await llm.collective_rpc("streamrl_finish_stage")

@@ -49,7 +49,9 @@ class TailBatching(StatelessRounds):
         if waiting >= batch * batches or (waiting and (due or view.exhausted)):
             return self._long(view, min(waiting, batch * batches))
         # Parked losers may have ended meanwhile: they are in the batch, or ready for the next.
-        wanted = math.ceil(self._options.eta_prompts * batch) - view.joined - view.untrained
+        # Counted in places, too: those may be of another size.
+        missing = math.ceil(view.seats / view.group_size) - view.untrained
+        wanted = max(math.ceil(self._options.eta_prompts * batch) - view.joined - view.untrained, missing - waiting)
         if wanted > 0:
             return self._race(view, wanted, Source.FRESH)
         return self._long(view, min(waiting, batch * batches)) if waiting else None
