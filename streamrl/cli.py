@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return EXIT_FAILED
     except (StreamRLError, BaseExceptionGroup) as error:
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(BrokenPipeError) is not None:
+            sys.stderr.close()
+            return EXIT_FAILED
         return report_error(error)
 
 
@@ -92,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     watch = commands.add_parser("watch", help="follow a running run through its metrics socket")
-    watch.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT or ipc://PATH; the run prints its own")
+    where = "the run's directory, or where it publishes: tcp://HOST:PORT or ipc://PATH"
+    watch.add_argument("where", metavar="RUN|ENDPOINT", help=where)
     watch.add_argument("--keys", type=Path, metavar="DIRECTORY", help="keys of an observer, where the run has keys")
     watch.add_argument("--json", action="store_true", help="every message as a JSON line")
     watch.set_defaults(run=_watch)
@@ -297,7 +301,7 @@ def _keys(options: argparse.Namespace) -> int:
 def _watch(options: argparse.Namespace) -> int:
     from streamrl.cli_watch import watch
 
-    return watch(options.endpoint, as_json=options.json, keys=options.keys)
+    return watch(options.where, as_json=options.json, keys=options.keys)
 
 
 def _serve(options: argparse.Namespace) -> int:

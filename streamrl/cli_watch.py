@@ -8,15 +8,20 @@ from pathlib import Path
 
 from streamrl.comm.telemetry import TelemetrySubscriber
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
+from streamrl.config.load import load_recipe
+from streamrl.config.topology import Role, read_topology
+from streamrl.errors import StreamRLError
 from streamrl.observe.stdout import StdoutReporter
 from streamrl.observe.watch import follow, to_run_event, write_json
 
 PATIENCE_S = 5.0
 
 
-def watch(endpoint: str, *, as_json: bool, keys: Path | None = None) -> int:
-    """Show messages until the run has finished or Ctrl-C. Any number of watchers may look at one run. ``keys``: where
-    the keys of an observer are, for a run that has keys."""
+def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
+    """Show messages until the run has ended or Ctrl-C; 1 where it ended without saying so. ``where``: a run's
+    directory, or the endpoint of its metrics. Any number of watchers may look at one run. ``keys``: where the keys of
+    an observer are, for a run that has keys. Raises ``StreamRLError``."""
+    endpoint = endpoint_of(Path(where)) if Path(where).is_dir() else where
     if keys is not None:
         os.environ.update({KEYS_DIRECTORY: str(keys), KEY_ROLE: KeyRole.OBSERVER.value})
     quiet = False
@@ -24,6 +29,9 @@ def watch(endpoint: str, *, as_json: bool, keys: Path | None = None) -> int:
         try:
             for message in follow(subscriber.receive, PATIENCE_S):
                 if message is None:
+                    if _is_gone(endpoint):
+                        print(f"the run has ended: there is no {endpoint} any more", file=sys.stderr)
+                        return 1
                     if not quiet:
                         print(f"nothing comes from {endpoint}; still waiting", file=sys.stderr, flush=True)
                     quiet = True
@@ -39,3 +47,20 @@ def watch(endpoint: str, *, as_json: bool, keys: Path | None = None) -> int:
     if lost:
         print(f"{lost} messages were lost on the way: this reader was too slow", file=sys.stderr)
     return 0
+
+
+def endpoint_of(run_directory: Path) -> str:
+    """Where the run of that directory publishes its metrics. Raises ``StreamRLError`` for one that is not a run's."""
+    try:
+        own = f"{read_topology(run_directory).endpoint(Role.CONTROLLER.value, 'steps')}.metrics"
+    except OSError as error:
+        raise StreamRLError(
+            f"{run_directory} is not the directory of a run ({error.strerror}): give one, such as runs/latest"
+        ) from error
+    return load_recipe(run_directory / "recipe.toml").metrics.endpoint or own
+
+
+def _is_gone(endpoint: str) -> bool:
+    """Whether nobody can come there again: a run's own socket is removed with it."""
+    path = endpoint.removeprefix("ipc://")
+    return path != endpoint and not Path(path).exists()

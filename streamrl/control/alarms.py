@@ -59,10 +59,21 @@ class Alarms:
         self._rules = tuple(rules)
         self._above = dict.fromkeys(self._rules, 0)
         self._told: dict[AlarmRule, int] = {}
+        self._failures = 0
+        self._failure_told = -math.inf
 
     def check(self, step: int, metrics: dict[str, float]) -> list[str]:
         """What is to be told after ``step``: alarms that were not told in the last ``REPEAT_STEPS`` steps."""
         return [message for rule in self._rules if (message := self._check_rule(rule, step, metrics))]
+
+    def reward_failed(self, step: int, message: str) -> str:
+        """What is to be told of a reward that failed: of the first one, and of others as seldom as of an alarm."""
+        self._failures += 1
+        if step - self._failure_told < REPEAT_STEPS:
+            return ""
+        self._failure_told = step
+        count = "a reward has failed" if self._failures == 1 else f"{self._failures} rewards have failed so far"
+        return f"{count}; what they were for is not trained on. The last one: {message or 'no message'}"
 
     def _check_rule(self, rule: AlarmRule, step: int, metrics: dict[str, float]) -> str:
         value = metrics.get(rule.metric)

@@ -199,6 +199,10 @@ class Controller:
         await self._journal.told(event, self.state, elapsed_s)
         if isinstance(event, on.StopRequested):
             self._spared.give_up()
+        if isinstance(event, on.TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
+            step = self.state.trainer_version + 1
+            if warning := self._alarms.reward_failed(step, event.message):
+                await self._report.warned(step, warning)
         actions = self.state.handle(event)
         await self._journal.handled(event, actions, self.state)
         if isinstance(event, on.BatchTrained):

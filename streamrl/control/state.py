@@ -219,11 +219,11 @@ class ControlState:
     def _too_many_failures(self, event: on.TrajectoryFailed) -> str:
         if event.policy == FailurePolicy.STOP:
             return f"a reward failed, and the recipe says stop: {event.message}"
-        failed, window = sum(self.recent_failures), self.settings.failure_window
-        if len(self.recent_failures) < window or failed <= self.settings.max_failed_share * window:
-            return ""
+        failed, seen = sum(self.recent_failures), len(self.recent_failures)
+        if failed <= self.settings.max_failed_share * self.settings.failure_window:
+            return ""  # of the whole window, also while it fills: more of them cannot be mended by what comes
         return (
-            f"{failed} of the last {window} trajectories failed, more than the share of "
+            f"{failed} of the last {seen} trajectories failed, more than the share of "
             f"{self.settings.max_failed_share:g} that reward_limits.max_failed_share allows; "
             f"the last one ({event.reason}): {event.message or 'no message'}"
         )

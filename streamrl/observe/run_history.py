@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamrl.observe.curve import Curve, svg_plot, terminal_plot
 from streamrl.observe.step_line import duration
-from streamrl.run_events import EvaluationFinished, RunStarted, StepFinished
+from streamrl.run_events import EvaluationFinished, RunResumed, RunStarted, StepFinished
 
 RECENT_STEPS = 20
 SUMMARY_STEPS = 10
@@ -74,10 +74,16 @@ class RunHistory:
         self.directory = Path(event.directory) if event.directory else None  # a watcher has none
         self._began = self._last = self._clock()
 
+    def resumed(self, event: RunResumed) -> None:
+        """It goes on with that step done."""
+        self.last_step = event.policy_version
+
     def stepped(self, event: StepFinished) -> tuple[float, float]:
         """Take in a step. Returns (seconds of this step, seconds that the remaining steps will take)."""
         now = self._clock()
-        self._intervals.append(now - self._last)
+        waited = now - self._last
+        # A watcher that came late saw only the end of its first step.
+        self._intervals.append(waited if self._intervals else max(waited, event.metrics.get("time/step_s", 0.0)))
         self._last = now
         self.last_step = event.step
         if "reward/mean" in event.metrics:
@@ -110,7 +116,17 @@ class RunHistory:
             lines.append(
                 f"  {name}  {points[0][1]:.3f} -> {points[-1][1]:.3f}  (best {best:.3f} at step {best_step:g})"
             )
+        lines += self._what_next(reason)
         return lines + terminal_plot([curve for curve in self.curves() if len(curve.points) > 1])
+
+    def _what_next(self, reason: str) -> list[str]:
+        """Where the model is, and how to go on."""
+        if self.directory is None:
+            return []
+        model = self.directory / "checkpoints" / "latest" / "hf"
+        found = [f"  model  {model}"] if model.is_dir() else []
+        ended = reason == "finished" or not (self.directory / "journal").is_dir()
+        return found if ended else [*found, f"  go on with  streamrl resume {self.directory}"]
 
     def write_curve(self) -> Path | None:
         """Write ``curve.svg`` in the run directory; None where there is nothing to draw or nowhere to write."""

@@ -163,6 +163,7 @@ class StdoutReporter:
             case StallSeen():
                 self._stalled(event)
             case RunResumed():
+                self._history.resumed(event)
                 for text in resumed_lines(event):
                     self._screen.line(text)
             case EngineLost():

@@ -149,8 +149,10 @@ def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log
         text.append(f"(after it: {', '.join(others)})")
     if first.name in logs:
         path, start = logs[first.name]
-        tail = last_lines(path, start=start)
-        text.append(f"last lines of {path}:" if tail else f"it logged nothing to {path}")
+        # A verdict says all: a traceback below it would only hide it.
+        tail = [] if first.is_verdict else last_lines(path, start=start)
+        nothing = f"its log is {path}" if first.is_verdict else f"it logged nothing to {path}"
+        text.append(f"last lines of {path}:" if tail else nothing)
         text += [f"  {line}" for line in tail]
     else:
         text.append(f"logs are in {log_directory}")

@@ -18,6 +18,8 @@ _NEEDED = frozenset(
 )
 _PREFIXES = ("LC_",)
 # Rewards run side by side in processes; and a numeric library with threads could not be forked after its import.
+# A thread's own malloc arena is 64 MiB of addresses, which ``memory_mib`` counts: functions run in threads.
+_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -29,4 +31,4 @@ def passed_environment(rewards: Iterable[Reward]) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _NEEDED or name in named or name.startswith(_PREFIXES)
     }
-    return dict.fromkeys(_ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"} | passed
+    return _ARENAS | dict.fromkeys(_ONE_THREAD, "1") | {"TOKENIZERS_PARALLELISM": "false"} | passed

@@ -271,6 +271,16 @@ def test_too_many_failed_rewards_stop_the_run_with_the_last_message() -> None:
     assert "2 of the last 4" in world.stopped and "planted" in world.stopped
 
 
+def test_a_run_whose_rewards_all_fail_does_not_wait_until_its_window_is_full() -> None:
+    world = World(control_settings(max_failed_share=0.25, failure_window=8, batch_groups=8))
+    world.begin()
+    world.answer_draw()
+    for trajectory in sorted(world.running)[:3]:
+        assert world.stopped is None
+        world.fail(trajectory)
+    assert "3 of the last 3" in str(world.stopped)
+
+
 def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_says_so() -> None:
     world = World(control_settings(steps=1, group_size=3))
     world.begin()

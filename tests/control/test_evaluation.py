@@ -270,3 +270,11 @@ def test_the_message_has_the_value_the_bound_and_the_advice() -> None:
     later = [message for step in range(2, 11) for message in alarms.check(step, {"reward/zero_std_ratio": 1.0})]
     assert len(later) == 1 and "above 0.95 for 10 steps: almost every prompt" in later[0]
     assert Alarms(alarm_rules(0)).check(1, {"policy/mismatch_abs_mean": 9.0}) == []
+
+
+def test_failed_rewards_are_told_of_at_once_and_then_seldom() -> None:
+    alarms = Alarms(())
+    told = [alarms.reward_failed(step, f"f raised {step}") for step in (3, 3, 4, 22, 23)]
+    assert told[0] == "a reward has failed; what they were for is not trained on. The last one: f raised 3"
+    assert told[1:4] == ["", "", ""]
+    assert told[4] == "5 rewards have failed so far; what they were for is not trained on. The last one: f raised 23"

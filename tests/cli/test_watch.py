@@ -1,0 +1,66 @@
+"""``streamrl watch`` of a run by its directory, and of one that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streamrl.cli import main
+from streamrl.cli_watch import endpoint_of
+from streamrl.config.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
+from streamrl.errors import StreamRLError
+from streamrl.observe.run_history import RunHistory
+from streamrl.run_events import RunResumed, RunStarted, StepFinished
+
+
+def run_at(directory: Path, metrics: str = "") -> Path:
+    """Its files, as far as a watcher reads them."""
+    directory.mkdir()
+    topology = Topology(
+        processes=(ProcessPlan(role=Role.CONTROLLER, index=0),), endpoints={"controller.steps": f"ipc://{directory}/s"}
+    )
+    (directory / TOPOLOGY_FILE).write_bytes(msgspec.json.encode(topology))
+    (directory / "recipe.toml").write_text(
+        f'[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[[rewards]]\nfunction = "a:b"\n'
+        f'[metrics]\nendpoint = "{metrics}"\n'
+    )
+    return directory
+
+
+def test_a_run_is_watched_by_its_directory(tmp_path: Path) -> None:
+    assert endpoint_of(run_at(tmp_path / "one")) == f"ipc://{tmp_path}/one/s.metrics"
+    assert endpoint_of(run_at(tmp_path / "other", "tcp://127.0.0.1:5700")) == "tcp://127.0.0.1:5700"
+    with pytest.raises(StreamRLError, match="is not the directory of a run"):
+        endpoint_of(tmp_path)
+
+
+def test_nobody_waits_for_a_run_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("streamrl.cli_watch.PATIENCE_S", 0.1)
+    run = run_at(tmp_path / "one")
+    assert main(["watch", str(run)]) == 1
+    assert f"the run has ended: there is no ipc://{run}/s.metrics any more" in capsys.readouterr().err
+
+
+def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_how_to_go_on(tmp_path: Path) -> None:
+    history = RunHistory(lambda: 100.0)
+    (tmp_path / "journal").mkdir()
+    history.started(
+        RunStarted(run_id="r", steps=300, policy_version=0, parameters=1, directory=str(tmp_path), metrics_endpoint="")
+    )
+    history.resumed(RunResumed(policy_version=13, restored={}, held_version=13))
+    drained = history.summary("drained")
+    assert "drained: 13 of 300 steps" in drained[1]
+    assert f"  go on with  streamrl resume {tmp_path}" in drained
+    (tmp_path / "checkpoints" / "latest" / "hf").mkdir(parents=True)
+    assert history.summary("finished")[-1] == f"  model  {tmp_path}/checkpoints/latest/hf"
+
+
+def test_the_time_left_is_not_of_the_moment_at_which_a_watcher_came() -> None:
+    history = RunHistory(lambda: 100.0)
+    history.steps = 11
+    _, left = history.stepped(StepFinished(step=1, policy_version=1, metrics={"time/step_s": 2.0}))
+    assert left == 20.0
