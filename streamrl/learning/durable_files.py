@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from streamrl.errors import StreamRLError
+from streamrl.whole_files import flush_directory
 
 DIGESTS = "digests"
 
@@ -39,7 +40,7 @@ def write_digests(directory: Path, digests: Iterable[Mapping[str, str]]) -> None
         file.flush()
         os.fsync(file.fileno())
     for below in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
-        _flush_directory(below)
+        flush_directory(below)
 
 
 def read_digests(directory: Path) -> dict[str, str]:
@@ -90,7 +91,7 @@ def move_into_place(partial: Path, directory: Path) -> None:
     if directory.exists():
         directory.rename(aside)
     partial.rename(directory)
-    _flush_directory(directory.parent)
+    flush_directory(directory.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -118,11 +119,3 @@ def newest_checkpoint(run_directory: Path) -> Path | None:
 
 def _aside(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.replaced")
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ from streamrl.learning.checkpoint import TrainerState  # noqa: E402
 from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.published_weights import FullWeights  # noqa: E402
+from streamrl.whole_files import leave_beside  # noqa: E402
 
 pytestmark = pytest.mark.torch
 OPTIONS = TrainerOptions(model_path="", run_id="checkpoint", weights_endpoint="", learning_rate=1e-2)
@@ -134,6 +135,27 @@ def test_it_appears_only_when_everything_in_it_is_on_the_disk(
     needed = [tmp_path / "step-7", *(tmp_path / "step-7").rglob("*")]
     assert [path for path in needed if path.stat().st_ino not in at_rename[0]] == []
     assert flushed == {tmp_path.stat().st_ino}  # and the rename itself, before save returns
+
+
+def test_files_of_the_controller_are_listed_with_digests_and_go_with_a_write_that_fails(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoints" / "step-7"
+    weights, optimizer, _ = part(1)
+
+    def save() -> None:
+        beside = leave_beside(directory, {"control.msgpack": b"kept"})
+        checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, beside=beside)
+
+    save()
+    assert (directory / "control.msgpack").read_bytes() == b"kept"
+    assert "control.msgpack" in durable_files.read_digests(directory)
+    assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
+
+    monkeypatch.setattr(checkpoint, "HuggingFaceStorageWriter", lambda path, **_: _writer_that_fails(path))
+    with pytest.raises(StreamRLError, match="No space left"):
+        save()
+    assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
 
 
 @pytest.mark.parametrize("failing", ["save_hugging_face", "_write_tensors"])
