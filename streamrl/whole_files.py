@@ -31,7 +31,12 @@ def make_directory(directory: Path) -> None:
 
 def flush_directory(directory: Path) -> None:
     """Force to the disk which names are in it."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    flush_file(directory)
+
+
+def flush_file(path: Path) -> None:
+    """Force to the disk what is in it, whoever wrote it."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
