@@ -308,7 +308,8 @@ def _serve(options: argparse.Namespace) -> int:
     from streamrl.cli_serve import serve
     from streamrl.config.load import load_recipe
 
-    return serve(options.role, load_recipe(recipe_file(options.recipe), options.overrides), options.index)
+    recipe = load_recipe(recipe_file(options.recipe), options.overrides)
+    return serve(options.role, recipe, options.index, options.recipe if options.recipe.is_dir() else None)
 
 
 def _reward(options: argparse.Namespace) -> int:

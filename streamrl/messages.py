@@ -260,7 +260,8 @@ class EnginesFreed(Message, frozen=True):
 class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
 
-    ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: small files of control's, by name.
+    ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: sha256 by name of files that control
+    left for it on the file system (``whole_files.leave_beside``): they may be larger than a message.
     """
 
     directory: str

@@ -33,13 +33,14 @@ from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import going_on, preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.remains import remove_half_written, remove_remains_of
-from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_inputs
+from streamrl.processes.run_inputs import INPUTS_FILE, NOT_RESUMED, refuse_changes, write_inputs
 from streamrl.processes.run_lock import RunLock
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 from streamrl.run_events import RunEvent, RunFinished, RunProgress, StepFinished
+from streamrl.whole_files import flush_directory, flush_file, make_directory, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -271,20 +272,23 @@ def _crash_note(run_directory: Path, failure: str) -> str:
 
 def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
     """``<directory>/<name>-<time>``, with the resolved recipe and what a resumed run ``kept`` of its rewards; and the
-    link ``latest`` beside it."""
+    link ``latest`` beside it. Durable when it returns: a journal without a recipe cannot be gone on with."""
     parent = Path(recipe.run.directory).absolute()
-    parent.mkdir(parents=True, exist_ok=True)
+    make_directory(parent)
     stem = f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{n}" for n in range(2, 100))):
         directory = parent / f"{stem}{suffix}"
         if not directory.exists():
             break
     directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
+    flush_directory(parent)
     write_inputs(directory, recipe)
+    flush_file(directory / INPUTS_FILE)
     for name, content in (rewards_file(kept) if kept else {}).items():
-        (directory / name).write_bytes(content)
-    (directory / "recipe.toml").write_text(dump_recipe(recipe))  # last: with a recipe it can be resumed
+        write_whole(directory / name, content)
+    write_whole(directory / "recipe.toml", dump_recipe(recipe).encode())  # last: with a recipe it can be resumed
     latest = parent / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(directory.name)
+    flush_directory(parent)
     return directory

@@ -25,6 +25,8 @@ from streamrl.config.problems import shown
 from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind
 
 DEVICES = ("auto", "cpu", "cuda")
+LONGEST_RUN_NAME = 45
+"""The journal takes 64 bytes, and ``-YYYYMMDD-HHMMSS-NN`` follows the name."""
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -233,6 +235,8 @@ def _metrics_endpoint(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _run_name(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", recipe.run.name):
         yield "run.name", f'"{recipe.run.name}" cannot name a directory: use letters, digits, ".", "_" and "-"'
+    elif len(recipe.run.name) > LONGEST_RUN_NAME:
+        yield "run.name", f'"{recipe.run.name}" is longer than {LONGEST_RUN_NAME} characters: choose a shorter one'
 
 
 _ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import msgspec
 from streamrl.config.recipe import Checkpoint
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import UNDECODABLE, StreamRLError
-from streamrl.whole_files import write_whole
+from streamrl.whole_files import flush_directory, leave_beside, make_directory, write_whole
 
 LATEST = "latest"
 SCORES = "scores.json"
@@ -53,14 +52,16 @@ class CheckpointKeeper:
 
     async def save(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         """Write ``step-N``, once a version, with the files ``beside`` in it; then move ``latest`` to it and remove what
-        need not be kept."""
+        need not be kept. Raises ``StreamRLError`` where it cannot be written."""
         if policy_version in self._saved:
             return
         for leftover in self._directory.glob(".step-*.partial"):  # of a run that was killed while it wrote
             await self._forget(leftover)
         path = self._path(policy_version)
         least = int(self._rules.min_free_gib * (1 << 30))
-        await self._trainer.save_checkpoint(str(path), policy_version, least, beside)
+        # Through the file system: what control keeps grows with the prompts that wait, a message must not.
+        digests = await anyio.to_thread.run_sync(_leave, path, beside)
+        await self._trainer.save_checkpoint(str(path), policy_version, least, digests)
         await anyio.to_thread.run_sync(point_latest, self._directory, path.name)
         self._saved.add(policy_version)
         # A version that an earlier life of this run wrote was replaced: it is the newest now.
@@ -96,17 +97,22 @@ class CheckpointKeeper:
         return self._directory / f"step-{policy_version:06d}"
 
 
+def _leave(path: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
+    try:
+        return leave_beside(path, beside)
+    except OSError as error:
+        raise StreamRLError(
+            f"checkpoint {str(path)!r}: what control keeps cannot be written ({error}): make room, or mend the disk"
+        ) from error
+
+
 def point_latest(directory: Path, name: str) -> None:
     """Make ``directory/latest`` a relative link to ``name``, in one step, and flush it to the disk."""
     link = directory / f".{LATEST}.partial"
     link.unlink(missing_ok=True)
     link.symlink_to(name)
     link.replace(directory / LATEST)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_directory(directory)
 
 
 def _versions_in(directory: Path) -> list[int]:
@@ -127,5 +133,5 @@ def read_scores(path: Path) -> dict[int, float]:
 
 
 def _write_scores(path: Path, encoded: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     write_whole(path, encoded)

@@ -35,7 +35,9 @@ from streamrl.types import Prompt, ScoredTrajectory, TrajectoryId
 RECORD_KIND = 1
 """Kind of all frames: the records say themselves what they are."""
 
-_PROMPTS_IN_RECORD = 1000
+_PROMPTS_IN_RECORD = 100
+_PROMPT_BYTES_IN_RECORD = 16 << 20
+"""A record of several prompts takes no more. The journal refuses one of ``journal_format.RECORD_LIMIT``."""
 
 
 class Appending(Protocol):
@@ -84,7 +86,9 @@ class RunJournal:
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:
         """Before control is told of them."""
-        self._append(JournalPrompts(prompts=tuple(prompts)))
+        if self._journal is not None and self._begun:
+            for encoded in self._prompt_records(prompts):
+                self._last = self._journal.append(RECORD_KIND, encoded)
 
     def came(self, outcome: RolloutOutcome) -> None:
         """A trajectory left the engines: whole, or stopped."""
@@ -143,19 +147,31 @@ class RunJournal:
     async def _begin_anew(self, state: ControlState, elapsed_s: float) -> None:
         if self._journal is not None:
             self._begun = True
-            base = [(RECORD_KIND, self._codec.encode(record)) for record in self._base(state, elapsed_s)]
+            base = [(RECORD_KIND, encoded) for encoded in self._base(state, elapsed_s)]
             older, self._checkpointed = self._checkpointed, self._journal.begin_segment(base)
             await self._journal.forget_before(self._checkpointed if older is None else older)
 
-    def _base(self, state: ControlState, elapsed_s: float) -> Iterator[JournalRecord]:
-        yield JournalBase(whole=keep_whole(state, self.outstanding), events=self._events, elapsed_s=elapsed_s)
-        prompts = self._prompts()
-        for first in range(0, len(prompts), _PROMPTS_IN_RECORD):
-            yield JournalPrompts(prompts=tuple(prompts[first : first + _PROMPTS_IN_RECORD]))
+    def _base(self, state: ControlState, elapsed_s: float) -> Iterator[bytes]:
+        encode = self._codec.encode
+        yield encode(JournalBase(whole=keep_whole(state, self.outstanding), events=self._events, elapsed_s=elapsed_s))
+        yield from self._prompt_records(self._prompts())
         if self._published is not None:
-            yield self._published
+            yield encode(self._published)
         for records in self._kept.values():
-            yield from records.values()
+            yield from map(encode, records.values())
+
+    def _prompt_records(self, prompts: Sequence[Prompt]) -> Iterator[bytes]:
+        for first in range(0, len(prompts), _PROMPTS_IN_RECORD):
+            yield from self._cut_by_bytes(prompts[first : first + _PROMPTS_IN_RECORD])
+
+    def _cut_by_bytes(self, prompts: Sequence[Prompt]) -> Iterator[bytes]:
+        encoded = self._codec.encode(JournalPrompts(prompts=tuple(prompts)))
+        if len(encoded) <= _PROMPT_BYTES_IN_RECORD or len(prompts) == 1:
+            yield encoded
+            return
+        half = len(prompts) // 2
+        yield from self._cut_by_bytes(prompts[:half])
+        yield from self._cut_by_bytes(prompts[half:])
 
     def _note(self, record: JournalRecord) -> None:
         self._keep(record)

@@ -32,6 +32,7 @@ from streamrl.learning import durable_files
 from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.published_weights import FullWeights, PublishedWeights
+from streamrl.whole_files import beside_folder, make_directory, take_beside
 
 FORMAT = 2
 SCALARS = "trainer.msgpack"
@@ -79,9 +80,9 @@ def save(
 ) -> None:
     """Write a checkpoint. Collective; every rank must see the same file system. Replaces a checkpoint of that name.
 
-    ``extra``: tensors that are equal on every rank, by name. ``beside``: files of the first rank's, by name. Raises
-    ``StreamRLError`` on every rank when one of them cannot write, or when less than ``min_free_bytes`` would be left on
-    the disk; nothing half-written stays.
+    ``extra``: tensors that are equal on every rank, by name. ``beside``: sha256 by name of the files that
+    ``whole_files.leave_beside`` left for it. Raises ``StreamRLError`` on every rank when one of them cannot write, or
+    when less than ``min_free_bytes`` would be left on the disk; nothing half-written stays.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     first = dist.get_rank() == 0
@@ -107,8 +108,7 @@ def save(
     def export() -> None:
         save_hugging_face(partial / "hf", published, model_path)
         (partial / SCALARS).write_bytes(msgspec.msgpack.encode(scalars))
-        for name, content in (beside or {}).items():
-            (partial / name).write_bytes(content)
+        take_beside(directory, partial, beside or {})
 
     try:
         _on_first_rank(prepare)
@@ -120,7 +120,8 @@ def save(
         _on_first_rank(lambda: durable_files.move_into_place(partial, directory))
     except StreamRLError:
         if first:
-            shutil.rmtree(partial, ignore_errors=True)
+            for half_written in (partial, beside_folder(directory)):
+                shutil.rmtree(half_written, ignore_errors=True)
         raise
 
 
@@ -214,7 +215,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
 def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: int) -> None:
     # numel of a distributed tensor counts the elements of all ranks.
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
     free = shutil.disk_usage(directory.parent).free
     if free - size < min_free_bytes:
         raise StreamRLError(

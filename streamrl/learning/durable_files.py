@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from streamrl.errors import StreamRLError
+from streamrl.whole_files import flush_directory
 
 DIGESTS = "digests"
+_REPLACED = ".replaced"
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def write_digests(directory: Path, digests: Iterable[Mapping[str, str]]) -> None
         file.flush()
         os.fsync(file.fileno())
     for below in [directory, *(path for path in directory.rglob("*") if path.is_dir())]:
-        _flush_directory(below)
+        flush_directory(below)
 
 
 def read_digests(directory: Path) -> dict[str, str]:
@@ -84,14 +86,15 @@ def verify(directory: Path) -> None:
 
 
 def move_into_place(partial: Path, directory: Path) -> None:
-    """Rename ``partial`` to ``directory``, replacing one of that name. Durable when it returns."""
+    """Rename ``partial`` to ``directory``, replacing one of that name. Durable when it returns. Nobody may read what is
+    ``surviving`` beside it meanwhile."""
     aside = _aside(directory)
-    shutil.rmtree(aside, ignore_errors=True)
-    if directory.exists():
+    if directory.exists():  # where it is not, what a crash left aside is the only one: it stays until there is another
+        shutil.rmtree(aside, ignore_errors=True)
         directory.rename(aside)
     partial.rename(directory)
-    _flush_directory(directory.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    flush_directory(directory.parent)
+    _settle(directory.parent)
 
 
 def surviving(directory: Path) -> Path:
@@ -117,12 +120,15 @@ def newest_checkpoint(run_directory: Path) -> Path | None:
 
 
 def _aside(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.replaced")
+    return directory.with_name(f".{directory.name}{_REPLACED}")
 
 
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _settle(checkpoints: Path) -> None:
+    """Of all that was moved aside, also by a process that was killed then: what has no name any more gets it back, and
+    the rest goes."""
+    for aside in checkpoints.glob(f".*{_REPLACED}"):
+        directory = aside.with_name(aside.name.removeprefix(".").removesuffix(_REPLACED))
+        if directory.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(directory)

@@ -38,10 +38,11 @@ def torchrun_rank(environment: Mapping[str, str], ranks: int) -> int | None:
     return rank
 
 
-def serve_external(role: Role, recipe: Recipe, index: int | None = None) -> None:
+def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_directory: Path | None = None) -> None:
     """Run engine or trainer rank ``index`` of ``recipe`` until the run ends. Blocking; for the main thread.
 
-    None: the rank that torchrun gave, else 0. Trainer ranks under torchrun meet where torchrun says.
+    None: the rank that torchrun gave, else 0. Trainer ranks under torchrun meet where torchrun says. Ranks of the run
+    in ``run_directory`` go on from its newest checkpoint, where it has one.
     Raises ``RecipeError`` when the recipe does not let such a process be started by hand, ``Terminated`` on SIGTERM.
     """
     counts = {Role.ENGINE: recipe.engines.count, Role.TRAINER: recipe.training.ranks}
@@ -66,8 +67,9 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None) -> None
                 plan=ProcessPlan(role=role, index=index, local=False),
                 recipe=recipe,
                 topology=topology,
-                run_directory=Path(recipe.run.directory),
+                run_directory=(run_directory or Path(recipe.run.directory)).resolve(),
                 socket_directory=socket_directory,
+                resumes=run_directory is not None,
             )
         )
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,17 +24,20 @@ from streamrl.user_code import describe_error, load_user_object
 
 _CLOSE_GRACE_S = 2.0
 
+log = logging.getLogger(__name__)
+
 
 class UserRows:
     """Rows of ``module:name``: an iterable, an async iterable, or a (coroutine) function that returns one.
 
     Used from one event loop. User code that fails raises ``StreamRLError`` (``RecipeError`` when it does not
-    import or gives nothing to iterate over).
+    import or gives nothing to iterate over). An object whose ``live`` is True, such as a queue, gives each row once.
     """
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
         self._rows: AsyncIterator[Any] | Iterator[Any] | None = None
+        self._live = False
         self.count = 0
 
     async def next_row(self) -> tuple[bool, Any]:
@@ -51,6 +55,22 @@ class UserRows:
         self.count += 1
         return True, row
 
+    async def skip(self, count: int) -> None:
+        """Go on behind the first ``count`` rows, which an earlier life of the run had, so that none is trained twice.
+        Of a live object none is skipped: what it gives now is new. Raises as ``next_row``."""
+        if count and self._rows is None:
+            await self._open()
+        if count and self._live:
+            log.info("prompts %s: live, so none of the %d rows that were drawn before is skipped", self._spec, count)
+            return
+        while self.count < count:
+            there, _ = await self.next_row()
+            if not there:
+                log.warning("prompts %s: ended after %d rows; %d were drawn before", self._spec, self.count, count)
+                return
+        if count:
+            log.info("prompts %s: skipped %d rows that were drawn before", self._spec, count)
+
     async def aclose(self) -> None:
         """Close a generator, so that its ``finally`` runs."""
         if self._rows is None:
@@ -64,6 +84,7 @@ class UserRows:
     async def _open(self) -> AsyncIterator[Any] | Iterator[Any]:
         found = load_user_object(self._spec)
         try:
+            self._live = getattr(found, "live", False) is True
             if callable(found) and not isinstance(found, (AsyncIterator, Iterator)):
                 found = found()
             if inspect.isawaitable(found):
@@ -87,10 +108,11 @@ class UserRows:
 
 
 class IteratorPrompts:
-    """A ``PromptSource`` over ``UserRows``."""
+    """A ``PromptSource`` over ``UserRows``. ``start``: so many were drawn by an earlier life of the run."""
 
-    def __init__(self, spec: str, tokenizer: Tokenizer, *, max_tokens: int | None) -> None:
+    def __init__(self, spec: str, tokenizer: Tokenizer, *, max_tokens: int | None, start: int = 0) -> None:
         self._spec = spec
+        self._start = start
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._rows = UserRows(spec)
@@ -134,6 +156,8 @@ class IteratorPrompts:
 
     async def _fill(self, count: int) -> None:
         async with self._filling:  # a cancelled draw may still be at work
+            start, self._start = self._start, 0
+            await self._rows.skip(start)
             while len(self._drawn) < count and not self._exhausted:
                 there, row = await self._rows.next_row()
                 if not there:

@@ -73,13 +73,13 @@ def open_prompts(
     """Open what ``spec`` names (``streamrl.stages.prompt_spec``).
 
     ``shuffle`` (stored rows): each epoch in an order that depends on ``(seed, epoch)`` only. ``max_tokens``: the
-    longest prompt that the context has room for. ``start`` (stored rows): so many prompts were drawn by an earlier
-    life of the run; an iterator begins anew. Raises ``RecipeError`` when a file is missing or empty, a library is not
-    installed or an option is wrong; user code is imported at the first draw, on its own thread.
+    longest prompt that the context has room for. ``start``: so many prompts were drawn by an earlier life of the run;
+    an iterator is read again so far, unless it is live (``UserRows``). Raises ``RecipeError`` when a file is missing or
+    empty, a library is not installed or an option is wrong; user code is imported at the first draw, on its own thread.
     """
     named = read_spec(spec)
     if named.kind is SourceKind.ITERATOR:
-        return IteratorPrompts(spec, tokenizer, max_tokens=max_tokens)
+        return IteratorPrompts(spec, tokenizer, max_tokens=max_tokens, start=start)
     store = open_rows(named)
     return StoredPrompts(named, store, tokenizer, seed=seed, shuffle=shuffle, max_tokens=max_tokens, start=start)
 

@@ -207,6 +207,7 @@ RULES = [
     ('[transport]\nengines = "external"\n', 'transport.engines: "external" needs endpoints'),
     ('[metrics]\nendpoint = "5690"\n', 'metrics.endpoint: "5690" is not an endpoint'),
     ('[run]\nname = "a/b"\n', 'run.name: "a/b" cannot name a directory'),
+    (f'[run]\nname = "{"a" * 46}"\n', f'run.name: "{"a" * 46}" is longer than 45 characters: choose a shorter one'),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.wire import WireCodec, WireLimits
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Checkpoint
 from streamrl.control.checkpoints import SCORES as SCORES_FILE
 from streamrl.control.checkpoints import CheckpointKeeper, read_scores, to_forget
 from streamrl.control.settings import control_settings
+from streamrl.control.trainer_ranks import TrainerRanks
+from streamrl.errors import StreamRLError
+from streamrl.messages import CheckpointSaved, SaveCheckpoint, TrainingOrder
+from streamrl.whole_files import beside_folder, leave_beside, take_beside
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
@@ -50,6 +57,7 @@ class Ranks:
     ) -> None:
         self.asked.append((Path(directory).name, policy_version, min_free_bytes))
         write_anew(Path(directory))
+        take_beside(Path(directory), Path(directory), beside)
 
 
 def write_anew(directory: Path) -> None:
@@ -146,6 +154,58 @@ def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     anyio.run(scenario)
     assert steps_in(tmp_path) == [1]
     assert (tmp_path / "latest").readlink() == Path("step-000001")
+
+
+@pytest.mark.asyncio
+async def test_what_control_keeps_reaches_a_checkpoint_whatever_its_size(tmp_path: Path) -> None:
+    """Waiting prompts of more bytes than a message may have; and what was left by a kill goes."""
+    waiting = b"prompts " * (WireLimits().body_bytes // 8 + 1)
+    left = tmp_path / ".step-000002.beside.partial"
+    left.mkdir()
+    (left / "control.msgpack").write_bytes(b"of an earlier life")
+    orders, ordered = memory_stream(4)
+    answers, events = memory_stream(4)
+    ranks = TrainerRanks([(orders, events)])
+
+    async def rank() -> None:
+        order = await ordered.receive()
+        assert isinstance(order, SaveCheckpoint)
+        WireCodec[TrainingOrder](TrainingOrder).encode(order)
+        write_anew(Path(order.directory))
+        take_beside(Path(order.directory), Path(order.directory), order.beside)
+        await answers.send(CheckpointSaved(rank=0, directory=order.directory, policy_version=3, seconds=0.0))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ranks.run)
+        tasks.start_soon(rank)
+        await keeper_of(tmp_path, ranks).save(3, {"control.msgpack": waiting, "rewards.msgpack": b"small"})
+        tasks.cancel_scope.cancel()
+    assert (tmp_path / "step-000003" / "control.msgpack").read_bytes() == waiting
+    assert (tmp_path / "step-000003" / "rewards.msgpack").read_bytes() == b"small"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000003"]
+
+
+def test_files_beside_a_checkpoint_are_those_that_the_controller_wrote(tmp_path: Path) -> None:
+    directory, into = tmp_path / "step-000003", tmp_path / ".step-000003.partial"
+    into.mkdir()
+    digests = leave_beside(directory, {"control.msgpack": b"kept"})
+    (beside_folder(directory) / "control.msgpack").write_bytes(b"torn")
+    with pytest.raises(StreamRLError, match=r"control\.msgpack differs from what the controller wrote"):
+        take_beside(directory, into, digests)
+    leave_beside(directory, {"rewards.msgpack": b"what another call left does not stay"})
+    with pytest.raises(StreamRLError, match="is not there, where the controller wrote it"):
+        take_beside(directory, into, digests)
+    assert list(into.iterdir()) == []
+
+
+def test_a_disk_that_cannot_take_what_control_keeps_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()  # as root may write anywhere, no permission forbids it
+
+    async def scenario() -> None:
+        with pytest.raises(StreamRLError, match=r"what control keeps cannot be written .*make room"):
+            await keeper_of(tmp_path / "checkpoints").save(1, {"control.msgpack": b"kept"})
+
+    anyio.run(scenario)
 
 
 @pytest.mark.parametrize(

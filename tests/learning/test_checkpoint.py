@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ from streamrl.learning.checkpoint import TrainerState  # noqa: E402
 from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.published_weights import FullWeights  # noqa: E402
+from streamrl.whole_files import leave_beside  # noqa: E402
 
 pytestmark = pytest.mark.torch
 OPTIONS = TrainerOptions(model_path="", run_id="checkpoint", weights_endpoint="", learning_rate=1e-2)
@@ -134,6 +137,91 @@ def test_it_appears_only_when_everything_in_it_is_on_the_disk(
     needed = [tmp_path / "step-7", *(tmp_path / "step-7").rglob("*")]
     assert [path for path in needed if path.stat().st_ino not in at_rename[0]] == []
     assert flushed == {tmp_path.stat().st_ino}  # and the rename itself, before save returns
+
+
+def whole_directory(directory: Path, text: str) -> None:
+    directory.mkdir()
+    (directory / "a").write_text(text)
+    durable_files.write_digests(directory, [durable_files.flush_and_digest(directory, ["a"])])
+
+
+def test_whenever_it_is_killed_and_however_often_a_checkpoint_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replacing step 4 is killed before each of what it does, twice in a row: a whole one can be found every time."""
+
+    class Killed(BaseException):
+        pass
+
+    def dying(function: Callable[..., object], countdown: list[int], torn: bool) -> Callable[..., object]:
+        def call(path: Path, *rest: object, **named: object) -> object:
+            countdown[0] -= 1
+            if countdown[0] < 0:
+                if torn and path.is_dir():
+                    (path / "a").unlink(missing_ok=True)  # as a removal is that is killed in the middle
+                raise Killed
+            return function(path, *rest, **named)
+
+        return call
+
+    def killed(root: Path, text: str, at: int) -> bool:
+        step, partial, countdown = root / "checkpoints" / "step-000004", root / "checkpoints" / ".partial", [at]
+        shutil.rmtree(partial, ignore_errors=True)
+        whole_directory(partial, text)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", dying(Path.rename, countdown, torn=False))
+            patch.setattr(durable_files, "flush_directory", dying(durable_files.flush_directory, countdown, torn=False))
+            patch.setattr(shutil, "rmtree", dying(shutil.rmtree, countdown, torn=True))
+            try:
+                durable_files.move_into_place(partial, step)
+            except Killed:
+                return True
+            return False
+
+    for first, second in itertools.product(range(6), range(6)):
+        root = tmp_path / f"{first}-{second}"
+        (root / "checkpoints").mkdir(parents=True)
+        whole_directory(root / "checkpoints" / "step-000004", "one")
+        (root / "checkpoints" / "latest").symlink_to("step-000004")
+        deaths = killed(root, "two", first) + killed(root, "three", second)
+        found = durable_files.newest_checkpoint(root)
+        assert found is not None, (first, second)
+        assert (found / "a").read_text() in {"one", "two", "three"}
+        assert not killed(root, "four", 100)
+        assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["latest", "step-000004"]
+        assert (root / "checkpoints" / "step-000004" / "a").read_text() == "four"
+    assert deaths == 0, "the last pair was killed nowhere"
+
+
+def test_what_a_crash_left_aside_of_another_version_gets_its_name_back(tmp_path: Path) -> None:
+    whole_directory(tmp_path / ".step-000004.replaced", "the only one")
+    whole_directory(tmp_path / ".step-000006.replaced", "replaced already")
+    whole_directory(tmp_path / "step-000006", "six")
+    whole_directory(tmp_path / ".step-000008.partial", "eight")
+    durable_files.move_into_place(tmp_path / ".step-000008.partial", tmp_path / "step-000008")
+    kept = {path.name: (path / "a").read_text() for path in tmp_path.iterdir()}
+    assert kept == {"step-000004": "the only one", "step-000006": "six", "step-000008": "eight"}
+
+
+def test_files_of_the_controller_are_listed_with_digests_and_go_with_a_write_that_fails(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoints" / "step-7"
+    weights, optimizer, _ = part(1)
+
+    def save() -> None:
+        beside = leave_beside(directory, {"control.msgpack": b"kept"})
+        checkpoint.save(directory, weights, optimizer, state=STATE, model_path=model_path, beside=beside)
+
+    save()
+    assert (directory / "control.msgpack").read_bytes() == b"kept"
+    assert "control.msgpack" in durable_files.read_digests(directory)
+    assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
+
+    monkeypatch.setattr(checkpoint, "HuggingFaceStorageWriter", lambda path, **_: _writer_that_fails(path))
+    with pytest.raises(StreamRLError, match="No space left"):
+        save()
+    assert [path.name for path in directory.parent.iterdir()] == ["step-7"]
 
 
 @pytest.mark.parametrize("failing", ["save_hugging_face", "_write_tensors"])

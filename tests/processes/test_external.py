@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import anyio
 import pytest
 
 from streamrl.cli import main
+from streamrl.cli_serve import serve
 from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
 from streamrl.config.topology import RENDEZVOUS, Role
 from streamrl.errors import RecipeError
+from streamrl.learning.durable_files import flush_and_digest, write_digests
 from streamrl.processes import external
 from streamrl.processes.child import ChildContext
 
@@ -45,6 +49,42 @@ def test_torchrun_gives_rank_and_rendezvous(served: list[ChildContext], monkeypa
     assert all(place.startswith("tcp://127.0.0.1:") for place in meeting[2:])
 
 
+def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
+    served: list[ChildContext], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is whole, of that very run: ``latest`` may name another one before the trainer has read it."""
+    pytest.importorskip("torch")
+    from streamrl.learning.options import TrainerOptions
+    from streamrl.processes import trainer_process
+
+    begun: list[str] = []
+
+    class Begun(Exception):
+        pass
+
+    def begin(options: TrainerOptions) -> None:
+        begun.append(options.resume_from)
+        raise Begun
+
+    monkeypatch.setattr(trainer_process, "TorchTrainer", begin)
+    run, latest = tmp_path / "run-1", tmp_path / "latest"
+    for name, damaged in (("step-000002", False), ("step-000004", True)):
+        checkpoint = run / "checkpoints" / name
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer.msgpack").write_bytes(b"state")
+        write_digests(checkpoint, [flush_and_digest(checkpoint, ["trainer.msgpack"])])
+        if damaged:
+            (checkpoint / "trainer.msgpack").write_bytes(b"torn")
+    latest.symlink_to(run.name)
+    serve("trainer", RECIPE, None, latest)
+    serve("trainer", RECIPE, None)
+    for context in served:
+        with pytest.raises(Begun):
+            anyio.run(trainer_process.run_trainer_process, context)
+    assert begun == [str(run / "checkpoints" / "step-000002"), ""]
+    assert served[0].run_directory == run
+
+
 def test_torchrun_that_contradicts_the_recipe_is_refused(served: list[ChildContext]) -> None:
     with pytest.raises(RecipeError, match=re.escape("--index 0, but torchrun made this process rank 1")):
         external.serve_external(Role.TRAINER, RECIPE, 0)
@@ -53,9 +93,11 @@ def test_torchrun_that_contradicts_the_recipe_is_refused(served: list[ChildConte
     assert served == []
 
 
-def test_the_command_line_hands_on_whether_an_index_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int | None] = []
-    monkeypatch.setattr("streamrl.cli_serve.serve", lambda role, recipe, index: asked.append(index) or 0)
+def test_the_command_line_hands_on_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there was an index, and whether it was the recipe or the directory of a run."""
+    asked: list[tuple[int | None, Path | None]] = []
+    monkeypatch.setattr("streamrl.cli_serve.serve", lambda role, recipe, *given: asked.append(given) or 0)
     monkeypatch.setattr("streamrl.config.load.load_recipe", lambda path, overrides: RECIPE)
     assert main(["serve", "trainer", "recipe.toml"]) == main(["serve", "trainer", "recipe.toml", "--index", "0"]) == 0
-    assert asked == [None, 0]
+    assert main(["serve", "trainer", str(tmp_path)]) == 0
+    assert asked == [(None, None), (0, None), (None, tmp_path)]

@@ -22,6 +22,7 @@ from streamrl.messages import (
     WeightSource,
 )
 from streamrl.types import TrainingGroup
+from streamrl.whole_files import take_beside
 
 if TYPE_CHECKING:
     from world import World
@@ -123,8 +124,8 @@ class SimulatedTrainer:
         partial.mkdir(parents=True, exist_ok=True)
         state = RankState(version=self.version, content=self.content)
         (partial / f"rank-{self.rank}.json").write_bytes(msgspec.json.encode(state))
-        for name, content in order.beside.items():
-            (partial / name).write_bytes(content)
+        if self.rank == 0:
+            take_beside(directory, partial, order.beside)
         if len(list(partial.glob("rank-*.json"))) == self.ranks:
             write_digests(partial, [flush_and_digest(partial, files_below(partial))])
             move_into_place(partial, directory)

@@ -130,6 +130,9 @@ def module(tmp_path: Path) -> Path:
                 yield {"prompt": "a", "answer": object()}
             def number():
                 return 3
+            def live():
+                return iter(rows)
+            live.live = True
             """
         )
     )
@@ -339,6 +342,39 @@ async def test_iterators_end(tokenizer: Tokenizer, module: Path, name: str, coun
     assert [text for batch in drawn for text in texts(batch)] == [f"p{i}" for i in range(count)]
     assert len(drawn[0]) == min(3, count)
     assert drawn[2] == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "start", "expected", "logged"),
+    [
+        ("rows", 3, ["p3", "p4"], "skipped 3 rows that were drawn before"),
+        ("agenerate", 3, ["p3", "p4", "p5", "p6"], "skipped 3 rows that were drawn before"),
+        ("rows", 9, [], "ended after 5 rows; 9 were drawn before"),
+        ("live", 3, ["p0", "p1", "p2", "p3", "p4"], "live, so none of the 3 rows"),
+        ("rows", 0, ["p0", "p1", "p2", "p3", "p4"], ""),
+    ],
+)
+async def test_an_iterator_goes_on_behind_what_an_earlier_life_drew(
+    tokenizer: Tokenizer,
+    module: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    start: int,
+    expected: list[str],
+    logged: str,
+) -> None:
+    spec = f"{module}:{name}"
+    (whole,) = await draw_all(open_prompts(spec, tokenizer, seed=0, shuffle=False), 100)
+    with caplog.at_level("INFO"):
+        drawn = await draw_all(open_prompts(spec, tokenizer, seed=0, shuffle=False, start=start), 2, 100)
+    resumed = [prompt for batch in drawn for prompt in batch]
+    assert texts(resumed) == expected
+    if name != "live":
+        assert [prompt.prompt_id for prompt in resumed] == [prompt.prompt_id for prompt in whole][start:]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("prompt_iterator")]
+    assert len(lines) == bool(logged)
+    assert logged in caplog.text
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,50 @@
+"""What a run writes into its journal: a real journal, read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from control_world import control_settings
+
+from streamrl.buffers.journal import open_journal, read_journal
+from streamrl.control import run_journal
+from streamrl.control.events import CheckpointDone, RunBegan
+from streamrl.control.journal_records import JournalCodec, JournalPrompts
+from streamrl.control.run_journal import RunJournal
+from streamrl.control.state import ControlState
+from streamrl.types import Prompt, token_array
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("again", [False, True])
+async def test_prompts_of_any_size_are_kept_in_records_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """As they are drawn, and where the journal begins anew. A prompt that alone is larger has a record of its own."""
+    monkeypatch.setattr(run_journal, "_PROMPT_BYTES_IN_RECORD", 10_000)
+    sizes = [1_000] * 300 + [50_000] + [10] * 300
+    drawn = [
+        Prompt(prompt_id=f"p{number}", token_ids=token_array([1]), columns={"tests": "x" * size})
+        for number, size in enumerate(sizes)
+    ]
+    file, _ = open_journal(tmp_path / "journal", run_id="run", durability="process")
+    shelf: list[Prompt] = []
+    state = ControlState(control_settings())
+    journal = RunJournal(file, lambda: shelf)
+    await journal.told(RunBegan(), state, 0.0)
+    await journal.handled(RunBegan(), state.handle(RunBegan()), state)
+    if again:
+        shelf += drawn
+        await journal.told(CheckpointDone(policy_version=0), state, 1.0)
+    else:
+        journal.drawn(drawn)
+    await journal.settled()
+    await file.close()
+
+    codec = JournalCodec()
+    encoded = [record.payload for record in read_journal(tmp_path / "journal").records()]
+    kept = [(len(body), record) for body in encoded if isinstance(record := codec.decode(body), JournalPrompts)]
+    assert [prompt.prompt_id for _, record in kept for prompt in record.prompts] == [p.prompt_id for p in drawn]
+    assert all(size <= 10_000 or len(record.prompts) == 1 for size, record in kept)
+    assert len(kept) < 100, "small prompts share records"
