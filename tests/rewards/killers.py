@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 RELEASE = threading.Event()  # ends the functions that would never end, so that the test process can
+HALF_A_PAIR = r'"\ud83d"'  # of surrogates, as a model may write it: a text that UTF-8 has no bytes for
 
 
 def length(completion):
@@ -85,6 +87,14 @@ def raises(completion):
 
 async def raises_async(completion):
     raise KeyError("column")
+
+
+def raises_half_a_pair(completion):
+    raise ValueError(f"no such answer: {json.loads(HALF_A_PAIR)}")
+
+
+async def raises_half_a_pair_async(completion):
+    raise ValueError(f"no such answer: {json.loads(HALF_A_PAIR)}")
 
 
 class UnreadableError(Exception):
@@ -230,6 +240,10 @@ def mapping(completion):
 
 def mapping_of_text(completion):
     return {"score": 1.0, "style": "good"}
+
+
+def mapping_of_half_a_pair(completion):
+    return {"score": 1.0, json.loads(HALF_A_PAIR): 1.0}
 
 
 def mapping_of_nothing(completion):

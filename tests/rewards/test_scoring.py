@@ -24,7 +24,7 @@ from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import SampleValue, combine
 from streamrl.rewards.trusted_calls import TrustedCalls
-from streamrl.rewards.values import CallResult, check_returned, check_value
+from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
 from streamrl.tokenizer import load_tokenizer
 from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 
@@ -107,6 +107,8 @@ NOT_FINITE, WRONG_TYPE = RewardFailureKind.NOT_FINITE, RewardFailureKind.WRONG_T
 FAILURES = [
     ("raises", RAISED, "ValueError: no such digit (killers.py:"),
     ("raises_async", RAISED, "KeyError: 'column'"),
+    ("raises_half_a_pair", RAISED, r"ValueError: no such answer: \ud83d (killers.py:"),
+    ("raises_half_a_pair_async", RAISED, r"ValueError: no such answer: \ud83d (killers.py:"),
     ("raises_unreadable", RAISED, "UnreadableError"),
     ("system_exit", RAISED, "SystemExit: 3"),
     ("system_exit_async", RAISED, "SystemExit: bye"),
@@ -124,6 +126,7 @@ FAILURES = [
     ("huge", NOT_FINITE, "inf"),
     ("text", WRONG_TYPE, "a str"),
     ("mapping_of_text", WRONG_TYPE, 'part "style": returned a str'),
+    ("mapping_of_half_a_pair", WRONG_TYPE, r"a part called '\ud83d'"),
     ("mapping_of_nothing", WRONG_TYPE, "not applicable"),
     ("array", WRONG_TYPE, "ndarray"),
     ("nested", WRONG_TYPE, "a list"),
@@ -353,6 +356,23 @@ def test_no_reward_is_invented(make_trajectory: MakeTrajectory, value: Any) -> N
         assert outcome.message
         numeric = isinstance(value, (bool, int, float))
         assert not numeric or outcome.kind is NOT_FINITE
+
+
+class NamedPart(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+def test_names_of_parts_are_plain_strings_that_travel() -> None:
+    assert check_value({NamedPart("style"): 1}) == CheckedValue(parts={"style": 1.0})
+    assert type(next(iter(check_value({NamedPart("style"): 1}).parts))) is str
+    wrong: list[Any] = [3, None, "a/b", "half \ud83d", NamedPart("a/b")]
+    for name in wrong:
+        checked = check_value({"score": 1.0, name: 1.0})
+        assert checked.failure is not None and checked.failure.kind is WRONG_TYPE
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(checked), type=CheckedValue) == checked
 
 
 @given(values=st.lists(any_value, max_size=5), count=st.integers(1, 5))
