@@ -236,17 +236,22 @@ class RewardStage:
             if not self._waiting or free <= 0:
                 await self._changed.wait()
                 continue
-            taken = [self._waiting.pop() for _ in range(min(free, len(self._waiting), MOST_IN_MESSAGE))]
-            message, now = OrderMessage(), anyio.current_time()
-            for order in taken:
-                self._given_out += 1  # they are numbered in the order in which they close rounds
-                message.add(
-                    order.order_id, order.trajectories, reward_version=order.reward_version, rank=self._given_out
-                )
-                # Registered before anything can wait: a break must find it.
-                unanswered[order.order_id] = (order, now)
+            message = self._next_message(min(free, MOST_IN_MESSAGE), unanswered)
             await worker.orders.send(message.message())
         await worker.orders.aclose()
+
+    def _next_message(self, most: int, unanswered: Unanswered) -> OrderMessage:
+        """At most so many of the orders that wait, and no more than a message may be large. They are registered before
+        anything can wait: a break must find them."""
+        message, now = OrderMessage(), anyio.current_time()
+        while self._waiting and len(message) < most:
+            order = self._waiting.first()
+            rank = self._given_out + 1  # they are numbered in the order in which they close rounds
+            if not message.add(order.order_id, order.trajectories, reward_version=order.reward_version, rank=rank):
+                break
+            self._given_out = rank
+            unanswered[order.order_id] = (self._waiting.pop(), now)
+        return message
 
     async def _bring_up_to_date(self, worker: _Worker) -> None:
         """A successor has loaded what the recipe says, and knows nothing of what its predecessor learnt."""

@@ -139,6 +139,13 @@ def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_traject
     assert codec.decode(codec.encode(message)) == message
 
 
+def test_siblings_that_were_read_from_a_journal_share_a_prompt_again(make_trajectory: MakeTrajectory) -> None:
+    siblings = [make_trajectory("ab", sample=sample, tests="x" * 9) for sample in range(3)]
+    message = score_message([*siblings, make_trajectory("ab", sample=3, tests="y" * 9)])
+    assert [prompt.columns["tests"][0] for prompt in message.prompts] == ["x", "y"]
+    assert [c.prompt for c in message.groups[0].completions] == [0, 0, 0, 1]
+
+
 @pytest.mark.asyncio
 async def test_completion_is_the_text_of_the_trained_segments(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory

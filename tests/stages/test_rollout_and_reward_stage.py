@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.wire import WireCodec
 from streamrl.config.rewards import Reward
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import RecipeError, StreamEnded
@@ -24,6 +25,7 @@ from streamrl.stage_messages import (
     GroupsScored,
     LaunchTrajectory,
     LoadRewardSet,
+    RewardOrder,
     RewardSetLoaded,
     RewardWorkerReady,
     SampleReward,
@@ -343,6 +345,51 @@ async def test_of_a_batch_whose_worker_dies_each_is_scored_once_and_an_answer_co
         rest
     )
     assert {s for s, reward in rewards.items() if reward == 1.0} == set(first[: len(first) // 2])
+
+
+COLUMNS_TOGETHER_TOO_LARGE: dict[str, object] = {
+    "9 MB of text in each prompt": "x" * 9_000_000,
+    "0.7 MB of small numbers in each prompt": [[i % 100 for i in range(1000)] for _ in range(700)],
+    "0.1 MB of empty lists in each prompt": [[]] * 100_000,
+}
+
+
+@pytest.mark.parametrize("tests", COLUMNS_TOGETHER_TOO_LARGE.values(), ids=COLUMNS_TOGETHER_TOO_LARGE)
+async def test_what_gathers_goes_in_messages_that_a_stream_takes(tests: object) -> None:
+    """Orders gather while a worker is being replaced; together they may be more than one message holds."""
+    codec: WireCodec[RewardOrder] = WireCodec(RewardOrder)
+    messages: list[list[int]] = []
+
+    async def take_from_a_wire(orders: Any, results: Any) -> None:
+        async for order in orders:
+            received = codec.decode(codec.encode(order))
+            assert isinstance(received, ScoreGroups)
+            messages.append([c.group_id for group in received.groups for c in group.completions])
+            await results.send(scored_as(received, lambda completion: 1.0))
+        await results.aclose()
+
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(8)
+            results_in, results_out = memory_stream(8)
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(take_from_a_wire, orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(64)
+        scored, take = memory_stream(64)
+        for number in range(16):
+            prompt = Prompt(prompt_id=f"p{number}", token_ids=token_array([2, 3]), columns={"tests": tests})
+            for sample in range(4):
+                done = msgspec.structs.replace(trajectory(sample, group=number), prompt=prompt)
+                await give.send(FinishedTrajectory(trajectory=done, group_size=4))
+        await give.aclose()
+        group.start_soon(RewardStage(settings(concurrency=64), [open_worker]).run, trajectories, scored)
+        outcomes = [outcome async for outcome in take]
+    assert len(outcomes) == 64
+    assert 1 < len(messages) <= 16, "a prompt travels with all of its completions that wait"
 
 
 # ---- other functions while trajectories flow ------------------------------------------------------
