@@ -368,6 +368,18 @@ def fault_prints():
     return 1.0
 
 
+class NeverWritten:
+    def flush(self):
+        threading.Event().wait()
+
+
+def stands_still_after_z(completion):
+    """Answers, and then takes no other call: what it printed is flushed between two of them."""
+    if completion == "z":
+        sys.stdout = NeverWritten()
+    return len(completion)
+
+
 async def fault_blocks_loop(completion):
     if completion == "z":
         while True:
