@@ -53,6 +53,8 @@ ORDERS_WINDOW = 4
 """Messages with orders that a worker may not have taken yet. A few: while it is busy, orders gather here, where what
 closes a round sooner still overtakes them."""
 
+_MOST_DEATHS = 2  # of all workers while they load the same functions: once may have been for another reason
+
 OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
@@ -114,16 +116,25 @@ class RewardStage:
     async def load(self, version: int, rewards: tuple[Reward, ...], noted: Callable[[], None]) -> None:
         """Attach other functions; groups of which something has arrived are scored by those that were attached then.
 
-        ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded: then
-        nothing has changed.
+        ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded, or
+        end whoever loads them: then nothing has changed.
         """
         order = LoadRewardSet(reward_version=version, rewards=rewards)
         replies: list[RewardSetLoaded] = []
+        deaths = 0
         while not replies:  # also where the last worker is just being replaced
+            if deaths >= _MOST_DEATHS:
+                names = ", ".join(reward.label for reward in rewards)
+                problem = (
+                    f"reward workers ended, {deaths} times, when they were to load {names}: see the log of the last"
+                )
+                raise RecipeError([problem])
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
+                somebody = bool(self._workers)  # the last may have gone while others changed functions
                 replies = await self._ask_all(order)
+                deaths += somebody and not replies
                 problems = [problem for reply in replies for problem in reply.problems]
                 if problems:
                     await self._tell_all(CloseRewardSet(reward_version=version))

@@ -473,3 +473,47 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
     # What the log says holds: whoever was scored before the note was scored by the version before.
     assert [version for _, version in worker.scored[: noted[0]]] == [0] * noted[0]
     assert len(noted) == 1
+
+
+@pytest.mark.parametrize("deadly_loads", [1, 100])
+async def test_functions_that_end_whoever_loads_them_are_refused_instead_of_asking_for_ever(deadly_loads: int) -> None:
+    """The first death may have had another reason: one successor is asked."""
+    asked: list[int] = []
+
+    async def die_of_loading(orders: Any, results: Any) -> None:
+        async for order in orders:
+            if isinstance(order, LoadRewardSet):
+                asked.append(order.reward_version)
+                if len(asked) <= deadly_loads:
+                    await orders.abort("killed")
+                    await results.abort("killed")
+                    return
+                await results.send(RewardSetLoaded(reward_version=order.reward_version))
+            elif isinstance(order, ScoreGroups):
+                await results.send(scored_as(order, lambda completion: 1.0))
+        await results.aclose()
+
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(8)
+            results_in, results_out = memory_stream(8)
+            group.start_soon(die_of_loading, orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(8)
+        scored, take = memory_stream(8)
+        stage = RewardStage(settings(), [open_worker])
+        group.start_soon(stage.run, trajectories, scored)
+        with anyio.fail_after(5):
+            if deadly_loads == 1:
+                await stage.load(1, (Reward(function="other:function"),), lambda: None)
+            else:
+                with pytest.raises(RecipeError, match="ended, 2 times, when they were to load function: see the log"):
+                    await stage.load(1, (Reward(function="other:function"),), lambda: None)
+        await give.send(FinishedTrajectory(trajectory=trajectory(0), group_size=1))
+        await give.aclose()
+        (outcome,) = [outcome async for outcome in take]
+    assert asked == [1, 1]
+    assert outcome.outcome.reward_version == (1 if deadly_loads == 1 else 0)
