@@ -444,6 +444,11 @@ def leaks_a_little(completion):
     return os.getpid()
 
 
+async def waits(completion, *, seconds):
+    await asyncio.sleep(seconds)
+    return 1.0
+
+
 def takes(completion, *, seconds):
     time.sleep(seconds)
     return 1.0

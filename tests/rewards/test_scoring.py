@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -193,6 +194,20 @@ async def test_time_limit_of_trusted_coroutines_holds(
         assert 0.2 <= outcome.reward_seconds < 5
         await asyncio.sleep(0)
         assert rewards.stuck == (function == "swallows_cancellation")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("seconds", "kinds"), [(0.3, []), (30.0, [TIMED_OUT])])
+async def test_time_in_which_the_loop_is_held_is_not_counted_against_others(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, seconds: float, kinds: list[RewardFailureKind]
+) -> None:
+    async with scoring(trusted("waits", time_limit_s=0.6)) as rewards:
+        scored = asyncio.create_task(rewards.score([make_trajectory(seconds=seconds)]))
+        await asyncio.sleep(0.05)
+        time.sleep(1.2)  # noqa: ASYNC251 - as importing another function does
+        async with asyncio.timeout(10):
+            outcomes = await scored
+    assert [outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)] == kinds
 
 
 @pytest.mark.asyncio
