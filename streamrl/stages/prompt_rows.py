@@ -17,9 +17,9 @@ from streamrl.types import Prompt, TokenArray, token_array
 
 _TOKEN_COLUMN = "prompt_token_ids"
 _ID_COLUMN = "prompt_id"
-# A prompt travels with others' completions: half of what a stream takes is theirs.
+# A prompt travels with its completions: what is left of what a stream takes is theirs.
 _LARGEST_ROW = WireLimits().body_bytes // 2
-_SPARE_BYTES = SPARE_BYTES // 2
+_SPARE_BYTES = SPARE_BYTES * 3 // 4
 
 
 class BadRow(StreamRLError):
