@@ -28,7 +28,13 @@ def describe_error(error: BaseException) -> str:
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return text[:_LONGEST_MESSAGE] + where
+    return printable(text[:_LONGEST_MESSAGE] + where)
+
+
+def printable(text: str) -> str:
+    """``text`` with what UTF-8 has no bytes for written as an escape: half of a surrogate pair, which JSON that a model
+    wrote may name, ends whoever sends or prints it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def load_user_object(spec: str) -> object:

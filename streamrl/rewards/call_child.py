@@ -40,7 +40,8 @@ class PoolCall(msgspec.Struct):
 
 class CallChild:
     """``pending``: calls that it has, by sequence number, oldest first. ``on_answer(child, answer)`` is called for each
-    answer. Raises ``OSError`` where no descriptors are left."""
+    answer. ``forked_at``, ``heard_at``: when it was asked for, when it answered last. Raises ``OSError`` where no
+    descriptors are left."""
 
     def __init__(self, number: int, *, loop: bool, on_answer: Callable[[CallChild, CallAnswer], None]) -> None:
         self.number = number
@@ -49,7 +50,7 @@ class CallChild:
         self.expected_s = 0.0
         self.answers = 0
         self.retiring = False
-        self.idle_since = time.monotonic()
+        self.forked_at = self.heard_at = self.idle_since = time.monotonic()
         self._on_answer = on_answer
         self._sequence = 0
         self._unsent: list[CallOrder] = []
@@ -104,6 +105,14 @@ class CallChild:
         self.expected_s = 0.0
         return back
 
+    def stands_still(self, grace_s: float) -> bool:
+        """Whether nothing runs although a call could have begun for as long as it may take and ``grace_s``."""
+        first = next(iter(self.pending.values()), None)
+        if first is None or self.page.running()[0]:
+            return False
+        since = max(first.sent_at, self.heard_at, self.page.ready_at)
+        return time.monotonic() - since > first.limit_s + grace_s
+
     def drain(self) -> None:
         """Take in all answers that are there."""
         while not self._closed:
@@ -119,6 +128,7 @@ class CallChild:
             try:
                 for answer in self._frames.feed(received):
                     self.answers += 1
+                    self.heard_at = time.monotonic()
                     self._on_answer(self, answer)
             except msgspec.MsgspecError as error:  # user code wrote to the socket: the process is of no use any more
                 _log.warning("reward process %d answers in no known way (%s)", self.number, error)

@@ -25,7 +25,7 @@ from streamrl.types import RewardFailureKind
 
 LARGEST_FRAME = 1 << 30
 _LENGTH = struct.Struct("<I")
-_SEQUENCE, _STARTED, _REVOKED = range(3)
+_SEQUENCE, _STARTED, _REVOKED, _READY = range(4)
 
 Received = TypeVar("Received")
 
@@ -168,7 +168,8 @@ _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEv
 
 
 class CallPage:
-    """The shared page of one call process: the call that runs now, since when, and which calls were taken back."""
+    """The shared page of one call process: since when it takes calls, the call that runs now, since when, and which
+    calls were taken back."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
@@ -180,6 +181,15 @@ class CallPage:
         descriptor = os.memfd_create("streamrl-call", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return descriptor
+
+    def show_ready(self) -> None:
+        """Functions are loaded; calls begin from now on."""
+        self._words[_READY] = time.monotonic_ns()
+
+    @property
+    def ready_at(self) -> float:
+        """When that was, on the clock of ``time.monotonic``; 0.0: not yet."""
+        return self._words[_READY] / 1e9
 
     def begin(self, sequence: int) -> None:
         """A call runs from now on. The time goes first: a reader that sees the new call sees its time."""

@@ -7,6 +7,7 @@ outlives its limit, blocks, deadlocks         its process and all that it starte
 exits, crashes, runs out of memory            the call raised; what was queued behind it goes to another process
 a coroutine swallows its cancellation         the call timed out; its process gets no more calls and is killed
 leaks                                         its process is replaced between two calls
+its module is imported anew and does not end  its process is killed; what it was given goes to another process
 ============================================  =====================================================================
 
 Calls are sent ahead to a process as long as it is expected to begin them within milliseconds, and taken back from
@@ -28,7 +29,7 @@ from streamrl.errors import StreamRLError
 from streamrl.rewards.call_child import CallChild, PoolCall
 from streamrl.rewards.call_frames import CallAnswer, ChildEnded, answered_values
 from streamrl.rewards.call_process import late_message
-from streamrl.rewards.fork_link import ForkLink
+from streamrl.rewards.fork_link import LOAD_LIMIT_S, ForkLink
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallResult, CheckedValue, failed
 from streamrl.types import RewardFailureKind
@@ -38,7 +39,7 @@ _AHEAD_S = 0.02  # expected work that a process may have
 _MOST_AHEAD = 256
 _UNKNOWN_S = 1.0  # what a call is expected to take before the first of its function: nothing is queued behind it
 _SLOW_S = 0.05  # a call that ran for so long: what is queued behind it goes elsewhere
-_LOOP_GRACE_S = 2.0  # a loop that did not answer for so long after a limit is blocked
+_GRACE_S = 2.0  # a process that shows no sign of life for so long after a limit is blocked
 _BLOCKING_S = 0.25
 _IDLE_S = 60.0
 _MOST_BAD_STARTS = 5
@@ -138,7 +139,7 @@ class CallPool:
         if loop:
             return children[0] if children else self._fork(loop=True)
         expected = self._expected.get(call.function, _UNKNOWN_S)
-        best = min(children, key=lambda child: child.expected_s, default=None)
+        best = min(children, key=lambda child: (child.expected_s, not child.page.ready_at), default=None)
         if best is None:
             return self._fork(loop=False)
         if not best.pending:
@@ -184,10 +185,26 @@ class CallPool:
         self._ticking = None
         for child in list(self._children.values()):
             child.drain()
-            if child.number in self._children and (child.pending or child.page.running()[0]):
+            if child.number not in self._children:
+                continue
+            if not child.page.ready_at:
+                self._watch_start(child)
+            elif child.pending or child.page.running()[0]:
                 (self._watch_loop if child.loop else self._watch_calls)(child)
         self._grow_or_shrink()
         self._soon()
+
+    def _watch_start(self, child: CallChild) -> None:
+        """It imports the functions anew where they have threads, which may take as long as it took at first. No call
+        waits for it while another process has nothing to do."""
+        if time.monotonic() - child.forked_at > LOAD_LIMIT_S:
+            self._kill(child, explain=True)
+            self._count_bad_start(f"it was not ready within {LOAD_LIMIT_S:g} s")
+        elif child.pending and any(
+            other.page.ready_at and not other.pending and not other.retiring and other.loop is child.loop
+            for other in self._children.values()
+        ):
+            self._give_back(child.take_back())
 
     def _watch_calls(self, child: CallChild) -> None:
         sequence, seconds = child.page.running()
@@ -198,6 +215,9 @@ class CallPool:
             self._kill(child)  # a call that was taken back has begun all the same
         elif sequence and seconds > _SLOW_S and len(child.pending) > 1:
             self._give_back(child.take_back())
+        elif child.stands_still(_GRACE_S):
+            self._kill(child, explain=True)
+            self._count_bad_start(f"it began no call for {_GRACE_S:g} s longer than one may take")
 
     def _watch_loop(self, child: CallChild) -> None:
         sequence, seconds = child.page.running()
@@ -205,8 +225,8 @@ class CallPool:
         if call is not None and seconds > call.limit_s:
             self._end_late(child, [sequence], seconds, late_message(call.limit_s))
             return
-        now = time.monotonic()
-        late = [key for key, c in child.pending.items() if now - c.sent_at > c.limit_s + _LOOP_GRACE_S]
+        now, ready_at = time.monotonic(), child.page.ready_at
+        late = [key for key, c in child.pending.items() if now - max(c.sent_at, ready_at) > c.limit_s + _GRACE_S]
         if not late:
             return
         if call is not None and seconds > _BLOCKING_S:
@@ -277,7 +297,7 @@ class CallPool:
         self._children.pop(child.number, None)
         self._blame(child, f"ended its process ({describe_end(event.status)})")
         if not child.answers:
-            self._count_bad_start(event)
+            self._count_bad_start(describe_end(event.status))
         child.close()
         self._soon()
 
@@ -296,13 +316,13 @@ class CallPool:
                 self._enqueue(call)
         child.pending.clear()
 
-    def _count_bad_start(self, event: ChildEnded) -> None:
+    def _count_bad_start(self, reason: str) -> None:
         self._bad_starts += 1
         if self._bad_starts >= _MOST_BAD_STARTS and not self.failed_for_good.done():
             self.failed_for_good.set_exception(
                 StreamRLError(
                     f"{self._bad_starts} reward processes in a row ended before they answered anything (the last: "
-                    f"{describe_end(event.status)}): look for the reason in the log of the reward worker"
+                    f"{reason}): look for the reason in the log of the reward worker"
                 )
             )
 

@@ -289,6 +289,7 @@ def run_call_process(
         limit_process(memory_bytes)
         _seed_generators()
         gc.freeze()
+        page.show_ready()
         if loop:
             asyncio.run(LoopServer(connection, page, functions, memory_bytes).serve())
         else:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+import msgspec
+
+from streamrl.comm.decoded_size import UNSUSPECTED_BYTES
 from streamrl.stage_messages import CompletionToScore, SampleReward, ScoreGroup, ScoreGroups
 from streamrl.types import Prompt, RewardFailure, ScoredTrajectory, Trajectory
+
+_MOST_BYTES = 4 << 20  # of completions: far below what a stream takes, far above the price of a message
+_MOST_PROMPT_BYTES = UNSUSPECTED_BYTES // 2
+"""Of several prompts together, so that whatever their columns are made of, the message is not suspected of growing past
+all bounds when it is decoded. One prompt alone may be larger: ``read_prompt`` has looked at it."""
+
+_COMPLETION_BYTES = 1024  # beside its tokens, once it is decoded
+_sizing = msgspec.msgpack.Encoder(enc_hook=bytes)
 
 
 class OrderMessage:
@@ -15,25 +26,45 @@ class OrderMessage:
         self._groups: list[ScoreGroup] = []
         self._prompts: list[Prompt] = []
         self._places: dict[int, int] = {}
+        self._bytes = 0
+        self._prompt_bytes = 0
 
-    def add(self, order_id: int, trajectories: Iterable[Trajectory], *, reward_version: int, rank: int) -> None:
-        """One more group to score."""
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, order_id: int, trajectories: Sequence[Trajectory], *, reward_version: int, rank: int) -> bool:
+        """One more group to score. False: it has no room beside what is there, which is to be sent first. An empty
+        message has room for any."""
+        if not self._takes(trajectories):
+            return False
         completions = tuple([self._completion(trajectory) for trajectory in trajectories])
         self._groups.append(
             ScoreGroup(order_id=order_id, completions=completions, reward_version=reward_version, rank=rank)
         )
+        return True
 
     def message(self) -> ScoreGroups:
         """All that was added, in that order."""
         return ScoreGroups(groups=tuple(self._groups), prompts=tuple(self._prompts))
 
+    def _takes(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Count what they would add, and whether that is too much."""
+        new = {id(t.prompt): t.prompt for t in trajectories if id(t.prompt) not in self._places}
+        prompt_bytes = self._prompt_bytes + sum(len(_sizing.encode(prompt)) for prompt in new.values())
+        own_bytes = self._bytes + sum(map(_completion_bytes, trajectories))
+        if self._groups and (own_bytes > _MOST_BYTES or (new and prompt_bytes > _MOST_PROMPT_BYTES)):
+            return False
+        self._prompt_bytes, self._bytes = prompt_bytes, own_bytes
+        return True
+
     def _completion(self, trajectory: Trajectory) -> CompletionToScore:
         prompt, identity = trajectory.prompt, trajectory.id
-        # Siblings share one object; two equal prompts that are two objects travel twice, which is only a pity.
+        # Siblings share one object, unless they were read from a journal: then each has its own.
         place = self._places.get(id(prompt))
         if place is None:
-            place = self._places[id(prompt)] = len(self._prompts)
-            self._prompts.append(prompt)
+            if not self._prompts or self._prompts[-1] != prompt:
+                self._prompts.append(prompt)
+            place = self._places[id(prompt)] = len(self._prompts) - 1
         return CompletionToScore(
             prompt=place,
             group_id=identity.group_id,
@@ -49,6 +80,11 @@ def score_message(trajectories: Sequence[Trajectory], *, order_id: int = 0, rank
     message = OrderMessage()
     message.add(order_id, trajectories, reward_version=0, rank=rank)
     return message.message()
+
+
+def _completion_bytes(trajectory: Trajectory) -> int:
+    tokens = sum([len(s.token_ids) * s.token_ids.itemsize for s in trajectory.segments if s.trained])
+    return tokens + _COMPLETION_BYTES
 
 
 def trained_tokens(trajectory: Trajectory) -> bytes:

@@ -89,6 +89,11 @@ class RewardSet:
         return any(signature.per_group for signature in self._signatures)
 
     @property
+    def longest_s(self) -> float:
+        """What the slowest function may take."""
+        return max(reward.time_limit_s for reward in self._all)
+
+    @property
     def stuck(self) -> int:
         """Trusted coroutines past their limit that still run."""
         return self._calls.stuck if self._calls is not None else 0

@@ -20,6 +20,7 @@ from streamrl.rewards.values import CallResult, CheckedValue, check_returned, fa
 from streamrl.types import RewardFailureKind
 
 _CLOSE_LIMIT_S = 1.0
+_HELD_S = 0.25  # a loop that turns so late was held
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +103,13 @@ class TrustedCalls:
             self._looking = asyncio.get_running_loop().call_later(at - time.perf_counter(), self._look)
 
     def _look(self) -> None:
-        self._looking, self._looks_at = None, math.inf
         now = time.perf_counter()
+        held_s = now - self._looks_at
+        self._looking, self._looks_at = None, math.inf
+        if held_s > _HELD_S:
+            # By an import, or by one of them: the others could not go on, and take now what they waited for.
+            for task, begun in self._running.items():
+                self._running[task] = begun._replace(late_at=begun.late_at + held_s + _HELD_S)
         late = [task for task, begun in self._running.items() if begun.late_at <= now]
         for task in late:
             call, started, _ = self._running.pop(task)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.types import RewardFailureKind
+from streamrl.user_code import printable
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -80,9 +81,10 @@ def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
     except Exception as error:  # noqa: BLE001 - a user's mapping class may raise anything
         message = f"returned {_type_name(value)} that cannot be read: {type(error).__name__}"
         return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
-    for name, part in items:
-        if not isinstance(name, str) or "/" in name:
-            message = f"returned a part called {name!r:.60}: name parts with strings without a slash"
+    for given, part in items:
+        name = _part_name(given)
+        if name is None:
+            message = f"returned a part called {_shown(given)}: name parts with strings of UTF-8 without a slash"
             return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
         if part is None:
             continue
@@ -91,6 +93,19 @@ def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
             return CheckedValue(failure=CallFailure(number.kind, f'part "{name}": {number.message}'))
         parts[name] = number
     return CheckedValue(parts=parts)
+
+
+def _part_name(given: Any) -> str | None:
+    """A plain string, also of a subclass of it, which does not travel; None: it is no name."""
+    name = str.__str__(given) if isinstance(given, str) else "/"
+    return None if "/" in name or name != printable(name) else name
+
+
+def _shown(given: Any) -> str:
+    try:
+        return printable(f"{given!r:.60}")
+    except Exception:  # noqa: BLE001 - a user's __repr__ may raise anything
+        return _type_name(given)
 
 
 def _number(value: Any) -> float | CallFailure:

@@ -6,6 +6,7 @@ a trusted function that               gets
 raises, exits, returns nonsense       a recorded failure
 runs too long                         ``timed_out``; it is cancelled, or left behind when it does not stop
 blocks the loop or the interpreter    the process ends with code 75 at the largest time limit + 2 s (``ExitTimer``)
+is imported while others score        what importing may take, ``LOAD_LIMIT_S``; then the process ends with code 75
 leaves too much behind                the process ends with code 75 when it is idle (or at once, at four times as much)
 ====================================  ===========================================================================
 
@@ -29,6 +30,7 @@ from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError, StreamEnded
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.rewards.exit_timer import ExitTimer
+from streamrl.rewards.fork_link import LOAD_LIMIT_S
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.stage_messages import (
     CloseRewardSet,
@@ -77,13 +79,12 @@ async def run_reward_worker(
     """
     tokenizer = load_tokenizer(recipe.model.path)
     timer = _open_timer() if owns_process else None
-    longest_s = max(reward.time_limit_s for reward in recipe.rewards) + _STALL_GRACE_S
     user_calls = asyncio.TaskGroup()
-    serving = _Serving(recipe, tokenizer, user_calls, orders, results, owns_process=owns_process)
+    serving = _Serving(recipe, tokenizer, user_calls, orders, results, timer, owns_process=owns_process)
     await serving.open()
     try:
         async with user_calls, asyncio.TaskGroup() as life:
-            beating = life.create_task(_beat(timer, longest_s))
+            beating = life.create_task(serving.beat())
             try:
                 await serving.run(worker)
                 if owns_process:
@@ -108,6 +109,7 @@ class _Serving:
         user_calls: asyncio.TaskGroup,
         orders: ReceiveStream[RewardOrder],
         results: WatchedSendStream[RewardResult],
+        timer: ExitTimer | None,
         *,
         owns_process: bool,
     ) -> None:
@@ -116,7 +118,9 @@ class _Serving:
         self._user_calls = user_calls
         self._orders = orders
         self._results = results
+        self._timer = timer
         self._owns_process = owns_process
+        self._loading = 0
         self._sets: dict[int, RewardSet] = {}
         self._open_orders: Counter[int] = Counter()
         self._closing: set[int] = set()
@@ -134,6 +138,19 @@ class _Serving:
         """Load what the recipe says. Raises ``RecipeError``; nothing is left then."""
         attached = RewardsOf(version=0, rewards=self._recipe.rewards, limits=self._recipe.reward_limits)
         await self._load(0, attached)
+
+    async def beat(self) -> None:
+        """Show that the loop runs. Not shown for longer than any call may take means that user code holds it."""
+        while self._timer is not None:
+            self._rearm()
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    def _rearm(self) -> None:
+        if self._timer is not None:
+            longest_s = max([rewards.longest_s for rewards in self._sets.values()], default=0.0)
+            if self._loading:  # a module may import torch, and no call has a limit for that
+                longest_s = max(longest_s, LOAD_LIMIT_S)
+            self._timer.rearm(longest_s + _STALL_GRACE_S + _HEARTBEAT_S)
 
     async def run(self, worker: int) -> None:
         """Until orders end; every order is answered before it returns, and no call process is left."""
@@ -208,11 +225,16 @@ class _Serving:
     ) -> None:
         version = order.reward_version
         attached = RewardsOf(version=version, rewards=order.rewards, limits=self._recipe.reward_limits)
+        self._loading += 1
+        self._rearm()  # now: trusted functions are imported here, and the loop stands still until that is done
         try:
             rewards = await self._load(version, attached)
         except RecipeError as error:
             await self._results.send(RewardSetLoaded(reward_version=version, problems=tuple(error.problems)))
             return
+        finally:
+            self._loading -= 1
+            self._rearm()
         watches.append(answers.create_task(rewards.watch()))
         await self._results.send(RewardSetLoaded(reward_version=version, per_group=rewards.per_group))
 
@@ -251,16 +273,10 @@ class _Serving:
                 self._open_orders.pop(version, None)
                 rewards = self._sets.pop(version, None)
                 if rewards is not None:
+                    self._rearm()  # what comes next may have less time
                     await rewards.aclose()
                     if rewards.stuck:
                         self._closed.append(rewards)
-
-
-async def _beat(timer: ExitTimer | None, stall_s: float) -> None:
-    """Show that the loop runs. Not rearmed for ``stall_s`` means that user code holds it."""
-    while timer is not None:
-        timer.rearm(stall_s + _HEARTBEAT_S)
-        await asyncio.sleep(_HEARTBEAT_S)
 
 
 async def _leave(serving: _Serving, results: WatchedSendStream[RewardResult]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
+from streamrl.comm.wire import WireLimits
 from streamrl.errors import UNDECODABLE, StreamRLError
 from streamrl.stages.prompt_spec import RowForm
 from streamrl.tokenizer import ChatError, Tokenizer
@@ -15,6 +17,9 @@ from streamrl.types import Prompt, TokenArray, token_array
 
 _TOKEN_COLUMN = "prompt_token_ids"
 _ID_COLUMN = "prompt_id"
+# A prompt travels with its completions: what is left of what a stream takes is theirs.
+_LARGEST_ROW = WireLimits().body_bytes // 2
+_SPARE_BYTES = SPARE_BYTES * 3 // 4
 
 
 class BadRow(StreamRLError):
@@ -76,13 +81,31 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
             f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
             "lower sampling.max_tokens or raise engines.max_context"
         )
-    columns.pop(_TOKEN_COLUMN, None)
+    if columns.pop(_TOKEN_COLUMN, None) is not None:
+        _check_size(msgspec.msgpack.encode(columns))
+    else:
+        _check_size(content)
     prompt_id = columns.pop(_ID_COLUMN, None)
     if prompt_id is None:
         prompt_id = hashlib.blake2b(content + number.to_bytes(8, "big"), digest_size=8).hexdigest()
     elif not isinstance(prompt_id, (str, int)) or prompt_id == "":
         raise BadRow(f"has the prompt_id {prompt_id!r}: use text or an integer")
     return Prompt(prompt_id=str(prompt_id), token_ids=token_ids, columns=columns)
+
+
+def _check_size(content: bytes) -> None:
+    """Refuse what no stream takes, before it ends a run in the middle. Raises ``BadRow``."""
+    size, growth = len(content), WireLimits().body_growth
+    if size > _LARGEST_ROW:
+        raise BadRow(
+            f"has columns of {size} bytes, at most {_LARGEST_ROW} travel with a prompt: keep large data in files that "
+            "the reward opens"
+        )
+    if takes_more(content, growth * size + _SPARE_BYTES):
+        raise BadRow(
+            f"has columns of {size} bytes that take more than {growth} times that in memory: they are made of very "
+            "many small values; keep them in fewer and longer texts, such as one text of JSON"
+        )
 
 
 def _token_ids(columns: Mapping[str, Any], tokenizer: Tokenizer) -> TokenArray:

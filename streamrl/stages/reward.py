@@ -53,6 +53,8 @@ ORDERS_WINDOW = 4
 """Messages with orders that a worker may not have taken yet. A few: while it is busy, orders gather here, where what
 closes a round sooner still overtakes them."""
 
+_MOST_DEATHS = 2  # of all workers while they load the same functions: once may have been for another reason
+
 OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
@@ -114,16 +116,25 @@ class RewardStage:
     async def load(self, version: int, rewards: tuple[Reward, ...], noted: Callable[[], None]) -> None:
         """Attach other functions; groups of which something has arrived are scored by those that were attached then.
 
-        ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded: then
-        nothing has changed.
+        ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded, or
+        end whoever loads them: then nothing has changed.
         """
         order = LoadRewardSet(reward_version=version, rewards=rewards)
         replies: list[RewardSetLoaded] = []
+        deaths = 0
         while not replies:  # also where the last worker is just being replaced
+            if deaths >= _MOST_DEATHS:
+                names = ", ".join(reward.label for reward in rewards)
+                problem = (
+                    f"reward workers ended, {deaths} times, when they were to load {names}: see the log of the last"
+                )
+                raise RecipeError([problem])
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
+                somebody = bool(self._workers)  # the last may have gone while others changed functions
                 replies = await self._ask_all(order)
+                deaths += somebody and not replies
                 problems = [problem for reply in replies for problem in reply.problems]
                 if problems:
                     await self._tell_all(CloseRewardSet(reward_version=version))
@@ -236,17 +247,22 @@ class RewardStage:
             if not self._waiting or free <= 0:
                 await self._changed.wait()
                 continue
-            taken = [self._waiting.pop() for _ in range(min(free, len(self._waiting), MOST_IN_MESSAGE))]
-            message, now = OrderMessage(), anyio.current_time()
-            for order in taken:
-                self._given_out += 1  # they are numbered in the order in which they close rounds
-                message.add(
-                    order.order_id, order.trajectories, reward_version=order.reward_version, rank=self._given_out
-                )
-                # Registered before anything can wait: a break must find it.
-                unanswered[order.order_id] = (order, now)
+            message = self._next_message(min(free, MOST_IN_MESSAGE), unanswered)
             await worker.orders.send(message.message())
         await worker.orders.aclose()
+
+    def _next_message(self, most: int, unanswered: Unanswered) -> OrderMessage:
+        """At most so many of the orders that wait, and no more than a message may be large. They are registered before
+        anything can wait: a break must find them."""
+        message, now = OrderMessage(), anyio.current_time()
+        while self._waiting and len(message) < most:
+            order = self._waiting.first()
+            rank = self._given_out + 1  # they are numbered in the order in which they close rounds
+            if not message.add(order.order_id, order.trajectories, reward_version=order.reward_version, rank=rank):
+                break
+            self._given_out = rank
+            unanswered[order.order_id] = (self._waiting.pop(), now)
+        return message
 
     async def _bring_up_to_date(self, worker: _Worker) -> None:
         """A successor has loaded what the recipe says, and knows nothing of what its predecessor learnt."""

@@ -72,23 +72,29 @@ class ScoringOrder:
             self._waiting[group_id] = deque([(self._arrivals, first.evaluation, order)])
             self._rank(group_id)
 
+    def first(self) -> WaitingOrder:
+        """The order to score next, which stays. Raises ``IndexError`` when there is none."""
+        while True:
+            rank = self._ranks[0]
+            waiting = self._waiting.get(rank.group_id)
+            if waiting and rank == self._rank_of(rank.group_id):
+                return waiting[0][2]
+            heapq.heappop(self._ranks)  # overtaken
+
     def pop(self) -> WaitingOrder:
         """The order to score next. Raises ``IndexError`` when there is none."""
-        while True:
-            rank = heapq.heappop(self._ranks)
-            group_id = rank.group_id
-            waiting = self._waiting.get(group_id)
-            if not waiting or rank != self._rank_of(group_id):
-                continue
-            _, _, order = waiting.popleft()
-            self._count -= 1
-            if waiting:
-                self._rank(group_id)
-            else:
-                del self._waiting[group_id]
-                if not self._waiting:
-                    self._ranks.clear()  # what is left has been overtaken, or nothing would be waiting
-            return order
+        order = self.first()
+        group_id = heapq.heappop(self._ranks).group_id
+        waiting = self._waiting[group_id]
+        waiting.popleft()
+        self._count -= 1
+        if waiting:
+            self._rank(group_id)
+        else:
+            del self._waiting[group_id]
+            if not self._waiting:
+                self._ranks.clear()  # what is left has been overtaken, or nothing would be waiting
+        return order
 
     def _rank(self, group_id: int) -> None:
         heapq.heappush(self._ranks, self._rank_of(group_id))

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 RELEASE = threading.Event()  # ends the functions that would never end, so that the test process can
+HALF_A_PAIR = r'"\ud83d"'  # of surrogates, as a model may write it: a text that UTF-8 has no bytes for
 
 
 def length(completion):
@@ -85,6 +87,14 @@ def raises(completion):
 
 async def raises_async(completion):
     raise KeyError("column")
+
+
+def raises_half_a_pair(completion):
+    raise ValueError(f"no such answer: {json.loads(HALF_A_PAIR)}")
+
+
+async def raises_half_a_pair_async(completion):
+    raise ValueError(f"no such answer: {json.loads(HALF_A_PAIR)}")
 
 
 class UnreadableError(Exception):
@@ -232,6 +242,10 @@ def mapping_of_text(completion):
     return {"score": 1.0, "style": "good"}
 
 
+def mapping_of_half_a_pair(completion):
+    return {"score": 1.0, json.loads(HALF_A_PAIR): 1.0}
+
+
 def mapping_of_nothing(completion):
     return {"score": None}
 
@@ -354,6 +368,18 @@ def fault_prints():
     return 1.0
 
 
+class NeverWritten:
+    def flush(self):
+        threading.Event().wait()
+
+
+def stands_still_after_z(completion):
+    """Answers, and then takes no other call: what it printed is flushed between two of them."""
+    if completion == "z":
+        sys.stdout = NeverWritten()
+    return len(completion)
+
+
 async def fault_blocks_loop(completion):
     if completion == "z":
         while True:
@@ -416,6 +442,11 @@ def leaks_a_little(completion):
     KEPT.append(bytearray(b"x") * (20 << 20))
     time.sleep(0.05)
     return os.getpid()
+
+
+async def waits(completion, *, seconds):
+    await asyncio.sleep(seconds)
+    return 1.0
 
 
 def takes(completion, *, seconds):

@@ -20,6 +20,7 @@ import torch
 
 from streamrl.config.objective import AdvantageKind
 from streamrl.config.rewards import Reward, RewardLimits
+from streamrl.errors import StreamRLError
 from streamrl.learning.advantages import group_advantages
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.tokenizer import load_tokenizer
@@ -207,6 +208,78 @@ async def test_module_with_threads_is_imported_by_each_process(
     assert (
         outcome.reward == 2.0
     )  # forked after the import it would be 1, and the lock that a thread held locked for ever
+
+
+def threaded_module(directory: Path, *, second_import: str) -> Path:
+    """One that is imported anew by each process, since it has a thread; there the first import is not as the others,
+    ``second_import`` of them all: that before is the server's."""
+    module = directory / "threaded.py"
+    module.write_text(
+        "import threading, time\nfrom pathlib import Path\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        f"imports = Path({str(directory / 'imports')!r})\n"
+        "with imports.open('a') as file:\n    file.write('.')\n"
+        f"if len(imports.read_text()) == 2:\n    {second_import}\n"
+        "def plain(completion):\n    return 1.0\n"
+        "async def coroutine(completion):\n    return 1.0\n"
+    )
+    return module
+
+
+@pytest.mark.parametrize("name", ["plain", "coroutine"])
+async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_another(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("streamrl.rewards.call_pool.LOAD_LIMIT_S", 1.5)
+    module = threaded_module(tmp_path, second_import="threading.Event().wait()")
+    rewards = await pool.open(Reward(function=f"{module}:{name}", time_limit_s=0.3), processes=1)
+    async with asyncio.timeout(20):
+        (outcome,) = await rewards.score([make_trajectory()])
+    assert isinstance(outcome, ScoredTrajectory), outcome
+
+
+async def test_calls_of_a_process_that_has_not_begun_go_to_one_that_has_nothing_to_do(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    module = threaded_module(tmp_path, second_import="threading.Event().wait()")
+    rewards = await pool.open(Reward(function=f"{module}:plain", time_limit_s=0.3), processes=2)
+    async with asyncio.timeout(20):
+        outcomes = await rewards.score([make_trajectory(sample=i) for i in range(6)])
+    assert all(isinstance(outcome, ScoredTrajectory) for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize("name", ["plain", "coroutine"])
+async def test_importing_again_takes_nothing_from_the_time_of_a_call(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, name: str
+) -> None:
+    module = threaded_module(tmp_path, second_import="time.sleep(3)")
+    rewards = await pool.open(Reward(function=f"{module}:{name}", time_limit_s=0.3), processes=1)
+    async with asyncio.timeout(20):
+        (outcome,) = await rewards.score([make_trajectory()])
+    assert isinstance(outcome, ScoredTrajectory), outcome
+
+
+async def test_processes_that_never_begin_are_given_up_with_the_reason(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.rewards.call_pool.LOAD_LIMIT_S", 0.2)
+    module = threaded_module(tmp_path, second_import="pass")
+    module.write_text(module.read_text().replace("== 2:\n    pass", ">= 2:\n    threading.Event().wait()"))
+    rewards = await pool.open(Reward(function=f"{module}:plain"), processes=1)
+    scoring = asyncio.create_task(rewards.score([make_trajectory()]))
+    async with asyncio.timeout(20):
+        with pytest.raises(StreamRLError, match=r"5 reward processes in a row .*was not ready within 0\.2 s"):
+            await rewards.watch()
+    scoring.cancel()
+
+
+async def test_process_that_stands_still_between_two_calls_is_replaced(
+    pool: Pool, make_trajectory: MakeTrajectory
+) -> None:
+    rewards = await pool.open(Reward(function=f"{KILLERS}:stands_still_after_z", time_limit_s=0.2), processes=1)
+    async with asyncio.timeout(20):
+        outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
+    assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [1.0, 2.0]
 
 
 async def test_killed_server_is_replaced(pool: Pool, make_trajectory: MakeTrajectory) -> None:

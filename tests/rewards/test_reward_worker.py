@@ -18,15 +18,19 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.wire import WireCodec
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
+from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError, StreamBroken, StreamEnded
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.rewards.reward_exchange import OrderMessage, score_message
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stage_messages import (
+    CloseRewardSet,
     GroupScored,
     GroupsScored,
+    LoadRewardSet,
     RewardOrder,
     RewardResult,
+    RewardSetLoaded,
     RewardWorkerReady,
     ScoreGroups,
 )
@@ -40,6 +44,7 @@ from streamrl.types import (
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
+KILLERS = Path(__file__).parent / "killers.py"
 WORKER = Path(__file__).parent / "worker_process.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_reward.py"
 
@@ -139,6 +144,13 @@ def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_traject
     assert codec.decode(codec.encode(message)) == message
 
 
+def test_siblings_that_were_read_from_a_journal_share_a_prompt_again(make_trajectory: MakeTrajectory) -> None:
+    siblings = [make_trajectory("ab", sample=sample, tests="x" * 9) for sample in range(3)]
+    message = score_message([*siblings, make_trajectory("ab", sample=3, tests="y" * 9)])
+    assert [prompt.columns["tests"][0] for prompt in message.prompts] == ["x", "y"]
+    assert [c.prompt for c in message.groups[0].completions] == [0, 0, 0, 1]
+
+
 @pytest.mark.asyncio
 async def test_completion_is_the_text_of_the_trained_segments(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
@@ -236,6 +248,30 @@ async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with
         assert await worker.process.wait() == REWARD_RESTART_EXIT_CODE == 75
         assert worker.process.stderr is not None
         assert "holds_interpreter" in (await worker.process.stderr.read()).decode()  # the log names what hung
+
+
+@pytest.mark.asyncio
+async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attached(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    """Importing may take long, as it may at first; so may a function that was attached with a long limit; and what is
+    attached with a short one is guarded by that."""
+    module = tmp_path / "slow_import.py"
+    module.write_text("import time\ntime.sleep(3.5)\ndef reward(completion):\n    time.sleep(3.5)\n    return 1.0\n")
+    slow = Reward(function=f"{module}:reward", time_limit_s=30.0, trusted=True)
+    short = Reward(function=f"{KILLERS}:holds_interpreter", time_limit_s=0.3, trusted=True)
+    async with worker_process(make_recipe("length", time_limit_s=0.3, trusted=True)) as worker:
+        for version, reward in enumerate((slow, short), start=1):
+            await worker.orders.send(LoadRewardSet(reward_version=version, rewards=(reward,)))
+            assert await worker.results.receive() == RewardSetLoaded(reward_version=version)
+            await worker.orders.send(CloseRewardSet(reward_version=version - 1))
+            message = OrderMessage()
+            message.add(version, [make_trajectory()], reward_version=version, rank=0)
+            await worker.orders.send(message.message())
+            if reward is slow:
+                assert (await worker.answer()).rewards[0].reward == 1.0
+        async with asyncio.timeout(10):
+            assert await worker.process.wait() == REWARD_RESTART_EXIT_CODE
 
 
 @pytest.mark.asyncio

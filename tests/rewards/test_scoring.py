@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import SampleValue, combine
 from streamrl.rewards.trusted_calls import TrustedCalls
-from streamrl.rewards.values import CallResult, check_returned, check_value
+from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
 from streamrl.tokenizer import load_tokenizer
 from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 
@@ -107,6 +108,8 @@ NOT_FINITE, WRONG_TYPE = RewardFailureKind.NOT_FINITE, RewardFailureKind.WRONG_T
 FAILURES = [
     ("raises", RAISED, "ValueError: no such digit (killers.py:"),
     ("raises_async", RAISED, "KeyError: 'column'"),
+    ("raises_half_a_pair", RAISED, r"ValueError: no such answer: \ud83d (killers.py:"),
+    ("raises_half_a_pair_async", RAISED, r"ValueError: no such answer: \ud83d (killers.py:"),
     ("raises_unreadable", RAISED, "UnreadableError"),
     ("system_exit", RAISED, "SystemExit: 3"),
     ("system_exit_async", RAISED, "SystemExit: bye"),
@@ -124,6 +127,7 @@ FAILURES = [
     ("huge", NOT_FINITE, "inf"),
     ("text", WRONG_TYPE, "a str"),
     ("mapping_of_text", WRONG_TYPE, 'part "style": returned a str'),
+    ("mapping_of_half_a_pair", WRONG_TYPE, r"a part called '\ud83d'"),
     ("mapping_of_nothing", WRONG_TYPE, "not applicable"),
     ("array", WRONG_TYPE, "ndarray"),
     ("nested", WRONG_TYPE, "a list"),
@@ -190,6 +194,20 @@ async def test_time_limit_of_trusted_coroutines_holds(
         assert 0.2 <= outcome.reward_seconds < 5
         await asyncio.sleep(0)
         assert rewards.stuck == (function == "swallows_cancellation")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("seconds", "kinds"), [(0.3, []), (30.0, [TIMED_OUT])])
+async def test_time_in_which_the_loop_is_held_is_not_counted_against_others(
+    trusted: MakeRecipe, make_trajectory: MakeTrajectory, seconds: float, kinds: list[RewardFailureKind]
+) -> None:
+    async with scoring(trusted("waits", time_limit_s=0.6)) as rewards:
+        scored = asyncio.create_task(rewards.score([make_trajectory(seconds=seconds)]))
+        await asyncio.sleep(0.05)
+        time.sleep(1.2)  # noqa: ASYNC251 - as importing another function does
+        async with asyncio.timeout(10):
+            outcomes = await scored
+    assert [outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)] == kinds
 
 
 @pytest.mark.asyncio
@@ -353,6 +371,23 @@ def test_no_reward_is_invented(make_trajectory: MakeTrajectory, value: Any) -> N
         assert outcome.message
         numeric = isinstance(value, (bool, int, float))
         assert not numeric or outcome.kind is NOT_FINITE
+
+
+class NamedPart(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+def test_names_of_parts_are_plain_strings_that_travel() -> None:
+    assert check_value({NamedPart("style"): 1}) == CheckedValue(parts={"style": 1.0})
+    assert type(next(iter(check_value({NamedPart("style"): 1}).parts))) is str
+    wrong: list[Any] = [3, None, "a/b", "half \ud83d", NamedPart("a/b")]
+    for name in wrong:
+        checked = check_value({"score": 1.0, name: 1.0})
+        assert checked.failure is not None and checked.failure.kind is WRONG_TYPE
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(checked), type=CheckedValue) == checked
 
 
 @given(values=st.lists(any_value, max_size=5), count=st.integers(1, 5))

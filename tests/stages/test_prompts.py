@@ -301,6 +301,20 @@ def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -
         assert words in problem
 
 
+def test_a_row_that_no_stream_takes_is_refused_where_it_is_read(tokenizer: Tokenizer, write_rows) -> None:
+    """One that a reward worker cannot receive would end the run, or be sent again for ever."""
+    long, small = "x" * (33 << 20), [[[]] * 1000] * 2000
+    path = write_rows(
+        {"prompt": "a", "tests": long}, {"prompt": "a", "tests": small}, {"prompt": "a", "tests": "x" * 9}
+    )
+    large, grows = check_prompts(str(path), tokenizer, {})
+    assert f"{path}, line 1 has columns of 34603" in large
+    assert "at most 33554432 travel with a prompt: keep large data in files" in large
+    assert f"{path}, line 2 has columns of 2006" in grows
+    assert "take more than 8 times that in memory" in grows
+    assert "keep them in fewer and longer texts" in grows
+
+
 def test_check_of_a_good_file_and_of_none(tokenizer: Tokenizer, write_rows, tmp_path: Path) -> None:
     assert check_prompts(str(write_rows({"prompt": "a", "answer": 1})), tokenizer, {"exact": ("answer",)}) == []
     assert "is empty: add rows" in check_prompts(str(write_rows("", "  ")), tokenizer, {})[0]

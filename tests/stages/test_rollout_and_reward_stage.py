@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.wire import WireCodec
 from streamrl.config.rewards import Reward
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.errors import RecipeError, StreamEnded
@@ -24,6 +25,7 @@ from streamrl.stage_messages import (
     GroupsScored,
     LaunchTrajectory,
     LoadRewardSet,
+    RewardOrder,
     RewardSetLoaded,
     RewardWorkerReady,
     SampleReward,
@@ -345,6 +347,51 @@ async def test_of_a_batch_whose_worker_dies_each_is_scored_once_and_an_answer_co
     assert {s for s, reward in rewards.items() if reward == 1.0} == set(first[: len(first) // 2])
 
 
+COLUMNS_TOGETHER_TOO_LARGE: dict[str, object] = {
+    "9 MB of text in each prompt": "x" * 9_000_000,
+    "0.7 MB of small numbers in each prompt": [[i % 100 for i in range(1000)] for _ in range(700)],
+    "0.1 MB of empty lists in each prompt": [[]] * 100_000,
+}
+
+
+@pytest.mark.parametrize("tests", COLUMNS_TOGETHER_TOO_LARGE.values(), ids=COLUMNS_TOGETHER_TOO_LARGE)
+async def test_what_gathers_goes_in_messages_that_a_stream_takes(tests: object) -> None:
+    """Orders gather while a worker is being replaced; together they may be more than one message holds."""
+    codec: WireCodec[RewardOrder] = WireCodec(RewardOrder)
+    messages: list[list[int]] = []
+
+    async def take_from_a_wire(orders: Any, results: Any) -> None:
+        async for order in orders:
+            received = codec.decode(codec.encode(order))
+            assert isinstance(received, ScoreGroups)
+            messages.append([c.group_id for group in received.groups for c in group.completions])
+            await results.send(scored_as(received, lambda completion: 1.0))
+        await results.aclose()
+
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(8)
+            results_in, results_out = memory_stream(8)
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(take_from_a_wire, orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(64)
+        scored, take = memory_stream(64)
+        for number in range(16):
+            prompt = Prompt(prompt_id=f"p{number}", token_ids=token_array([2, 3]), columns={"tests": tests})
+            for sample in range(4):
+                done = msgspec.structs.replace(trajectory(sample, group=number), prompt=prompt)
+                await give.send(FinishedTrajectory(trajectory=done, group_size=4))
+        await give.aclose()
+        group.start_soon(RewardStage(settings(concurrency=64), [open_worker]).run, trajectories, scored)
+        outcomes = [outcome async for outcome in take]
+    assert len(outcomes) == 64
+    assert 1 < len(messages) <= 16, "a prompt travels with all of its completions that wait"
+
+
 # ---- other functions while trajectories flow ------------------------------------------------------
 
 
@@ -426,3 +473,47 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
     # What the log says holds: whoever was scored before the note was scored by the version before.
     assert [version for _, version in worker.scored[: noted[0]]] == [0] * noted[0]
     assert len(noted) == 1
+
+
+@pytest.mark.parametrize("deadly_loads", [1, 100])
+async def test_functions_that_end_whoever_loads_them_are_refused_instead_of_asking_for_ever(deadly_loads: int) -> None:
+    """The first death may have had another reason: one successor is asked."""
+    asked: list[int] = []
+
+    async def die_of_loading(orders: Any, results: Any) -> None:
+        async for order in orders:
+            if isinstance(order, LoadRewardSet):
+                asked.append(order.reward_version)
+                if len(asked) <= deadly_loads:
+                    await orders.abort("killed")
+                    await results.abort("killed")
+                    return
+                await results.send(RewardSetLoaded(reward_version=order.reward_version))
+            elif isinstance(order, ScoreGroups):
+                await results.send(scored_as(order, lambda completion: 1.0))
+        await results.aclose()
+
+    async with anyio.create_task_group() as group:
+
+        @asynccontextmanager
+        async def open_worker() -> AsyncIterator[Any]:
+            orders_in, orders_out = memory_stream(8)
+            results_in, results_out = memory_stream(8)
+            group.start_soon(die_of_loading, orders_out, results_in)
+            yield orders_in, results_out
+
+        give, trajectories = memory_stream(8)
+        scored, take = memory_stream(8)
+        stage = RewardStage(settings(), [open_worker])
+        group.start_soon(stage.run, trajectories, scored)
+        with anyio.fail_after(5):
+            if deadly_loads == 1:
+                await stage.load(1, (Reward(function="other:function"),), lambda: None)
+            else:
+                with pytest.raises(RecipeError, match="ended, 2 times, when they were to load function: see the log"):
+                    await stage.load(1, (Reward(function="other:function"),), lambda: None)
+        await give.send(FinishedTrajectory(trajectory=trajectory(0), group_size=1))
+        await give.aclose()
+        (outcome,) = [outcome async for outcome in take]
+    assert asked == [1, 1]
+    assert outcome.outcome.reward_version == (1 if deadly_loads == 1 else 0)

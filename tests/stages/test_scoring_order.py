@@ -51,7 +51,9 @@ def test_scoring_order_loses_and_repeats_nothing(events: list[tuple[int, str]]) 
         elif what == "end":
             waiting.ended(group)
         elif len(waiting):
+            first = waiting.first()
             popped.append(waiting.pop().order_id)
+            assert first.order_id == popped[-1]
     popped += [waiting.pop().order_id for _ in range(len(waiting))]
     assert sorted(popped) == added
 
