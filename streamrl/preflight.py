@@ -35,6 +35,7 @@ from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resumed_rewards
 from streamrl.stages.prompts import check_prompts, missing_source
+from streamrl.stages.user_code_probe import problems_of_objects
 from streamrl.tokenizer import Tokenizer, load_tokenizer
 
 USER_CODE_TIMEOUT_S = 60.0
@@ -88,6 +89,8 @@ def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
         problems += error.problems
     of_rewards = list(_rewards_and_prompts(recipe, model))
     problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
+    problems += _other_code(recipe)
+    problems += _trainer_device(recipe)
     problems += _installation(recipe)
     problems += _ports(recipe)
     problems += _keys(recipe)
@@ -136,6 +139,20 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator
             continue
         problems = check_prompts(spec, tokenizer, columns, longest) if tokenizer is not None else missing_source(spec)
         yield from (f"{path}: {problem}" for problem in problems)
+
+
+def _other_code(recipe: Recipe) -> Iterator[str]:
+    """The user's code that no sample is needed for."""
+    named = {"rollout.policy": recipe.rollout.policy, "reward_limits.combine": recipe.reward_limits.combine}
+    for path, spec in named.items():
+        if ":" in spec:
+            yield from (f"{path}: {problem}" for problem in problems_of_objects([spec], USER_CODE_TIMEOUT_S))
+
+
+def _trainer_device(recipe: Recipe) -> Iterator[str]:
+    local = recipe.transport.training is Launch.LOCAL
+    if local and recipe.training.device == "cuda" and not Path("/dev/nvidiactl").exists():
+        yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
 
 
 def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:

@@ -218,21 +218,26 @@ def _check_stored(
         if problems := _missing_from_all(spec, store, needed_columns):
             return problems
         rows = store.size if spec.kind is not SourceKind.TASK else min(store.size, _TASK_ROWS_CHECKED)
+        found: list[tuple[int, str]] = []
         first: dict[int, int] = {}
+        absent: dict[str, list[int]] = {}
         for index in range(rows):
-            place = f"prompts {spec.source}, {store.place(index)}"
             try:
                 prompt = _prompt_at(spec, store, index, tokenizer, max_tokens)
             except BadRow as error:
-                problems.append(f"{place} {error}")
+                found.append((index, str(error)))
                 continue
-            problems += [f"{place} {missing}" for missing in missing_columns(prompt, needed_columns)]
+            for missing in missing_columns(prompt, needed_columns):
+                absent.setdefault(missing, []).append(index)
             # Hashes: a set of the ids of a large file would not be small.
             earlier = first.setdefault(hash(prompt.prompt_id), index)
             if earlier != index:
                 there = store.place(earlier)
-                problems.append(f'{place} has the prompt_id "{prompt.prompt_id}" of {there}: make ids unique')
-        return problems
+                found.append((index, f'has the prompt_id "{prompt.prompt_id}" of {there}: make ids unique'))
+        for missing, places in absent.items():
+            others = f" ({len(places) - 1} of the other {rows - 1} have none, too)" if len(places) > 1 else ""
+            found.append((places[0], f"{missing}{others}"))
+        return [f"prompts {spec.source}, {store.place(index)} {problem}" for index, problem in sorted(found)]
     finally:
         store.close()
 

@@ -209,6 +209,27 @@ def test_run_directory_that_is_a_file_and_every_problem_at_once(project: Path) -
     assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
 
 
+def test_code_and_devices_that_are_not_there_are_named_before_anything_starts(project: Path) -> None:
+    (project / "hangs.py").write_text("raise SystemExit(3)\n")
+    (project / "rounds.py").write_text("class Rounds: ...\n")
+    given = ("rollout.rounds=custom", "rollout.policy=rounds.py:Rounds", "reward_limits.combine=hangs.py:mean")
+    (problem,) = problems(project, *given)
+    assert problem.startswith("reward_limits.combine: ") and "cannot be imported" in problem
+    (problem,) = problems(project, "rollout.rounds=custom", "rollout.policy=none.py:Rounds")
+    assert problem.startswith("rollout.policy: ") and f"there is no file {project}/none.py" in problem
+    if not Path("/dev/nvidiactl").exists():
+        (problem,) = problems(project, "training.device=cuda")
+        assert problem.startswith("training.device: this host has no CUDA device")
+
+
+def test_a_column_that_no_row_has_is_one_problem(project: Path) -> None:
+    row = '{"prompt": "1 2 3"}\n'
+    (project / "train.jsonl").write_text(row.replace("1 2", "2 1") * 3 + row * 40)
+    (problem,) = problems(project)
+    assert 'line 1 has no column "answer", which the reward score needs' in problem
+    assert "(42 of the other 42 have none, too)" in problem
+
+
 def test_a_run_with_a_checkpoint_of_its_own_needs_no_other(project: Path, tmp_path: Path) -> None:
     recipe = load_recipe(project / "recipe.toml", [f"checkpoint.resume_from={project}"])
     run = tmp_path / "run"
