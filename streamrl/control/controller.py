@@ -176,6 +176,7 @@ class Controller:
     async def _go_on(self, recovered: RecoveredRun, caught_up: CaughtUp) -> list[do.ControlAction]:
         """What the life of the controller before this one had ordered and nobody answered, but for what is known."""
         version, state = caught_up.policy_version, self.state
+        kind = state.round_kind if version > state.trainer_version else ""
         self._payloads.restore(recovered.payloads())
         if state.draining or state.finished:
             await self._handle(on.RunContinued())
@@ -184,7 +185,7 @@ class Controller:
         if state.due.evaluating not in (None, version):  # engines hold a newer one already
             await self._handle(on.EvaluationDone(policy_version=state.due.evaluating))
         if version > state.live_version:
-            self._report.trained_before(version, recovered.batch_of(version), caught_up.reports)
+            self._report.trained_before(version, recovered.batch_of(version), caught_up.reports, kind)
         again = recovered.outstanding.again(state)
         for batch in recovered.outstanding.trained_since(-1):
             self._payloads.forget(trajectory for group in batch.groups for trajectory in group.ids)

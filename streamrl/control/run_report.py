@@ -46,6 +46,7 @@ from streamrl.stage_messages import RewardOutcome, RolloutStatistics, Scored
 from streamrl.types import DropReason, ScoredTrajectory, TrajectoryId
 
 PROGRESS_INTERVAL_S = 0.25
+_MEASURED_WITH_TIME = ("time/", "perf/", "util/")
 NO_LOAD = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
 
 
@@ -102,7 +103,7 @@ class RunReport:
         self._timed: dict[int, RoundTimed] = {}
         self._rewards = RewardWindow()
         self._rounds: Counter[str] = Counter()
-        self._round_kind = ""
+        self._round_kind, self._recovered = "", -1
         self._work = SampledWork(trace)
         self._last_load = NO_LOAD
         self.waits = RunWaits(clock, self._shell)
@@ -133,10 +134,11 @@ class RunReport:
         )
 
     def trained_before(
-        self, policy_version: int, batch: Sequence[ScoredTrajectory], reports: Sequence[StepReport]
+        self, policy_version: int, batch: Sequence[ScoredTrajectory], reports: Sequence[StepReport], round_kind: str
     ) -> None:
-        """A life before this one made ``policy_version`` of ``batch`` and did not come to say so."""
+        """A life before this one made ``policy_version`` of ``batch`` and did not say so. ``round_kind``: if known."""
         if batch:
+            self._recovered, self._round_kind = policy_version, round_kind
             self.batch_trained(policy_version, batch, reports[0].metrics if reports else {})
 
     # ---- trajectories ----------------------------------------------------------------------------
@@ -216,7 +218,8 @@ class RunReport:
         rollout_s = max(self._closed_at - self._step_started, 0.0)
         groups = len({s.trajectory.id.group_id for s in batch})
         kind = self._round_kind
-        self._rounds[kind] += 1
+        if kind:
+            self._rounds[kind] += 1
         self._trained[policy_version] = _Trained(
             metrics={
                 **reward_metrics(batch),
@@ -226,8 +229,8 @@ class RunReport:
                 **trainer,
                 "time/wait_batch_s": rollout_s,
                 "time/close_batch_s": now - self._closed_at,
-                f"round/{kind}/group_size": len(batch) / groups,
-            },
+            }
+            | ({f"round/{kind}/group_size": len(batch) / groups} if kind else {}),
             round_kind=kind,
             samples=len(batch),
             groups=groups,
@@ -274,13 +277,16 @@ class RunReport:
         metrics |= self._work_metrics(trained) | control_metrics(state) | self._rewards.take() | dict(engines)
         metrics["reward/in_flight"] = float(self._rewards_in_flight())
         metrics |= self.waits.take(now)
-        self._timed[version] = RoundTimed(
-            policy_version=version,
-            rollout_s=trained.rollout_s,
-            training_s=trained.training_s,
-            push_s=now - self._publishing_at,
-        )
-        self._trace_step(trained, push, seconds, sampled)
+        if version == self._recovered:  # it began in another life: what it took is not known
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED_WITH_TIME)}
+        else:
+            self._timed[version] = RoundTimed(
+                policy_version=version,
+                rollout_s=trained.rollout_s,
+                training_s=trained.training_s,
+                push_s=now - self._publishing_at,
+            )
+            self._trace_step(trained, push, seconds, sampled)
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
         return metrics
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import scripted_parts
 from scripted_parts import CountingRank, Killed, SimulatedRun, run_settings
 
 from streamrl.config.scheduling import RoundKind, TailBatching
 from streamrl.control.event_log import replay
+from streamrl.control.run_report import RunReport
 from streamrl.control.settings import ControlSettings
-from streamrl.run_events import RunResumed
+from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
+from streamrl.run_events import RunResumed, StepFinished
 
 STEPS = 4
 
@@ -32,6 +37,21 @@ RACING = control_settings(
     tail_batching=TailBatching(eta_prompts=1.5),
 )
 SUBMITTED = control_settings(checkpoint_every=2, presubmit=True)
+TRACE_HEADER = TraceHeader(
+    schema=TRACE_SCHEMA,
+    run_id="run-1",
+    started_at=1.7e9,
+    seed=0,
+    max_tokens=64,
+    max_context=128,
+    temperature=1.0,
+    prompts_per_batch=3,
+    group_size=2,
+    rounds="synchronous",
+    max_staleness=0,
+    engines=1,
+    capacity=64,
+)
 STALE = control_settings(checkpoint_every=1, rounds=RoundKind.CONTINUOUS, max_staleness=1)
 
 
@@ -117,6 +137,28 @@ async def test_after_a_power_cut_the_log_has_what_the_journal_begins_with(
     again.ranks = run.ranks
     assert await one_life(again, 10**9) == "finished"
     assert replay(log).accounting().trained == STEPS * SYNCHRONOUS.batch_trajectories
+
+
+@pytest.mark.asyncio
+async def test_of_a_step_that_began_in_another_life_no_time_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untimed = 0
+    for events in range(10, 34):
+        directory = tmp_path / str(events)
+        directory.mkdir()
+        with closing(TrajectoryTrace(directory / "trace.jsonl", TRACE_HEADER)) as trace:
+            monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
+            run = SimulatedRun(SYNCHRONOUS, directory, kept=True)
+            assert not await one_life(run, events)
+            again = SimulatedRun(SYNCHRONOUS, directory, kept=True)
+            again.ranks = run.ranks
+            assert await one_life(again, 10**9) == "finished"
+        for step in (event for event in again.events if isinstance(event, StepFinished)):
+            assert not [name for name in step.metrics if "//" in name]
+            assert ("time/step_s" in step.metrics) == ("perf/samples_s" in step.metrics)
+            untimed += "time/step_s" not in step.metrics
+    assert untimed
 
 
 @pytest.mark.asyncio
