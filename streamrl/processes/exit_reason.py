@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl import errors
 from streamrl.config.topology import Role
 from streamrl.errors import UNDECODABLE, EngineError, StreamBroken
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
@@ -149,14 +150,20 @@ def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log
         text.append(f"(after it: {', '.join(others)})")
     if first.name in logs:
         path, start = logs[first.name]
-        # A verdict says all: a traceback below it would only hide it.
-        tail = [] if first.is_verdict else last_lines(path, start=start)
-        nothing = f"its log is {path}" if first.is_verdict else f"it logged nothing to {path}"
+        tail = [] if _says_all(first) else last_lines(path, start=start)
+        nothing = f"its log is {path}" if _says_all(first) else f"it logged nothing to {path}"
         text.append(f"last lines of {path}:" if tail else nothing)
         text += [f"  {line}" for line in tail]
     else:
         text.append(f"logs are in {log_directory}")
     return "\n".join(text)
+
+
+def _says_all(death: Death) -> bool:
+    """Whether it ended by an error whose message is for people: a traceback below that would only hide it."""
+    if death.reason is None or not death.is_verdict:
+        return False
+    return isinstance(getattr(errors, death.reason.message.partition(":")[0], None), type)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

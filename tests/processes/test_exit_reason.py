@@ -17,6 +17,7 @@ from streamrl.processes.exit_reason import (
     exit_code_of,
     first_cause,
     last_lines,
+    notice_of,
     read_reason,
     reason_of,
     write_reason,
@@ -45,6 +46,17 @@ def test_of_consequences_the_controller_says_which_part_failed_it() -> None:
     early = death("reward-0", 1, 1.0, ExitKind.CONSEQUENCE, at=0.8)
     controller = death("controller", 1, 1.5, ExitKind.CONSEQUENCE, at=0.9)
     assert first_cause([early, controller]) is controller and controller.is_consequence and early.is_consequence
+
+
+@pytest.mark.parametrize(("message", "shown"), [("RewardFailureLimit: too many", False), ("KeyError: 1", True)])
+def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: bool, tmp_path: Path) -> None:
+    log = tmp_path / "controller.log"
+    log.write_text("Traceback (most recent call last):\n  in step_finished\n")
+    reason = ExitReason(kind=ExitKind.VERDICT, message=message, monotonic_s=0.0)
+    ended = Death(name="controller", exit_code=1, detected_s=1.0, reason=reason)
+    notice = notice_of([ended], {"controller": (log, 0)}, tmp_path)
+    assert message in notice and str(log) in notice
+    assert ("in step_finished" in notice) == shown
 
 
 def test_abort_may_follow_from_something_else() -> None:
