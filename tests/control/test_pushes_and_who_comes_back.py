@@ -38,7 +38,7 @@ class Timed(SimulatedEngine):
         self.committed = anyio.Event()
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        await anyio.sleep(0.0 if self.hangs else 0.3)
+        await anyio.sleep(0.0 if self.hangs else 0.8)
         return await super().stage(announcement)
 
     async def commit(self, policy_version: int) -> OrderDone:
@@ -85,11 +85,11 @@ async def test_a_commit_beside_the_run_that_hangs_takes_no_time_from_the_engines
     well, sick = [Timed("engine-0"), Timed("engine-1")], Timed("engine-2")
     async with anyio.create_task_group() as group:
         service = Service(group)
-        publisher = WeightPublisher(well, anchor, in_flight=InFlight.KEEP, timeout_s=0.6, service=service)
+        publisher = WeightPublisher(well, anchor, in_flight=InFlight.KEEP, timeout_s=1.5, service=service)
         await publisher.push(announced(0, None))
         sick.hangs = True
         publisher.join(sick, await sick.start())
-        await anyio.sleep(0.1)  # it commits now: for half a second after the push has begun
+        await anyio.sleep(0.1)  # it commits now: for longer than the others have then
         await publisher.push(announced(1, 0))
         assert service.ended == ["engine-2"]
         group.cancel_scope.cancel()
