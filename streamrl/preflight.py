@@ -7,6 +7,7 @@ its own that ends here, and ports are bound only to be let go.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
     problems += judge_problems(recipe)
     problems += _run_directory(Path(recipe.run.directory))
     problems += _checkpoint(recipe)
+    problems += _free_space(recipe)
     if problems:
         raise RecipeError(list(dict.fromkeys(problems)))
 
@@ -253,8 +255,26 @@ def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
         yield from device_problems(recipe, model_config(recipe.model.path), device=installed_device())
 
 
+def _free_space(recipe: Recipe) -> Iterator[str]:
+    """Every checkpoint would be refused; how large one is is known when it is written."""
+    checkpoint = recipe.checkpoint
+    if not (checkpoint.every or checkpoint.at_end) or recipe.transport.training is not Launch.LOCAL:
+        return
+    directory = _existing(Path(recipe.run.directory))
+    free_gib = shutil.disk_usage(directory).free / (1 << 30)
+    if free_gib < checkpoint.min_free_gib:
+        yield (
+            f"checkpoint.min_free_gib: {checkpoint.min_free_gib:g} GiB must stay free beside each checkpoint, and "
+            f"{directory} has {free_gib:.2f}: make room, set another run.directory, or allow less"
+        )
+
+
+def _existing(directory: Path) -> Path:
+    return next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+
+
 def _run_directory(directory: Path) -> Iterator[str]:
-    existing = next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+    existing = _existing(directory)
     try:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".streamrl-preflight-"):
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as python_inspect
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import inspect
@@ -27,7 +28,7 @@ def explain(key: str) -> list[str]:
             section, name = homes[0], section
     if section not in sections:
         close = nearest(section, sections)
-        hint = f'; did you mean "{close}"?' if close else ""
+        hint = f'; did you mean "{close}"?' if close else "."
         raise RecipeError([f"{key}: unknown section{hint} Sections: {', '.join(sections)}"])
     return _explain_section(section, sections[section], name.rpartition(".")[2])
 
@@ -37,18 +38,25 @@ def _explain_section(section: str, struct: type[msgspec.Struct], name: str) -> l
     if name and name not in {field.name for field in fields}:
         names = [field.name for field in fields]
         close = nearest(name, names)
-        hint = f'; did you mean "{close}"?' if close else ""
+        hint = f'; did you mean "{close}"?' if close else "."
         raise RecipeError([f"{section}.{name}: unknown key{hint} Keys: {', '.join(names)}"])
     lines = [f"[{section}]", *(f"  {line}".rstrip() for line in _doc(struct)), ""]
     for field in fields:
         if not name or field.name == name:
             lines.append(f"{field.name}: {expected(field.type)}; {_default(field)}")
-            cls = field.type.cls if isinstance(field.type, inspect.EnumType) else None
-            if cls is not None:
+            for cls in _enums(field.type):
                 lines += [
                     f"  {line}".rstrip() for line in (*_doc(cls), *(algorithm_lines() if cls is Algorithm else ()))
                 ]
     return lines
+
+
+def _enums(kind: inspect.Type) -> Iterator[type]:
+    if isinstance(kind, inspect.EnumType):
+        yield kind.cls
+    if isinstance(kind, inspect.UnionType):
+        for member in kind.types:
+            yield from _enums(member)
 
 
 def _doc(cls: type) -> list[str]:

@@ -33,13 +33,14 @@ class YieldKind(StrEnum):
 
 
 class Judge(Section, frozen=True):
-    """A vLLM engine for the ``judge`` rewards that name no endpoint. ``model``: a Hugging Face directory (empty: there
-    is none). ``yields``: what it does except for batches, which begin with ``batch`` questions, or when the first has
-    waited for ``patience_s``. ``actor_share``: a batch begins only while the actor's engines run at most this share of
-    what they can (1: always), or when a question has waited for ``longest_wait_s``. ``max_running``: questions that it
-    answers at once; ``max_context``: the longest question and answer in tokens (0: what the model can, 4096 at most).
-    ``threads``: on a CPU (0: a quarter of the host's), or ``cores``: such as ``"6-7"``. ``gpu_memory_share``: of each
-    device, beside that of the actor's engines. ``restarts``: how often it is started again when it died."""
+    """A vLLM engine for the ``judge`` rewards that name no endpoint. ``model``: a Hugging Face directory (empty:
+    there is none). ``yields``: what it does except for batches, which begin with ``batch`` questions, or when the
+    first has waited for ``patience_s``. ``actor_share``: a batch begins only while the actor's engines run at most
+    this share of what they can (1: always), or when a question has waited for ``longest_wait_s``. ``max_running``:
+    questions that it answers at once; ``max_context``: the longest question and answer in tokens (0: what the model
+    can, 4096 at most). ``dtype``: as ``engines.dtype``. ``threads``: on a CPU (0: a quarter of the host's), or
+    ``cores``: such as ``"6-7"``. ``gpu_memory_share``: of each device, beside that of the actor's engines.
+    ``restarts``: how often it is started again when it died."""
 
     model: str = ""
     yields: YieldKind = YieldKind.PAUSE

@@ -103,8 +103,10 @@ class KlPlace(StrEnum):
 
 
 class Objective(Section, frozen=True):
-    """What is differentiated. ``None``: what the paper of ``algorithm`` says.
+    """What is differentiated. ``None``: what the paper of ``algorithm`` says, for ``surrogate``, ``advantages``,
+    ``loss_normalization``, ``kl_estimator``, ``kl_in`` and the clips.
 
+    ``entropy_coefficient``: of a bonus for entropy. ``cohort_batches``: for ``advantages = "cohort"``.
     ``clip_low``, ``clip_high``: r is clipped to [1 - clip_low, 1 + clip_high]. ``dual_clip``: bound c > 1 of r where
     A < 0 (arXiv 1912.09729), 0: none. ``kl_coefficient`` > 0 keeps a frozen copy of the initial model as the reference.
     ``overlong_buffer``: DAPO's soft punishment over the last so many tokens before ``sampling.max_tokens``, at most
@@ -158,13 +160,14 @@ class RatioLevel(StrEnum):
 
 
 class OffPolicy(Section, frozen=True):
-    """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their loss,
-    KL and entropy terms included.
+    """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their loss, KL and
+    entropy terms included.
 
     ``truncate``: w = min(w, cap) (truncated importance sampling); ``none``: w is left out. ``mask``: tokens (sequences)
-    whose w is outside [mask_low, mask_high] are left out of the loss. ``staleness_discount`` d: weight d ** staleness.
-    ``correct_mismatch``: also for tokens of the very version that is trained, where only engine and trainer differ.
-    ``alarm``: mean absolute logprob difference of engine and trainer on such tokens that raises an alarm; 0: never.
+    whose w is outside [``mask_low``, ``mask_high``] are left out of the loss. ``cap``: of w. ``staleness_discount`` d:
+    weight d ** staleness. ``correct_mismatch``: also for tokens of the very version that is trained, where only engine
+    and trainer differ. ``alarm``: mean absolute logprob difference of engine and trainer on such tokens that raises an
+    alarm; 0: never.
     """
 
     proximal: Proximal = Proximal.INTERPOLATED

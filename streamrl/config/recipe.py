@@ -42,12 +42,13 @@ class JournalKind(StrEnum):
 
 
 class Run(Section, frozen=True):
-    """Identity and length of the run. ``journal``: what it goes on from after a death. ``restarts``: how often the
-    controller, the trainer with it, or each reward worker may die and be started again (0: the first death ends the
-    run). ``deterministic``: batches and weights are the same however often the run is killed and resumed; slower, for
-    verification.
-    ``stall_s``: where nothing moved for so long, and for longer than any other time limit explains, the run says who
-    waits for whom and ends (0: never)."""
+    """Identity and length of the run. ``name``: of its directory (with the time), below ``directory``. ``steps``: of
+    the optimizer, counted from version 0. ``seed``: of the order of prompts and of what is sampled. ``journal``:
+    what it goes on from after a death. ``restarts``: how often the controller, the trainer with it, or each reward
+    worker may die and be started again (0: the first death ends the run). ``deterministic``: batches and weights are
+    the same however often the run is killed and resumed; slower, for verification. ``stall_s``: where nothing moved
+    for so long, and for longer than any other time limit explains, the run says who waits for whom and ends (0:
+    never)."""
 
     name: str = "run"
     directory: str = "runs"
@@ -60,25 +61,27 @@ class Run(Section, frozen=True):
 
 
 class Model(Section, frozen=True):
-    """A directory in Hugging Face format, with a tokenizer."""
+    """``path``: a directory in Hugging Face format, with a tokenizer."""
 
     path: str
 
 
 class Prompts(Section, frozen=True):
-    """Where prompts come from: a ``.jsonl``, ``.parquet`` or ``.arrow`` file, the directory of a Hugging Face dataset
-    (``data/gsm8k?split=train``), a task of reasoning-gym (``reasoning_gym:chain_sum?size=1000&seed=0``), or
-    ``module:name`` / ``file.py:name`` of an (async) iterator or a function that returns one. Each row has ``prompt``
-    (text), ``messages`` (a chat, written with the model's own template) or ``prompt_token_ids``, an optional
-    ``prompt_id``, and the columns that the rewards name; ``?prompt=COLUMN`` takes the text from another column, and
-    ``?chat=true`` makes a chat of it."""
+    """``train``: where prompts come from: a ``.jsonl``, ``.parquet`` or ``.arrow`` file, the directory of a Hugging
+    Face dataset (``data/gsm8k?split=train``), a task of reasoning-gym
+    (``reasoning_gym:chain_sum?size=1000&seed=0``), or ``module:name`` / ``file.py:name`` of an (async) iterator or a
+    function that returns one. Each row has ``prompt`` (text), ``messages`` (a chat, written with the model's own
+    template) or ``prompt_token_ids``, an optional ``prompt_id``, and the columns that the rewards name;
+    ``?prompt=COLUMN`` takes the text from another column, and ``?chat=true`` makes a chat of it. ``shuffle``: stored
+    rows come in another order in each epoch."""
 
     train: str
     shuffle: bool = True
 
 
 class Sampling(Section, frozen=True):
-    """How completions are sampled. Training uses the same temperature."""
+    """How completions are sampled: with ``temperature`` (training uses the same), from the likeliest tokens that have
+    ``top_p`` of the probability together, until they end or have ``max_tokens``."""
 
     temperature: PositiveFloat = 1.0
     top_p: Share = 1.0
@@ -103,8 +106,13 @@ class ComputeDtype(StrEnum):
 
 
 class Training(Section, frozen=True):
-    """The trainer. ``updates_per_batch`` > 1: so many optimizer steps on each batch; all but the first are off-policy,
-    and nothing streams. ``micro_batch_tokens``: tokens that go through the model at once."""
+    """The trainer: ``ranks`` processes (FSDP2) on ``device`` (``auto``: CUDA where there is one), each with ``threads``
+    on a CPU (0: what the engines leave). AdamW with ``learning_rate``, which rises linearly over ``warmup_steps``,
+    ``beta1``, ``beta2`` and ``weight_decay``; gradients are clipped to a norm of ``max_grad_norm``. ``streaming``:
+    groups are trained while others are still sampled, with the gradient of the whole batch.
+    ``updates_per_batch`` > 1: so many optimizer steps on each batch; all but the first are off-policy, and nothing
+    streams. ``micro_batch_tokens``: tokens that go through the model at once. ``activation_checkpointing``: activations
+    are computed again in the backward, for memory. ``compile``: layers by torch.compile; the start takes longer."""
 
     ranks: Positive = 1
     device: str = "auto"
@@ -125,7 +133,8 @@ class Training(Section, frozen=True):
 
 
 class Lora(Section, frozen=True):
-    """Low-rank adapters (peft) instead of all weights. ``rank`` 0: none. ``targets`` empty: peft's choice."""
+    """Low-rank adapters (peft) instead of all weights. ``rank`` 0: none. They are scaled by ``alpha`` / rank.
+    ``targets`` empty: peft's choice."""
 
     rank: Natural = 0
     alpha: PositiveFloat = 16.0
@@ -164,18 +173,20 @@ class EngineShape(Section, frozen=True):
 
 
 class Engines(Section, frozen=True):
-    """The vLLM engines, each of ``tensor_parallel`` workers. ``max_context`` 0: prompt and completion limits of this
-    recipe decide. ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what becomes of
-    engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared beside this
-    one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1 keeps their
-    weights in host memory, 2 drops them, 0 ends their processes, as is done on a CPU. ``start_timeout_s``: for an
-    engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves.
+    """``count`` vLLM engines, each of ``tensor_parallel`` workers, which run ``max_running`` requests at once.
+    ``dtype`` ``auto``: float32 on a CPU, bfloat16 on CUDA. ``cores``: of each engine on a CPU, such as ``["0-3",
+    "4-7"]``; ``gpu_memory_share``: of each device that an engine may take. ``max_context`` 0: prompt and completion
+    limits of this recipe decide. ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what
+    becomes of engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared
+    beside this one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1
+    keeps their weights in host memory, 2 drops them, 0 ends their processes, as is done on a CPU. ``start_timeout_s``:
+    for an engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves.
 
     An engine that dies is started again, at most ``restarts`` times until one of its starts has served ten minutes
-    (None: 3, where engines are neither stopped nor changed; 0: a death ends the run), and the others serve on, as long
-    as ``min_serving`` can be had. One from which nothing was heard for ``silent_s``, or whose requests did not get on
-    for ``stalled_s``, is ended first; a slow one is not. A trajectory that was being sampled at ``fatal_deaths`` deaths
-    is dropped (0: never)."""
+    (None: 3, where engines are neither stopped nor changed; 0: a death ends the run), and the others serve on, as
+    long as ``min_serving`` can be had. One from which nothing was heard for ``silent_s``, or whose requests did not
+    get on for ``stalled_s``, is ended first; a slow one is not. A trajectory that was being sampled at
+    ``fatal_deaths`` deaths is dropped (0: never)."""
 
     kind: EngineKind = EngineKind.VLLM
     count: Positive = 1
@@ -199,12 +210,13 @@ class Engines(Section, frozen=True):
 
 
 class Weights(Section, frozen=True):
-    """The weight path. ``audit_interval``: every so many versions the engines' own checksums of all live parameters are
-    written to ``audits.jsonl`` (0: never; slow). ``bandwidth_mbit``: what each trainer rank sends to all engines
-    together, in million bits a second, at most (0: no limit), so that a slow link can be tried. ``engine_patience_s``:
-    how long after the first engine another one may go on fetching before it leaves service and catches up beside the
-    run (0: all are waited for). ``canary``: after each push every engine scores a few fixed tokens, which the trainer
-    scored, too; they must agree. Nobody waits for the answers; simulated engines are not asked."""
+    """The weight path. ``push_timeout_s``: for a version to be live on every engine. ``audit_interval``: every so
+    many versions the engines' own checksums of all live parameters are written to ``audits.jsonl`` (0: never; slow).
+    ``bandwidth_mbit``: what each trainer rank sends to all engines together, in million bits a second, at most (0:
+    no limit), so that a slow link can be tried. ``engine_patience_s``: how long after the first engine another one
+    may go on fetching before it leaves service and catches up beside the run (0: all are waited for). ``canary``:
+    after each push every engine scores a few fixed tokens, which the trainer scored, too; they must agree. Nobody
+    waits for the answers; simulated engines are not asked."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
@@ -214,7 +226,8 @@ class Weights(Section, frozen=True):
 
 
 class Evaluation(Section, frozen=True):
-    """Held-out prompts: after every ``every`` steps on the first ``limit`` (0: all); at start and end on all.
+    """Held-out ``prompts`` (as ``prompts.train``; empty: none): after every ``every`` steps on the first ``limit`` (0:
+    all); before the first step (``at_start``) and after the last one (``at_end``) on all.
 
     ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k.
     ``store_samples``: write every completion to ``evaluations/`` of the run.
@@ -239,7 +252,7 @@ class ResumedRewards(StrEnum):
 
 
 class Checkpoint(Section, frozen=True):
-    """Trainer state and a Hugging Face directory every ``every`` steps (0: only at the end).
+    """Trainer state and a Hugging Face directory every ``every`` steps (0: none), and ``at_end``.
 
     Kept: the last ``keep``, the ``keep_best`` of highest held-out score, and every ``keep_every``-th step (0: none).
     ``min_free_gib``: refuse to write, and stop the run, where less than this would be left on the disk.

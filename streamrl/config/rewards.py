@@ -42,16 +42,17 @@ class AdaptiveLimit(Section, frozen=True):
 
 
 class Reward(Section, frozen=True):
-    """A reward: ``module:function``, ``path/to/file.py:function``, or the name of a built-in one.
+    """A reward: ``function`` is ``module:function``, ``path/to/file.py:function``, or the name of a built-in one.
 
-    ``name``: what metrics call it (the function's own name). ``options``: keyword arguments that every call gets; a
-    built-in one is made with them. ``part_weights``: where it returns named parts, what each counts (1). ``shadow``: it
-    scores, and nothing is trained on it. ``trusted``: it runs in the worker's own loop, so it must be quick or a
-    coroutine function; all others run in processes that are killed at ``time_limit_s``. ``late_is_wrong``: a call past
-    its limit has the value ``wrong_value``; otherwise it failed, and ``on_late`` is its policy where that is not
-    ``on_failure``. ``concurrency``: calls at once (0: ``reward_limits.concurrency``). ``rate_per_s``: calls started a
-    second (0: no bound). ``retries``: of a call that raised, with pauses of ``backoff_s``, twice that, and so on.
-    ``memory_mib``: what a process of it may allocate. ``environment``: variables that it may see, such as an API key.
+    ``weight``: what it counts beside the others. ``adaptive_limit``: a time limit for each prompt, learnt. ``name``:
+    what metrics call it (the function's own name). ``options``: keyword arguments that every call gets; a built-in one
+    is made with them. ``part_weights``: where it returns named parts, what each counts (1). ``shadow``: it scores, and
+    nothing is trained on it. ``trusted``: it runs in the worker's own loop, so it must be quick or a coroutine
+    function; all others run in processes that are killed at ``time_limit_s``. ``late_is_wrong``: a call past its limit
+    has the value ``wrong_value``; otherwise it failed, and ``on_late`` is its policy where that is not ``on_failure``.
+    ``concurrency``: calls at once (0: ``reward_limits.concurrency``). ``rate_per_s``: calls started a second (0: no
+    bound). ``retries``: of a call that raised, with pauses of ``backoff_s``, twice that, and so on. ``memory_mib``:
+    what a process of it may allocate. ``environment``: variables that it may see, such as an API key.
     """
 
     function: str

@@ -53,6 +53,8 @@ class Order(StrEnum):
 class Rollout(Section, frozen=True):
     """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories.
 
+    ``max_staleness``: optimizer steps between the version that sampled a token and the one that trains it, at most; 0
+    is on-policy. It bounds how far sampling may run ahead of training, too.
     ``dynamic_sampling``: groups of equal rewards are dropped and refilled; None: what the algorithm's paper says.
     ``presubmit``: the next round's requests go to the paused engines while the step ends, and run once the new weights
     are live. ``policy``: ``module:Class`` or ``file.py:Class``, for rounds = "custom".

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -228,6 +229,16 @@ def test_a_column_that_no_row_has_is_one_problem(project: Path) -> None:
     (problem,) = problems(project)
     assert 'line 1 has no column "answer", which the reward score needs' in problem
     assert "(42 of the other 42 have none, too)" in problem
+
+
+def test_a_disk_that_takes_no_checkpoint_is_named_before_anything_is_trained(project: Path) -> None:
+    free = shutil.disk_usage(project).free / (1 << 30)
+    (problem,) = problems(project, f"checkpoint.min_free_gib={free + 100}")
+    assert problem.startswith("checkpoint.min_free_gib: ") and f"{free:.0f}"[:2] in problem
+    assert "make room" in problem
+    preflight(
+        load_recipe(project / "recipe.toml", [f"checkpoint.min_free_gib={free + 100}", "checkpoint.at_end=false"])
+    )
 
 
 def test_a_run_with_a_checkpoint_of_its_own_needs_no_other(project: Path, tmp_path: Path) -> None:
