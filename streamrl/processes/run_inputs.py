@@ -29,11 +29,11 @@ _LONGEST_VALUE = 120
 
 class RunInputs(msgspec.Struct, frozen=True, kw_only=True):
     """``files``: digest of each file that the recipe names, by path. ``packages``: versions of those that matter.
-    ``recipe``: the whole of it, as TOML."""
+    ``recipe``: the whole of it, as TOML (empty: an older streamrl did not note it)."""
 
     files: dict[str, str]
     packages: dict[str, str]
-    recipe: str
+    recipe: str = ""
 
 
 def run_inputs(recipe: Recipe) -> RunInputs:
@@ -64,7 +64,7 @@ def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:
             f"{path} cannot be read ({error}): {run_directory} is not the directory of a run"
         ) from error
     now = run_inputs(recipe)
-    found = _changed_settings(then.recipe, now.recipe)
+    found = _changed_settings(then.recipe or now.recipe, now.recipe)
     for name, digest in then.files.items():
         if name not in now.files:
             found.append(f"{name} is not there any more")

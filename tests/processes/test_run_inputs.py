@@ -73,6 +73,15 @@ def test_every_changed_setting_is_named(recipe: Recipe, tmp_path: Path) -> None:
     )
 
 
+def test_what_an_older_streamrl_did_not_note_is_not_asked_for(recipe: Recipe, tmp_path: Path) -> None:
+    write_inputs(tmp_path, recipe)
+    path = tmp_path / run_inputs.INPUTS_FILE
+    noted = msgspec.json.decode(path.read_bytes())
+    del noted["recipe"]
+    path.write_bytes(msgspec.json.encode(noted))
+    assert changed_inputs(tmp_path, recipe) == []
+
+
 def test_all_code_of_the_user_is_looked_at(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "mine" / "scores"
     package.mkdir(parents=True)
