@@ -84,9 +84,9 @@ class Reward(Section, frozen=True):
 class RewardLimits(Section, frozen=True):
     """Rewards together. ``combine``: ``weights`` adds them by weight; ``separate`` compares each with its siblings'
     alone and adds the advantages by weight (GDPO, arXiv 2601.05242); ``module:function`` gets the values by name and
-    returns the reward. The run stops when more than ``max_failed_share`` of the last ``window`` trajectories failed.
-    ``workers``: processes that score. Each has ``concurrency`` calls at once, and at most ``processes`` of its own for
-    functions that are not trusted."""
+    returns the reward. The run stops when, of the last ``window`` trajectories, more failed than
+    ``max_failed_share`` x ``window``. ``workers``: processes that score. Each has ``concurrency`` calls at once, and
+    at most ``processes`` of its own for functions that are not trusted."""
 
     combine: str = COMBINE_WEIGHTS
     max_failed_share: Share = 0.2

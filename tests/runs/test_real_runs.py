@@ -226,7 +226,8 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     assert isinstance(began, RunBegan) and began.kept is not None
     kept = began.kept
     assert list(kept.queued) == list(state.supply.queue.tickets()), "who lost before the signal waits after the resume"
-    assert list(kept.waiting) == list(state.supply.waiting.tickets()) != [], "what was under way is sampled again"
+    assert list(kept.waiting) == list(state.supply.waiting.tickets())
+    assert kept.queued or kept.waiting, "what was under way is sampled again"
     assert max(s["async/staleness_oldest_max"] for s in first.metrics() + steps) == 0
     assert steps[0]["optim/value_loss"] > 0
     assert steps[0]["policy/reference_kl"] != 0, "the reference is version 0, not what was resumed"
@@ -321,9 +322,9 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Pat
     run = Run(tmp_path / "runs", run__steps=500, **reward)
     output = run.end(within=100)
     assert run.process.returncode == 1, output
-    assert "of the last 32 trajectories failed" in output and "no such answer" in output
+    assert "of the last 7 trajectories failed" in output and "no such answer" in output
     accounting = replay(run.files / "events.jsonl").accounting()
-    assert accounting.trained == 0 and accounting.dropped["reward_failed"] >= 16
+    assert accounting.trained == 0 and accounting.dropped["reward_failed"] >= 7
 
 
 @pytest.mark.usefixtures("nothing_left")
