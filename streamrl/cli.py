@@ -28,11 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `streamrl train ... | head`
-        sys.stderr.close()
-        return EXIT_FAILED
-    except (StreamRLError, BaseExceptionGroup) as error:
-        if isinstance(error, BaseExceptionGroup) and error.subgroup(BrokenPipeError) is not None:
+    except (StreamRLError, BrokenPipeError, BaseExceptionGroup) as error:
+        if BaseExceptionGroup("", [error]).subgroup(BrokenPipeError):  # `streamrl train ... | head`
             sys.stderr.close()
             return EXIT_FAILED
         return report_error(error)

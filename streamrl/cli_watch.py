@@ -9,7 +9,7 @@ from pathlib import Path
 from streamrl.comm.telemetry import TelemetrySubscriber
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 from streamrl.config.load import load_recipe
-from streamrl.config.topology import Role, read_topology
+from streamrl.config.topology import metrics_endpoint, read_topology
 from streamrl.errors import StreamRLError
 from streamrl.observe.stdout import StdoutReporter
 from streamrl.observe.watch import follow, to_run_event, write_json
@@ -52,12 +52,12 @@ def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
 def endpoint_of(run_directory: Path) -> str:
     """Where the run of that directory publishes its metrics. Raises ``StreamRLError`` for one that is not a run's."""
     try:
-        own = f"{read_topology(run_directory).endpoint(Role.CONTROLLER.value, 'steps')}.metrics"
+        topology = read_topology(run_directory)
     except OSError as error:
         raise StreamRLError(
             f"{run_directory} is not the directory of a run ({error.strerror}): give one, such as runs/latest"
         ) from error
-    return load_recipe(run_directory / "recipe.toml").metrics.endpoint or own
+    return metrics_endpoint(load_recipe(run_directory / "recipe.toml"), topology)
 
 
 def _is_gone(endpoint: str) -> bool:

@@ -48,7 +48,7 @@ from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.canary import canary_bounds
 from streamrl.config.recipe import Recipe
-from streamrl.config.topology import Topology, prepared_sets
+from streamrl.config.topology import Topology, metrics_endpoint, prepared_sets
 from streamrl.config.transport_rules import transport_metrics
 from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.checkpoints import CheckpointKeeper
@@ -96,9 +96,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
         )
         ranks = [await _connect_rank(recipe, topology, index, streams) for index in range(recipe.training.ranks)]
-        socket = PublishSink(
-            recipe.metrics.endpoint or f"{topology.endpoint('controller', 'steps')}.metrics", run_id=run_directory.name
-        )
+        socket = PublishSink(metrics_endpoint(recipe, topology), run_id=run_directory.name)
         lines = JsonlSink(run_directory / "metrics.jsonl")
         reporter = Reporter([lines, socket], standing=transport_metrics(recipe))
         streams.callback(reporter.close)

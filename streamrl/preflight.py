@@ -21,7 +21,7 @@ from streamrl.config.recipe import EngineKind, Launch, OptimizerKind, Recipe, Tr
 from streamrl.config.rules import broken_rules
 from streamrl.config.topology import RENDEZVOUS, Role, plan_topology
 from streamrl.engines.engine_devices import device_problems
-from streamrl.engines.engine_options import installed_device, max_context, model_config
+from streamrl.engines.engine_options import has_cuda_driver, installed_device, max_context, model_config
 from streamrl.engines.judge_options import judge_problems
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.learning.durable_files import read_digests, surviving
@@ -36,7 +36,7 @@ from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resumed_rewards
 from streamrl.stages.prompts import check_prompts, missing_source
-from streamrl.stages.user_code_probe import problems_of_objects
+from streamrl.stages.user_code_probe import problems_of_object
 from streamrl.tokenizer import Tokenizer, load_tokenizer
 
 USER_CODE_TIMEOUT_S = 60.0
@@ -148,12 +148,12 @@ def _other_code(recipe: Recipe) -> Iterator[str]:
     named = {"rollout.policy": recipe.rollout.policy, "reward_limits.combine": recipe.reward_limits.combine}
     for path, spec in named.items():
         if ":" in spec:
-            yield from (f"{path}: {problem}" for problem in problems_of_objects([spec], USER_CODE_TIMEOUT_S))
+            yield from (f"{path}: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
 
 
 def _trainer_device(recipe: Recipe) -> Iterator[str]:
     local = recipe.transport.training is Launch.LOCAL
-    if local and recipe.training.device == "cuda" and not Path("/dev/nvidiactl").exists():
+    if local and recipe.training.device == "cuda" and not has_cuda_driver():
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
 
 

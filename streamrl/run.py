@@ -33,14 +33,14 @@ from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import going_on, preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.remains import remove_half_written, remove_remains_of
-from streamrl.processes.run_inputs import INPUTS_FILE, NOT_RESUMED, refuse_changes, write_inputs
+from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_inputs
 from streamrl.processes.run_lock import RunLock
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 from streamrl.run_events import RunEvent, RunFinished, RunProgress, StepFinished
-from streamrl.whole_files import flush_directory, flush_file, make_directory, write_whole
+from streamrl.whole_files import flush_directory, make_directory, write_durable
 
 log = logging.getLogger(__name__)
 
@@ -281,12 +281,10 @@ def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
         if not directory.exists():
             break
     directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
-    flush_directory(parent)
     write_inputs(directory, recipe)
-    flush_file(directory / INPUTS_FILE)
     for name, content in (rewards_file(kept) if kept else {}).items():
-        write_whole(directory / name, content)
-    write_whole(directory / "recipe.toml", dump_recipe(recipe).encode())  # last: with a recipe it can be resumed
+        write_durable(directory / name, content)
+    write_durable(directory / "recipe.toml", dump_recipe(recipe).encode())  # last: with a recipe it can be resumed
     latest = parent / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(directory.name)

@@ -1,5 +1,5 @@
-"""Small files that are whole or absent, whoever reads them meanwhile and whenever their writer is killed, also by a
-power cut. All of it blocks, and raises ``OSError``."""
+"""Small files that are whole or absent, whoever reads them meanwhile and whenever their writer is killed; those that
+must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from streamrl.errors import StreamRLError
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content`` beside ``path``, then put it there in one step. Durable when it returns."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write ``content`` beside ``path``, then put it there in one step. Not flushed: a power cut may take it, which is
+    for what nobody asks after one (why a process died, what it would leave behind)."""
+    partial = _partial(path)
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def write_durable(path: Path, content: bytes) -> None:
+    """As ``write_whole``; durable when it returns."""
+    partial = _partial(path)
     _write_flushed(partial, content)
     partial.replace(path)
     flush_directory(path.parent)
@@ -31,12 +39,7 @@ def make_directory(directory: Path) -> None:
 
 def flush_directory(directory: Path) -> None:
     """Force to the disk which names are in it."""
-    flush_file(directory)
-
-
-def flush_file(path: Path) -> None:
-    """Force to the disk what is in it, whoever wrote it."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -82,6 +85,10 @@ def take_beside(directory: Path, into: Path, digests: Mapping[str, bytes]) -> No
 def beside_folder(directory: Path) -> Path:
     """Where files for ``directory`` wait. Named like everything half-written, so that it is cleaned like that."""
     return directory.with_name(f".{directory.name}.beside.partial")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _write_flushed(path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.config.load import load_recipe
 from streamrl.run import _make_run_directory
-from streamrl.whole_files import leave_beside, make_directory, write_whole
+from streamrl.whole_files import leave_beside, make_directory, write_durable
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort" / "recipe.toml"
 
@@ -57,7 +57,7 @@ def test_a_small_file_is_on_the_disk_before_it_has_its_name(
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", replaced)
-    write_whole(tmp_path / "scores.json", b"{}")
+    write_durable(tmp_path / "scores.json", b"{}")
     assert before == [b"{}"]
     assert disk.holds(tmp_path / "scores.json")
 

@@ -209,6 +209,11 @@ def read_topology(run_directory: Path) -> Topology:
         raise StreamRLError(f"{path} is not the topology of a run ({error}): give the directory of one") from error
 
 
+def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:
+    """Where the run publishes its metrics: as the recipe says, or beside its own sockets."""
+    return recipe.metrics.endpoint or f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.metrics"
+
+
 def control_socket(topology: Topology) -> Path:
     """Where the holder of the run listens for whoever looks at it or changes it: this user on this host."""
     return Path(topology.endpoint(Role.CONTROLLER.value, "steps").removeprefix("ipc://")).with_name("control")

@@ -12,7 +12,7 @@ import msgspec
 from streamrl.config.recipe import Checkpoint
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import UNDECODABLE, StreamRLError
-from streamrl.whole_files import flush_directory, leave_beside, make_directory, write_whole
+from streamrl.whole_files import flush_directory, leave_beside, make_directory, write_durable
 
 LATEST = "latest"
 SCORES = "scores.json"
@@ -134,4 +134,4 @@ def read_scores(path: Path) -> dict[int, float]:
 
 def _write_scores(path: Path, encoded: bytes) -> None:
     make_directory(path.parent)
-    write_whole(path, encoded)
+    write_durable(path, encoded)

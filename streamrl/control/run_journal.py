@@ -86,9 +86,9 @@ class RunJournal:
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:
         """Before control is told of them."""
-        if self._journal is not None and self._begun:
+        if self._appends:
             for encoded in self._prompt_records(prompts):
-                self._last = self._journal.append(RECORD_KIND, encoded)
+                self._append_encoded(encoded)
 
     def came(self, outcome: RolloutOutcome) -> None:
         """A trajectory left the engines: whole, or stopped."""
@@ -183,8 +183,16 @@ class RunJournal:
             self._kept.setdefault(identity, {})[type(record)] = record
 
     def _append(self, record: JournalRecord) -> None:
-        if self._journal is not None and self._begun:  # the first base says what was before it
-            self._last = self._journal.append(RECORD_KIND, self._codec.encode(record))
+        if self._appends:
+            self._append_encoded(self._codec.encode(record))
+
+    @property
+    def _appends(self) -> bool:
+        return self._journal is not None and self._begun  # the first base says what was before it
+
+    def _append_encoded(self, encoded: bytes) -> None:
+        assert self._journal is not None
+        self._last = self._journal.append(RECORD_KIND, encoded)
 
 
 class JournalledOutcomes:

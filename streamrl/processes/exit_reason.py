@@ -150,10 +150,12 @@ def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log
         text.append(f"(after it: {', '.join(others)})")
     if first.name in logs:
         path, start = logs[first.name]
-        tail = [] if _says_all(first) else last_lines(path, start=start)
-        nothing = f"its log is {path}" if _says_all(first) else f"it logged nothing to {path}"
-        text.append(f"last lines of {path}:" if tail else nothing)
-        text += [f"  {line}" for line in tail]
+        if _says_all(first):
+            text.append(f"its log is {path}")
+        else:
+            tail = last_lines(path, start=start)
+            text.append(f"last lines of {path}:" if tail else f"it logged nothing to {path}")
+            text += [f"  {line}" for line in tail]
     else:
         text.append(f"logs are in {log_directory}")
     return "\n".join(text)

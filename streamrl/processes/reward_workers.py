@@ -26,7 +26,7 @@ from streamrl.stages.prompt_spec import SourceKind, read_spec
 from streamrl.stages.prompts import check_prompts, missing_columns, open_prompts
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, next_ready
 from streamrl.tokenizer import Tokenizer, load_tokenizer
-from streamrl.whole_files import write_whole
+from streamrl.whole_files import write_durable
 
 FIRST_PROMPTS = 16
 
@@ -74,7 +74,7 @@ async def change_rewards(topology: Topology, attached: AttachedRewards, run_dire
 
     def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
         for name, content in attached.file().items():
-            write_whole(run_directory / name, content)
+            write_durable(run_directory / name, content)
         note(version, rewards, change)
 
     if kept := attached.kept.reward_version:

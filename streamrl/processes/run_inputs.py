@@ -18,6 +18,7 @@ from streamrl.config.recipe import Recipe
 from streamrl.config.toml_text import toml_value
 from streamrl.errors import UNDECODABLE, RecipeError, StreamRLError
 from streamrl.stages.prompt_spec import SourceKind, read_spec
+from streamrl.whole_files import write_durable
 
 INPUTS_FILE = "inputs.json"
 NOT_RESUMED = "the run was not resumed"
@@ -49,8 +50,8 @@ def run_inputs(recipe: Recipe) -> RunInputs:
 
 
 def write_inputs(run_directory: Path, recipe: Recipe) -> None:
-    """Note them in the directory of the run."""
-    (run_directory / INPUTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(run_inputs(recipe)), indent=1))
+    """Note them in the directory of the run. Durable when it returns."""
+    write_durable(run_directory / INPUTS_FILE, msgspec.json.format(msgspec.json.encode(run_inputs(recipe)), indent=1))
 
 
 def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:

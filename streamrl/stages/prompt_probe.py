@@ -6,18 +6,16 @@ Checking a recipe must not import user code into the checking process, nor wait 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import msgspec
 
 from streamrl.errors import StreamRLError
+from streamrl.stages.probe_process import answer_of
 from streamrl.stages.prompt_iterator import UserRows
 
 
@@ -30,24 +28,12 @@ class _Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 def probe_in_subprocess(spec: str, timeout_s: float) -> tuple[Any, str]:
     """(the first row, "") of the iterator that ``spec`` names, or (None, the problem with its remedy)."""
-    command = [sys.executable, "-m", "streamrl.stages.prompt_probe", str(timeout_s), spec]
-    late = f"prompts {spec} gave no row within {timeout_s:g} s: make the first row come sooner"
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
-        try:
-            child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None, late
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing of its group is left
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        output.seek(0)
-        answer = output.read()
-    if child.returncode == -signal.SIGALRM:
-        return None, late
+    found = answer_of("streamrl.stages.prompt_probe", [str(timeout_s), spec], timeout_s)
+    if found is None:
+        return None, f"prompts {spec} gave no row within {timeout_s:g} s: make the first row come sooner"
+    answer, code = found
     if not answer:
-        return None, f"prompts {spec} ended the process that opened it (exit code {child.returncode}): open it by hand"
+        return None, f"prompts {spec} ended the process that opened it (exit code {code}): open it by hand"
     probe = msgspec.msgpack.decode(answer, type=_Probe)
     return probe.row, probe.problem
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 import anyio
 import msgspec
 import pytest
+from announcements import announced
 from anyio.abc import TaskGroup
 
 from streamrl.comm.waits import Waits
@@ -14,17 +15,10 @@ from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine, SimulationOptions
 from streamrl.errors import EngineError, VersionLeft, WeightError
-from streamrl.messages import EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement, WeightSource
+from streamrl.messages import EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.types import Completion, token_array
 
 pytestmark = pytest.mark.asyncio
-
-
-def announced(version: int, base: int | None) -> WeightAnnouncement:
-    source = WeightSource(
-        rank=0, endpoint="", manifest_digest="", payload_bytes=8, changed_elements=1, total_elements=4
-    )
-    return WeightAnnouncement(policy_version=version, base_version=base, state_hash=version, sources=(source,))
 
 
 async def engine_at(version: int) -> SimulatedEngine:

@@ -6,21 +6,15 @@ from collections.abc import Callable, Coroutine
 
 import anyio
 import pytest
+from announcements import announced
 from anyio.abc import TaskGroup
 
 from streamrl.config.scheduling import InFlight
 from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
-from streamrl.messages import OrderDone, PauseMode, WeightAnnouncement, WeightSource
+from streamrl.messages import OrderDone, PauseMode, WeightAnnouncement
 
 pytestmark = pytest.mark.asyncio
-
-
-def announced(version: int, base: int | None) -> WeightAnnouncement:
-    source = WeightSource(
-        rank=0, endpoint="", manifest_digest="", payload_bytes=8, changed_elements=1, total_elements=4
-    )
-    return WeightAnnouncement(policy_version=version, base_version=base, state_hash=version, sources=(source,))
 
 
 async def anchor(policy_version: int) -> WeightAnnouncement:

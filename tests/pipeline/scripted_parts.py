@@ -34,6 +34,7 @@ from streamrl.control.run_report import RunReport
 from streamrl.control.spared_engines import SparedEngines
 from streamrl.control.state import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader
 from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
@@ -75,6 +76,22 @@ from streamrl.types import (
     TrainingSample,
     Trajectory,
     token_array,
+)
+
+TRACE_HEADER = TraceHeader(
+    schema=TRACE_SCHEMA,
+    run_id="run-1",
+    started_at=1.7e9,
+    seed=0,
+    max_tokens=64,
+    max_context=128,
+    temperature=1.0,
+    prompts_per_batch=4,
+    group_size=4,
+    rounds="any",
+    max_staleness=0,
+    engines=1,
+    capacity=64,
 )
 
 

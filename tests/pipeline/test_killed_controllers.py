@@ -14,13 +14,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
-from scripted_parts import CountingRank, Killed, SimulatedRun, run_settings
+from scripted_parts import TRACE_HEADER, CountingRank, Killed, SimulatedRun, run_settings
 
 from streamrl.config.scheduling import RoundKind, TailBatching
 from streamrl.control.event_log import replay
 from streamrl.control.run_report import RunReport
 from streamrl.control.settings import ControlSettings
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace
+from streamrl.control.trajectory_trace import TrajectoryTrace
 from streamrl.run_events import RunResumed, StepFinished
 
 STEPS = 4
@@ -37,21 +37,6 @@ RACING = control_settings(
     tail_batching=TailBatching(eta_prompts=1.5),
 )
 SUBMITTED = control_settings(checkpoint_every=2, presubmit=True)
-TRACE_HEADER = TraceHeader(
-    schema=TRACE_SCHEMA,
-    run_id="run-1",
-    started_at=1.7e9,
-    seed=0,
-    max_tokens=64,
-    max_context=128,
-    temperature=1.0,
-    prompts_per_batch=3,
-    group_size=2,
-    rounds="synchronous",
-    max_staleness=0,
-    engines=1,
-    capacity=64,
-)
 STALE = control_settings(checkpoint_every=1, rounds=RoundKind.CONTINUOUS, max_staleness=1)
 
 

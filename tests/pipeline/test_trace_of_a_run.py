@@ -17,24 +17,7 @@ import scripted_parts
 from streamrl.config.scheduling import LengthSorted, RoundKind, StalePolicy, TailBatching
 from streamrl.control.run_report import RunReport
 from streamrl.control.settings import ControlSettings
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, TRAINED, TraceHeader, TrajectoryTrace, read_trace
-
-HEADER = TraceHeader(
-    schema=TRACE_SCHEMA,
-    run_id="run-1",
-    started_at=1.7e9,
-    seed=0,
-    max_tokens=64,
-    max_context=128,
-    temperature=1.0,
-    prompts_per_batch=4,
-    group_size=4,
-    rounds="any",
-    max_staleness=0,
-    engines=1,
-    capacity=64,
-)
-
+from streamrl.control.trajectory_trace import TRAINED, TrajectoryTrace, read_trace
 
 POLICIES: list[dict[str, Any]] = [
     {"rounds": RoundKind.SYNCHRONOUS},
@@ -55,7 +38,7 @@ async def test_the_trace_of_a_run_agrees_with_its_accounting(
     policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Controller, stages and simulated engines: each trajectory is in the trace once, with the end control gave it."""
-    trace = TrajectoryTrace(tmp_path / "trace.jsonl", HEADER)
+    trace = TrajectoryTrace(tmp_path / "trace.jsonl", scripted_parts.TRACE_HEADER)
     monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
     defaults: dict[str, Any] = {
         "steps": 6,
