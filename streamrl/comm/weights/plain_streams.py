@@ -116,18 +116,23 @@ class _Guesses:
         """The next class begins with what was learned so far, and is not sure of it."""
         seen = self.seen
         seen[:POWER] = [known if known < INHERITED else INHERITED for known in seen[:POWER]]
-        further = [1 if known else 0 for known in seen[POWER + 1 : POWER + 32]]
-        for power, distance in enumerate(further):
-            self._inherit_range(POWER + power, 1, distance)
+        chances = self.chances
+        for power in range(31):
+            context = POWER + power
+            distance = 1 if seen[context + 1] else 0
+            chance, known = chances[context + distance], seen[context + distance]
+            chances[context] = chance + ((32768 - chance) >> DOUBT)
+            seen[context] = known if known < INHERITED_STEPS else INHERITED_STEPS
             steps = MANTISSA + 8 * power
             if seen[steps + 1] or seen[steps + 1 + 8 * distance]:  # by the first bit: all are as at first without it
-                self._inherit_range(steps, 8, 8 * distance)
+                self._inherit_steps(steps, 8 * distance)
 
-    def _inherit_range(self, context: int, contexts: int, distance: int) -> None:
-        end, source = context + contexts, context + distance
-        chances = self.chances[source : source + contexts]
-        self.chances[context:end] = [chance + ((32768 - chance) >> DOUBT) for chance in chances]
-        known = self.seen[source : source + contexts]
+    def _inherit_steps(self, context: int, distance: int) -> None:
+        end, source = context + 8, context + distance
+        self.chances[context:end] = [
+            chance + ((32768 - chance) >> DOUBT) for chance in self.chances[source : source + 8]
+        ]
+        known = self.seen[source : source + 8]
         self.seen[context:end] = [one if one < INHERITED_STEPS else INHERITED_STEPS for one in known]
 
 
