@@ -79,12 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     resume = commands.add_parser(
         "resume",
         help="go on with a run that was killed, or drained",
-        description="Go on where the journal of a run ends: nothing that was sampled or scored is lost.",
+        description="Go on where the journal of a run ends: nothing that was sampled or scored is lost. "
+        "--set run.steps=N makes it longer, or shorter.",
     )
     resume.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of the run, such as runs/latest")
     resume.add_argument(
-        "--force", action="store_true", help="also where its data, model, code or packages are not as they were"
+        "--force",
+        action="store_true",
+        help="also where its data, model, code, packages or settings other than run.steps are not as they were",
     )
+    _add_overrides(resume)
     resume.set_defaults(run=_resume)
 
     check = commands.add_parser("check", help="what this machine can run, with a remedy for what it cannot")
@@ -280,7 +284,7 @@ def _train(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from streamrl.cli_train import resume
 
-    return 0 if resume(options.run_directory, force=options.force) else EXIT_INTERRUPTED
+    return 0 if resume(options.run_directory, options.overrides, force=options.force) else EXIT_INTERRUPTED
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -31,9 +31,12 @@ def train(recipe: Recipe) -> bool:
     return _follow(recipe, lambda: Pipeline(recipe))
 
 
-def resume(run_directory: Path, *, force: bool) -> bool:
+def resume(run_directory: Path, overrides: Sequence[str] = (), *, force: bool) -> bool:
     """Go on with a run that ended or was killed. ``force``: also where its data, model or code have changed."""
-    return _follow(recipe_of_run(run_directory), lambda: Pipeline.of_run(run_directory, despite_changes=force))
+    return _follow(
+        recipe_of_run(run_directory, overrides),
+        lambda: Pipeline.of_run(run_directory, overrides=overrides, despite_changes=force),
+    )
 
 
 def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:

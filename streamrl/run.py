@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence, Set
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,7 @@ from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import going_on, preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.remains import remove_half_written, remove_remains_of
-from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_inputs
+from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.processes.run_lock import RunLock
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
@@ -62,6 +62,7 @@ class Pipeline:
         self.run_directory = Path()
         self._resumes = False
         self._despite_changes = False
+        self._changed_now: Set[str] = frozenset()
         self._lock: RunLock | None = None
         self._drain_s = drain_s
         self._failure: ProcessDied | None = None
@@ -76,13 +77,22 @@ class Pipeline:
         self._bound = anyio.Event()
 
     @classmethod
-    def of_run(cls, run_directory: Path, *, despite_changes: bool = False, drain_s: float = 60.0) -> Self:
-        """The run in ``run_directory``, to go on where its journal ends, however it ended. Raises ``RecipeError``, here
-        and on entering: where it runs, or was begun with other data, another model or other code (unless
-        ``despite_changes``)."""
-        pipeline = cls(recipe_of_run(run_directory), drain_s=drain_s)
+    def of_run(
+        cls,
+        run_directory: Path,
+        *,
+        overrides: Sequence[str] = (),
+        despite_changes: bool = False,
+        drain_s: float = 60.0,
+    ) -> Self:
+        """The run in ``run_directory``, to go on where its journal ends, however it ended. ``overrides``: such as
+        ``run.steps=200``, which is kept as the run's from now on. Raises ``RecipeError``, here and on entering: where
+        it runs, or was begun with other data, another model, other code or other settings (unless
+        ``despite_changes``; ``run.steps`` may be overridden)."""
+        pipeline = cls(recipe_of_run(run_directory, overrides), drain_s=drain_s)
         pipeline.run_directory = run_directory.resolve()
         pipeline._resumes, pipeline._despite_changes = True, despite_changes
+        pipeline._changed_now = {override.partition("=")[0].strip() for override in overrides}
         return pipeline
 
     async def __aenter__(self) -> Self:
@@ -103,6 +113,8 @@ class Pipeline:
             for change in await to_thread(self._changes):
                 log.warning("%s", change)
             await to_thread(preflight, *await to_thread(going_on, self.recipe, self.run_directory))
+            if self._changed_now:
+                await to_thread(write_changed_recipe, self.run_directory, self.recipe)
             return
         self.recipe, kept = await to_thread(resumed, self.recipe)
         await to_thread(preflight, self.recipe, kept)
@@ -110,7 +122,8 @@ class Pipeline:
         self._lock = RunLock(self.run_directory)
 
     def _changes(self) -> list[str]:
-        return refuse_changes(self.run_directory, self.recipe, force=self._despite_changes)
+        chosen = self._changed_now
+        return refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=chosen)
 
     def _let_go(self) -> None:
         if self._lock is not None:
@@ -251,10 +264,10 @@ class Pipeline:
                 await self._supervisor.obey(order)
 
 
-def recipe_of_run(run_directory: Path) -> Recipe:
-    """The recipe of a run that can go on. Raises ``RecipeError``."""
+def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run that can go on, with ``overrides``. Raises ``RecipeError``."""
     path = run_directory / "recipe.toml"
-    recipe = load_recipe(path) if path.is_file() else None
+    recipe = load_recipe(path, overrides) if path.is_file() else None
     if recipe is None or recipe.run.journal is JournalKind.NONE:
         remedy = "name the directory of a run that keeps a journal (run.journal), such as runs/latest"
         raise RecipeError([f"{run_directory} has no journal to go on from: {remedy}"], outcome=NOT_RESUMED)

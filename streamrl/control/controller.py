@@ -153,7 +153,7 @@ class Controller:
             children.start_soon(self._measure_engines)
             children.start_soon(self._spared.run)
             if self._recovered is None:
-                self._tell.send_nowait(on.RunBegan(policy_version=version, kept=self._kept))
+                self._tell.send_nowait(on.RunBegan(version, self._kept, self.state.settings.steps))
             else:
                 await self._report.resumed(self._recovered, caught_up, self._start_version, anchor.state_hash)
                 for action in await self._go_on(self._recovered, caught_up):
@@ -178,8 +178,9 @@ class Controller:
         version, state = caught_up.policy_version, self.state
         kind = state.round_kind if version > state.trainer_version else ""
         self._payloads.restore(recovered.payloads())
-        if state.draining or state.finished:
-            await self._handle(on.RunContinued())
+        steps = state.settings.steps  # by the recipe, which may say another number now
+        if state.draining or state.finished or state.steps != steps:
+            await self._handle(on.RunContinued(steps=steps))
         if version > state.trainer_version:
             await self._handle(on.BatchTrained(batch_id=state.batch.batch_id, policy_version=version))
         if state.due.evaluating not in (None, version):  # engines hold a newer one already
@@ -352,7 +353,7 @@ class Controller:
 
     def _is_last(self, policy_version: int) -> bool:
         """Whether nothing will be sampled for training by ``policy_version``."""
-        return self.state.stopping is not None or policy_version >= self.state.settings.steps
+        return self.state.stopping is not None or policy_version >= self.state.steps
 
     async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
         with self._waits.waiting_for(f"the evaluation of version {evaluation.policy_version}"):

@@ -74,10 +74,10 @@ class DueWork:
         self._evaluated, self._saved_version = kept.evaluated, kept.saved_version
         self._final_ordered = kept.final_ordered
 
-    def version_live(self, version: int, *, draining: bool, actions: list[ControlAction]) -> None:
-        """Order what falls due with ``version``; what is due at the end is left to ``at_end``."""
+    def version_live(self, version: int, *, last: bool, draining: bool, actions: list[ControlAction]) -> None:
+        """Order what falls due with ``version``; what is due at the end, so with the ``last`` one, is left to
+        ``at_end``."""
         settings = self._settings
-        last = version == settings.steps
         due = settings.evaluate_every and version % settings.evaluate_every == 0
         if due and not (last and settings.evaluate_at_end):
             self.evaluate(version, settings.evaluate_limit, draining=draining, actions=actions)

@@ -14,10 +14,11 @@ class Event(Record, frozen=True, tag=True):
 
 class RunBegan(Event, frozen=True):
     """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint, with
-    what that has ``kept`` of control (None: nothing)."""
+    what that has ``kept`` of control (None: nothing). ``steps``: that it is to make (0: as its settings say)."""
 
     policy_version: int = 0
     kept: ControlSnapshot | None = None
+    steps: int = 0
 
 
 class PromptsDrawn(Event, frozen=True):
@@ -138,7 +139,10 @@ class StopRequested(Event, frozen=True):
 
 
 class RunContinued(Event, frozen=True):
-    """Somebody asked a run that had ended, or was ending, to go on: a drain that was asked for before is over."""
+    """Somebody asked a run that had ended, or was ending, to go on: a drain that was asked for before is over.
+    ``steps``: that it is to make in all from now on (0: as before)."""
+
+    steps: int = 0
 
 
 ControlEvent = (

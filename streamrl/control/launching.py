@@ -96,7 +96,7 @@ class Launching:
             ),
             exhausted=supply.exhausted and not len(supply.waiting),
             free_slots=state.slots.free,
-            steps_left=settings.steps - state.trainer_version - (int(state.batch.closed)),
+            steps_left=state.steps - state.trainer_version - (int(state.batch.closed)),
             when_stale=settings.when_stale,
             rank_quality=state.lengths.rank_quality,
             due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),

@@ -323,7 +323,7 @@ class RunReport:
             phase = "weights"
         elif state.batch.closed:
             phase = "training"
-        step = min(state.trainer_version + 1, state.settings.steps)
+        step = min(state.trainer_version + 1, state.steps)
         await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=wanted))
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ class ControlState:
 
     def __init__(self, settings: ControlSettings) -> None:
         self.settings = settings
+        self.steps = settings.steps
         self.policy = make_round_policy(settings)
         self.sizer = make_group_sizer(
             settings.group_sizing, settings.group_size, settings.batch_trajectories, settings.seed
@@ -75,22 +76,22 @@ class ControlState:
     def handle(self, event: ControlEvent) -> list[ControlAction]:
         """Take one event, decide, and return what is to be done, in order."""
         actions: list[ControlAction] = []
-        if self.arrivals is None or isinstance(event, on.RunContinued):
+        if self.arrivals is None:
             self._take(event, actions)
-            if self.arrivals is not None:
-                self.arrivals.ordered(actions)
             return actions
-        counts = None if self.finished else self.arrivals.arrived(event, self)
-        while counts is not None and not self.finished:
+        counts: ControlEvent | None = event
+        if not isinstance(event, on.RunContinued):
+            counts = None if self.finished else self.arrivals.arrived(event, self)
+        while counts is not None:
             before = len(actions)
             self._take(counts, actions)
             self.arrivals.ordered(actions[before:])
-            counts = self.arrivals.next(self)
+            counts = None if self.finished else self.arrivals.next(self)
         return actions
 
     def _take(self, event: ControlEvent, actions: list[ControlAction]) -> None:
         if isinstance(event, on.RunContinued):
-            self._continue()
+            self._continue(event)
         if self.finished:
             return
         self._changed = True
@@ -146,21 +147,23 @@ class ControlState:
                 "one that goes on from its journal goes on with the event after the last one"
             )
         self.trainer_version = self.live_version = version
+        self.steps = event.steps or self.steps
         # A resumed run goes on counting where the checkpoint was written.
         self.batch = OpenBatch(batch_id=version, target=self.settings.batch_trajectories)
         self.next_group_id = version * self.settings.batch_groups
         if event.kept is not None:
             restore_snapshot(self, event.kept)
-        if version >= self.settings.steps:
+        if version >= self.steps:
             self.finished = True
             reason = f"nothing to train: the weights are of step {version} already; raise run.steps to go on"
             actions.append(do.FinishRun(reason=reason))
         elif self.settings.evaluate_at_start:
             self.due.evaluate(version, 0, draining=self.draining, actions=actions)
 
-    def _continue(self) -> None:
+    def _continue(self, event: on.RunContinued) -> None:
         """After a drain, and after an error that ended the run: not after its last step, nor its last prompt."""
-        if self.trainer_version < self.settings.steps and self.stopping != EXHAUSTED:
+        self.steps = event.steps or self.steps
+        if self.trainer_version < self.steps and self.stopping != EXHAUSTED:
             self.stopping, self.finished = None, False
             self.dropped_in_a_row = 0
             self.recent_failures.clear()
@@ -281,7 +284,8 @@ class ControlState:
         self.publishing = None
         self.launching.released()
         self.slots.version_live(event.policy_version)
-        self.due.version_live(event.policy_version, draining=self.draining, actions=actions)
+        last = event.policy_version == self.steps
+        self.due.version_live(event.policy_version, last=last, draining=self.draining, actions=actions)
 
     # ---- what to do ------------------------------------------------------------------------------
 
@@ -306,7 +310,7 @@ class ControlState:
 
     @property
     def _ending(self) -> bool:
-        return self.stopping is not None or self.trainer_version >= self.settings.steps
+        return self.stopping is not None or self.trainer_version >= self.steps
 
     @property
     def draining(self) -> bool:

@@ -77,7 +77,7 @@ def _gate(state: ControlState) -> WaitReason | None:
 
 def _ending(state: ControlState) -> bool:
     """Whether nothing more will be trained."""
-    return state.stopping is not None or state.trainer_version >= state.settings.steps
+    return state.stopping is not None or state.trainer_version >= state.steps
 
 
 def _can_be_sampled(state: ControlState) -> bool:

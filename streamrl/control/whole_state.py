@@ -31,7 +31,8 @@ WHOLE_SCHEMA = 1
 
 class WholeState(Record, frozen=True):
     """A ``ControlState`` and its ``Outstanding``. ``policy``, ``sizer``: what their ``snapshot`` gives; ``arrivals``:
-    None unless the run is deterministic. What is not here is made of the settings, or does not outlive an event."""
+    None unless the run is deterministic; ``steps``: 0 where an older streamrl kept it. What is not here is made of the
+    settings, or does not outlive an event."""
 
     schema: int
     buffer: KeptBuffer
@@ -53,6 +54,7 @@ class WholeState(Record, frozen=True):
     dropped_in_a_row: int = 0
     stopping: str | None = None
     finished: bool = False
+    steps: int = 0
 
 
 def keep_whole(state: ControlState, outstanding: Outstanding) -> WholeState:
@@ -79,6 +81,7 @@ def keep_whole(state: ControlState, outstanding: Outstanding) -> WholeState:
         dropped_in_a_row=state.dropped_in_a_row,
         stopping=state.stopping,
         finished=state.finished,
+        steps=state.steps,
     )
 
 
@@ -116,4 +119,5 @@ def restore_whole(settings: ControlSettings, kept: WholeState) -> tuple[ControlS
     state.recent_failures = deque(kept.recent_failures, maxlen=settings.failure_window)
     state.dropped_in_a_row = kept.dropped_in_a_row
     state.stopping, state.finished = kept.stopping, kept.finished
+    state.steps = kept.steps or settings.steps
     return state, Outstanding.of(kept.outstanding)

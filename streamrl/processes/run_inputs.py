@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from streamrl.config.load import dump_recipe
 from streamrl.config.recipe import Recipe
@@ -21,6 +22,9 @@ from streamrl.stages.prompt_spec import SourceKind, read_spec
 from streamrl.whole_files import write_durable
 
 INPUTS_FILE = "inputs.json"
+MAY_CHANGE = frozenset({"run.steps"})
+"""Control is told of it as of everything that happens, so the journal from before is replayed as it was lived."""
+
 NOT_RESUMED = "the run was not resumed"
 _WHOLE_BYTES = 64 << 20
 _SAMPLED_BYTES = 1 << 20
@@ -51,21 +55,36 @@ def run_inputs(recipe: Recipe) -> RunInputs:
 
 def write_inputs(run_directory: Path, recipe: Recipe) -> None:
     """Note them in the directory of the run. Durable when it returns."""
-    write_durable(run_directory / INPUTS_FILE, msgspec.json.format(msgspec.json.encode(run_inputs(recipe)), indent=1))
+    write_durable(run_directory / INPUTS_FILE, _encoded(run_inputs(recipe)))
 
 
-def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:
-    """What differs from when the run was started, each in a sentence. Raises ``StreamRLError`` for a directory of which
-    that is not known."""
+def _encoded(inputs: RunInputs) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(inputs), indent=1)
+
+
+def changed_inputs(run_directory: Path, recipe: Recipe, chosen: Set[str] = frozenset()) -> list[str]:
+    """What differs from when the run was started, each in a sentence. ``chosen``: paths of settings that were asked to
+    change now, which is said of none with which a run may go on (``MAY_CHANGE``). Raises ``StreamRLError`` for a
+    directory of which nothing is known."""
+    then, now = _noted(run_directory), run_inputs(recipe)
+    settings = _changed_settings(then.recipe or now.recipe, now.recipe, chosen & MAY_CHANGE)
+    return [*settings, *_changed_files(then, now)]
+
+
+def _noted(run_directory: Path) -> RunInputs:
+    """Raises ``StreamRLError`` for a directory that has none."""
     path = run_directory / INPUTS_FILE
     try:
-        then = msgspec.json.decode(path.read_bytes(), type=RunInputs)
+        return msgspec.json.decode(path.read_bytes(), type=RunInputs)
     except (OSError, *UNDECODABLE) as error:
         raise StreamRLError(
             f"{path} cannot be read ({error}): {run_directory} is not the directory of a run"
         ) from error
-    now = run_inputs(recipe)
-    found = _changed_settings(then.recipe or now.recipe, now.recipe)
+
+
+def _changed_files(then: RunInputs, now: RunInputs) -> list[str]:
+    """Which files and packages differ, each in a sentence."""
+    found = []
     for name, digest in then.files.items():
         if name not in now.files:
             found.append(f"{name} is not there any more")
@@ -79,13 +98,13 @@ def changed_inputs(run_directory: Path, recipe: Recipe) -> list[str]:
     return found
 
 
-def _changed_settings(then: str, now: str) -> list[str]:
+def _changed_settings(then: str, now: str, free: Set[str]) -> list[str]:
     before, after = (dict(_settings(tomllib.loads(recipe))) for recipe in (then, now))
     paths = [*before, *(path for path in after if path not in before)]
     return [
         f"{path} was {_shown(before, path)}, now {_shown(after, path)}"
         for path in paths
-        if before.get(path) != after.get(path)
+        if path not in free and before.get(path) != after.get(path)
     ]
 
 
@@ -106,13 +125,20 @@ def _shown(settings: Mapping[str, Any], path: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
-def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool) -> list[str]:
-    """The changes, if ``force``. Raises ``RecipeError`` with them otherwise."""
-    found = changed_inputs(run_directory, recipe)
+def refuse_changes(run_directory: Path, recipe: Recipe, *, force: bool, chosen: Set[str] = frozenset()) -> list[str]:
+    """What ``changed_inputs`` says, if ``force``. Raises ``RecipeError`` with it otherwise."""
+    found = changed_inputs(run_directory, recipe, chosen)
     if found and not force:
         remedy = "undo that, or go on all the same with --force"
         raise RecipeError([f"{change}: {remedy}" for change in found], outcome=NOT_RESUMED)
     return found
+
+
+def write_changed_recipe(run_directory: Path, recipe: Recipe) -> None:
+    """``recipe`` is that of the run from now on. Durable when it returns."""
+    noted = structs.replace(_noted(run_directory), recipe=dump_recipe(recipe))
+    write_durable(run_directory / "recipe.toml", noted.recipe.encode())
+    write_durable(run_directory / INPUTS_FILE, _encoded(noted))
 
 
 def _named_files(recipe: Recipe) -> Iterator[Path]:

@@ -140,7 +140,7 @@ class World:
     def begin(self) -> None:
         if self.settings.evaluate_at_start and self.start < self.settings.steps:
             self.falls_due(0)
-        self.tell(on.RunBegan(policy_version=self.start))
+        self.tell(on.RunBegan(policy_version=self.start, steps=self.settings.steps))
 
     def answer_draw(self) -> None:
         assert self.draw is not None

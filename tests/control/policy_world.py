@@ -184,7 +184,8 @@ class PolicyWorld(World):
             return
         if self.settings.evaluate_at_start and self.start < self.settings.steps:
             self.falls_due(0)
-        self.tell(on.RunBegan(policy_version=self.start, kept=self.resumed_from.control))
+        kept = self.resumed_from.control
+        self.tell(on.RunBegan(policy_version=self.start, kept=kept, steps=self.settings.steps))
 
     def killed_and_resumed(self) -> PolicyWorld:
         """A new run that goes on from the last checkpoint that is complete."""
@@ -261,9 +262,14 @@ class PolicyWorld(World):
             return
         del self.members[trajectory.group_id]
         self.living[trajectory.prompt_id] -= 1
-        # What a drain ends stays in the checkpoint that the drain writes, and is sampled again after a resume.
-        again = reason in (DropReason.LOST_RACE, DropReason.CUT, DropReason.DRAINED) or (
-            reason is DropReason.STALE and self.settings.when_stale is StalePolicy.REGENERATE
+        # What the end of a run ends stays in its last checkpoint, and is sampled anew where it goes on.
+        with_the_run = reason in (DropReason.DRAINED, DropReason.CANCELLED)
+        if with_the_run:
+            self.drawn_again.add(trajectory.prompt_id)
+        again = (
+            with_the_run
+            or reason in (DropReason.LOST_RACE, DropReason.CUT)
+            or (reason is DropReason.STALE and self.settings.when_stale is StalePolicy.REGENERATE)
         )
         if not again:
             self.over.add(trajectory.prompt_id)

@@ -16,7 +16,7 @@ from streamrl.control import events as on
 from streamrl.control.outstanding import Outstanding, TrainedBatch
 from streamrl.control.settings import ControlSettings
 from streamrl.control.snapshot import take_snapshot
-from streamrl.control.state import ControlState
+from streamrl.control.state import EXHAUSTED, ControlState
 from streamrl.control.whole_state import WholeState, keep_whole, restore_whole
 from streamrl.types import DropReason, TrajectoryId
 
@@ -207,6 +207,7 @@ class CrashWorld(RecoveryWorld):
         over = self.finished is not None or self.stopped is not None
         stepped = self.to_step is not None and not over and random.random() < 0.3
         before = self._in_flight()
+        steps = self._other_steps(random)
         state, outstanding = restore_whole(self.settings, msgspec.msgpack.decode(self.base, type=WholeState))
         for event in self.log[self.since :]:
             outstanding.told(event)
@@ -223,8 +224,20 @@ class CrashWorld(RecoveryWorld):
             after = self._in_flight()
             wrong = [name for name in before if before[name] != after[name]]
             assert not wrong, {name: (before[name], after[name]) for name in wrong}
+        if steps:
+            if self.trainer_version < steps and self.finished != EXHAUSTED:
+                self.finished, self.drained = None, False
+            self.tell(on.RunContinued(steps=steps))
         if random.random() < 0.3:
             self.compact()
+
+    def _other_steps(self, random: Random) -> int:
+        """Sometimes the recipe says another number of steps now; what was lived before is replayed as it was lived."""
+        if self.stopped is not None or self.trainer_version < 1 or random.random() < 0.7:
+            return 0
+        steps = random.randint(max(1, self.trainer_version - 1), self.trainer_version + 3)
+        self.settings = msgspec.structs.replace(self.settings, steps=steps)
+        return steps
 
     def _take_over(self, state: ControlState, outstanding: Outstanding) -> None:
         self.outstanding = outstanding

@@ -184,6 +184,8 @@ def rare_ends() -> Iterator[Walk]:
     yield saved, [begin, drawn(0), ended(0, 0), *went, on.CheckpointDone(policy_version=1), drawn(exhausted=True)], 6
     over = [begin, drawn(0), on.StopRequested(reason="enough"), ended(0, 0)]
     yield control_settings(**single), over, 3
+    shorter = [begin, drawn(0), on.RunContinued(steps=1), ended(0, 0), *went]
+    yield control_settings(**single), shorter, 3
     yield lengths_change()
 
 
