@@ -130,9 +130,9 @@ class ControlServer:
         try:
             with suppress(*_GONE):
                 async with stream:
-                    answer = await self._answer(stream)
+                    content = _written(await self._answer(stream))
                     with anyio.move_on_after(self._limit_s):
-                        await stream.send(encode_answer(answer))
+                        await stream.send(content)
         finally:
             self._open -= 1
 
@@ -237,3 +237,12 @@ def _peer(stream: anyio.abc.SocketStream) -> tuple[int, int]:
 async def _receive(stream: anyio.abc.SocketStream, largest: int) -> bytes:
     incoming = BufferedByteReceiveStream(stream)
     return await incoming.receive_exactly(length_of(await incoming.receive_exactly(LENGTH_BYTES), largest))
+
+
+def _written(answer: ControlAnswer) -> bytes:
+    """A text with half of a character in it, such as a path may have, must not end the run that refuses it."""
+    try:
+        return encode_answer(answer)
+    except WireError as error:
+        reason = str(error).encode("ascii", "backslashreplace").decode()
+        return encode_answer(ControlRefused(problems=(f"the answer could not be written: {reason}",)))

@@ -6,6 +6,7 @@ also while the run publishes nothing. ``publish`` only puts the message into a b
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from streamrl.comm.socket_options import make_signal, make_socket
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import bind, connect
 from streamrl.errors import UNDECODABLE, StreamRLError, WireError
+
+log = logging.getLogger(__name__)
 
 TELEMETRY_SCHEMA = 1
 HIGH_WATER = 1000
@@ -122,6 +125,13 @@ class TelemetryPublisher:
             return  # enough wake-ups are under way
 
     def _serve(self) -> None:
+        try:
+            self._serve_all()
+        finally:  # an open socket would hold ``close`` up for ever
+            self._wake_receive.close(linger=0)
+            self._socket.close()
+
+    def _serve_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_receive, zmq.POLLIN)
@@ -132,8 +142,6 @@ class TelemetryPublisher:
                 self._send_pending()
             if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
                 self._welcome()
-        self._wake_receive.close(linger=0)
-        self._socket.close()
 
     def _send_pending(self) -> None:
         while True:
@@ -141,15 +149,21 @@ class TelemetryPublisher:
                 topic, body = self._pending.get_nowait()
             except queue.Empty:
                 return
+            try:
+                content = msgspec.json.encode(body)
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                self._dropped_before_socket += 1
+                log.warning("a message of the metrics socket (%s) cannot be written: %s", topic, error)
+                continue
             self._latest[topic] = body
-            self._send(topic, body)
+            self._send(topic, content)
 
     def _welcome(self) -> None:
         for topic, body in self._latest.items():
-            self._send(topic, body | {"replay": True})
+            self._send(topic, msgspec.json.encode(body | {"replay": True}))
 
-    def _send(self, topic: str, body: dict[str, Any]) -> None:
-        frames = [topic.encode(), str(TELEMETRY_SCHEMA).encode(), msgspec.json.encode(body)]
+    def _send(self, topic: str, content: bytes) -> None:
+        frames = [topic.encode(), str(TELEMETRY_SCHEMA).encode(), content]
         self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)

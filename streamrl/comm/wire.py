@@ -49,6 +49,7 @@ ARRAY_ITEM_SIZES = {"b": 1, "B": 1, "h": 2, "H": 2, "i": 4, "I": 4, "q": 8, "Q":
 """Type codes allowed on the wire and the bytes of one element; ``l``, ``L`` and ``u`` differ between platforms."""
 
 _HEADER = struct.Struct("<4sHBBQ")  # fixed for ever: a peer of another version must be able to read it
+HEADER_BYTES = _HEADER.size
 _RAW_INDEX = struct.Struct("<I")
 
 

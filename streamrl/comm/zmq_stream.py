@@ -28,7 +28,7 @@ from streamrl.comm.stream import StreamStatistics
 from streamrl.comm.stream_protocol import Greeting, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.wakeup import Turns
-from streamrl.comm.wire import WireCodec, WireLimits
+from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
 from streamrl.errors import StreamBroken, StreamClosed, StreamEnded, WireError
 
@@ -152,9 +152,10 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         frames = self._codec.encode(item)
         size = sum(len(frame) for frame in frames)
         await self._turns.take(self._has_credit)
-        accepted = self._end.peer_greeting.message_bytes if self._end.peer_greeting else size
-        if size > accepted:
-            raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {accepted}"))
+        greeting = self._end.peer_greeting
+        if greeting is not None and HEADER_BYTES + size > greeting.message_bytes:
+            most = greeting.message_bytes - HEADER_BYTES
+            raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {most}"))
         self._end.send_item(frames)
         self._bytes += size
         self._connection.service()

@@ -72,6 +72,10 @@ class EngineWeights(Protocol):
         """Make the staged version live. Raises ``WeightError``."""
         ...
 
+    def drop(self) -> None:
+        """Lose what is live."""
+        ...
+
     def checksums(self) -> dict[str, str]:
         """Of every live tensor."""
         ...
@@ -225,6 +229,8 @@ class SimulatedEngine:
         self._asleep = True
         if level > 1:
             self._policy_version, self._state_hash = -1, 0
+            if self._weights is not None:
+                self._weights.drop()
 
     async def wake(self) -> None:
         """Go on, with the weights that are left."""

@@ -134,6 +134,8 @@ class VllmEngine:
         ``level`` 1: weights are kept in host memory; 2: they are dropped, and must be committed anew before it samples.
         """
         self._pauses += 1
+        if level > 1:
+            await self._unless_dead(lambda: self._llm.collective_rpc("streamrl_forget_live"))
         await self._unless_dead(lambda: self._llm.sleep(level=level))
         self._paused = True
 

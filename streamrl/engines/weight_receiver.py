@@ -136,6 +136,10 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         """Undo an applied or half-applied version."""
         self._transaction.roll_back()
 
+    def forget_live(self) -> None:
+        """vLLM drops the live parameters, of which the mirror knows nothing."""
+        self._transaction.forget_live("its weights were dropped when it was put to sleep")
+
     def live_report(self) -> LiveReport:
         """What this worker holds."""
         return self._transaction.live_report()
@@ -239,6 +243,12 @@ def streamrl_roll_back(worker: Any) -> None:
     worker._weight_update_active = False
 
 
+def streamrl_forget_live(worker: Any) -> None:
+    """The engine is about to sleep without its weights."""
+    if worker.weight_transfer_engine is not None:
+        worker.weight_transfer_engine.forget_live()
+
+
 def _add_worker_methods() -> None:
     """vLLM's own update calls return nothing; these let the owner learn versions, hashes and reasons."""
     from vllm.v1.worker.worker_base import WorkerBase
@@ -249,5 +259,6 @@ def _add_worker_methods() -> None:
         streamrl_finish_stage,
         streamrl_apply,
         streamrl_roll_back,
+        streamrl_forget_live,
     ):
         setattr(WorkerBase, method.__name__, method)

@@ -95,8 +95,8 @@ class WeightTransaction:
     # ---- staging: while the engine samples ---------------------------------------------------------
 
     def begin_stage(self, announcement: WeightAnnouncement) -> None:
-        """Start fetching in a thread. A version that is being fetched is given up; what came of it stays."""
-        self.close()
+        """Start fetching in a thread. A version that is being fetched is given up; what came of it stays. The thread
+        waits for the one before it, not the engine: that may be reading a checkpoint."""
         if self._applied is not None:
             self.roll_back()
         self._staged, self._error = None, ""
@@ -106,7 +106,13 @@ class WeightTransaction:
             with self.mirror.staging(announcement, stop):
                 return self._stage(announcement, live, stop)
 
-        self._staging = _StagingThread(stage)
+        self._staging = _StagingThread(stage, after=self._staging)
+
+    def forget_live(self, why: str) -> None:
+        """The live weights are lost, ``why`` says how: nothing but an anchor makes this worker whole again."""
+        self.close()
+        self._forget_staged()
+        self.tainted = why
 
     def _stage(self, announcement: WeightAnnouncement, live: LiveModel | None, stop: threading.Event) -> _Staged:
         if self._holds(announcement):
@@ -299,8 +305,11 @@ def _replay(mirror: CheckpointMirror) -> StagedVersion:
 class _StagingThread:
     """Fetches and decodes one version off the worker's main thread, which goes on sampling."""
 
-    def __init__(self, stage: Callable[[threading.Event], _Staged]) -> None:
+    def __init__(self, stage: Callable[[threading.Event], _Staged], after: _StagingThread | None) -> None:
         self._stage = stage
+        self._after = after
+        if after is not None:
+            after.give_up()
         self._stop = threading.Event()
         self._staged: _Staged | None = None
         self._error = "staging ended without an answer"
@@ -317,6 +326,9 @@ class _StagingThread:
         self._thread.join()
         return self._staged
 
+    def give_up(self) -> None:
+        self._stop.set()
+
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
@@ -324,6 +336,9 @@ class _StagingThread:
     def _run(self) -> None:
         try:
             _leave_the_cores_of_the_model()
+            if self._after is not None:
+                self._after.stop()
+                self._after = None
             self._staged, self._error = self._stage(self._stop), ""
         except Exception as error:  # noqa: BLE001 - reported to the owner by report()
             self._error = f"{error}" if isinstance(error, WeightError) else f"{type(error).__name__}: {error}"

@@ -24,6 +24,7 @@ from streamrl.config.topology import RENDEZVOUS_FILE, TOPOLOGY_FILE, ProcessPlan
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import POLL_S, ChildProcess, ended_within, open_guardian, start_child
 from streamrl.processes.exit_reason import Death, first_cause, notice_of
+from streamrl.processes.first_engines import start_first_engines
 from streamrl.processes.forgiveness import CORE, Forgiveness
 from streamrl.processes.guardian import Done, Session
 from streamrl.processes.sweep import RunTraces, end_session, sweep
@@ -317,6 +318,7 @@ class Supervisor:
             (self.socket_directory / RENDEZVOUS_FILE).unlink(missing_ok=True)
         for prepare in self.before_controller_start:
             await prepare()
+        await start_first_engines(self, self.topology, self._resting)
         for child in again:
             if child.plan is not None and not self._ending:
                 self._start_child(child.plan, resumes=True)
@@ -364,9 +366,7 @@ class Supervisor:
         return dead
 
     def _is_death(self, child: ChildProcess) -> bool:
-        if child.running or child.name in self._resting:
-            return False
-        if child.exit_code and self._forgiven(child):
+        if child.running or child.name in self._resting or (child.exit_code and self._forgiven(child)):
             return False
         if child.plan is None:
             return child.lived_s < _GUARDED_S and self._short_guardians == _GUARDIANS  # else it is replaced

@@ -268,8 +268,15 @@ async def test_an_item_over_the_limit_of_the_receiver_is_refused_and_the_stream_
         zmq_receiver(Bulk, new_endpoint("ipc"), bind=True, limits=WireLimits(message_bytes=5000)) as receives,
         zmq_sender(Bulk, receives.endpoint, bind=False) as sends,
     ):
-        with pytest.raises(WireError, match="the receiver takes at most 5000"):
+        with pytest.raises(WireError, match="the receiver takes at most 4984"):
             await sends.send(Bulk(tokens=array("i", bytes(8000))))
+        for items in range(1230, 1250):  # across the limit, with the header of a message
+            try:
+                await sends.send(Bulk(tokens=array("i", bytes(4 * items))))
+            except WireError:
+                break
+            assert len((await receives.receive()).tokens) == items
+        assert 1235 < items < 1249
         await sends.send(Bulk(tokens=array("i", [1])))
         assert await receives.receive() == Bulk(tokens=array("i", [1]))
 

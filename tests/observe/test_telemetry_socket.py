@@ -92,6 +92,16 @@ def test_topics_are_filtered_and_silence_is_none(publisher: TelemetryPublisher) 
         assert subscriber.receive(0.2) is None
 
 
+def test_what_cannot_be_written_is_dropped_and_the_socket_goes_on(publisher: TelemetryPublisher) -> None:
+    with TelemetrySubscriber(publisher.endpoint) as subscriber:
+        for body in ({"text": "\ud800"}, {"value": object()}):
+            publisher.publish("step", body)
+        publisher.publish("step", {"value": 1})
+        message = subscriber.receive(5)
+        assert message is not None and (message.fields["value"], message.sequence) == (1, 3)
+        assert publisher.dropped == 2
+
+
 def test_a_stalled_subscriber_never_blocks_and_its_loss_is_counted(tmp_path: Path) -> None:
     publisher = TelemetryPublisher(f"ipc://{tmp_path}/m", run_id="run-1", high_water=20)
     body = {"filler": "x" * 20_000}

@@ -229,6 +229,32 @@ async def test_a_controller_that_is_killed_is_started_again_alone_and_told_to_go
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("sets", [False, True])
+async def test_a_controller_that_is_started_again_finds_the_engines_that_a_run_begins_with(
+    trial: Callable[..., Trial], sets: bool
+) -> None:
+    one, second = trial(), ProcessPlan(role=Role.ENGINE, index=1, resting=sets)
+    topology = Topology(processes=tuple(as_core(plan) for plan in (*PLANS, second)), endpoints={})
+    (one.directory / "behaviour" / "engine-1").write_text("serve")
+    hosts = Supervisor(topology, one.directory, one.sockets, entry=(str(STAND_IN),))
+    async with hosts as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        await until(lambda: started(one, "controller", 0) and started(one, "engine-0", 0))
+        await supervisor.obey(StopEngine(engine="engine-0"))
+        if sets:
+            await supervisor.obey(StartEngine(engine="engine-1"))
+        await until(lambda: started(one, "engine-1", 0))
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        await until(lambda: started(one, "controller", 1) and started(one, "engine-0", 1))
+        assert lives(one.pid("engine-0", 1)) and lives(one.pid("engine-1")) is not sets
+        await end_well(one, supervisor)
+
+
+def as_core(plan: ProcessPlan) -> ProcessPlan:
+    return msgspec.structs.replace(plan, restarts=1) if plan.role in (Role.CONTROLLER, Role.TRAINER) else plan
+
+
+@pytest.mark.asyncio
 async def test_ranks_are_started_again_together_and_the_controller_with_them(trial: Callable[..., Trial]) -> None:
     one = trial(controller="hang", trainer_0="hang")
     async with forgiving(one, RANK_1, core=1) as supervisor, anyio.create_task_group() as tasks:

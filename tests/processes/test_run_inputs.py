@@ -68,6 +68,12 @@ def test_every_changed_setting_is_named(recipe: Recipe, tmp_path: Path) -> None:
         "rewards.0.weight was 1.0, now 0.5",
         f"rollout.group_size was {recipe.rollout.group_size}, now {recipe.rollout.group_size + 1}",
     ]
+    longer = structs.replace(other, run=structs.replace(recipe.run, steps=recipe.run.steps + 5))
+    chosen = frozenset({"run.steps", "rollout.group_size"})
+    assert len(changed_inputs(tmp_path, longer)) == 3
+    assert changed_inputs(tmp_path, longer, chosen) == changed_inputs(tmp_path, other), (
+        "of these steps alone may change"
+    )
     assert changed_inputs(tmp_path, structs.replace(recipe, rewards=recipe.rewards * 2))[0].startswith(
         "rewards.1.function was not set, now "
     )

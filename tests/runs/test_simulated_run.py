@@ -79,3 +79,22 @@ def test_a_run_that_was_killed_before_it_began_is_begun_by_resume(tmp_path: Path
     done = subprocess.run([*command, "resume", str(run)], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if '"step"' in line]
+
+
+def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "streamrl"]
+    run = tmp_path / "runs" / "latest"
+
+    def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=90, check=False)
+
+    assert streamrl("train", str(EXAMPLE), *_flags(tmp_path, run__steps=2)).returncode == 0
+    refused = streamrl("resume", str(run), "--set", "run.steps=3", "--set", "rollout.group_size=2")
+    assert refused.returncode != 0 and "rollout.group_size was 4, now 2" in refused.stderr
+    assert "run.steps" not in refused.stderr and "steps = 2\n" in (run / "recipe.toml").read_text()
+    longer = streamrl("resume", str(run), "--set", "run.steps=3")
+    assert longer.returncode == 0, longer.stdout + longer.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
+    again = streamrl("resume", str(run))
+    assert again.returncode == 0 and "finished: 3 of 3" in again.stdout, "it is the recipe of the run from now on"

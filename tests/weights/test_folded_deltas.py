@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -151,6 +153,29 @@ def test_a_restarted_engine_gets_one_delta_on_its_checkpoint(
     assert_equal(mirror, 1, bits)
     again = run.publish(2, changed(bits, 2))
     assert commit_late(mirror, again).base_version == 1, "from here on as everybody"
+
+
+def test_a_checkpoint_that_takes_long_to_read_is_no_silence_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a link that is slow as well: the answer to what is asked then takes longer than one look."""
+    first = small_bits(0)
+    path = save_checkpoint(tmp_path / "model", first, SMALL_TENSORS)
+    push, read = SmallPush(tmp_path, checkpoint=path, bandwidth_mbit=0.004), CheckpointBase.of
+
+    def slowly(base: CheckpointBase, shards: Any) -> Any:
+        time.sleep(1.2)
+        return read(base, shards)
+
+    monkeypatch.setattr(CheckpointBase, "of", slowly)
+    try:
+        announced = push.publish(1, small_changed(first, 1))
+        fetched = fetch_version(
+            announced, held=CheckpointMirror(), checkpoint=CheckpointBase(path), progress_seconds=1.0
+        )
+        assert fetched.base_version == CHECKPOINT_VERSION and fetched.payload_bytes > 0
+    finally:
+        push.close()
 
 
 def test_a_checkpoint_that_differs_is_not_built_on(make_ranks: Callable[..., Ranks], tmp_path: Path) -> None:

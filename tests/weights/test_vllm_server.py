@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import anyio
 import pytest
 
 from streamrl.comm.weights import VllmServer, push
@@ -28,6 +29,7 @@ class Answers(BaseHTTPRequestHandler):
         self.server.calls.append((self.path, body))  # type: ignore[attr-defined]
         answers = self.server.answers  # type: ignore[attr-defined]
         name = body.get("method", self.path.strip("/").partition("?")[0])
+        self.server.before.get(name, lambda: None)()  # type: ignore[attr-defined]
         status, answer = answers.get(name, (200, {"message": "done"}))
         self.send_response(status)
         self.end_headers()
@@ -40,7 +42,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[ThreadingHTTPServer]:
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    listening.calls = []  # type: ignore[attr-defined]
+    listening.calls, listening.before = [], {}  # type: ignore[attr-defined]
     listening.answers = {  # type: ignore[attr-defined]
         TEXT_METHODS["streamrl_begin_stage"]: (200, {"results": [None]}),
         "streamrl_stage_report": (200, {"results": [STAGED]}),
@@ -87,6 +89,27 @@ def test_a_commit_that_does_not_verify_is_rolled_back_and_the_server_goes_on(ser
     paths = [body.get("method", path) for path, body in server.calls]  # type: ignore[attr-defined]
     assert paths[-2:] == ["streamrl_roll_back", "/resume"]
     assert "/finish_weight_update" not in paths
+
+
+def test_a_server_of_which_nobody_knows_what_it_holds_stays_paused(server: ThreadingHTTPServer) -> None:
+    server.answers["streamrl_apply"] = (500, {"error": "lost"})  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="version 7 could not be committed"):
+        asyncio.run(push(client_of(server), ANNOUNCED))
+    assert server.calls[-1][1]["method"] == "streamrl_apply"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("slow", ["pause", "streamrl_apply"])
+def test_a_push_that_is_given_up_in_its_pause_ends_it_first(server: ThreadingHTTPServer, slow: str) -> None:
+    async def given_up() -> None:
+        scope, loop = anyio.CancelScope(), asyncio.get_running_loop()
+        server.before[slow] = lambda: loop.call_soon_threadsafe(scope.cancel)  # type: ignore[attr-defined]
+        with scope:
+            await push(client_of(server), ANNOUNCED)
+            await anyio.sleep_forever()
+        assert scope.cancelled_caught
+
+    anyio.run(given_up)
+    assert [path for path, _ in server.calls[-2:]] == ["/finish_weight_update", "/resume"]  # type: ignore[attr-defined]
 
 
 def test_an_answer_that_is_an_error_names_the_route_and_the_remedy(server: ThreadingHTTPServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,43 @@ def test_a_replay_costs_nothing_and_changes_nothing(push: SmallPush, receiver: R
     assert receiver.transaction.live_report().state_hash == announced.state_hash
     receiver.transaction.finish()
     receiver.assert_holds(1, new)
+
+
+def test_weights_that_a_sleep_dropped_are_no_version(push: SmallPush, receiver: Receiver) -> None:
+    """Neither the version that was live, nor a delta that changes nothing, is taken for what is there."""
+    once = changed(push.bits, 1)
+    held = push.publish(1, once)
+    receiver.commit(held)
+    push.publisher.acknowledge(1)
+    receiver.transaction.forget_live("they were dropped")
+    for parameter in receiver.model.parameters():
+        parameter.data.zero_()
+    for refused in (held, push.publish(2, once)):
+        with pytest.raises(WeightError, match=r"they were dropped\): publish an anchor"):
+            receiver.commit(refused)
+    receiver.commit(push.anchor(2))
+    receiver.assert_holds(2, once)
+
+
+def test_a_newer_version_does_not_wait_in_the_engine_for_the_staging_before(
+    push: SmallPush, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced, mirror, reading = push.publish(1, changed(push.bits, 1)), receiver.transaction.mirror, threading.Event()
+    entered, stage = threading.Event(), mirror.stage_announced
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        entered.set()
+        assert reading.wait(10)
+        return stage(*arguments, **options)
+
+    monkeypatch.setattr(mirror, "stage_announced", slow)
+    receiver.transaction.begin_stage(announced)
+    assert entered.wait(10)
+    receiver.transaction.begin_stage(announced)  # it would stand still here
+    assert receiver.transaction.stage_report() == StageReport(fetched=False)
+    reading.set()
+    receiver.commit(announced)
+    receiver.assert_holds(1, changed(push.bits, 1))
 
 
 def test_a_delta_of_another_run_is_refused(push: SmallPush, receiver: Receiver, tmp_path: Path) -> None:

@@ -37,15 +37,23 @@ async def push(llm: Any, announcement: WeightAnnouncement, *, clear_cache: bool 
     """Stage, pause (requests in flight are kept), commit, resume: the whole push into one engine.
 
     ``clear_cache``: compute the KV of what was sampled so far anew under the new weights. Raises as ``stage`` and
-    ``commit`` do; the engine goes on with what it holds then. ``seconds`` of the answer are those of the commit.
+    ``commit`` do: after a ``WeightError`` the engine goes on with what it holds, after an ``EngineError`` of the commit
+    it stays paused, since nobody knows what it holds. Cancelled, it ends after the pause, never in the midst of it.
+    ``seconds`` of the answer are those of the commit.
     """
     staged = await stage(llm, announcement)
-    await llm.pause_generation(mode="keep", clear_cache=clear_cache)
-    try:
-        done = await commit(llm, announcement.policy_version)
-    finally:
-        with anyio.CancelScope(shield=True):
+    with anyio.CancelScope(shield=True):
+        try:
+            await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        except Exception:
             await llm.resume_generation()
+            raise
+        try:
+            done = await commit(llm, announcement.policy_version)
+        except WeightError:
+            await llm.resume_generation()
+            raise
+        await llm.resume_generation()
     return msgspec.structs.replace(done, payload_bytes=staged.payload_bytes)
 
 

@@ -173,6 +173,7 @@ def _receive(
     """Ask and take until every part has what it needs."""
     poller = zmq.Poller()
     for pull in pulls:
+        pull.begin()
         pull.register(poller)
         arrived(pull.part)
     while waiting := [pull for pull in pulls if not until(pull.part)]:
@@ -213,7 +214,7 @@ class _Pull:
         source: WeightSource = part.source
         self._progress_seconds, self._retry_seconds = progress_seconds, retry_seconds
         self._patience = retry_seconds
-        self._progressed_at = self._asked_at = time.monotonic()
+        self.begin()
         self._connections = 0
         try:
             self.socket = pull_socket(context, zmq.DEALER, source.endpoint, max_frame_bytes=MANIFEST_LIMIT)
@@ -221,6 +222,10 @@ class _Pull:
             connect(self.socket, source.endpoint, KeyRole.TRAINER)
         except StreamRLError as error:
             raise WeightError(f"trainer rank {source.rank} is announced at an impossible address: {error}") from error
+
+    def begin(self) -> None:
+        """Count from now: before, nothing was asked for. A checkpoint may have been read meanwhile, for minutes."""
+        self._progressed_at = self._asked_at = time.monotonic()
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self.socket, zmq.POLLIN)
