@@ -13,6 +13,8 @@ from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.errors import RecipeError
 from streamrl.preflight import CheckedModel, check_model, preflight, resumed
+from streamrl.stages.prompt_spec import SourceKind, read_spec
+from streamrl.stages.prompts import open_rows
 
 
 def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
@@ -34,12 +36,20 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
 
 
 def _held_out(recipe: Recipe) -> int:
-    """Rows of the held-out prompts; 0 where there is no file to count in."""
-    path = Path(recipe.evaluation.prompts)
-    if not path.is_file():
+    """Rows of the held-out prompts; 0 where they cannot be counted: ``preflight`` says why, if that is wrong."""
+    if not recipe.evaluation.prompts:
         return 0
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+    try:
+        spec = read_spec(recipe.evaluation.prompts)
+        if spec.kind is SourceKind.ITERATOR:
+            return 0
+        rows = open_rows(spec)
+    except (RecipeError, OSError):
+        return 0
+    try:
+        return rows.size
+    finally:
+        rows.close()
 
 
 def _model(recipe: Recipe) -> CheckedModel | None:

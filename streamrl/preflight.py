@@ -35,6 +35,7 @@ from streamrl.machine_check import (
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resumed_rewards
+from streamrl.rewards.reward_set import RewardsOf
 from streamrl.stages.prompts import check_prompts, missing_source
 from streamrl.stages.user_code_probe import problems_of_object
 from streamrl.tokenizer import Tokenizer, load_tokenizer
@@ -125,9 +126,11 @@ def check_model(recipe: Recipe) -> CheckedModel:
 
 
 def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
-    inspections = inspect_in_subprocess(recipe.rewards, USER_CODE_TIMEOUT_S)
+    combining = RewardsOf(version=0, rewards=recipe.rewards, limits=recipe.reward_limits).combining
+    inspections = inspect_in_subprocess([*recipe.rewards, *filter(None, [combining])], USER_CODE_TIMEOUT_S)
     for index, inspection in enumerate(inspections):
-        yield from (f"rewards.{index}.function: {problem}" for problem in inspection.problems)
+        path = f"rewards.{index}.function" if index < len(recipe.rewards) else "reward_limits.combine"
+        yield from (f"{path}: {problem}" for problem in inspection.problems)
     columns = needed_columns([found.signature for found in inspections if found.signature is not None])
     tokenizer: Tokenizer | None = None
     if Path(recipe.model.path).is_dir():
@@ -145,10 +148,9 @@ def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator
 
 def _other_code(recipe: Recipe) -> Iterator[str]:
     """The user's code that no sample is needed for."""
-    named = {"rollout.policy": recipe.rollout.policy, "reward_limits.combine": recipe.reward_limits.combine}
-    for path, spec in named.items():
-        if ":" in spec:
-            yield from (f"{path}: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
+    spec = recipe.rollout.policy
+    if ":" in spec:
+        yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
 
 
 def _trainer_device(recipe: Recipe) -> Iterator[str]:

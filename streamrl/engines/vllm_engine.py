@@ -129,10 +129,8 @@ class VllmEngine:
         self._paused = False
 
     async def sleep(self, level: int) -> None:
-        """Give the device's memory back; nothing may be asked of it until ``wake``. CUDA only.
-
-        ``level`` 1: weights are kept in host memory; 2: they are dropped, and must be committed anew before it samples.
-        """
+        """Give the device's memory back; nothing may be asked of it until ``wake``. CUDA only. ``level`` 1: weights are
+        kept in host memory; 2: they are dropped, and must be committed anew before it samples."""
         self._pauses += 1
         if level > 1:
             await self._unless_dead(lambda: self._llm.collective_rpc("streamrl_forget_live"))

@@ -248,11 +248,13 @@ def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping
     if columns is None:
         return []
     there = f"it has {', '.join(sorted(columns))}"
+    # The form of a prompt makes these where rows have none.
+    made = {"prompt", "prompt_id", *(("messages", "question") if spec.form.chat or spec.form.system else ())}
     problems = [
         f'prompts {spec.source} has no column "{column}", which the reward {reward} needs ({there}): rename or add it'
         for reward, names in needed_columns.items()
         for column in names
-        if column not in columns | {"prompt", "prompt_id"}
+        if column not in columns | made
     ]
     if spec.form.prompt and spec.form.prompt not in columns:
         problems.append(f'prompts {spec.source} has no column "{spec.form.prompt}" ({there}): correct ?prompt=')

@@ -216,6 +216,13 @@ def test_code_and_devices_that_are_not_there_are_named_before_anything_starts(pr
     given = ("rollout.rounds=custom", "rollout.policy=rounds.py:Rounds", "reward_limits.combine=hangs.py:mean")
     (problem,) = problems(project, *given)
     assert problem.startswith("reward_limits.combine: ") and "cannot be imported" in problem
+    (project / "combines.py").write_text(
+        "class Mean: ...\nNUMBER = 3\ndef needs(values, *, nosuch): return 0.0\ndef mean(values): return 0.0\n"
+    )
+    for name, said in (("Mean", "is a class"), ("NUMBER", "is a int"), ("needs", 'has no column "nosuch"')):
+        found = problems(project, f"reward_limits.combine=combines.py:{name}")
+        assert found and said in found[0], (name, found)
+    preflight(load_recipe(project / "recipe.toml", ["reward_limits.combine=combines.py:mean"]))
     (problem,) = problems(project, "rollout.rounds=custom", "rollout.policy=none.py:Rounds")
     assert problem.startswith("rollout.policy: ") and f"there is no file {project}/none.py" in problem
     if not Path("/dev/nvidiactl").exists():
@@ -292,6 +299,15 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
     assert "evaluation  held.jsonl: at the start, at the end; all prompts: 2 x 3 = 6 completions\n" in text
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist([{"prompt": f"{n}", "answer": "1"} for n in range(300)]), project / "h.parquet")
+    for source, count in (("h.parquet", 300), ("held.jsonl?chat=true", 2)):
+        settings = ["--set", f"evaluation.prompts={source}"]
+        main(["train", str(project / "recipe.toml"), "--dry-run", *settings])
+        assert f"all prompts: {count} x 1 = {count} completions" in capsys.readouterr().out
     assert 'streaming   off, although training.streaming = true: objective.advantages = "batch" compares' in text
 
 

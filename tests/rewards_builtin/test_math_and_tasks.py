@@ -33,6 +33,34 @@ pytest.importorskip("reasoning_gym")
         ("10", "nothing to see", 0),
         ("10", "", 0),
         (["3", "4"], r"\boxed{4}", 1),
+        # between thousands
+        (r"10\,000", r"\boxed{0}", 0),
+        (r"10\,000", r"\boxed{10000}", 1),
+        (r"25\,000", r"\boxed{25,000}", 1),
+        ("10000", r"\boxed{10\,000}", 1),
+        ("10000", r"\boxed{10\ 000}", 1),
+        ("10000", r"\boxed{10 000}", 1),
+        ("1000000", r"it is $1\,000\,000$", 1),
+        ("1000", r"\boxed{1{,}000}", 1),
+        ("1000", r"\boxed{1,\!000}", 1),
+        ("3", "There are 2 300 page books, so 3", 1),
+        ("2\\cdot 100", r"\boxed{2 \cdot 100}", 1),
+        ("42", r"\boxed{42.}", 1),
+        (r"\$32,348", r"\boxed{\$32,348}", 1),
+        (r"\$5", r"it costs \boxed{5}", 1),
+        # of several boxes the last one
+        ("3", r"I get \boxed{2}. Hmm, wrong. It is \boxed{3}", 1),
+        ("2", r"I get \boxed{2}. Hmm, wrong. It is \boxed{3}", 0),
+        ("3", "\\boxed{2}\n\nWait, that is wrong.\n\nSo the final answer is \\boxed{3}.", 1),
+        ("3", r"Put the answer in \boxed{}. It is \boxed{3}", 1),
+        (r"\frac{1}{\sqrt{3}}", r"$\boxed{\frac{1}{2}}$, no: $\boxed{\frac{1}{\sqrt{3}}}$", 1),
+        (r"\{1, 2\}", r"The roots are \boxed{1} and \boxed{2}.", 1),
+        ("1", r"The roots are \boxed{1} and \boxed{2}.", 0),
+        # numbers that JSON writes with an exponent
+        (0.00001, r"\boxed{0.00001}", 1),
+        (0.00001, r"\boxed{-5+e}", 0),
+        (1e16, r"\boxed{10^{16}}", 1),
+        (2.5, r"\boxed{5/2}", 1),
     ],
 )
 def test_math(make, score, answer, completion, value) -> None:
@@ -44,6 +72,12 @@ def test_only_what_is_boxed(make, score) -> None:
     assert score(boxed, "The answer is 42", answer="42") == 0
     assert score(boxed, r"The answer is $42$", answer="42") == 0
     assert score(boxed, r"\boxed{42}", answer="42") == 1
+
+
+@pytest.mark.parametrize("answer", [None, True, float("nan"), float("inf"), []])
+def test_what_is_no_answer_of_the_dataset_is_a_failure_and_no_zero(make, score, answer) -> None:
+    with pytest.raises(ValueError, match=r"is no answer: correct it|is an empty list"):
+        score(make("math"), r"\boxed{None}", answer=answer)
 
 
 def test_an_answer_of_the_dataset_that_is_no_mathematics_is_a_failure_and_no_zero(make, score) -> None:

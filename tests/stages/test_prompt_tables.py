@@ -127,6 +127,8 @@ def test_a_missing_column_is_one_problem_of_the_table_and_names_what_is_there(
     assert 'has no column "prompt" (it has answer, question): name the one with ?prompt=COLUMN' in problem
     (problem,) = check_prompts(f"{tmp_path}/q.parquet?prompt=quest", tokenizer, {})
     assert 'has no column "quest"' in problem
+    asks = {"judge": ("question", "messages")}
+    assert check_prompts(f"{write_parquet(tmp_path / 'c.parquet')}?chat=true", tokenizer, asks) == []
 
 
 def test_rows_of_a_table_that_are_no_prompts_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:

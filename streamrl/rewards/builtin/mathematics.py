@@ -9,6 +9,7 @@ from typing import Any
 
 from streamrl.config.objective import Positive
 from streamrl.rewards.builtin.declared import BuiltinReward, Options, RewardCallable, declare
+from streamrl.rewards.builtin.math_text import boxed_answer, expected_text, plain_latex_thousands, plain_thousands
 
 
 class MathOptions(Options, frozen=True):
@@ -36,6 +37,7 @@ def _math(options: MathOptions) -> RewardCallable:
     @lru_cache(maxsize=1024)  # the samples of a group share it
     def read_expected(answer: str) -> Any:
         # LaTeX is looked for between dollars only; without them "x^2 + 1" would be the number 1.
+        answer = boxed_answer(answer) or plain_thousands(answer)
         marked = "$" in answer or "\\boxed" in answer
         for text in (answer,) if marked else (f"${answer}$", answer):
             found = library.parse(text, fallback_mode="no_fallback", parsing_timeout=None)
@@ -44,13 +46,19 @@ def _math(options: MathOptions) -> RewardCallable:
         raise ValueError(f"the {options.column} {answer!r} of this prompt cannot be read as mathematics: correct it")
 
     def read_given(completion: str) -> Any:
-        if options.boxed and "\\boxed" not in completion:
-            return []
-        return library.parse(completion, given, fallback_mode="no_fallback", parsing_timeout=None)
+        box = boxed_answer(completion)
+        found = library.parse(box, given, fallback_mode="no_fallback", parsing_timeout=None) if box else []
+        if found or options.boxed:
+            return found
+        text = plain_latex_thousands(completion)
+        return library.parse(text, given, fallback_mode="no_fallback", parsing_timeout=None)
 
     def math(completion: str, **columns: Any) -> float:
         answers = columns[options.column]
-        expected = [read_expected(str(a)) for a in (answers if isinstance(answers, list) else [answers])]
+        listed = answers if isinstance(answers, list) else [answers]
+        if not listed:
+            raise ValueError(f"the {options.column} of this prompt is an empty list: give one answer or more")
+        expected = [read_expected(expected_text(answer, options.column)) for answer in listed]
         answer = read_given(completion)
         same = (
             library.verify(gold, answer, float_rounding=options.digits, strict=options.strict, timeout_seconds=None)
