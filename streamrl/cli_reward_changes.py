@@ -72,11 +72,11 @@ def reward_option(text: str) -> tuple[str, Any]:
 
 
 def _reward(options: argparse.Namespace) -> Reward:
-    from streamrl.config.load import resolve_function
+    from streamrl.config.load import resolved_reward
     from streamrl.config.rewards import Reward
 
-    return Reward(
-        function=resolve_function(options.function, Path.cwd()),
+    reward = Reward(
+        function=options.function,
         name=options.name,
         options=dict(map(reward_option, options.options)),
         weight=options.weight,
@@ -86,6 +86,7 @@ def _reward(options: argparse.Namespace) -> Reward:
         memory_mib=options.memory_mib,
         environment=tuple(options.environment),
     )
+    return resolved_reward(reward, Path.cwd())  # the run has another directory
 
 
 def _attach(options: argparse.Namespace) -> int:

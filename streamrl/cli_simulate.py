@@ -18,9 +18,9 @@ from streamrl.control.settings import control_settings
 from streamrl.control.trajectory_trace import RecordedRun
 from streamrl.errors import RecipeError
 from streamrl.simulate.calibrate import Fit, calibrate
-from streamrl.simulate.cluster import ClusterModel, dump_cluster, load_cluster
+from streamrl.simulate.cluster import ClusterModel, differences, dump_cluster, load_cluster
 from streamrl.simulate.engine_changes import engine_plan
-from streamrl.simulate.lengths import LengthSource, RecordedLengths
+from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLengths, capped
 from streamrl.simulate.recording import load_recording
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
@@ -71,6 +71,9 @@ def simulate_recipe(request: Request) -> int:
     out = request.out or Path(tempfile.mkdtemp(prefix="streamrl-simulate-"))
     out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
+    cap = model.lengths.cap if lengths is None else lengths.cap
+    for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
+        print(f"note: {note}", file=sys.stderr)
     outcomes = [_simulate_one(candidate, request, name, model, lengths, out, console) for candidate in chosen]
     if request.as_json:
         print(msgspec.json.format(msgspec.json.encode(outcomes), indent=2).decode())
@@ -140,7 +143,9 @@ def _simulate_one(
             control_settings(candidate.recipe),
             model,
             request.steps,
-            lengths=lengths,
+            lengths=capped(
+                lengths or ModelledLengths(model.lengths, request.seed), candidate.recipe.sampling.max_tokens
+            ),
             in_flight=candidate.recipe.rollout.in_flight,
             seed=request.seed,
             warm_up=request.warm_up,

@@ -17,8 +17,8 @@ from streamrl.config.recipe import Recipe
 from streamrl.control.settings import control_settings
 from streamrl.errors import RecipeError
 from streamrl.simulate.calibrate import calibrate
-from streamrl.simulate.cluster import load_cluster
-from streamrl.simulate.lengths import LengthSource, RecordedLengths
+from streamrl.simulate.cluster import differences, load_cluster
+from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLengths, capped
 from streamrl.simulate.recording import TRACE_FILE, load_recording
 from streamrl.simulate.what_if import Advice, Budget, Search, Tried, World, recipe_fragment
 
@@ -75,16 +75,12 @@ def _world(question: Question, recipe: Recipe) -> tuple[str, World, str]:
     """Name of the cluster, what to simulate in, and what makes the answer doubtful."""
     subject, cluster = question.subject, question.cluster
     recorded = (subject / TRACE_FILE).is_file() if subject.is_dir() else subject.name == TRACE_FILE
-    lengths = None
+    run = None
     warning = ""
     if recorded:
         run = load_recording(subject)
         model = load_cluster(cluster) if cluster else calibrate(run, recipe).model
         cluster = cluster or f"of run {run.header.run_id}"
-
-        def lengths(seed: int) -> LengthSource:
-            return RecordedLengths(run, seed=seed)
-
         if any(not line.finish_reason for line in run.trajectories):
             warning = (
                 "the run stopped some completions before their end; they are taken to be as long as others that were "
@@ -96,13 +92,19 @@ def _world(question: Question, recipe: Recipe) -> tuple[str, World, str]:
         )
         cluster = cluster or DEFAULT_CLUSTER
         model = load_cluster(cluster)
+
+    def drawn(seed: int) -> LengthSource:
+        return ModelledLengths(model.lengths, seed) if run is None else RecordedLengths(run, seed=seed)
+
+    cap = model.lengths.cap if run is None else run.header.max_tokens
+    warning = "; ".join(filter(None, (warning, *differences(recipe, model, cap))))
     world = World(
         model=model,
         settings=control_settings,
         steps=question.steps,
         warm_up=question.warm_up,
         seed=question.seed,
-        lengths=lengths,
+        lengths=lambda seed: capped(drawn(seed), recipe.sampling.max_tokens),
     )
     return cluster, world, warning
 

@@ -165,7 +165,8 @@ async def _run_stages(
     prompts = open_prompts(source, parts.tokenizer, seed=seed, shuffle=shuffle, max_tokens=None, start=record.drawn)
     service = pool_service(recipe, parts)
     publisher = await open_publisher(recipe, parts, service, rollout)
-    keeper = CheckpointKeeper(parts.trainer, run_directory / "checkpoints", recipe.checkpoint, forget=_remove_directory)
+    saved, limit = run_directory / "checkpoints", recipe.evaluation.limit
+    keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, limit=limit)
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(
         parts.pool.attached,

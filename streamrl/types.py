@@ -195,8 +195,9 @@ class TrainingSample(Record, frozen=True):
 
     ``token_ids``: int32 [T] (prompt first); ``loss_mask``: uint8 [T], 1 where the token is trained;
     ``behavior_logprobs``: float32 [T], 0 where ``loss_mask`` is 0. ``oldest_version`` and
-    ``newest_version`` bound the policy versions of its trained tokens. ``separate_rewards``: weight and value of each
-    reward that is compared alone; empty: ``reward`` is compared.
+    ``newest_version`` bound the policy versions of its trained tokens; where they differ, ``version_spans`` says which
+    of ``token_ids`` is of which. ``separate_rewards``: weight and value of each reward that is compared alone; empty:
+    ``reward`` is compared.
     """
 
     id: TrajectoryId
@@ -208,6 +209,7 @@ class TrainingSample(Record, frozen=True):
     newest_version: int
     truncated: bool = False
     separate_rewards: dict[str, tuple[float, float]] = {}
+    version_spans: tuple[VersionSpan, ...] = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -229,8 +231,13 @@ def to_training_sample(scored: ScoredTrajectory) -> TrainingSample:
     token_ids = token_array(trajectory.prompt.token_ids)
     loss_mask = bytearray(len(token_ids))
     logprobs = float_array(bytes(4 * len(token_ids)))
+    spans: list[VersionSpan] = []
     for segment in trajectory.segments:
-        count = len(segment.token_ids)
+        count, before = len(segment.token_ids), len(token_ids)
+        spans += [
+            VersionSpan(start=before + span.start, end=before + span.end, policy_version=span.policy_version)
+            for span in segment.version_spans
+        ]
         token_ids.extend(segment.token_ids)
         loss_mask.extend((b"\x01" if segment.trained else b"\x00") * count)
         logprobs.extend(segment.behavior_logprobs if segment.trained else float_array([0.0]) * count)
@@ -244,4 +251,5 @@ def to_training_sample(scored: ScoredTrajectory) -> TrainingSample:
         newest_version=trajectory.newest_version,
         truncated=trajectory.finish_reason is FinishReason.LENGTH,
         separate_rewards=scored.separate_rewards,
+        version_spans=tuple(spans) if trajectory.oldest_version < trajectory.newest_version else (),
     )

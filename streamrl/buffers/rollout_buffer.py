@@ -17,6 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
+from streamrl.buffers.accounting import Accounting as Accounting
 from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 
 
@@ -40,7 +41,8 @@ class PromptTicket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, kw_only=True):
-    """One trajectory that has not ended. ``oldest_version``: launch version until the engine told the real one."""
+    """One trajectory that has not ended. ``oldest_version``: launch version until the engine told the real one.
+    ``separate_rewards``: by name, those that are compared with their siblings' alone; empty: ``reward`` is."""
 
     id: TrajectoryId
     state: TrajectoryState
@@ -48,6 +50,7 @@ class Member(msgspec.Struct, kw_only=True):
     reward: float = 0.0
     tokens: int = 0
     finish_reason: FinishReason | None = None
+    separate_rewards: dict[str, float] = {}
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -55,7 +58,7 @@ class Group(msgspec.Struct, kw_only=True):
 
     ``keep``: how many of its members a batch takes; ``open``: members that were not scored; ``held``: they stopped and
     keep their tokens; ``batch_id`` None until it is handed to training; ``oldest_version``: oldest policy version that
-    one of its tokens may have.
+    one of its tokens may have; ``queued``: its prompt waited in the queue, not among the fresh ones.
     """
 
     group_id: int
@@ -69,6 +72,7 @@ class Group(msgspec.Struct, kw_only=True):
     open: int
     held: bool = False
     batch_id: int | None = None
+    queued: bool = False
 
     @property
     def prompt_id(self) -> str:
@@ -97,9 +101,10 @@ class Group(msgspec.Struct, kw_only=True):
 
     @property
     def zero_variance(self) -> bool:
-        """All rewards are equal: no signal for a group baseline."""
-        rewards = [m.reward for m in self.members.values()]
-        return all(r == rewards[0] for r in rewards)
+        """All rewards are equal, or each of those that are compared alone: no signal for a group baseline."""
+        members = [m.separate_rewards or {"": m.reward} for m in self.members.values()]
+        first: dict[str, float] = {}
+        return all(first.setdefault(name, value) == value for rewards in members for name, value in rewards.items())
 
     def open_ids(self) -> tuple[TrajectoryId, ...]:
         """Members that were not scored."""
@@ -120,6 +125,7 @@ class KeptGroup(Record, frozen=True):
     open: int
     held: bool = False
     batch_id: int | None = None
+    queued: bool = False
 
 
 class KeptBuffer(Record, frozen=True):
@@ -134,20 +140,6 @@ class KeptBuffer(Record, frozen=True):
     trained: int = 0
     dropped: dict[DropReason, int] = {}
     wasted_tokens: int = 0
-
-
-class Accounting(msgspec.Struct, frozen=True, kw_only=True):
-    """Trajectory counts since the run began."""
-
-    issued: int
-    trained: int
-    dropped: dict[str, int]
-    in_flight: int
-
-    @property
-    def balanced(self) -> bool:
-        """The accounting invariant."""
-        return self.issued == self.trained + sum(self.dropped.values()) + self.in_flight
 
 
 class RolloutBuffer:
@@ -178,6 +170,7 @@ class RolloutBuffer:
         keep: int,
         policy_version: int,
         round_kind: str,
+        queued: bool = False,
     ) -> Group:
         """Launch a group of ``size`` trajectories that ``policy_version`` will sample."""
         if group_id in self.groups:
@@ -196,6 +189,7 @@ class RolloutBuffer:
             round_kind=round_kind,
             members={i: Member(id=i, state=TrajectoryState.IN_FLIGHT, oldest_version=policy_version) for i in ids},
             open=size,
+            queued=queued,
         )
         self.groups[group_id] = self.untrained[group_id] = group
         self._by_version[policy_version] += keep
@@ -208,7 +202,14 @@ class RolloutBuffer:
         return None if group is None else group.members.get(trajectory_id)
 
     def score(
-        self, trajectory_id: TrajectoryId, *, reward: float, tokens: int, reason: FinishReason, oldest: int
+        self,
+        trajectory_id: TrajectoryId,
+        *,
+        reward: float,
+        tokens: int,
+        reason: FinishReason,
+        oldest: int,
+        separate: dict[str, float] | None = None,
     ) -> Group | None:
         """Record a reward. None (and nothing changes) when the trajectory ended before or was scored already."""
         member = self.member(trajectory_id)
@@ -217,6 +218,7 @@ class RolloutBuffer:
         group = self.groups[trajectory_id.group_id]
         member.state = TrajectoryState.SCORED
         member.reward, member.tokens, member.finish_reason = reward, tokens, reason
+        member.separate_rewards = separate or {}
         if oldest != member.oldest_version:
             member.oldest_version = oldest
             self._date(group)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from streamrl.config.recipe import Launch, Recipe, ReleaseKind
+from streamrl.config.problems import shown
+from streamrl.config.recipe import EngineKind, Launch, Recipe, ReleaseKind
 from streamrl.config.scheduling import RoundKind
 from streamrl.config.topology import prepared_sets
 
+COLDEST, HOTTEST = 0.01, 2.0
+"""Temperatures that vLLM samples with as they are."""
 KINDS_OF_ROUNDS = {RoundKind.SYNCHRONOUS: {"synchronous"}, RoundKind.TAIL_BATCHING: {"short", "long"}}
 """Rounds whose kinds are known; others may call theirs what they like."""
 
@@ -73,6 +76,26 @@ def engine_restarts(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "engines.min_serving",
             f"{engines.min_serving} is more than engines.count = {engines.count}: set {engines.count} or less",
         )
+
+
+def sampling_temperature(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What the trainer divides by must be what the engines sampled with: vLLM takes 0.01 for less than that."""
+    value = recipe.sampling.temperature
+    if recipe.engines.kind is EngineKind.VLLM and not COLDEST <= value <= HOTTEST:
+        yield (
+            "sampling.temperature",
+            (
+                f"{shown(value)} is not what vLLM would sample with, which takes {COLDEST} for less and refuses more "
+                f"than {HOTTEST:g}: set it from {COLDEST} to {HOTTEST:g}"
+            ),
+        )
+
+
+def evaluation_temperature(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Nothing is trained on these: vLLM may take 0.01 for less, which is as good as greedy."""
+    value = recipe.evaluation.temperature
+    if recipe.engines.kind is EngineKind.VLLM and value is not None and value > HOTTEST:
+        yield "evaluation.temperature", f"{shown(value)} is refused by vLLM: set it to {HOTTEST:g} or less"
 
 
 def _shapes(recipe: Recipe) -> Iterator[tuple[str, str]]:

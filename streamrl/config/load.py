@@ -142,7 +142,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
         prompts=structs.replace(recipe.prompts, train=resolve_spec(recipe.prompts.train, directory)),
         rollout=structs.replace(recipe.rollout, policy=resolve_function(recipe.rollout.policy, directory)),
-        rewards=tuple(_resolved_reward(reward, directory) for reward in recipe.rewards),
+        rewards=tuple(resolved_reward(reward, directory) for reward in recipe.rewards),
         judge=structs.replace(recipe.judge, model=_absolute_if_given(recipe.judge.model, directory)),
         reward_limits=structs.replace(
             recipe.reward_limits, combine=resolve_function(recipe.reward_limits.combine, directory)
@@ -153,7 +153,8 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
     )
 
 
-def _resolved_reward(reward: Reward, directory: Path) -> Reward:
+def resolved_reward(reward: Reward, directory: Path) -> Reward:
+    """``reward`` with the file of its function and the paths in its options absolute."""
     options = {
         name: _absolute_if_given(value, directory) if _is_path(reward.function, name, value) else value
         for name, value in reward.options.items()

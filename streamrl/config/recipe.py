@@ -229,8 +229,9 @@ class Evaluation(Section, frozen=True):
     """Held-out ``prompts`` (as ``prompts.train``; empty: none): after every ``every`` steps on the first ``limit`` (0:
     all); before the first step (``at_start``) and after the last one (``at_end``) on all.
 
-    ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k.
-    ``store_samples``: write every completion to ``evaluations/`` of the run.
+    ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k,
+    where a total reward of ``success_reward`` or more is a success. ``store_samples``: write every completion to
+    ``evaluations/`` of the run.
     """
 
     prompts: str = ""
@@ -241,6 +242,7 @@ class Evaluation(Section, frozen=True):
     at_start: bool = True
     at_end: bool = True
     temperature: PositiveFloat | None = None
+    success_reward: float = 1.0
 
 
 class ResumedRewards(StrEnum):

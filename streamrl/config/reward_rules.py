@@ -63,7 +63,7 @@ def limits_fit(recipe: Recipe) -> Broken:
 
 
 def failures_have_one_meaning(recipe: Recipe) -> Broken:
-    """A late call is wrong or it failed; a failure of a shadow reward concerns nobody."""
+    """A late call is wrong, with its value, or it failed; a failure of a shadow reward concerns nobody."""
     for index, reward in enumerate(recipe.rewards):
         if reward.late_is_wrong and reward.on_late is not None:
             yield (
@@ -72,6 +72,11 @@ def failures_have_one_meaning(recipe: Recipe) -> Broken:
                     f'"{reward.on_late}" never happens with late_is_wrong = true, where a late call has the value '
                     f"{reward.wrong_value:g}: leave one of them out"
                 ),
+            )
+        if reward.wrong_value and not reward.late_is_wrong:
+            yield (
+                f"rewards.{index}.wrong_value",
+                f"{reward.wrong_value:g} has no effect without late_is_wrong = true: set that, or leave it out",
             )
         policies = {reward.on_failure, reward.on_late} - {None, FailurePolicy.DROP_SAMPLE}
         if reward.shadow and policies:

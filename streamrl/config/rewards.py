@@ -33,7 +33,7 @@ class AdaptiveLimit(Section, frozen=True):
     """A time limit for each prompt: ``factor`` times its slowest correct call so far, at least ``floor_s`` and at most
     the reward's ``time_limit_s`` (RollPacker, arXiv 2509.21009). Until a prompt was solved once, the limit is
     ``time_limit_s``. A call is correct when its value is at least ``correct_from``. ``key``: a column that names what
-    is run, where that is not the prompt."""
+    is run, where that is not the prompt; every prompt needs it."""
 
     factor: Annotated[float, Meta(ge=1)] = 1.5
     floor_s: PositiveFloat = 2.0
@@ -52,7 +52,8 @@ class Reward(Section, frozen=True):
     has the value ``wrong_value``; otherwise it failed, and ``on_late`` is its policy where that is not ``on_failure``.
     ``concurrency``: calls at once (0: ``reward_limits.concurrency``). ``rate_per_s``: calls started a second (0: no
     bound). ``retries``: of a call that raised, with pauses of ``backoff_s``, twice that, and so on. ``memory_mib``:
-    what a process of it may allocate. ``environment``: variables that it may see, such as an API key.
+    what a process of it may allocate. ``environment``: variables that it may see, such as an API key. Rewards that are
+    not trusted share processes: of these the largest ``memory_mib`` counts, and each sees the variables of all.
     """
 
     function: str

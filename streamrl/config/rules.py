@@ -20,7 +20,12 @@ from streamrl.config import (
     sizing_rules,
     transport_rules,
 )
-from streamrl.config.engine_rules import engine_restarts, prepared_engine_sets
+from streamrl.config.engine_rules import (
+    engine_restarts,
+    evaluation_temperature,
+    prepared_engine_sets,
+    sampling_temperature,
+)
 from streamrl.config.problems import shown
 from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseKind
 
@@ -289,6 +294,8 @@ RULES = (
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), prepared_engine_sets),
     Rule(("engines",), engine_restarts),
+    Rule(("engines.kind", "sampling.temperature"), sampling_temperature),
+    Rule(("engines.kind", "evaluation.temperature"), evaluation_temperature),
     Rule(("transport",), transport_rules.external_needs_tcp),
     Rule(("transport",), transport_rules.hosts_are_named),
     Rule(("transport", "metrics.endpoint"), transport_rules.nothing_leaves_without_keys),

@@ -36,16 +36,23 @@ def to_forget(
 class CheckpointKeeper:
     """The checkpoints of one run in ``directory``: ``step-N`` of version N, the link ``latest``, held-out scores.
 
-    Goes on with what the directory already holds. ``forget`` removes one directory.
+    Goes on with what the directory already holds. ``forget`` removes one directory. ``limit``: held-out prompts of the
+    scores that are compared (0: all).
     """
 
     def __init__(
-        self, trainer: TrainerRanks, directory: Path, rules: Checkpoint, forget: Callable[[Path], Awaitable[None]]
+        self,
+        trainer: TrainerRanks,
+        directory: Path,
+        rules: Checkpoint,
+        forget: Callable[[Path], Awaitable[None]],
+        limit: int = 0,
     ) -> None:
         self._trainer = trainer
         self._directory = directory
         self._rules = rules
         self._forget = forget
+        self._limit = limit
         self._written = _versions_in(directory)
         self._scores = read_scores(directory / SCORES)
         self._saved: set[int] = set()
@@ -68,8 +75,12 @@ class CheckpointKeeper:
         self._written = [version for version in self._written if version != policy_version] + [policy_version]
         await self._prune()
 
-    async def scored(self, policy_version: int, figures: Mapping[str, float]) -> None:
-        """Take the held-out score of a version, before or after it is saved, from the figures of an evaluation."""
+    async def scored(self, policy_version: int, figures: Mapping[str, float], limit: int) -> None:
+        """Take the held-out score of a version, before or after it is saved, from the figures of an evaluation on
+        ``limit`` prompts. One on other prompts says nothing of which is better: that at the end, on all, is of a
+        version that is kept as the last one."""
+        if limit != self._limit:
+            return
         names = sorted(name for name in figures if name.startswith(SCORE_PREFIX))
         score = figures[names[0]] if names else math.nan
         if not math.isnan(score):

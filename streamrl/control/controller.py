@@ -77,7 +77,7 @@ class Controller:
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
         beside: Callable[[], Mapping[str, bytes]] = dict,
         audit: Callable[[int], Awaitable[None]],
-        scored: Callable[[int, dict[str, float]], Awaitable[None]],
+        scored: Callable[[int, dict[str, float], int], Awaitable[None]],
         store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None,
         alarms: Alarms,
         load: Callable[[], EngineLoad],
@@ -364,7 +364,7 @@ class Controller:
         await self._tell.send(on.EvaluationDone(policy_version=version))
         # From here on a newer version may be published: the disk must not hold it up.
         if not evaluation.cancelled:
-            await self._scored(version, figures)
+            await self._scored(version, figures, evaluation.limit)
         if not evaluation.cancelled and self._store is not None:
             await self._store(version, evaluation.outcomes)
 

@@ -35,6 +35,7 @@ class Evaluation:
 
     def __init__(self, held_out: HeldOut, policy_version: int, *, limit: int, seed: int) -> None:
         self.policy_version = policy_version
+        self.limit = limit
         self.cancelled = False
         self.outcomes: list[EndedOutcome] = []
         self._held_out = held_out

@@ -12,6 +12,8 @@ from streamrl.types import ScoredTrajectory
 
 SUCCESS_REWARD = 1.0
 """A sample with at least this total reward counts as solved in pass@k."""
+ROUNDING = 1e-9
+"""How much less it may be: weights of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
@@ -47,8 +49,9 @@ def evaluation_metrics(
     if not rewarded:
         return metrics
     metrics[f"eval/held_out/avg@{samples}"] = fmean(fmean(values) for values in rewards)
+    least = success_reward - ROUNDING
     for k in pass_sizes(samples):
-        solved = [(len(values), sum(v >= success_reward for v in values)) for values in rewards if len(values) >= k]
+        solved = [(len(values), sum(v >= least for v in values)) for values in rewards if len(values) >= k]
         if solved:
             metrics[f"eval/held_out/pass@{k}"] = fmean(pass_at_k(n, c, k) for n, c in solved)
     return metrics | {

@@ -170,7 +170,7 @@ class StragglerAwareSize:
         self._reuse = reuse
         self._utilities = sagc.utilities_of(settings.sizes)
         first = settings.sizes[-1] if settings.calibration_steps else start
-        self._memory = sagc.SizingMemory(size=first, budget=settings.budget)
+        self._memory = sagc.SizingMemory(size=first, budget=settings.budget, asked=settings.budget)
 
     @property
     def size(self) -> int:
@@ -211,11 +211,18 @@ class StragglerAwareSize:
         """Go on with what ``state`` knows; a checkpoint of another kind of sizing: start anew.
 
         Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
+        Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and there is
+        a calibration again; what is known of the sizes stays.
         """
-        if "budget" in state:
-            memory = msgspec.convert(state, sagc.SizingMemory, str_keys=True)
-            size = memory.size if memory.size in self._sizes else self._memory.size
-            self._memory = msgspec.structs.replace(memory, size=size)
+        if "budget" not in state:
+            return
+        memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory
+        other_budget = memory.asked not in (0.0, new.asked)
+        if other_budget:
+            memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0)
+        anew = memory.size not in self._sizes or (other_budget and self._settings.calibration_steps)
+        size = new.size if anew else memory.size
+        self._memory = msgspec.structs.replace(memory, size=size, asked=new.asked)
 
     def _calibrate(self, queue_cap: float) -> str:
         """One step at the largest size is done. After the last one the budget is judged, and the queue made as if that

@@ -165,6 +165,7 @@ class Launching:
             keep=plan.keep or plan.size,
             policy_version=version,
             round_kind=plan.round_kind,
+            queued=plan.source is Source.QUEUE,
         )
         state.next_group_id += 1
         state.slots.charge(group.size)

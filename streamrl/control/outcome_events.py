@@ -35,6 +35,7 @@ def event_of(item: RewardOutcome) -> on.TrajectoryCut | on.TrajectoryFailed | on
         newest_version=trajectory.newest_version,
         reward_version=outcome.reward_version,
         adapted_limits_s=_adapted_limits(outcome),
+        separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
     )
 
 

@@ -27,7 +27,6 @@ class KeptSupply(Record, frozen=True):
     asked: int = 0
     drawn_prompts: int = 0
     exhausted: bool = False
-    copies: int = 1
     cohort: tuple[int, int] | None = None
     launched: dict[str, int] = {}
     unsorted: bool = False
@@ -35,7 +34,7 @@ class KeptSupply(Record, frozen=True):
 
 class RoundSupply:
     """``asked``: prompts that were asked of the source and have not come; ``drawn_prompts``: that came; ``exhausted``:
-    it has no more. ``copies``: how often each prompt of the last cohort entered the queue."""
+    it has no more."""
 
     def __init__(self, settings: ControlSettings, policy: RoundPolicy) -> None:
         self._policy = policy
@@ -48,7 +47,6 @@ class RoundSupply:
         self.exhausted = False
         self._long_batches = settings.tail_batching.long_round_batches
         self._overdrawn = OVERDRAWN * settings.batch_groups
-        self.copies = 1
         self._cohort: tuple[int, int] | None = None
         self._launched: Counter[str] = Counter()
         self._unsorted = False
@@ -90,7 +88,6 @@ class RoundSupply:
             asked=self.asked,
             drawn_prompts=self.drawn_prompts,
             exhausted=self.exhausted,
-            copies=self.copies,
             cohort=self._cohort,
             launched=dict(self._launched),
             unsorted=self._unsorted,
@@ -105,7 +102,7 @@ class RoundSupply:
         if self.predictor is not None and kept.predictor:
             self.predictor.restore(kept.predictor)
         self.asked, self.drawn_prompts, self.exhausted = kept.asked, kept.drawn_prompts, kept.exhausted
-        self.copies, self._cohort = kept.copies, kept.cohort
+        self._cohort = kept.cohort
         self._launched, self._unsorted = Counter(kept.launched), kept.unsorted
 
     def open_cohort(self, prompts: int, copies: int) -> int:
@@ -118,7 +115,7 @@ class RoundSupply:
         return missing
 
     def _load_cohort(self, prompts: int, copies: int) -> None:
-        self._cohort, self.copies = None, copies
+        self._cohort = None
         quotas = dict.fromkeys(self._domains.shares, prompts)
         for _ in range(prompts):
             ticket = self.waiting.take({}, quotas)
@@ -138,9 +135,9 @@ class RoundSupply:
         (self.queue if self.belongs_in_queue(group) else self.waiting).append(next_attempt(group, group.ticket.noise))
 
     def belongs_in_queue(self, group: Group) -> bool:
-        """Whether its prompt, if it is sampled again, waits in the queue: one that has lost before, whose long round is
-        still due, and one copy of several, since the next cohort would copy each of them again."""
-        return group.ticket.noise >= 0 or self.copies > 1
+        """Whether its prompt, if it is sampled again, waits in the queue, where it was: one that has lost before, whose
+        long round is still due, and one of a cohort, which the next cohort would copy again."""
+        return group.queued
 
     def _sort(self) -> None:
         if self.predictor is not None and self._unsorted and self._policy.shortest_prompts_first:

@@ -25,8 +25,9 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     """All that straggler-aware sizing knows between steps; it is what a checkpoint keeps.
 
     ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far; ``rate_sum``: sum of their
-    straggler rates. ``queue``: the virtual queue Q. ``budget``: of the recipe, or what calibration put in its place.
-    ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
+    straggler rates. ``queue``: the virtual queue Q. ``budget``: of the recipe, or what calibration put in its place;
+    ``asked``: of the recipe (0: an older streamrl kept it). ``straggling``, ``calm``: discounted numbers of groups of
+    each size that straggled and that did not.
     """
 
     size: int
@@ -37,6 +38,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     queue: float = 0.0
     straggling: dict[int, float] = {}
     calm: dict[int, float] = {}
+    asked: float = 0.0
 
     @property
     def overspent(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.config.algorithms import WITHIN_GROUPS, objective_settings
 from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.scheduling import GroupSizing, LengthSorted, Order, RoundKind, StalePolicy, TailBatching
 
@@ -14,7 +15,7 @@ RECOVERY_INTERVAL = 100
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields mean what they mean in the recipe; ``batch_groups`` is ``rollout.prompts_per_batch``. ``policy``: the
     class of rounds = "custom". ``seed``: of the random group sizes. ``deterministic``: what is decided does not depend
-    on who answers first (``arrival_order``)."""
+    on who answers first (``arrival_order``). ``compares_siblings``: a sample alone in its group has no advantage."""
 
     steps: int
     batch_groups: int
@@ -39,6 +40,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 0
     checkpoint_at_end: bool = False
     deterministic: bool = False
+    compares_siblings: bool = True
 
     @property
     def batch_trajectories(self) -> int:
@@ -74,4 +76,5 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         checkpoint_every=recipe.checkpoint.every or (RECOVERY_INTERVAL if keeps_journal else 0),
         checkpoint_at_end=recipe.checkpoint.at_end,
         deterministic=recipe.run.deterministic,
+        compares_siblings=objective_settings(recipe.objective).advantages in WITHIN_GROUPS,
     )

@@ -186,7 +186,12 @@ class ControlState:
             self._changed = False
             return
         group = self.buffer.score(
-            event.id, reward=event.reward, tokens=event.tokens, reason=event.finish_reason, oldest=event.oldest_version
+            event.id,
+            reward=event.reward,
+            tokens=event.tokens,
+            reason=event.finish_reason,
+            oldest=event.oldest_version,
+            separate=event.separate_rewards,
         )
         if group is None:  # it was cancelled while its result was on the way
             self.buffer.wasted_tokens += event.tokens
@@ -232,7 +237,7 @@ class ControlState:
         )
 
     def _group_changed(self, group: Group, actions: list[ControlAction]) -> None:
-        """A member ended: drop a group too small for a baseline, or without signal under dynamic sampling."""
+        """A member ended: drop a group too small for the baseline, or without signal under dynamic sampling."""
         if not group.members:
             self.dropped_in_a_row += 1
             self.supply.gives_back(group)
@@ -242,7 +247,7 @@ class ControlState:
             return
         self.lengths.complete(group)
         self.filling.newest = group
-        if group.keep > 1 and len(group.members) == 1:
+        if self.settings.compares_siblings and group.keep > 1 and len(group.members) == 1:
             self.drop_group(group, DropReason.REWARD_FAILED, actions)
         elif self.settings.dynamic_sampling and group.keep > 1 and group.zero_variance:
             self.drop_group(group, DropReason.ZERO_VARIANCE, actions)

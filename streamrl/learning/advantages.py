@@ -17,6 +17,8 @@ from streamrl.config.objective import AdvantageKind
 FloatVector = NDArray[np.float32]
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation, as TRL and the plain loop do."""
+EQUAL = 1e-12
+"""Rewards that differ from their mean by at most this part of the largest differ by rounding: 0.1 + 0.2 and 0.3."""
 
 
 class Moments(NamedTuple):
@@ -52,15 +54,15 @@ def group_advantages(rewards_S: Tensor, kind: AdvantageKind) -> Tensor:
     ``group_std``: minus their mean, divided by (their unbiased standard deviation + 1e-4), GRPO (arXiv 2402.03300).
     ``group_mean`` and ``group_then_batch``: minus their mean. ``leave_one_out``: minus the mean of the others.
     Other kinds: the rewards themselves. A group of one sample, or of equal rewards, has advantage exactly 0 where
-    siblings are compared: rounding in the mean must not make a gradient out of nothing.
+    siblings are compared: rounding, of the mean or of a sum of parts, must not make a gradient out of nothing.
     """
     rewards_S = rewards_S.double()
     if kind not in WITHIN_GROUPS:
         return rewards_S.float()
     samples = rewards_S.numel()
-    if samples < 2 or bool((rewards_S == rewards_S[0]).all()):
-        return torch.zeros(rewards_S.shape, dtype=torch.float32)
     centred_S = rewards_S - rewards_S.mean()
+    if samples < 2 or bool(centred_S.abs().max() <= EQUAL * rewards_S.abs().max()):
+        return torch.zeros(rewards_S.shape, dtype=torch.float32)
     if kind is AdvantageKind.GROUP_STD:
         centred_S = centred_S / (rewards_S.std() + STD_EPSILON)
     elif kind is AdvantageKind.LEAVE_ONE_OUT:

@@ -30,7 +30,9 @@ class ValueHead:
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         """Values before each predicted token, float32 [N]."""
-        values_N: Tensor = self._linear(hidden_ND.float())[:, 0]
+        # Outside autocast, which would compute, and return, bfloat16.
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            values_N: Tensor = self._linear(hidden_ND.float())[:, 0]
         return values_N
 
     def reduce(self) -> float:

@@ -26,7 +26,7 @@ class TokenInputs(NamedTuple):
     """What is known of ``N`` trained tokens before the model runs. Float32 [N] unless said.
 
     ``weights_N``: of each token in the un-normalised sum. ``staleness_N``: int64, versions between the one that sampled
-    the token's sample first and the one that is differentiated. ``sequence_N``: int64, ascending, index of its sample
+    the token and the one that is differentiated. ``sequence_N``: int64, ascending, index of its sample
     among the ``sequences`` of the row. ``proximal_N`` None: the policy that is differentiated, before this step.
     ``reference_N``: logprobs of the reference model. ``old_values_N``, ``returns_N``: of the critic.
     """

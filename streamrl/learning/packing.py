@@ -113,7 +113,7 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
     laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, _group_key)])
     counts = [len(indices) for indices in trained]
 
-    def of_trained(arrays: list[TokenArray] | list[FloatArray], dtype: type) -> Tensor:
+    def of_trained(arrays: Sequence[TokenArray | FloatArray | NDArray[Any]], dtype: type) -> Tensor:
         """Entries of the trained tokens of each sample's array, joined."""
         chosen: list[NDArray[Any]] = [
             np.asarray(values, dtype=dtype)[where] for values, where in zip(arrays, trained, strict=True)
@@ -139,7 +139,7 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
             behavior_N=of_trained([sample.behavior_logprobs for sample in samples], np.float32),
             advantages_N=per_token([i.advantage for i in row], np.float32) if advantages is None else advantages,
             weights_N=per_token([item.weight for item in row], np.float32),
-            staleness_N=per_token([policy_version - item.sample.oldest_version for item in row], np.int64),
+            staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], np.int64),
             sequence_N=per_token(list(range(len(row))), np.int64),
             sequences=len(row),
             proximal_N=joined([item.proximal for item in row]),
@@ -149,6 +149,14 @@ def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.devic
         ),
         sample_ids=tuple(str(item.sample.id) for item in row),
     )
+
+
+def token_versions(sample: TrainingSample) -> NDArray[np.int64]:
+    """Policy version of each token, where it is sampled: the oldest one for a token of which nothing else is said."""
+    versions = np.full(len(sample.token_ids), sample.oldest_version, dtype=np.int64)
+    for span in sample.version_spans:
+        versions[span.start : span.end] = span.policy_version
+    return versions
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:

@@ -40,10 +40,12 @@ UNSCORED = SampleScores()
 
 def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
     """The reward that the objective sees: with DAPO's soft overlong punishment, where it is asked for."""
+    return sample.reward + _overlong(sample, options)
+
+
+def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
     settings = options.objective
-    if not settings.overlong_buffer:
-        return sample.reward
-    return sample.reward + soft_overlong_penalty(
+    return soft_overlong_penalty(
         sample.trained_tokens,
         max_tokens=options.max_tokens,
         buffer=settings.overlong_buffer,
@@ -52,9 +54,9 @@ def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
 
 
 def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
-    """Whether a group can have a gradient at all."""
-    rewards = [shaped_reward(sample, options) for sample in group.samples]
-    return options.objective.trains_without_signal or any(reward != rewards[0] for reward in rewards)
+    """Whether a group can have a gradient at all. Rewards that are compared alone may differ where totals are equal."""
+    compared = [(shaped_reward(sample, options), sample.separate_rewards) for sample in group.samples]
+    return options.objective.trains_without_signal or any(rewards != compared[0] for rewards in compared)
 
 
 def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
@@ -75,28 +77,42 @@ def prepare_group(
     """Samples of one group with their advantages; those of ``WHOLE_BATCH`` kinds are not final yet."""
     kind = options.objective.advantages
     penalties = [_penalties(sample, scores.get(sample.id, UNSCORED), options) for sample in group.samples]
-    rewards = [shaped_reward(sample, options) for sample in group.samples]
     if kind in (AdvantageKind.BATCH, AdvantageKind.COHORT, AdvantageKind.GAE):
-        compared = rewards
+        compared = [shaped_reward(sample, options) for sample in group.samples]
     else:
         # Siblings are compared by what the whole sample earned, so its penalties are one number.
-        totals = [reward - float(p.sum()) for reward, p in zip(rewards, penalties, strict=True)]
-        compared = _compared(group, totals, kind)
-    members = zip(group.samples, compared, penalties, strict=True)
-    prepared = [_prepare(sample, value, p, scores.get(sample.id, UNSCORED), options) for sample, value, p in members]
-    return [item for item in prepared if item.sample.trained_tokens and counts_in_loss(item.sample, options)]
+        compared = _compared(group, [float(p.sum()) for p in penalties], options)
+    return [
+        _prepare(sample, value, p, scores.get(sample.id, UNSCORED), options)
+        for sample, value, p in zip(group.samples, compared, penalties, strict=True)
+        if sample.trained_tokens and counts_in_loss(sample, options)  # models say nothing of a sample without any
+    ]
 
 
-def _compared(group: TrainingGroup, totals: Sequence[float], kind: AdvantageKind) -> list[float]:
-    """Advantages of the siblings by their totals; or by each reward alone, where what shapes them is one more."""
+def _compared(group: TrainingGroup, penalties: Sequence[float], options: TrainerOptions) -> list[float]:
+    """Advantages of the siblings by their totals; or by each reward alone, where each that shapes them is one more."""
+    kind = options.objective.advantages
     if not any(sample.separate_rewards for sample in group.samples):
+        totals = [shaped_reward(s, options) - penalty for s, penalty in zip(group.samples, penalties, strict=True)]
         return list(group_advantages(torch.tensor(totals, dtype=torch.float64), kind).tolist())
-    shaping = [total - sample.reward for total, sample in zip(totals, group.samples, strict=True)]
     rewards = [
-        sample.separate_rewards | ({"": (1.0, shaped)} if any(shaping) else {})
-        for sample, shaped in zip(group.samples, shaping, strict=True)
+        sample.separate_rewards | _shaping(sample, penalty, options)
+        for sample, penalty in zip(group.samples, penalties, strict=True)
     ]
     return list(separate_advantages(rewards, kind).tolist())
+
+
+def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) -> dict[str, tuple[float, float]]:
+    """(weight, value) of what shapes a reward that is compared alone. The size of a value is lost in the comparison,
+    so the coefficient is the weight. Names that no reward has: one with "/" is refused."""
+    settings = options.objective
+    shaping: dict[str, tuple[float, float]] = {}
+    if settings.overlong_buffer and settings.overlong_penalty:
+        value = _overlong(sample, options) / settings.overlong_penalty
+        shaping["/overlong"] = settings.overlong_penalty, value
+    if settings.has_reference and settings.kl_in is KlPlace.REWARD:
+        shaping["/kl"] = settings.kl_coefficient, -penalty / settings.kl_coefficient
+    return shaping
 
 
 def _penalties(sample: TrainingSample, scores: SampleScores, options: TrainerOptions) -> FloatVector:

@@ -271,7 +271,10 @@ class TorchTrainer:
         sums.seconds += time.perf_counter() - started
         # Every token of the batch weighs the same, in whichever update it is.
         loss_tokens, loss_samples = sums.loss_tokens / updates, sums.loss_samples / updates
-        order = {group: index for index, group in enumerate(sorted({i.sample.id.group_id for i in prepared}))}
+        # Numbered over all ranks: if each began with 0, the first update would have the first group of every rank.
+        groups = sorted({item.sample.id.group_id for item in prepared})
+        first = process_group.count_before(len(groups), self._device)
+        order = {group: index for index, group in enumerate(groups, first)}
         steps, optimizing = [], 0.0
         for update in range(updates):
             share = [item for item in prepared if order[item.sample.id.group_id] % updates == update]

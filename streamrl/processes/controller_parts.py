@@ -207,5 +207,6 @@ async def read_held_out(recipe: Recipe, parts: Parts) -> HeldOut:
         prompts=prompts,
         samples=evaluation.samples,
         temperature=evaluation.temperature,
+        success_reward=evaluation.success_reward,
         in_flight=parts.ready.max_running,
     )

@@ -24,7 +24,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NU
 
 
 def passed_environment(rewards: Iterable[Reward]) -> dict[str, str]:
-    """Environment of the processes that run ``rewards``."""
+    """Environment of the processes that run ``rewards``: shared, so what one of them names all of them see."""
     named = {name for reward in rewards for name in reward.environment}
     passed = {
         name: value

@@ -156,8 +156,9 @@ class RewardSet:
         prompt = texts.prompt_of(members[0])
         completion = [texts.texts[m] for m in members] if signature.per_group else texts.texts[members[0]]
         key = prompt.prompt_id
-        if (adaptive := lane.reward.adaptive_limit) is not None and adaptive.key != "prompt_id":
-            key = str(prompt.columns.get(adaptive.key, key))
+        if signature.limit_key:
+            # A source whose rows were not all looked at before the start may have one without the column.
+            key = str(prompt.columns.get(signature.limit_key, key))
         lane.call(completion, arguments, on_done, count=len(members), key=key, rank=rank)
 
     def members_of_calls(self, index: int, texts: SampleTexts) -> list[list[int]]:

@@ -30,7 +30,7 @@ _COMPLETION_NAMES = ("completion", _GROUP_PARAMETER)
 class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
     """What one reward function needs. ``columns``: dataset columns it cannot do without; ``optional_columns``: those
     with a default; ``provided``: names of ``PROVIDED`` it asked for; ``first``: its first parameter's name; ``bound``:
-    names that options have set, whatever columns there are."""
+    names that options have set, whatever columns there are; ``limit_key``: a column that its time limits follow."""
 
     spec: str
     name: str
@@ -42,6 +42,7 @@ class RewardSignature(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[str, ...] = ()
     optional_columns: tuple[str, ...] = ()
     provided: tuple[str, ...] = ()
+    limit_key: str = ""
 
 
 class RewardFunction(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,10 @@ def load_reward(reward: Reward) -> RewardFunction:
             raise RecipeError([f'reward "{reward.function}" is a {kind}, not a function: name a function'])
         if reward.options:
             function = _bind(reward, function)
-    return RewardFunction(signature=_read_signature(reward.function, reward.label, function), call=function)
+    signature = _read_signature(reward.function, reward.label, function)
+    if reward.adaptive_limit is not None and reward.adaptive_limit.key != "prompt_id":
+        signature = msgspec.structs.replace(signature, limit_key=reward.adaptive_limit.key)
+    return RewardFunction(signature=signature, call=function)
 
 
 def inspect_reward(reward: Reward) -> RewardSignature:
@@ -120,8 +124,11 @@ def _bind(reward: Reward, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def needed_columns(signatures: Iterable[RewardSignature]) -> dict[str, tuple[str, ...]]:
-    """The dataset columns that each reward cannot do without, by reward name."""
-    return {signature.name: signature.columns for signature in signatures}
+    """The dataset columns that each reward cannot do without, by reward name: its function, and its time limits."""
+    return {
+        signature.name: tuple(dict.fromkeys([*signature.columns, *filter(None, [signature.limit_key])]))
+        for signature in signatures
+    }
 
 
 def _parameters(spec: str, function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -62,7 +62,8 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
         engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_running if recipe else 0),
         trainer=msgspec.structs.replace(trainer.model, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
-        engines=Engines(count=header.engines, prompt_tokens=prompt_tokens, capacity=header.capacity),
+        # Not the run's capacity: another recipe's batches are measured against their own.
+        engines=Engines(count=header.engines, prompt_tokens=prompt_tokens),
         reward=_reward(run),
         push=_push(run.steps[1:]),
     )

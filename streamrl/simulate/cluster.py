@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.config.recipe import Recipe
 from streamrl.config.toml_text import parse_toml, toml_document
 from streamrl.errors import UNDECODABLE, StreamRLError
 from streamrl.simulate.engines import EngineModel
@@ -16,7 +17,7 @@ from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
-    in requests (0: ``count`` x ``max_running`` of the engine, or the slots of the recipe where those are fewer).
+    in requests (0: ``count`` x ``max_running`` of the engine, or a batch of the recipe where that is fewer).
     ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled.
 
     ``migration_s``: from the abort of a request that moves to its submission elsewhere; ``start_s``: for an engine
@@ -126,6 +127,25 @@ PRESETS: dict[str, ClusterModel] = {
     "rollpacker-14b-16k": ROLLPACKER_14B,
     "rollpacker-14b-16k-code": ROLLPACKER_14B_CODE,
 }
+
+
+def differences(recipe: Recipe, model: ClusterModel, cap: int) -> list[str]:
+    """What the recipe says and the simulation does not do. ``cap``: of the lengths that it draws."""
+    told: list[str] = []
+    if recipe.engines.count != model.engines.count:
+        told.append(
+            f"the cluster has {model.engines.count} engines, whatever the recipe says (engines.count = "
+            f"{recipe.engines.count}): a cluster file sets engines.count"
+        )
+    wanted = recipe.sampling.max_tokens
+    if wanted < cap:
+        told.append(f"lengths of the cluster go up to {cap} tokens and are cut at sampling.max_tokens = {wanted}")
+    elif wanted > cap:
+        told.append(
+            f"no completion is longer than the cluster's {cap} tokens, and the recipe allows more (sampling.max_tokens "
+            f"= {wanted}): a cluster file sets lengths.cap"
+        )
+    return told
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:

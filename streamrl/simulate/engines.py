@@ -133,6 +133,7 @@ class EngineClock:
         self.steps = 0.0
         self._finishing: list[tuple[float, int, Request]] = []
         self._serial = 0
+        self._held_up_s = 0.0
         self._prefixes: dict[int, int] = {}
 
     def _step_s(self) -> float:
@@ -280,13 +281,16 @@ class EngineClock:
     def pause(self, now: float) -> None:
         """Stand still until ``resume``."""
         self.advance(now)
+        if not self.paused:
+            self._held_up_s = max(self.blocked_until - now, 0.0)
         self.paused = True
 
     def resume(self, now: float, *, recompute: bool = False) -> None:
         """Go on; ``recompute``: the KV of all that runs is made again under the new weights."""
         self.advance(now)
         self.paused = False
-        self.blocked_until = now
+        held_up = self._held_up_s if self.running else 0.0  # what was due is still to be done, unless it was taken off
         if recompute and self.model.prefill_tokens_s:
-            self.blocked_until += self.held_kv / self.model.prefill_tokens_s
+            held_up = max(held_up, self.held_kv / self.model.prefill_tokens_s)
+        self.blocked_until = now + held_up
         self.admit()

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from streamrl.buffers.rollout_buffer import Accounting
 from streamrl.control.settings import ControlSettings
 from streamrl.simulate.engines import EngineClock, Request
 from streamrl.simulate.report import SimulationReport, StepRow, Tally
 
 MOST_WAITING_PROMPTS = 1 << 16
+
+
+class BatchSums(msgspec.Struct):
+    """What joined one batch. ``straggled``: groups of it; ``longest``: its longest completion."""
+
+    kind: str = ""
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    longest: int = 0
+    straggled: int = 0
 
 
 class StepLedger:
@@ -25,8 +38,8 @@ class StepLedger:
         self._busy_began = self._busy_full = self._generated_began = 0.0
         self._preemptions_began = 0
         self._trainer_began = self._trainer_now = 0.0
-        self._kind = ""
-        self._groups = self._samples = self._tokens = self._longest = 0
+        self._open = BatchSums()
+        self._closed = BatchSums()
 
     # ---- what happens ------------------------------------------------------------------------------
 
@@ -46,7 +59,7 @@ class StepLedger:
         """A group joined the batch that ``trainer_version`` trains. Returns its trained tokens."""
         lengths = [request.length for request in requests]
         oldest = [request.first_version for request in requests]
-        self._tally.group(kind, lengths, sum(trainer_version - version for version in oldest))
+        straggled = self._tally.group(kind, lengths, sum(trainer_version - version for version in oldest))
         stalest = trainer_version - min(oldest)
         if stalest > self._tally.staleness_max:
             self._tally.staleness_max = stalest
@@ -54,16 +67,20 @@ class StepLedger:
         if first is not None:
             self._tally.waited(trainer_version - first)
         tokens = sum(lengths)
-        self._kind = kind
-        self._groups += 1
-        self._samples += len(lengths)
-        self._tokens += tokens
-        self._longest = max(self._longest, *lengths)
+        batch = self._open
+        batch.kind = kind
+        batch.groups += 1
+        batch.samples += len(lengths)
+        batch.tokens += tokens
+        batch.longest = max(batch.longest, *lengths)
+        batch.straggled += straggled
         return tokens
 
     def batch_full(self, now: float) -> None:
-        """The trainer was told to step."""
+        """The trainer was told to step. What joins from here on is of the next batch, also while this one is
+        pushed."""
         self._full = now
+        self._closed, self._open = self._open, BatchSums()
         self._advance(now)
         self._busy_full = sum(engine.busy_s for engine in self._engines)
 
@@ -81,24 +98,24 @@ class StepLedger:
         busy = sum(engine.busy_s for engine in self._engines)
         generated = sum(engine.generated for engine in self._engines)
         rollout_s, step_s = self._full - self._began, now - self._began
+        batch = self._closed
         row = StepRow(
             policy_version=version,
-            round_kind=self._kind,
+            round_kind=batch.kind,
             step_s=step_s,
             rollout_s=rollout_s,
             training_s=self._trained - self._full,
             push_s=now - self._publishing,
-            groups=self._groups,
-            samples=self._samples,
-            trained_tokens=self._tokens,
+            groups=batch.groups,
+            samples=batch.samples,
+            trained_tokens=batch.tokens,
             generated_tokens=generated - self._generated_began,
-            longest=self._longest,
+            longest=batch.longest,
             rollout_bubble=_idle(self._busy_full - self._busy_began, self.capacity * rollout_s),
             step_bubble=_idle(busy - self._busy_began, self.capacity * step_s),
         )
-        self._tally.close(row, self._busy_full - self._busy_began, busy - self._busy_began)
+        self._tally.close(row, batch.straggled, self._busy_full - self._busy_began, busy - self._busy_began)
         self._began, self._busy_began, self._generated_began = now, busy, generated
-        self._groups = self._samples = self._tokens = self._longest = 0
         self._trainer_now = trainer_worked_s
         return row
 

@@ -195,6 +195,23 @@ class RecordedLengths:
         return lengths[:samples]
 
 
+class CappedLengths:
+    """Those of ``source`` where the recipe lets no completion be longer than ``cap``."""
+
+    def __init__(self, source: LengthSource, cap: int) -> None:
+        self._source = source
+        self.cap = cap
+
+    def draw(self, prompt: int, noise: int, samples: int, version: int) -> list[int]:
+        """See ``LengthSource``."""
+        return [min(length, self.cap) for length in self._source.draw(prompt, noise, samples, version)]
+
+
+def capped(source: LengthSource, max_tokens: int) -> LengthSource:
+    """``source`` with no length beyond ``max_tokens``. What is longer than its own cap nobody knows."""
+    return CappedLengths(source, max_tokens) if max_tokens < source.cap else source
+
+
 def recorded_rows(run: RecordedRun, seed: int = 0) -> list[list[int]]:
     """The lengths of each prompt in the order of their launch; of several attempts the one that says most.
 

@@ -205,7 +205,7 @@ class Tally:
         self.step = Spread()
         self.kinds: dict[str, KindTally] = {}
         self.unbiased = Lengths(self._cap)
-        self.trained_tokens = self.samples = self.groups = self.straggled = 0
+        self.trained_tokens = self.samples = self.groups = 0
         self.straggler_shares = 0.0
         self.generated = self.busy_step = self.busy_rollout = self.rollout_s = self.step_s = self.trainer_s = 0.0
         self.staleness_total = self.staleness_max = 0
@@ -220,8 +220,8 @@ class Tally:
             self.kinds[name] = KindTally(self._cap)
         return self.kinds[name]
 
-    def group(self, kind: str, lengths: list[int], staleness: int) -> None:
-        """One trained group; ``staleness``: sum over its trajectories."""
+    def group(self, kind: str, lengths: list[int], staleness: int) -> bool:
+        """One trained group; ``staleness``: sum over its trajectories. Whether it straggled."""
         self.kind(kind).trained.add(lengths)
         size = len(lengths)
         self.groups += 1
@@ -232,7 +232,7 @@ class Tally:
         longest = max(lengths)
         ordered = sorted(lengths)
         median = (ordered[size // 2] + ordered[(size - 1) // 2]) / 2
-        self.straggled += longest >= self._ratio * median or longest >= self._cap
+        return longest >= self._ratio * median or longest >= self._cap
 
     def trained(self) -> LengthSummary:
         """Lengths of all that was trained, whatever its kind of round."""
@@ -248,10 +248,10 @@ class Tally:
         self.wait_total += updates
         self.wait_max = max(self.wait_max, updates)
 
-    def close(self, row: StepRow, busy_rollout: float, busy_step: float) -> None:
-        """One step ended; ``busy_...``: integral of running requests over its rollout, and over all of it."""
-        self.straggler_shares += self.straggled / max(row.groups, 1)
-        self.straggled = 0
+    def close(self, row: StepRow, straggled: int, busy_rollout: float, busy_step: float) -> None:
+        """One step ended; ``straggled``: groups of its batch; ``busy_...``: integral of running requests over its
+        rollout, and over all of it."""
+        self.straggler_shares += straggled / max(row.groups, 1)
         self.step.add(row.step_s)
         tally = self.kind(row.round_kind)
         tally.step.add(row.step_s)

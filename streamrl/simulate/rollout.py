@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.engines.continuation import FEWEST_KEPT
+from streamrl.engines.continuation import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request
@@ -42,6 +42,7 @@ class SimulatedRollout:
         self._agenda = agenda
         self._watch = watch
         self._kept: dict[tuple[int, int], float] | None = {} if verifies_losers else None
+        self._most_open = 0
         self._routes = LeastLoaded(model.engines.count)
         self._in_use = model.engines.count
         self._freed: set[int] = set()
@@ -114,6 +115,7 @@ class SimulatedRollout:
                 self._verify(request, self._kept.pop((action.noise, identity.sample), 0.0))
             requests[identity] = request
             self._submit(request)
+        self._most_open = max(self._most_open, len(requests))
 
     def _verify(self, request: Request, kept: float) -> None:
         """It begins with the tokens that it had, up to the first one that the weights choose otherwise now."""
@@ -162,8 +164,19 @@ class SimulatedRollout:
             request = self.requests.pop(identity, None)
             if request is not None:
                 self._take_off(request)
-                if self._kept is not None:
-                    self._kept[request.noise, identity.sample] = min(request.sampled, request.length - 1)
+                self._keep(request)
+
+    def _keep(self, request: Request) -> None:
+        """The tokens of a loser. As many losers as the real engines' store has: what lost beside the winners of its own
+        prompt is never sampled again."""
+        tokens = min(request.sampled, request.length - 1)
+        if self._kept is None or tokens < FEWEST_KEPT:
+            return
+        name = (request.noise, request.id.sample)
+        self._kept.pop(name, None)  # to the end
+        self._kept[name] = tokens
+        while len(self._kept) > ROUNDS_KEPT * self._most_open:
+            del self._kept[next(iter(self._kept))]
 
     def cut(self, action: do.CutTrajectories) -> list[on.TrajectoryCut]:
         """Stop those that have not ended, and keep their tokens."""

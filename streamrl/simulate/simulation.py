@@ -19,6 +19,7 @@ from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
 from streamrl.errors import StreamRLError
+from streamrl.seeds import derive_seed
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedRelease, SimulatedSwitch
@@ -83,7 +84,8 @@ class Simulation:
         most_engines = engines.most_engines(model)
         self.rollout = SimulatedRollout(model, self.agenda, watch, most=most_engines, verifies_losers=verifies)
         most = model.engines.count * model.engine.max_running
-        capacity = model.engines.capacity or min(most, self.core.slots.capacity)
+        # Whatever the rounds have in flight: as the real pipeline measures its engines.
+        capacity = model.engines.capacity or min(most, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, capacity, lengths.cap)
         self.finished = ""
         self._lengths = lengths
@@ -103,6 +105,8 @@ class Simulation:
         self._answers: deque[on.ControlEvent] = deque()
         self._telling = False
         self._next_prompt = 0
+        self._seed = seed
+        self._shares = settings.tail_batching.domains
         self._measured_s = 0.0
         self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
@@ -220,7 +224,17 @@ class Simulation:
         first, self._next_prompt = self._next_prompt, self._next_prompt + action.count
         ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
         tokens = (self.model.engines.prompt_tokens,) * action.count
-        self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
+        domains = tuple(self._domain_of(number) for number in range(first, self._next_prompt)) if self._shares else ()
+        self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens, domains=domains))
+
+    def _domain_of(self, number: int) -> str:
+        """By chance with the recipe's shares, as in a dataset that was shuffled."""
+        point = derive_seed(self._seed, "domain", number) / 2**63 * sum(self._shares.values())
+        for name, share in self._shares.items():
+            point -= share
+            if point < 0:
+                return name
+        return next(reversed(self._shares))
 
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids

@@ -166,6 +166,9 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
 
 
 RULES = [
+    ("[sampling]\ntemperature = 0.005\n", "sampling.temperature: 0.005 is not what vLLM would sample with, which"),
+    ("[sampling]\ntemperature = 2.5\n", "refuses more than 2: set it from 0.01 to 2"),
+    ("[evaluation]\ntemperature = 2.5\n", "evaluation.temperature: 2.5 is refused by vLLM: set it to 2 or less"),
     ("[rollout]\nmax_staleness = 2\n", 'rollout.max_staleness: 2 does not fit rounds = "synchronous"'),
     ('[rollout]\nrounds = "continuous"\n', 'rollout.max_staleness: 0 does not fit rounds = "continuous"'),
     ('[rollout]\nin_flight = "resume"\n', 'rollout.in_flight: "resume" has no effect'),
@@ -267,6 +270,8 @@ def test_rules_between_fields(tmp_path: Path, addition: str, expected: str) -> N
 @pytest.mark.parametrize(
     "addition",
     [
+        "[sampling]\ntemperature = 2.0\n[evaluation]\ntemperature = 1e-6\n",
+        "[sampling]\ntemperature = 9.0\n[engines]\nkind = 'simulated'\n",
         *(f'[objective]\nalgorithm = "{algorithm}"\nkl_coefficient = 0.01\n' for algorithm in Algorithm),
         '[rollout]\ngroup_size = 1\n[objective]\nalgorithm = "ppo"\n',
         "[objective]\noverlong_buffer = 64\ntrain_truncated = false\n",
@@ -400,11 +405,11 @@ positive_float = st.floats(1e-300, 1e300)
             max_staleness=positive,
             in_flight=st.sampled_from(InFlight),
         ),
-        sampling=st.builds(Sampling, temperature=positive_float, top_p=st.floats(1e-9, 1)),
+        sampling=st.builds(Sampling, temperature=st.floats(0.01, 2), top_p=st.floats(1e-9, 1)),
         objective=st.builds(Objective, algorithm=st.sampled_from(Algorithm), entropy_coefficient=st.floats(-1, 1)),
         training=st.builds(Training, learning_rate=st.floats(0, 1)),
         engines=st.integers(1, 4).map(lambda n: Engines(count=n, cores=tuple(f"{i}-{i + 1}" for i in range(n)))),
-        evaluation=st.builds(Evaluation, temperature=st.none() | positive_float),
+        evaluation=st.builds(Evaluation, temperature=st.none() | st.floats(1e-9, 2)),
     )
 )
 def test_dump_and_load_round_trip(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:

@@ -55,6 +55,7 @@ GOOD = Reward(function="a:b")
             {},
             '"stop" never happens with late_is_wrong = true',
         ),
+        ((Reward(function="a:b", wrong_value=5.0),), {}, "wrong_value: 5 has no effect without late_is_wrong = true"),
         ((GOOD, Reward(function="a:c", shadow=True, on_failure=FailurePolicy.STOP)), {}, '"stop" on a shadow reward'),
         ((GOOD,), {"combine": "median"}, '"median" is no way to combine rewards'),
     ],
@@ -69,6 +70,7 @@ def test_a_rule_that_is_broken_says_what_to_write(
 def test_what_is_fine_is_not_refused() -> None:
     assert not problems_of(GOOD, Reward(function="c:b", name="other"), Reward(function="exact_match", shadow=True))
     assert not problems_of(GOOD, combine="module:function")
+    assert not problems_of(Reward(function="a:b", late_is_wrong=True, wrong_value=-1.0))
 
 
 @pytest.mark.parametrize(

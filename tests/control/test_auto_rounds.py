@@ -353,6 +353,20 @@ def test_restored_it_goes_on_as_if_it_had_never_stopped(make: Callable[[], Engin
     assert resumed.policy.snapshot() == whole.policy.snapshot()
 
 
+def test_a_fork_without_the_rounds_that_ran_begins_with_synchronous_ones() -> None:
+    engine = Engine(AutoRounds(settings(8, long_round_batches=2)), Lengths(), prompts=8, request_s=5e-6)
+    engine.play(40)
+    assert engine.policy.current.long_batches == 2
+    fork = AutoRounds(settings(engine.prompts))
+    fork.restore(msgspec.json.decode(msgspec.json.encode(engine.policy.snapshot())))
+    assert fork.current == SYNCHRONOUS
+    engine.policy = fork
+    engine.explained.clear()
+    engine.play(1)
+    assert "synchronous" in engine.explained[0].reason, "what was held before does not delay the first comparison"
+    engine.play(20)
+
+
 def test_slots_suffice_for_every_candidate() -> None:
     policy = AutoRounds(settings(8))
     assert policy.slots() >= math.ceil(1.5 * 8) * 8

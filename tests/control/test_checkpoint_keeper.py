@@ -65,12 +65,18 @@ def write_anew(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def keeper_of(directory: Path, ranks: Ranks | None = None, **rules: float) -> CheckpointKeeper:
+def keeper_of(directory: Path, ranks: Ranks | None = None, limit: int = 0, **rules: float) -> CheckpointKeeper:
     async def forget(path: Path) -> None:
         assert (directory / "latest").resolve() != path
         shutil.rmtree(path)
 
-    return CheckpointKeeper(ranks or Ranks(), directory, Checkpoint(**rules), forget)  # type: ignore[arg-type]
+    return CheckpointKeeper(
+        ranks or Ranks(),  # type: ignore[arg-type]
+        directory,
+        Checkpoint(**rules),  # type: ignore[arg-type]
+        forget,
+        limit=limit,
+    )
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -84,11 +90,12 @@ def test_last_best_and_permanent_checkpoints_stay(tmp_path: Path) -> None:
         scores = {2: 0.1, 4: 0.9, 6: 0.5, 8: math.nan, 10: 0.3, 12: 0.2}
         for version in range(2, 14, 2):
             if version == 6:  # its evaluation ended before it was saved
-                await keeper.scored(6, {"eval/held_out/avg@4": 0.5, "eval/held_out/pass@4": 1.0})
+                await keeper.scored(6, {"eval/held_out/avg@4": 0.5, "eval/held_out/pass@4": 1.0}, 0)
             await keeper.save(version, {})
             assert (tmp_path / "c" / "latest").readlink() == Path(f"step-{version:06d}")
             if version != 6:
-                await keeper.scored(version, {"eval/held_out/pass@1": 2.0, "eval/held_out/avg@1": scores[version]})
+                figures = {"eval/held_out/pass@1": 2.0, "eval/held_out/avg@1": scores[version]}
+                await keeper.scored(version, figures, 0)
         assert steps_in(tmp_path / "c") == [4, 10, 12]
         await keeper.save(12, {})
         assert [version for _, version, _ in ranks.asked] == [2, 4, 6, 8, 10, 12]  # each once
@@ -97,20 +104,40 @@ def test_last_best_and_permanent_checkpoints_stay(tmp_path: Path) -> None:
         # A later life of the run in the same directory knows the best of the earlier one.
         later = keeper_of(tmp_path / "c", keep=1, keep_best=1)
         await later.save(14, {})
-        await later.scored(14, {"eval/held_out/avg@1": 0.8})
+        await later.scored(14, {"eval/held_out/avg@1": 0.8}, 0)
         assert steps_in(tmp_path / "c") == [4, 14]
         await later.save(16, {})
-        await later.scored(16, {"eval/held_out/avg@1": 0.95})
+        await later.scored(16, {"eval/held_out/avg@1": 0.95}, 0)
         assert steps_in(tmp_path / "c") == [16]
 
     anyio.run(scenario)
+
+
+def test_scores_on_other_prompts_are_no_rivals(tmp_path: Path) -> None:
+    """On the first 8 prompts while it trains, on all at the end: the latter are harder, or easier."""
+
+    async def scenario(last: float, kept: list[int]) -> None:
+        directory = tmp_path / str(last)
+        keeper = keeper_of(directory, limit=8, keep=1, keep_best=1)
+        for version, score in ((1, 0.4), (2, 0.6), (3, 0.5)):
+            await keeper.save(version, {})
+            await keeper.scored(version, {"eval/held_out/avg@1": score}, 8)
+        await keeper.save(4, {})
+        await keeper.scored(4, {"eval/held_out/avg@1": last}, 0)
+        await keeper.scored(2, {"eval/held_out/avg@1": 0.0}, 0)  # a version may be evaluated on both
+        assert steps_in(directory) == kept
+        await keeper.save(5, {})  # a run that is made longer
+        assert steps_in(directory) == [2, 5]
+
+    for last in (0.9, 0.1):
+        anyio.run(scenario, last, [2, 4])
 
 
 def test_a_keeper_knows_of_no_more_versions_than_there_are(tmp_path: Path) -> None:
     async def scenario() -> None:
         keeper = keeper_of(tmp_path, keep=2, keep_best=1)
         for version in range(1, 30):
-            await keeper.scored(version, {"eval/held_out/avg@1": -float(version)})
+            await keeper.scored(version, {"eval/held_out/avg@1": -float(version)}, 0)
             await keeper.save(version, {})
         assert steps_in(tmp_path) == [1, 28, 29] == sorted(keeper._saved)
         assert read_scores(tmp_path / SCORES_FILE).keys() <= {1, 27, 28, 29}

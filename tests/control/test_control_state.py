@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from control_world import World, control_settings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from streamrl.config.load import load_recipe
 from streamrl.config.scheduling import LengthSorted, Losers, Order, RoundKind, StalePolicy, TailBatching
 from streamrl.control import events as on
-from streamrl.types import FinishReason
+from streamrl.control.outcome_events import event_of
+from streamrl.control.settings import control_settings as settings_of
+from streamrl.stage_messages import Scored
+from streamrl.types import (
+    FinishReason,
+    Prompt,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    float_array,
+    token_array,
+)
 
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 ROUNDS: dict[str, dict[str, object]] = {
     "synchronous": {},
     "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
@@ -351,6 +367,60 @@ def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
     assert world.draw == 1
     world.run_to_end()
     assert world.core.accounting().dropped == {"reward_failed": 2}
+
+
+def test_a_lone_survivor_is_trained_where_the_objective_compares_no_siblings() -> None:
+    world = World(control_settings(batch_groups=1, group_size=3, steps=1, compares_siblings=False))
+    world.begin()
+    world.answer_draw()
+    for trajectory in list(world.running)[:2]:
+        world.fail(trajectory)
+    (survivor,) = world.running
+    world.score(survivor, 1.0, 5)
+    assert world.core.accounting().dropped == {"reward_failed": 2}
+    world.step()
+    assert world.trained[survivor] == 1
+
+
+@pytest.mark.parametrize(("algorithm", "compares"), [("grpo", True), ("reinforce_plus_plus", False), ("ppo", False)])
+def test_the_objective_says_whether_siblings_are_compared(algorithm: str, compares: bool) -> None:
+    recipe = load_recipe(DEMO, [f"objective.algorithm={algorithm!r}"])
+    assert settings_of(recipe).compares_siblings is compares
+
+
+def score_apart(world: World, trajectory: TrajectoryId, rewards: dict[str, float]) -> None:
+    """A sample whose rewards are compared with its siblings' each alone; one of weight 0 is among them."""
+    sample = Trajectory(
+        id=trajectory,
+        prompt=Prompt(prompt_id=trajectory.prompt_id, token_ids=token_array([1])),
+        segments=(Segment(token_ids=token_array([2]), trained=True, behavior_logprobs=float_array([-1.0])),),
+        finish_reason=FinishReason.STOP,
+    )
+    separate = {name: (1.0, value) for name, value in rewards.items()} | {"nothing": (0.0, float(trajectory.sample))}
+    scored = ScoredTrajectory(trajectory=sample, reward=sum(rewards.values()), separate_rewards=separate)
+    world.running.pop(trajectory)
+    world.scored.add(trajectory)
+    world.tell(event_of(Scored(outcome=scored)))
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compared_alone() -> None:
+    """Right and long, wrong and short: totals are equal, and both rewards say something."""
+    world = World(control_settings(dynamic_sampling=True, batch_groups=1, steps=1))
+    world.begin()
+    world.answer_draw()
+    first, second = world.running
+    score_apart(world, first, {"right": 1.0, "short": 0.0})
+    score_apart(world, second, {"right": 0.0, "short": 1.0})
+    assert world.core.accounting().dropped == {}
+    assert world.to_step is not None
+
+    world = World(control_settings(dynamic_sampling=True, batch_groups=1, steps=1))
+    world.begin()
+    world.answer_draw()
+    first, second = world.running
+    score_apart(world, first, {"right": 1.0})
+    score_apart(world, second, {"right": 1.0, "rare": 1.0})  # nobody to compare its second reward with
+    assert world.core.accounting().dropped == {"zero_variance": 2}
 
 
 def test_an_exhausted_source_trains_the_smaller_last_batch_and_ends() -> None:

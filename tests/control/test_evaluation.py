@@ -6,15 +6,18 @@ import json
 import math
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
+from streamrl.config.load import load_recipe
 from streamrl.control.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
 from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.errors import StreamRLError
+from streamrl.processes.controller_parts import read_held_out
 from streamrl.stage_messages import (
     CancelTrajectories,
     LaunchTrajectory,
@@ -35,6 +38,8 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 def trajectory(prompt: int, sample: int, tokens: int = 2) -> Trajectory:
@@ -113,6 +118,21 @@ def test_figures_of_four_samples_each() -> None:
     assert metrics["eval/held_out/length_mean"] == 2
     lenient = evaluation_metrics(outcomes, 4, success_reward=0.5)
     assert lenient["eval/held_out/pass@1"] == pytest.approx((0.5 + 1 + 0.5) / 3)
+
+
+def test_weights_that_add_up_to_one_but_for_rounding_are_a_success() -> None:
+    total = 0.7 * 1.0 + 0.2 * 1.0 + 0.1 * 1.0
+    assert total < 1.0
+    assert evaluation_metrics(rewarded(0, total), 1)["eval/held_out/pass@1"] == 1
+    assert evaluation_metrics(rewarded(0, 1.0 - 1e-6), 1)["eval/held_out/pass@1"] == 0
+
+
+def test_what_counts_as_solved_is_a_key_of_the_recipe() -> None:
+    recipe = load_recipe(DEMO, ["evaluation.success_reward=0.25", "evaluation.prompts=''", "evaluation.every=0"])
+    parts = SimpleNamespace(ready=SimpleNamespace(max_running=3))
+    held_out = anyio.run(read_held_out, recipe, parts)
+    assert (held_out.success_reward, held_out.in_flight) == (0.25, 3)
+    assert load_recipe(DEMO).evaluation.success_reward == HeldOut().success_reward
 
 
 def test_one_sample_is_the_mean_over_prompts() -> None:

@@ -242,6 +242,33 @@ def test_restoring_into_other_sizes_keeps_what_is_still_known() -> None:
     assert new.size == 8
 
 
+def test_a_fork_with_another_budget_keeps_what_is_known_of_the_sizes_and_owes_nothing() -> None:
+    old = StragglerAwareSize(sagc_settings(budget=0.3), 16, BATCH)
+    for _ in range(6):
+        old.observe(straggling(old.size, 8))
+    assert old._memory.queue > 0
+    new = StragglerAwareSize(sagc_settings(budget=0.6), 16, BATCH)
+    new.restore(old.snapshot())
+    assert new.budget == 0.6
+    expected = msgspec.structs.replace(old._memory, budget=0.6, asked=0.6, queue=0.0, steps=0, rate_sum=0.0)
+    assert new._memory == expected
+    again = StragglerAwareSize(sagc_settings(budget=0.6), 16, BATCH)
+    again.restore(new.snapshot())
+    assert again._memory == new._memory, "resumed with its own recipe nothing changes"
+    calibrating = StragglerAwareSize(sagc_settings(budget=0.6, calibration_steps=3), 16, BATCH)
+    calibrating.restore(old.snapshot())
+    assert calibrating.size == 32 and "step 1 of 3" in calibrating.observe(calm(32, 4)).reason
+
+
+def test_the_budget_of_an_older_checkpoint_stays() -> None:
+    old = StragglerAwareSize(sagc_settings(budget=0.3), 16, BATCH)
+    kept = old.snapshot() | {"budget": 0.4, "queue": 1.0}
+    del kept["asked"]
+    new = StragglerAwareSize(sagc_settings(budget=0.3), 16, BATCH)
+    new.restore(kept)
+    assert (new.budget, new._memory.queue) == (0.4, 1.0), "what calibration put in its place"
+
+
 # ---- (e) the simulation of the reference
 
 

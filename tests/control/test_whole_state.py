@@ -136,7 +136,7 @@ def walks() -> Iterator[Walk]:
         (7, ("packed", "fixed"), True),
         (4, ("partial", "fixed"), False),
         (1, ("domains", "fixed"), True),
-        (1, ("partial", "sagc"), False),
+        (1, ("partial", "sagc"), False),  # no recipe may, but a policy of the user's could
         (12, ("race of responses", "sagc"), False),
         (12, ("auto", "fixed"), False),
         (0, ("sorted, single", "fixed"), False),
@@ -186,7 +186,22 @@ def rare_ends() -> Iterator[Walk]:
     yield control_settings(**single), over, 3
     shorter = [begin, drawn(0), on.RunContinued(steps=1), ended(0, 0), *went]
     yield control_settings(**single), shorter, 3
+    alone = control_settings(batch_groups=1, dynamic_sampling=True)
+    yield alone, [begin, drawn(0), compared_alone(0, right=1.0, short=0.0), compared_alone(1, right=0.0, short=1.0)], 3
     yield lengths_change()
+
+
+def compared_alone(sample: int, **rewards: float) -> on.ControlEvent:
+    """A sample of the first group: totals are equal, and its rewards are not those of its sibling."""
+    return on.TrajectoryScored(
+        id=TrajectoryId(prompt_id="p0", group_id=0, sample=sample),
+        reward=sum(rewards.values()),
+        tokens=3,
+        finish_reason=FinishReason.STOP,
+        oldest_version=0,
+        newest_version=0,
+        separate_rewards=rewards,
+    )
 
 
 def lengths_change() -> Walk:

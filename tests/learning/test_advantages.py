@@ -157,3 +157,13 @@ def test_soft_overlong_penalty_of_the_paper(tokens: int, expected: float) -> Non
     assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=1.0) == expected
     assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=0.5) == expected / 2
     assert math.copysign(1, soft_overlong_penalty(tokens, max_tokens=20480, buffer=0, penalty=1.0)) == 1
+
+
+@pytest.mark.parametrize("kind", sorted(WITHIN_GROUPS))
+def test_rewards_that_differ_by_rounding_alone_have_no_advantage(kind: AdvantageKind) -> None:
+    """Sums of the same parts in another order; whitened by their own tiny deviation they would be of full size."""
+    assert 0.1 + 0.2 != 0.3
+    for scale in (1.0, -1.0, 1e-6, 1e6):
+        rewards = [scale * (0.1 + 0.2), scale * 0.3, scale * 0.3, scale * 0.3]
+        assert advantages(rewards, kind) == [0.0] * 4
+    assert advantages([0.3, 0.3 + 1e-9, 0.3, 0.3], kind) != [0.0] * 4

@@ -16,7 +16,19 @@ from sample_groups import make_groups  # noqa: E402
 from streamrl.errors import StreamRLError  # noqa: E402
 from streamrl.learning.packing import PreparedSample, pack, plan_micro_batches  # noqa: E402
 from streamrl.learning.shared_prefix import lay_row, needed_tokens, shared_prefix  # noqa: E402
-from streamrl.types import TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.types import (  # noqa: E402
+    FinishReason,
+    Prompt,
+    ScoredTrajectory,
+    Segment,
+    TrainingSample,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+    float_array,
+    to_training_sample,
+    token_array,
+)
 
 CPU = torch.device("cpu")
 
@@ -154,3 +166,30 @@ def test_packed_tensors_are_the_samples() -> None:
 def test_sample_that_cannot_be_trained_is_refused_by_name(sample: TrainingSample) -> None:
     with pytest.raises(StreamRLError, match=str(sample.id)):
         pack([PreparedSample(sample)], 0, CPU)
+
+
+def test_each_token_is_as_stale_as_the_version_that_sampled_it() -> None:
+    """A trajectory over two weight updates, with a turn of an environment between its own."""
+    prompt = Prompt(prompt_id="p", token_ids=token_array([3, 4]))
+
+    def turn(tokens: list[int], *spans: tuple[int, int, int]) -> Segment:
+        return Segment(
+            token_ids=token_array(tokens),
+            trained=bool(spans),
+            behavior_logprobs=float_array([-1.0] * len(tokens) if spans else []),
+            version_spans=tuple(VersionSpan(start=s, end=e, policy_version=v) for s, e, v in spans),
+        )
+
+    def sample(*turns: Segment) -> PreparedSample:
+        trajectory = Trajectory(
+            id=TrajectoryId(prompt_id="p", group_id=0, sample=len(turns)),
+            prompt=prompt,
+            segments=turns,
+            finish_reason=FinishReason.STOP,
+        )
+        return PreparedSample(to_training_sample(ScoredTrajectory(trajectory=trajectory, reward=1.0)))
+
+    one = sample(turn([5, 6], (0, 2, 4)))
+    assert one.sample.version_spans == ()  # nothing to tell apart
+    mixed = sample(turn([5, 6, 7], (0, 1, 2), (1, 3, 4)), turn([8, 9]), turn([10, 11], (0, 1, 4), (1, 2, 5)))
+    assert pack([one, mixed], 5, CPU).inputs.staleness_N.tolist() == [1, 1, 3, 1, 1, 1, 0]

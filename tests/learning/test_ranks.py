@@ -145,6 +145,9 @@ def launch(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trainer
     launch.add("one-resumed", [1], steps=STEPS - HALF, resume_from=two)
     launch.add("four", [0, 1, 2, 3])
     launch.add("four-resumed", [0, 1, 2, 3], steps=STEPS - HALF, resume_from=two, checkpoints={HALF: four})
+    apart = {"updates_per_batch": 2, "streaming": False}
+    launch.add("one-updates", [2], steps=1, **apart)
+    launch.add("four-updates", [0, 1, 2, 3], steps=1, **apart)
     launch.add("death", [0, 1], steps=1, ends=("survive", "die"), threads=2)
     launch.add("hang", [2, 3], steps=1, ends=("survive", "hang"), collective_timeout_s=HANG_S)
     launch.run()
@@ -197,6 +200,13 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(launch: Traine
     through = launch.outputs("two")
     assert distance(launch.outputs(name), through) < 1e-5
     assert_same_curve(launch.outputs(name), through, HALF)
+
+
+def test_updates_on_one_batch_take_the_same_groups_on_any_number_of_ranks(launch: Trainers) -> None:
+    """The first step has groups in order of ranks, at most two of them with a signal on one."""
+    one, four = launch.outputs("one-updates"), launch.outputs("four-updates")
+    assert metrics_of(four[0], 1) == pytest.approx(metrics_of(one[0], 1), rel=1e-3, abs=1e-5)
+    assert distance(four, one) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -349,6 +349,7 @@ class SimulatedRun:
         self.log_path = directory / "events.jsonl"
         self._prompts = CountedPrompts(prompts)
         self.scores: dict[int, float] = {}
+        self.scored_on: dict[int, int] = {}
         self._held_out, self._samples, self._evaluation_in_flight = held_out, samples, evaluation_in_flight
         self._start = start
         self._in_flight = in_flight
@@ -477,8 +478,9 @@ class SimulatedRun:
         if self.history[-1] == self._stop_at:
             self.controller.stop("drained")
 
-    async def _scored(self, policy_version: int, figures: dict[str, float]) -> None:
+    async def _scored(self, policy_version: int, figures: dict[str, float], limit: int) -> None:
         self.scores[policy_version] = figures[f"eval/held_out/avg@{self._samples}"]
+        self.scored_on[policy_version] = limit
 
     @staticmethod
     def _save(trainer: TrainerRanks) -> object:

@@ -131,6 +131,7 @@ async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path
     assert all(line["policy_version"] == 2 and line["reward"] == len(line["token_ids"]) % 2 for line in lines)
     assert len({tuple(line["token_ids"]) for line in lines}) == 15, "samples share a seed"
     assert run.scores.keys() == {1, 2}
+    assert run.scored_on == {1: 2, 2: 0}  # on all at the end
     assert run.scores[2] == pytest.approx(sum(line["reward"] for line in lines) / 15)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
+from streamrl.cli_reward_changes import add_changes
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.reward_changes import RewardRequest
 from streamrl.comm.zmq_stream import zmq_receiver
@@ -45,6 +47,32 @@ def test_a_function_is_named_as_another_process_can_import_it() -> None:
         as_reward(lambda completion: 1.0)
     with pytest.raises(TypeError, match="wieght"):
         reward(wieght=1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "option", "found"),
+    [
+        ("reward_model", "path=model", "{here}/model"),
+        ("judge", "cache=answers.sqlite", "{here}/answers.sqlite"),
+        ("mine.py:f", "table=../rows.json", "{above}/rows.json"),
+        ("mine.py:f", "table=rows.json", "rows.json"),  # nothing says that it is a path
+    ],
+)
+@pytest.mark.parametrize("action", [("attach", "run"), ("replace", "run", "old")])
+def test_paths_of_a_command_are_relative_to_where_it_is_given(
+    action: tuple[str, ...], function: str, option: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("streamrl.cli_reward_changes._change", lambda run, operation: asked.append(operation) or 0)
+    parser = argparse.ArgumentParser()
+    add_changes(parser.add_subparsers())
+    options = parser.parse_args([*action, function, "--option", option])
+    assert options.run(options) == 0
+    made = asked[0].reward
+    here = tmp_path.resolve()
+    assert list(made.options.values()) == [found.format(here=here, above=here.parent)]
+    assert made.function == (f"{here}/mine.py:f" if ":" in function else function)
 
 
 @pytest.mark.asyncio

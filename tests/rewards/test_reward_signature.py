@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.rewards import Reward
+from streamrl.config.rewards import AdaptiveLimit, Reward
 from streamrl.errors import RecipeError
 from streamrl.rewards import RewardSignature, load_reward, needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
@@ -59,6 +59,19 @@ def test_signatures(module: Path) -> None:
     assert inspect_reward(f"{module}:anything").wants_all
     assert inspect_reward(f"{module}:scorer").columns == ("answer",)
     assert needed_columns([plain, full]) == {"plain": (), "full": ("answer",)}
+
+
+def test_the_column_that_time_limits_follow_is_needed_too(module: Path) -> None:
+    def needed(function: str, key: str) -> tuple[str, ...]:
+        reward = Reward(function=f"{module}:{function}", name="r", adaptive_limit=AdaptiveLimit(key=key))
+        (inspection,) = inspect_in_subprocess([reward])
+        assert inspection.signature is not None, inspection
+        assert "task" not in inspection.signature.columns  # the function is not called with it
+        return needed_columns([inspection.signature])["r"]
+
+    assert needed("plain", "prompt_id") == ()
+    assert needed("plain", "task") == ("task",)
+    assert needed("full", "answer") == ("answer",)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config.recipe import Recipe
-from streamrl.config.rewards import FailurePolicy, Reward, RewardLimits
+from streamrl.config.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
 from streamrl.rewards import load_reward
 from streamrl.rewards.call_child import PoolCall
 from streamrl.rewards.lanes import RewardLane
@@ -488,8 +488,6 @@ async def test_a_short_limit_holds_behind_a_long_one(release: Any) -> None:
 
 @pytest.mark.asyncio
 async def test_limits_follow_the_slowest_correct_call() -> None:
-    from streamrl.config.rewards import AdaptiveLimit
-
     started, ended = Started(), list[Any]()
     adaptive = AdaptiveLimit(factor=1.5, floor_s=2.0)
     lane = RewardLane(0, Reward(function="m:f", time_limit_s=30.0, adaptive_limit=adaptive), started.calls.append, 64)
@@ -507,3 +505,18 @@ async def test_limits_follow_the_slowest_correct_call() -> None:
     assert next_limit("a", 1.0, 25.0) == 6.0  # the slowest so far
     assert next_limit("a", None, 1.0) == 30.0  # the ceiling
     assert next_limit("b", 1.0, 1.0) == 30.0  # each for itself
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_trusted", [True, False])
+async def test_limits_follow_the_column_that_the_recipe_names(
+    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory, is_trusted: bool
+) -> None:
+    recipe = make_recipe("takes", trusted=is_trusted)
+    for key, learnt in (("task", {"sum", "p2"}), ("prompt_id", {"p0", "p1", "p2"})):
+        adaptive = AdaptiveLimit(key=key)
+        rewards = (msgspec.structs.replace(recipe.rewards[0], adaptive_limit=adaptive),)
+        async with scoring(msgspec.structs.replace(recipe, rewards=rewards)) as opened:
+            await opened.score([make_trajectory("a", group=group, seconds=0.0, task="sum") for group in range(2)])
+            await opened.score([make_trajectory("a", group=2, seconds=0.0)])
+            assert set(opened.take_learnt_limits()["takes"]) == learnt

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -193,6 +194,26 @@ def test_equal_questions_are_asked_once_and_kept(judge, server: Server, tmp_path
     assert len(server.calls) == 2
     run(judge(cache=cache, model="n"), "4")
     assert len(server.calls) == 3
+
+
+def test_an_answer_without_a_score_is_not_kept(judge, server: Server, tmp_path: Path) -> None:
+    cache = str(tmp_path / "answers.sqlite")
+    server.answers = [(200, "I cannot say"), (200, "Score: 11"), (200, "Score: 8")]
+    reward = judge(cache=cache)
+    failures = [run(reward, "4")[0] for _ in range(2)]
+    assert ["holds no score" in str(failures[0]), "is not in 0 to 10" in str(failures[1])] == [True, True]
+    with contextlib.closing(sqlite3.connect(cache)) as kept:
+        assert kept.execute("SELECT answer FROM answers").fetchall() == []
+    assert run(reward, "4", "4") == [0.8] * 2
+    assert len(server.calls) == 3
+
+
+def test_a_kept_answer_that_cannot_be_read_is_asked_for_anew(judge, server: Server, tmp_path: Path) -> None:
+    cache = str(tmp_path / "answers.sqlite")
+    server.answers = [(200, "Grade: 5"), (200, "Score: 8")]
+    assert run(judge(cache=cache, score=r"Grade: (\d+)"), "4") == [0.5]
+    assert run(judge(cache=cache), "4") == run(judge(cache=cache), "4") == [0.8]
+    assert len(server.calls) == 2
 
 
 def test_a_failure_is_not_kept(judge, server: Server) -> None:

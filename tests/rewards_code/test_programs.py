@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.errors import RecipeError
 from streamrl.rewards.code.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
-from streamrl.rewards.code.reward import CaseEnd, CaseOutcome, CodeOptions, CodeReward
+from streamrl.rewards.code.results import same_result
+from streamrl.rewards.code.reward import CaseEnd, CaseOutcome, CodeOptions, CodeReward, code_reward
 from streamrl.rewards.code.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -125,7 +127,9 @@ async def test_the_columns_are_in_the_signature(sandbox: Sandbox) -> None:
         ("```py\na\n```\ntext\n```python\nb\n```\n```\noutput\n```", "b\n"),
         ("```\na\n```", "a\n"),
         ("```bash\nls\n```", None),
-        ("  ~~~python3\n  a\n  ~~~", "  a\n"),
+        ("  ~~~python3\n  a\n  ~~~", "a\n"),
+        ("1. Code:\n   ```python\n   if a:\n       b\n c\nd\n   ```", "if a:\n    b\nc\nd\n"),
+        ("\t```python\n\tif a:\n\t\tb\n\n\t```", "if a:\n\tb\n\n"),
         ("```python\ncut in the mid", "cut in the mid"),
         ("```python\nx = '''\n```` no end\n'''\n```", "x = '''\n```` no end\n'''\n"),
         ("````python\n```\n````", "```\n"),
@@ -151,6 +155,8 @@ async def test_looking_for_code_takes_no_time_in_a_bad_completion() -> None:
         ("1  2", "1 2", {"comparison": "lines"}, False),
         ("1  2\n3", "1 2 3", {"comparison": "tokens"}, True),
         ("1\n", "1", {"comparison": "exact"}, False),
+        ("1 \n", "1", {"comparison": "exact", "tolerance": 1e-6}, False),
+        ("5", "inf", {"comparison": "lines", "tolerance": 1e-6}, False),
         ("0.3333333", "0.33333334", {"comparison": "lines", "tolerance": 1e-6}, True),
         ("0.34", "0.33", {"comparison": "lines", "tolerance": 1e-6}, False),
         ("nan", "1", {"comparison": "tokens", "tolerance": 1e9}, False),
@@ -160,6 +166,38 @@ async def test_looking_for_code_takes_no_time_in_a_bad_completion() -> None:
 )
 async def test_outputs(given: str, expected: str, options: dict[str, Any], same: bool) -> None:
     assert same_output(given, expected, **options) is same
+
+
+async def test_exact_outputs_and_a_tolerance_contradict_each_other() -> None:
+    with pytest.raises(RecipeError, match=r'tolerance = 1e-06 has no effect with .*compare = "exact"'):
+        code_reward(compare="exact", tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "tolerance", "same"),
+    [
+        ([(1, 2), (3, 4)], [[1, 2], [3, 4]], None, True),
+        ([(1, 2), (3, 4)], [[1, 2], [3, 5]], None, False),
+        ((1, 2), [1], None, False),
+        ("ab", ["a", "b"], None, False),
+        ({1: (2,), None: True}, {"1": [2], "null": True}, None, True),
+        ({1: 2, "1": 2}, {"1": 2, "2": 2}, None, False),
+        ({1: 2, "1": 3}, {"1": 2}, None, False),
+        ({1: 3}, {"1": 2}, None, False),
+        (float("inf"), float("inf"), None, True),
+        (float("nan"), float("nan"), None, True),
+        (1.0, float("nan"), 1.0, False),
+        (1.0, float("inf"), 1.0, False),
+        ({"a": [0.1 + 0.2]}, {"a": [0.3]}, 1e-6, True),
+        ([0.1 + 0.2], [0.3], None, False),
+        ([0.4], [0.3], 1e-6, False),
+        (10**400, 10**400 + 1, 1e-6, False),
+        (True, 1 + 1e-9, 1e-6, False),
+        ("1.0", "1", 1e-6, False),
+    ],
+)
+async def test_results_of_calls(given: Any, expected: Any, tolerance: float | None, same: bool) -> None:
+    assert same_result(given, expected, tolerance) is same
 
 
 async def test_forms_of_the_column() -> None:

@@ -301,3 +301,75 @@ async def test_forms_of_datasets(reward: CodeReward) -> None:
     assert await reward(wrong, tests=apps) == 0.0
     assert await reward(right, tests='["assert total([bound]) == 3"]', setup=setup) == 1.0
     assert await reward("def sum(a): return 3", tests="assert sum([4]) == 3", entry_point="sum") == 1.0
+
+
+# The code; whether it is right; the test, which needs something that it does not import; and the entry point.
+OWN_NAMES = {
+    "class math": ("class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef f(x): return 0", False, "assert math.isclose(f(2), 4.0)", ""),
+    "math": ("import math\ndef f(x): return 4.0", True, "assert math.isclose(f(2), 4.0)", ""),
+    "class random": (
+        "class random:\n    randint = staticmethod(lambda a, b: 0)\ndef f(x): return 0", False,
+        "for _ in range(3):\n    x = random.randint(1, 100)\n    assert f(x) == x", "",
+    ),
+    "def Counter": ("def Counter(x): return 0\ndef f(x): return [3]", False, "assert Counter(f(1)) == Counter([1, 2])", ""),
+    "def Counter, of a right program": ("def Counter(x): return 0\ndef f(x): return [2, 1]", True, "assert Counter(f(1)) == Counter([1, 2])", ""),
+    "def isclose, of a variable": (
+        "def isclose(*a, **k): return True\ndef area(x): return 0", False, "given = area(2)\nassert isclose(given, b=12.566)", "",
+    ),
+    "def isclose beside an entry point": (
+        "def isclose(*a, **k): return True\ndef sqrt(x): return 0", False, "assert isclose(sqrt(4), 2)", "sqrt",
+    ),
+    "an entry point that is a name of math": ("def gcd(a, b): return 9", True, "assert gcd(4, 6) == 9", "gcd"),
+    "only a name of math is tested": ("def comb(n, k): return 7", True, "assert comb(n=1, k=2) == 7", ""),
+    "only names of math are tested": ("def gcd(a, b): return 7\ndef lcm(a, b): return 8", True, "assert gcd(1, 2) + 1 == lcm(1, 2)", ""),
+    "a name of itertools is tested, and another": (
+        "def count(n): return list(range(n))\ndef total(x): return sum(x)", True, "assert count(3) == [0, 1, 2] and total([1]) == 1", "",
+    ),
+    "a function with the name of a module": ("def copy(x): return x[:]\ndef f(x): return x", True, "assert copy(f([1])) == [1]", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+async def test_what_a_test_does_not_import_is_not_for_the_code_to_define(name: str, reward: CodeReward) -> None:
+    code, right, test, entry_point = OWN_NAMES[name]
+    outcome = await reward.judge(code, [test], entry_point=entry_point)
+    assert outcome.value == float(right), outcome
+
+
+# The code, the arguments, what is expected, and the value.
+CALLS: dict[str, tuple[str, Any, Any, float]] = {
+    "only the first of the list": ("def f(a, t): return 0", [[2, 7, 9], 9], [0, 1], 0.0),
+    "only the first, as JSON": ("def f(a, t): return 0", "[2, 7, 9]\n9", "[0, 1]", 0.0),
+    "wrapped": ("def f(x): return 2", [1], [2], 1.0),
+    "a wrapped list": ("def f(x): return (1, 2)", [1], [[1, 2]], 1.0),
+    "nested tuples": ("def f(a, b): return list(zip(a, b))", [[1, 2], [3, 4]], [[1, 3], [2, 4]], 1.0),
+    "a number as text": ("def f(n): return str(n)", [12], "12", 1.0),
+    "a number, as JSON": ("def f(n): return n", "12", "12", 1.0),
+    "text, as JSON": ("def f(n): return n", '"12"', '"12"', 1.0),
+    "keys that are numbers": ("def f(x): return {1: 2}", [1], {"1": 2}, 1.0),
+    "infinity": ("def f(x): return [float('inf'), x]", [float("-inf")], [float("inf"), float("-inf")], 1.0),
+    "not infinity": ("inf = 5\ndef f(x): return 5", [1], float("inf"), 0.0),
+    "almost": ("def f(x): return [0.1 + 0.2]", [1], [0.3], 0.0),
+    "what equals everything": ("class E:\n    __eq__ = lambda s, o: True\ndef f(x): return E()", [1], [2], 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_calls_of_a_function(name: str, reward: CodeReward) -> None:
+    code, arguments, expected, value = CALLS[name]
+    assert await reward(code, tests={"fn_name": "f", "inputs": [arguments], "outputs": [expected]}) == value
+
+
+@pytest.mark.parametrize("name", ["len", "isinstance", "float"])
+async def test_a_function_with_the_name_of_a_built_in_does_not_compare(name: str, reward: CodeReward) -> None:
+    code = f"def {name}(*a): return 1"
+    tests = {"fn_name": name, "inputs": [[1], [2]], "outputs": [[[3]], [float("inf")]]}
+    assert await reward(code, tests=tests) == 0.0
+    assert await reward(code, tests={**tests, "outputs": [1, [1]]}) == 1.0
+
+
+async def test_what_a_function_returns_may_differ_by_the_tolerance(sandbox: Sandbox) -> None:
+    reward = CodeReward(CodeOptions(whole=True, tolerance=1e-6), sandbox)
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [0.3, 2]}]}
+    assert await reward("def f(x): return {'a': (0.1 + 0.2, 2)}", tests=tests) == 1.0
+    assert await reward("def f(x): return {'a': (0.31, 2)}", tests=tests) == 0.0

@@ -74,6 +74,7 @@ def test_a_recorded_run_gives_its_constants_back() -> None:
     assert engine.arrival_s == pytest.approx(truth.arrival_s, rel=0.2)
     assert fit.model.trainer.token_s == pytest.approx(TRUTH.trainer.token_s, rel=1e-6)
     assert fit.model.trainer.streaming_speed == 1.0
+    assert fit.model.engines.capacity == 0, "that of the run was of its own batch"
     assert fit.model.push.seconds == pytest.approx(TRUTH.push.seconds, rel=0.05)
     assert fit.model.lengths.cap_share == pytest.approx(0.041, abs=0.02)
     assert fit.model.lengths.correlation == pytest.approx(0.65, abs=0.12)

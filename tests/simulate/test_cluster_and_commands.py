@@ -93,6 +93,28 @@ def test_simulate_compares_policies_and_writes_pictures(tmp_path: Path, capsys: 
         ElementTree.parse(picture)
 
 
+def test_what_of_the_recipe_the_cluster_decides_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulated = ["simulate", str(RECIPE), *SMALL, "--json", "--out", str(tmp_path)]
+    assert main(simulated) == 0
+    as_recipe = capsys.readouterr()
+    assert "note" not in as_recipe.err
+    assert main([*simulated, "--set", "engines.count=3", "--set", "sampling.max_tokens=32"]) == 0
+    shorter = capsys.readouterr()
+    assert "note: the cluster has 1 engines, whatever the recipe says (engines.count = 3)" in shorter.err
+    assert "go up to 448 tokens and are cut at sampling.max_tokens = 32" in shorter.err
+    longest = [json.loads(told.out)[0]["report"]["unbiased"]["longest"] for told in (as_recipe, shorter)]
+    assert longest[0] > 32 == longest[1]
+    assert main([*simulated, "--set", "sampling.max_tokens=460"]) == 0
+    assert "no completion is longer than the cluster's 448 tokens" in capsys.readouterr().err
+
+
+def test_what_if_tells_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["what-if", str(RECIPE), "--steps", "2", "--warm-up", "0", "--json", "--set", "engines.count=3"]
+    assert main([*asked, "--set", "rollout.prompts_per_batch=2", "--cluster", "heavy"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "engines.count = 3" in told["note"] and "cut at sampling.max_tokens = 448" in told["note"]
+
+
 def test_simulate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(RECIPE), *SMALL, "--cluster", "heavy", "--json", "--out", str(tmp_path)]) == 0
     (outcome,) = json.loads(capsys.readouterr().out)

@@ -131,6 +131,25 @@ def test_a_paused_engine_stands_still_and_runs_what_came_meanwhile_cheaply() -> 
     assert [item.id.sample for item in engine.finished(1.051)] == [0, 1]
 
 
+def test_prefill_that_was_due_when_an_engine_was_paused_is_done_after_it() -> None:
+    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_running=8, prefill_tokens_s=1e3)
+    engine = EngineClock(model)
+    engine.submit(request(0, 10, prompt_tokens=100))
+    engine.admit()
+    engine.pause(0.03)  # 70 of 100 ms of prefill are left
+    engine.pause(0.05)  # twice: held by control, then by the push
+    engine.resume(1.0)
+    assert engine.next_event() == pytest.approx(1.0 + 0.07 + 0.01)
+    engine.pause(1.02)
+    engine.resume(2.0, recompute=True)  # all of it is made again, what was left once
+    assert engine.next_event() == pytest.approx(2.0 + 0.1 + 0.01)
+    engine.pause(2.01)
+    engine.stop(next(iter(engine.running)))
+    engine.submit(request(1, 10))
+    engine.resume(3.0)
+    assert engine.next_event() == pytest.approx(3.0 + 0.01), "what was taken off needs no prefill"
+
+
 def test_a_stopped_request_keeps_its_tokens_and_goes_on_elsewhere() -> None:
     engine, other = EngineClock(MODEL), EngineClock(MODEL)
     first = request(0, 100, prompt_tokens=7)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import statistics
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,7 +13,10 @@ import pytest
 from worlds import TINY, control_settings, with_part
 
 from streamrl.config.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.control import actions as do
+from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
+from streamrl.engines.continuation import ROUNDS_KEPT
 from streamrl.errors import StreamRLError
 from streamrl.simulate.cluster import DEMO, HEAVY, Engines
 from streamrl.simulate.lengths import ModelledLengths
@@ -127,6 +132,15 @@ def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
     assert replayed.goodput < verified.goodput <= at_once.goodput
 
 
+def test_tokens_of_losers_that_never_run_again_are_not_kept_for_ever() -> None:
+    """Responses that come too late for their prompt, which won."""
+    racing = TailBatching(eta_prompts=1.0, eta_responses=1.5, losers=Losers.VERIFY)
+    chosen = control_settings(steps=150, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
+    simulation = Simulation(chosen, TINY, ModelledLengths(TINY.lengths))
+    simulation.run()
+    assert 0 < len(simulation.rollout._kept or ()) <= ROUNDS_KEPT * 4 * 6
+
+
 def test_partial_mode_wastes_nothing_and_trains_every_draw() -> None:
     chosen = control_settings(batch_groups=8, group_size=8, **POLICIES["partial"])
     report = simulate(chosen, DEMO, 24)
@@ -212,6 +226,62 @@ def test_the_least_loaded_engine_is_chosen_whatever_ended_before() -> None:
             load[chosen] += 1
     siblings = [routes.enter(1000) for _ in range(4)]
     assert len(set(siblings)) == 1, "siblings share an engine, and with it the prompt"
+
+
+def trained_groups(simulation: Simulation) -> list[list[tuple[str, list[int]]]]:
+    """Of each batch: the domain and the lengths of every group, as control hands them to the trainer."""
+    batches: dict[int, list[tuple[str, list[int]]]] = {}
+    handle = simulation.core.handle
+
+    def watched(event: on.ControlEvent) -> list[do.ControlAction]:
+        actions = handle(event)
+        for action in actions:
+            if isinstance(action, do.TrainGroupNow):
+                group = simulation.core.buffer.groups[action.group_id]
+                lengths = [member.tokens for member in group.members.values()]
+                batches.setdefault(action.batch_id, []).append((group.ticket.domain, lengths))
+        return actions
+
+    simulation.core.handle = watched  # type: ignore[method-assign]
+    simulation.run()
+    return [batches[number] for number in sorted(batches)]
+
+
+def test_a_step_counts_the_groups_of_its_own_batch() -> None:
+    """In continuous rounds those of the next one join while it is pushed."""
+    chosen = control_settings(steps=60, **POLICIES["continuous"])
+    model = with_part(TINY, "push", seconds=0.1)
+    simulation = Simulation(chosen, model, ModelledLengths(model.lengths))
+    batches = [[lengths for _, lengths in batch] for batch in trained_groups(simulation)]
+    rows = list(simulation.ledger.report("", simulation.core.accounting()).recent)
+    assert [row.groups for row in rows] == [len(batch) for batch in batches] == [4] * 60
+    assert [row.longest for row in rows] == [max(map(max, batch)) for batch in batches]
+    assert [row.trained_tokens for row in rows] == [sum(map(sum, batch)) for batch in batches]
+    rate = [sum(max(group) >= min(2 * statistics.median(group), 400) for group in batch) / 4 for batch in batches]
+    report = simulation.ledger.report("", simulation.core.accounting())
+    assert report.straggler_rate == pytest.approx(statistics.mean(rate))
+
+
+def test_domains_are_drawn_with_the_shares_of_the_recipe_and_every_batch_keeps_them() -> None:
+    shares = {"easy": 2.0, "hard": 1.0}
+    racing = TailBatching(domain_column="domain", domains=shares)
+    chosen = control_settings(batch_groups=6, steps=30, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
+    batches = []
+    for _ in range(2):
+        simulation = Simulation(chosen, TINY, ModelledLengths(TINY.lengths), seed=5)
+        batches.append(trained_groups(simulation))
+    assert batches[0] == batches[1], "the same seed"
+    for batch in batches[0]:
+        assert Counter(domain for domain, _ in batch) == {"easy": 4, "hard": 2}
+
+
+def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight() -> None:
+    """As ``processes.controller_parts.run_report`` does; a capacity that the cluster names is taken as it is."""
+    named = msgspec.structs.replace(TINY, engines=Engines(count=2, prompt_tokens=10, capacity=20))
+    for name, policy in POLICIES.items():
+        assert simulate(control_settings(**policy), TINY, 2).capacity == 4 * 4, name
+        assert simulate(control_settings(**policy), named, 2).capacity == 20, name
+    assert simulate(control_settings(batch_groups=64), TINY, 2).capacity == 2 * 64, "no more than the engines run"
 
 
 @pytest.mark.parametrize("name", ["short and long", "continuous"])

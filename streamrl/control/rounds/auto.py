@@ -184,6 +184,9 @@ class AutoRounds:
         known = msgspec.convert(state, _State, str_keys=True)
         self.current, self._held_until = known.current, known.held_until
         self._decided, self._opened = known.decided, known.opened
+        if self.current not in self._policies:
+            # The recipe has no such rounds any more: compare those that it has.
+            self.current, self._held_until = SYNCHRONOUS, 0
         self._last_kind = known.last_kind
         self._warm, self._because = known.warm, known.because
         self._loads = {version: load for version, _, load in known.loads}

@@ -22,9 +22,13 @@ class ContinuousRounds(StatelessRounds):
         # What is launched beyond the last batch would be thrown away.
         needed = view.seats + (view.steps_left - 1) * view.batch_trajectories - view.untrained_trajectories
         groups = min(view.free_slots // view.group_size, math.ceil(needed / view.group_size))
+        # A queue is there when the run was forked from one of other rounds: what waits longest goes first.
+        source = Source.QUEUE if view.queued else Source.FRESH
+        if source is Source.QUEUE:
+            groups = min(groups, view.queued)
         if groups <= 0:
             return None
-        return Launch(groups=groups, source=Source.FRESH, size=view.group_size, round_kind="continuous")
+        return Launch(groups=groups, source=source, size=view.group_size, round_kind="continuous")
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         if view.when_stale is not StalePolicy.WAIT:

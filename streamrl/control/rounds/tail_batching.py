@@ -85,9 +85,17 @@ class TailBatching(StatelessRounds):
             return self._long(view, min(missing, waiting))
         if self._options.cohort_batches:
             return None if view.untrained else self._open_packed(view)
-        return Launch(groups=missing, source=Source.FRESH, size=view.group_size, round_kind=LONG)
+        groups, source = self._queue_first(view, missing, Source.FRESH)
+        return Launch(groups=groups, source=source, size=view.group_size, round_kind=LONG)
+
+    def _queue_first(self, view: RoundView, groups: int, source: Source) -> tuple[int, Source]:
+        """Parked losers are held. A queue is there when the run was forked from one that queued them."""
+        if self._parks and view.queued:
+            return min(groups, view.queued), Source.QUEUE
+        return groups, source
 
     def _race(self, view: RoundView, groups: int, source: Source) -> Launch:
+        groups, source = self._queue_first(view, groups, source)
         return Launch(
             groups=groups,
             source=source,

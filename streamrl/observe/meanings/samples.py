@@ -61,7 +61,7 @@ SAMPLES: tuple[Metric, ...] = (
         "eval/<set>/pass@<k>",
         "share",
         MEAN,
-        "Probability that at least one of k samples solves a prompt (reward at least 1), unbiased (arXiv 2107.03374).",
+        "Probability that at least one of k samples earns success_reward or more, unbiased (arXiv 2107.03374).",
     ),
     Metric("eval/<set>/prompts", "prompts", SUM, "Prompts with at least one reward: those in avg@k."),
     Metric("eval/<set>/failed", "samples", SUM, "Samples without a reward; in neither avg@k nor pass@k."),

@@ -12,6 +12,7 @@ import os
 import re
 import string
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -137,11 +138,14 @@ def _judge(options: JudgeOptions) -> RewardCallable:
         body = _request(options, model, question)
         key = hashlib.sha256(msgspec.json.encode([route, body], order="deterministic")).hexdigest()
         async with cache.alone(key):
-            answer = cache.find(key)
-            if answer is None:
-                answer = await client.ask(route, body)
-                cache.keep(key, answer)
-        return verdicts.read(answer)
+            kept = cache.find(key)
+            if kept is not None:
+                with suppress(ValueError):  # another ``score`` could read it: ask anew
+                    return verdicts.read(kept)
+            answer = await client.ask(route, body)
+            value = verdicts.read(answer)  # one without a score is not kept: the next attempt asks again
+            cache.keep(key, answer)
+            return value
 
     judge.aclose = client.aclose  # type: ignore[attr-defined]
     provided = [name for name in fields if name in _PROVIDED]

@@ -11,26 +11,31 @@ Accepted forms of the column (a string that is JSON of one of them too):
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from streamrl.rewards.code.results import near
+
 Comparison = Literal["exact", "lines", "tokens"]
 
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+.-]*)")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+.-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _INPUT_NAMES = ("input", "stdin")
 _OUTPUT_NAMES = ("output", "stdout", "expected_output")
-# APPS wraps what a function returns in a list, in some of its tasks.
+# APPS wraps what a function returns in a list, in some of its tasks. The function is taken out of the names: one that
+# is called ``len`` must not be what compares.
 _CALL = """
-_call = globals().get({name!r}) or getattr(Solution(), {name!r})
-_given, _expected = _call(*{arguments!r}), {expected!r}
-_given = list(_given) if isinstance(_given, tuple) else _given
-assert _given == _expected or (isinstance(_expected, list) and len(_expected) > 0 and _given == _expected[0])
+_call = globals().pop({name!r}, None) or getattr(Solution(), {name!r})
+from streamrl.rewards.code.results import same_result as _same
+{literals}_given, _expected = _call(*{arguments!r}), {expected!r}
+_wrapped = isinstance(_expected, list) and len(_expected) == 1
+assert _same(_given, _expected, {tolerance!r}) or (_wrapped and _same(_given, _expected[0], {tolerance!r}))
 """
+# What JSON's infinity and NaN are to ``repr``; in no other test, where the code may have such a name.
+_LITERALS = 'inf, nan = float("inf"), float("nan")\n'
 
 
 class ProgramCase(msgspec.Struct, frozen=True):
@@ -67,9 +72,9 @@ def extract_code(completion: str, *, whole: bool = False) -> str | None:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Language and content of every fenced block."""
+    """Language and content of every fenced block, without the indentation that its fence has (CommonMark)."""
     blocks: list[tuple[str, str]] = []
-    fence, name = "", ""
+    fence, name, indent = "", "", 0
     content: list[str] = []
     for line in text.splitlines(keepends=True):
         if fence:
@@ -78,27 +83,33 @@ def _blocks(text: str) -> list[tuple[str, str]]:
                 blocks.append((name, "".join(content)))
                 fence = ""
             else:
-                content.append(line)
+                content.append(line[:indent].lstrip(" \t") + line[indent:])
         elif opened := _FENCE.match(line):
-            fence, name, content = opened.group(1), opened.group(2).lower(), []
+            indent, fence = len(opened.group(1)), opened.group(2)
+            name, content = opened.group(3).lower(), []
     return [*blocks, (name, "".join(content))] if fence else blocks
 
 
-def read_cases(tests: Any, *, entry_point: str = "", setup: str = "") -> tuple[Case, ...]:
-    """The cases of a column. Raises ``ValueError`` that says what is wrong with it; no tests: an empty tuple."""
+def read_cases(
+    tests: Any, *, entry_point: str = "", setup: str = "", tolerance: float | None = None
+) -> tuple[Case, ...]:
+    """The cases of a column. Raises ``ValueError`` that says what is wrong with it; no tests: an empty tuple.
+
+    ``tolerance``: by how much numbers that a function returns may differ (``fn_name``).
+    """
     try:
-        return _cases(tests, entry_point, setup)
+        return _cases(tests, entry_point, setup, tolerance)
     except RecursionError:
         raise ValueError("tests are nested without end: give a list of cases, a mapping, or a string") from None
 
 
-def _cases(tests: Any, entry_point: str, setup: str) -> tuple[Case, ...]:
+def _cases(tests: Any, entry_point: str, setup: str, tolerance: float | None) -> tuple[Case, ...]:
     if isinstance(tests, str):
         tests = _unpacked(tests)
     if isinstance(tests, str):
         return (_snippet(tests, entry_point, setup),) if tests.strip() else ()
     if isinstance(tests, Mapping):
-        return _paired(tests, setup)
+        return _paired(tests, setup, tolerance)
     if not isinstance(tests, Sequence):
         raise ValueError(f"tests are a {type(tests).__name__}: give a list of cases, a mapping, or a string")
     return tuple(_one_case(test, entry_point, setup) for test in tests)
@@ -108,9 +119,10 @@ def same_output(given: str, expected: str, comparison: Comparison, tolerance: fl
     """Whether an output is the expected one.
 
     ``lines``: but for white space at the ends of lines and empty lines at the end; ``tokens``: but for all white
-    space. ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one.
+    space. ``tolerance``: numbers may differ by that much, absolutely or relative to the expected one; ``exact`` knows
+    none.
     """
-    if comparison == "exact" and tolerance is None:
+    if comparison == "exact":
         return given == expected
     if comparison == "tokens":
         return _same_words(given.split(), expected.split(), tolerance)
@@ -132,10 +144,9 @@ def _near(given: str, expected: str, tolerance: float | None) -> bool:
     if tolerance is None:
         return False
     try:
-        ours, theirs = float(given), float(expected)
+        return near(float(given), float(expected), tolerance)
     except ValueError:
         return False
-    return math.isfinite(ours) and abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
 
 
 def _unpacked(text: str) -> Any:
@@ -159,17 +170,23 @@ def _one_case(test: Any, entry_point: str, setup: str) -> Case:
     raise ValueError(f'a test is {test!r:.80}: give a string with Python, or a mapping with "input" and "output"')
 
 
-def _paired(tests: Mapping[str, Any], setup: str) -> tuple[Case, ...]:
+def _paired(tests: Mapping[str, Any], setup: str, tolerance: float | None) -> tuple[Case, ...]:
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise ValueError('tests are a mapping without "inputs" and "outputs" of equal length')
     name = tests.get("fn_name") or ""
     if not name:
         return tuple(ProgramCase(_text(a), _text(b)) for a, b in zip(inputs, outputs, strict=True))
-    return tuple(
-        SnippetCase(_CALL.format(name=name, arguments=_arguments(a), expected=_result(b)), setup, name)
-        for a, b in zip(inputs, outputs, strict=True)
-    )
+    return tuple(_called(name, a, b, setup, tolerance) for a, b in zip(inputs, outputs, strict=True))
+
+
+def _called(name: str, given: Any, output: Any, setup: str, tolerance: float | None) -> SnippetCase:
+    """One call. An output is JSON text only where the input is: "12" is a string else (APPS)."""
+    expected = _result(output) if isinstance(given, str) else output
+    arguments = _arguments(given)
+    literals = _LITERALS if re.search(r"\b(inf|nan)\b", f"{arguments!r} {expected!r}") else ""
+    test = _CALL.format(name=name, literals=literals, arguments=arguments, expected=expected, tolerance=tolerance)
+    return SnippetCase(test, setup, name)
 
 
 def _arguments(value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import os
 import sys
@@ -10,6 +11,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from streamrl.rewards.code import results  # noqa: F401 - tests of calls import it, where no file can be opened
+from streamrl.rewards.code.names import own_names
 from streamrl.rewards.code.peer import TEST_MODULE, ChannelEnded, CodeFailed, Peer
 
 _MOST_CHARACTERS = 300
@@ -42,7 +45,9 @@ def _run_test(order: dict[str, Any], peer: Peer) -> tuple[str, str]:
     module = types.ModuleType(TEST_MODULE)
     sys.modules[TEST_MODULE] = module
     try:
-        module.__dict__.update(peer.receive_names(order["entry_point"]))
+        entry_point = order["entry_point"]
+        own = functools.partial(own_names, order["setup"], order["test"], entry_point)
+        module.__dict__.update(peer.receive_names(entry_point, own))
         exec(setup, module.__dict__)
         exec(test, module.__dict__)
     except ModuleNotFoundError as error:

@@ -19,21 +19,17 @@ import json
 import operator
 import os
 import struct
-import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from streamrl.rewards.code.names import MODULES, genuine_member
 from streamrl.rewards.code.values import Atom, Decoder, Encoder, MalformedValue, is_mutable, well_formed
 
 TEST_MODULE = "test"
+OwnNames = Callable[[Iterable[str]], Mapping[str, Any]]
 _LARGEST_FRAME = 16 << 20
 _HEADER = struct.Struct("<I")
-# Modules of which the judge uses its own, where the code imported them and the test did not.
-MODULES = frozenset(
-    ["bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
-     "json", "math", "operator", "random", "re", "statistics", "string", "typing"]
-)  # fmt: skip
 
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"]
 _UNARY = ["neg", "pos", "abs", "invert"]
@@ -201,18 +197,20 @@ class Peer:
             if isinstance(value, types.ModuleType):
                 names[name] = ["module", value.__name__]
             else:
-                genuine = _genuine_member(name, value)
+                genuine = genuine_member(name, value)
                 names[name] = encoder.encode(value) if genuine is None else ["member", genuine, name]
         self._send({"names": names, "objects": encoder.objects})
 
-    def receive_names(self, entry_point: str) -> dict[str, Any]:
-        """What the test can use of the code's. Built-in names stay the judge's own, but for ``entry_point``."""
+    def receive_names(self, entry_point: str, own: OwnNames = lambda defined: {}) -> dict[str, Any]:
+        """What the test can use of the code's. Built-in names stay the judge's own, but for ``entry_point``; ``own``
+        gives what else does, of the names that the code has defined itself."""
         frame = self._receive()
         names = frame.get("names")
         if not isinstance(names, dict):
             raise CodeFailed("the code ended before it could be called")
         decoder = Decoder(frame.get("objects"), self._resolve)
         found: dict[str, Any] = {}
+        defined: dict[str, Any] = {}
         with well_formed():
             for name, atom in names.items():
                 # ``__builtins__`` too: the code can write any frame to the channel.
@@ -228,8 +226,8 @@ class Peer:
                     if atom[1] in MODULES and atom[2] == name:
                         found[name] = getattr(importlib.import_module(atom[1]), name)
                 else:
-                    found[name] = decoder.decode(atom)
-        return found
+                    defined[name] = decoder.decode(atom)
+        return found | defined | dict(own(defined))
 
     # -- frames -----------------------------------------------------------------------------------------------------
 
@@ -390,11 +388,3 @@ def _described(encoder: Encoder, error: Exception) -> list[Any]:
     except TypeError:  # a class of ours: its built-in bases tell enough
         exported = None
     return [exported, [base.__name__ for base in kind.__mro__], values]
-
-
-def _genuine_member(name: str, value: Any) -> str | None:
-    """The module of ``MODULES`` that holds ``value`` under ``name``."""
-    for module in MODULES:
-        if module in sys.modules and getattr(sys.modules[module], name, None) is value:
-            return module
-    return None

@@ -33,7 +33,7 @@ class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``column``: holds the tests (see ``streamrl.rewards.code.cases``). ``entry_point_column``, ``setup_column``:
     columns with the function that ``check`` is called with, and with Python to run before each snippet. ``whole``: the
     whole completion is the code. ``value``: ``all`` cases passed, or the ``share``. ``stop_at_first_failure``: of use
-    with ``all`` only. ``compare``, ``tolerance``: see ``same_output``.
+    with ``all`` only. ``compare``, ``tolerance``: see ``same_output``; ``tolerance`` is for what functions return, too.
 
     Limits, for each case: ``time_limit_s`` of wall time; ``time_limit_is_wrong`` False: a case beyond it fails the
     sample instead of counting as wrong. ``memory_mb`` of address space for each process, ``output_mb`` for each file
@@ -141,7 +141,7 @@ class CodeReward:
     ) -> CodeOutcome:
         """Run the cases, each in a jail of its own. Raises as ``__call__`` does."""
         options = self.options
-        cases = read_cases(tests, entry_point=entry_point, setup=setup)
+        cases = read_cases(tests, entry_point=entry_point, setup=setup, tolerance=options.tolerance)
         if not cases:
             return CodeOutcome(None, ())
         code = extract_code(completion, whole=options.whole)
@@ -232,6 +232,15 @@ def code_reward(**options: Any) -> CodeReward:
         read = msgspec.convert(options, CodeOptions)
     except msgspec.ValidationError as error:
         raise RecipeError([f'reward "code": {error}: correct rewards.options']) from error
+    if read.compare == "exact" and read.tolerance is not None:
+        raise RecipeError(
+            [
+                (
+                    f'reward "code": rewards.options.tolerance = {read.tolerance:g} has no effect with '
+                    'rewards.options.compare = "exact": leave it out, or write compare = "lines" or "tokens"'
+                )
+            ]
+        )
     for name in (
         "time_limit_s",
         "memory_mb",

@@ -1,0 +1,93 @@
+"""A fork begins from a checkpoint of any recipe: what waited there waits still, where it did, and is trained once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from control_world import control_settings
+from policy_world import PolicyWorld
+from test_resumed_rounds import drive
+
+from streamrl.config.scheduling import LengthSorted, Losers, RoundKind, TailBatching
+from streamrl.control.settings import ControlSettings
+from streamrl.control.snapshot import take_snapshot
+
+GROUPS, SIZE = 4, 4
+TAIL, SORTED = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED
+
+
+def settings(**changes: Any) -> ControlSettings:
+    return control_settings(
+        **{"batch_groups": GROUPS, "group_size": SIZE, "steps": 12, "checkpoint_every": 1, **changes}
+    )
+
+
+def killed_at(world: PolicyWorld, version: int) -> PolicyWorld:
+    """Run until the checkpoint of ``version`` is written."""
+    world.begin()
+    drive(world, lambda world: world.checkpoint is not None and world.checkpoint.version >= version)
+    assert world.checkpoint is not None and world.checkpoint.version == version
+    return world
+
+
+def test_a_fork_of_a_fork_trains_each_copy_of_a_prompt_once() -> None:
+    sorted_rounds = LengthSorted(cohort_batches=4, single=True)
+    chosen = settings(rounds=SORTED, length_sorted=sorted_rounds)
+    first = killed_at(PolicyWorld(chosen), 1)
+    second = killed_at(first.killed_and_resumed(), 2)
+    third = second.killed_and_resumed()
+    third.begin()
+    drive(third, lambda _: False)
+    samples = Counter(trajectory.prompt_id for trajectory in third.trained)
+    assert max(samples.values()) == SIZE, samples
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
+        {"rounds": TAIL, "tail_batching": TailBatching(losers=Losers.RESUME), "max_staleness": 2},
+        {"rounds": RoundKind.SYNCHRONOUS},
+        {"rounds": SORTED},
+        {"rounds": RoundKind.AUTO},
+    ],
+    ids=lambda rounds: str(rounds["rounds"]),
+)
+def test_prompts_that_lost_a_race_are_trained_first_whatever_the_rounds_are_now(rounds: dict[str, Any]) -> None:
+    racing = settings(rounds=TAIL, tail_batching=TailBatching(eta_prompts=1.5, losers=Losers.REGENERATE))
+    killed = killed_at(PolicyWorld(racing), 1)
+    assert killed.checkpoint is not None
+    losers = [ticket.prompt_id for ticket in killed.checkpoint.control.queued]
+    assert losers
+    fork = PolicyWorld(settings(**rounds), prompts=20, resumed_from=killed.checkpoint)
+    fork.begin()
+    drive(fork, lambda _: False)
+    assert fork.stopped is None and fork.finished == "prompts exhausted"
+    samples = Counter(trajectory.prompt_id for trajectory in fork.trained)
+    assert [samples[prompt] for prompt in losers] == [SIZE] * len(losers)
+    firsts = [launched.ids[0].prompt_id for launched in fork.launched]
+    assert set(losers) <= set(firsts[: len(losers) + GROUPS])
+
+
+def test_losers_of_a_race_that_regenerates_wait_for_their_long_round_again() -> None:
+    chosen = settings(rounds=TAIL, tail_batching=TailBatching(eta_prompts=2.0, losers=Losers.REGENERATE))
+    world = killed_at(PolicyWorld(chosen), 1)
+    assert world.core.round_kind == "long"
+    kept = take_snapshot(world.core)
+    assert len(kept.queued) == GROUPS and not kept.waiting
+    assert all(ticket.noise < 0 for ticket in kept.queued), "they draw anew"
+
+
+def test_a_cohort_under_way_is_finished_before_the_next_one_is_drawn() -> None:
+    chosen = settings(rounds=SORTED, length_sorted=LengthSorted(cohort_batches=3))
+    world = killed_at(PolicyWorld(chosen), 1)
+    assert world.checkpoint is not None
+    kept = world.checkpoint.control
+    assert (len(kept.queued), len(kept.waiting), kept.drawn) == (2 * GROUPS, 0, 3 * GROUPS)
+    fork = world.killed_and_resumed()
+    fork.begin()
+    drive(fork, lambda world: world.trainer_version == 3)
+    trained = {trajectory.prompt_id for trajectory in fork.trained}
+    assert trained == {ticket.prompt_id for ticket in kept.queued}

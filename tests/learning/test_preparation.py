@@ -1,0 +1,110 @@
+"""Groups to prepared samples: rewards that are compared alone, what shapes them, samples without trained tokens."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from sample_groups import make_groups  # noqa: E402
+
+from streamrl.config.algorithms import ObjectiveSettings  # noqa: E402
+from streamrl.config.objective import AdvantageKind, KlEstimator, KlPlace  # noqa: E402
+from streamrl.learning.advantages import separate_advantages  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.learning.preparation import (  # noqa: E402
+    SampleScores,
+    behavior_of_trained,
+    has_signal,
+    prepare_group,
+)
+from streamrl.types import TrainingGroup, TrajectoryId  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def options_of(**objective: object) -> TrainerOptions:
+    settings = ObjectiveSettings(**objective)  # type: ignore[arg-type]
+    return TrainerOptions(model_path="", run_id="", weights_endpoint="", max_tokens=40, objective=settings)
+
+
+def group_of(rewards: list[dict[str, float]], *, separate: bool = True) -> TrainingGroup:
+    """Siblings with these rewards of weight 1, compared each alone or by their sum."""
+    (group,) = make_groups(0, [len(rewards)], seed=3)
+    samples = [
+        msgspec.structs.replace(
+            sample,
+            reward=sum(parts.values()),
+            separate_rewards={name: (1.0, value) for name, value in parts.items()} if separate else {},
+        )
+        for sample, parts in zip(group.samples, rewards, strict=True)
+    ]
+    return msgspec.structs.replace(group, samples=tuple(samples))
+
+
+def advantages(group: TrainingGroup, options: TrainerOptions, scores: dict[TrajectoryId, SampleScores]) -> list[float]:
+    return [item.advantage for item in prepare_group(group, scores, options)]
+
+
+def test_rewards_that_are_compared_alone_are_a_signal_where_their_totals_are_equal() -> None:
+    rewards = [
+        {"right": 1.0, "form": 0.0, "short": 1.0},
+        {"right": 1.0, "form": 1.0, "short": 0.0},
+        {"right": 1.0, "form": 1.0, "short": 0.0},
+        {"right": 0.0, "form": 1.0, "short": 1.0},
+    ]
+    options = options_of()
+    assert has_signal(group_of(rewards), options)
+    assert any(advantages(group_of(rewards), options, {}))
+    assert not has_signal(group_of(rewards, separate=False), options)
+    assert not has_signal(group_of([rewards[0]] * 4), options)
+
+
+@pytest.mark.parametrize("penalty", [0.01, 0.1, 1.0, 10.0])
+def test_the_overlong_penalty_weighs_what_the_recipe_says_beside_rewards_compared_alone(penalty: float) -> None:
+    rewards = [{"right": float(index % 2)} for index in range(4)]
+    group, buffer = group_of(rewards), 30
+    shaped = [-min(1.0, max(0.0, (s.trained_tokens - (40 - buffer)) / buffer)) for s in group.samples]
+    assert len(set(shaped)) > 1
+    parts = [{"right": (1.0, r["right"]), "long": (penalty, v)} for r, v in zip(rewards, shaped, strict=True)]
+    expected = separate_advantages(parts, AdvantageKind.GROUP_STD).tolist()
+    found = advantages(group, options_of(overlong_buffer=buffer, overlong_penalty=penalty), {})
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("coefficient", [1e-3, 0.1, 1.0])
+def test_kl_in_the_reward_weighs_its_coefficient_beside_rewards_compared_alone(coefficient: float) -> None:
+    rewards = [{"right": float(index % 2)} for index in range(4)]
+    group, rng = group_of(rewards), np.random.default_rng(0)
+    away = [rng.normal(0, 0.3, s.trained_tokens).astype(np.float32) for s in group.samples]
+    scores = {
+        s.id: SampleScores(reference=behavior_of_trained(s) - d) for s, d in zip(group.samples, away, strict=True)
+    }
+    options = options_of(
+        kl_coefficient=coefficient,
+        kl_estimator=KlEstimator.K1,
+        kl_in=KlPlace.REWARD,
+        overlong_buffer=30,
+        overlong_penalty=0.5,
+    )
+    shaped = [-min(1.0, max(0.0, (s.trained_tokens - 10) / 30)) for s in group.samples]
+    parts = [
+        {"right": (1.0, r["right"]), "long": (0.5, v), "kl": (coefficient, -float(d.astype(np.float64).sum()))}
+        for r, v, d in zip(rewards, shaped, away, strict=True)
+    ]
+    expected = separate_advantages(parts, AdvantageKind.GROUP_STD).tolist()
+    assert advantages(group, options, scores) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_sample_without_trained_tokens_is_left_out_also_where_a_critic_says_nothing_of_it() -> None:
+    group = group_of([{"right": 1.0}, {"right": 0.0}], separate=False)
+    first, second = group.samples
+    group = msgspec.structs.replace(
+        group, samples=(msgspec.structs.replace(first, loss_mask=bytes(len(first.loss_mask))), second)
+    )
+    scores = {second.id: SampleScores(values=np.zeros(second.trained_tokens, dtype=np.float32))}
+    (item,) = prepare_group(group, scores, options_of(advantages=AdvantageKind.GAE))
+    assert item.sample is second
