@@ -64,12 +64,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate_recipe(request: Request) -> int:
     """Simulate each candidate, print the table (or JSON), write the pictures and print their paths."""
-    if request.steps < 1 or request.warm_up < 0:
-        raise RecipeError([f"--steps {request.steps} --warm-up {request.warm_up}: at least 1 and 0"])
+    refuse_impossible_numbers(request.steps, request.warm_up, request.seed)
     chosen = candidates(request)
     name, model, lengths = _world(request)
     out = request.out or Path(tempfile.mkdtemp(prefix="streamrl-simulate-"))
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError([f"--out {out}: {error.strerror}: name a directory that can be written to"]) from error
     console = Console(stderr=True)
     cap = model.lengths.cap if lengths is None else lengths.cap
     for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
@@ -85,6 +87,12 @@ def simulate_recipe(request: Request) -> int:
     for outcome in outcomes:
         print(f"timeline of {outcome.name}: {outcome.picture}")
     return 0
+
+
+def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
+    """Raises ``RecipeError`` with what may be given."""
+    if steps < 1 or warm_up < 0 or seed < 0:
+        raise RecipeError([f"--steps {steps} --warm-up {warm_up} --seed {seed}: at least 1, 0 and 0"])
 
 
 def candidates(request: Request) -> list[Candidate]:
@@ -252,6 +260,9 @@ def calibrate_run(recorded: Path, out: Path | None) -> int:
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError([f"--out {out}: {error.strerror}: name a file that can be written to"]) from error
         print(f"wrote {out}; use it with: streamrl simulate RECIPE --cluster {out}")
     return 0

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrl.cli_simulate import refuse_impossible_numbers
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.control.settings import control_settings
@@ -47,8 +48,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 def what_if(question: Question) -> int:
     """Search, and print the recommended recipe with its figures (or JSON). Raises ``StreamRLError``."""
     recipe = load_recipe(_recipe_of(question.subject), question.overrides)
-    if question.steps < 1 or question.warm_up < 0:
-        raise RecipeError([f"--steps {question.steps} --warm-up {question.warm_up}: at least 1 and 0"])
+    refuse_impossible_numbers(question.steps, question.warm_up, question.seed)
     stale = recipe.rollout.max_staleness if question.max_staleness is None else question.max_staleness
     try:
         budget = Budget(max_staleness=stale, min_length_share=question.min_length_share)

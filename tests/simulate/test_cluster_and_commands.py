@@ -128,6 +128,10 @@ def test_wrong_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["simulate", str(RECIPE), "--compare", "sychronous"]) == EXIT_BAD_INPUT
     assert "rollout.rounds" in capsys.readouterr().err
     assert main(["simulate", str(RECIPE), "--steps", "0"]) == EXIT_BAD_INPUT
+    for command in ("simulate", "what-if"):
+        assert main([command, str(RECIPE), "--seed", "-1"]) == EXIT_BAD_INPUT
+    (tmp_path / "file").touch()
+    assert main(["simulate", str(RECIPE), *SMALL, "--out", str(tmp_path / "file" / "out")]) == EXIT_BAD_INPUT
     assert main(["simulate", str(RECIPE), "--cluster", "nowhere"]) == EXIT_FAILED
     assert main(["calibrate", str(tmp_path)]) == EXIT_FAILED
     assert "trace.jsonl" in capsys.readouterr().err
