@@ -212,6 +212,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Its last value. NaN where no step has it."""
         return next((step[name] for step in reversed(self.steps) if name in step), math.nan)
 
+    def after_whole_cycles(self, name: str) -> float:
+        """Its value at the end of the last round that trained several batches at once, else the last one: what short
+        rounds after it left behind would be missing. NaN where no step has it."""
+        samples = [step["perf/samples_s"] * step["time/step_s"] for step in self.steps]
+        of_long = [at for at, count in enumerate(samples) if count > 1.5 * min(samples)]
+        steps = self.steps[: of_long[-1] + 1] if of_long else self.steps
+        return next((step[name] for step in reversed(steps) if name in step), math.nan)
+
     def size_shares(self) -> dict[int, float]:
         """Share of the measured steps for each group size that was chosen."""
         sizes = [round(step["sizing/size"]) for step in self.measured if "sizing/size" in step]

@@ -43,8 +43,9 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_length(self) -> float:
-        """Mean trained length over the unbiased one of the same runs (``length/bias``); NaN where none reports it."""
-        values = [value for cell in self.cells if not math.isnan(value := cell.last("length/bias"))]
+        """Mean trained length over the unbiased one of the same runs (``length/bias``), over whole cycles of rounds;
+        NaN where none reports it."""
+        values = [value for cell in self.cells if not math.isnan(value := cell.after_whole_cycles("length/bias"))]
         return fmean(values) if values else math.nan
 
     @property
@@ -123,7 +124,7 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
         _difference_text(against.accuracy) if against else "-",
         _mean(cells, lambda cell: cell.length, ".0f"),
         ratio_text(against.length) if against else "1",
-        _mean(cells, lambda cell: cell.last("length/bias"), ".2f"),
+        _mean(cells, lambda cell: cell.after_whole_cycles("length/bias"), ".2f"),
         _mean(cells, lambda cell: cell.generated_per_trained, ".2f"),
         _mean(cells, lambda cell: cell.mean("sizing/straggler_rate"), ".2f"),
         " ".join(f"{size}:{share:.0%}" for size, share in mixed.items()) or "-",
