@@ -196,7 +196,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(preflight, lambda *_: None)
     put_for(remove_remains_of, lambda *_: [])
     put_for(refuse_changes, lambda *_, **__: [])
-    put_for(load_recipe, lambda _: world.recipe)
+    put_for(load_recipe, lambda *_: world.recipe)
     put_for(RunLock, SimulatedLock)
     put_for(ask_for_stacks, lambda _: [])
     put_for(write_crash_bundle, lambda *_: "no crash bundle: simulated")

@@ -164,14 +164,14 @@ def test_a_checkpoint_that_takes_long_to_read_is_no_silence_of_the_source(
     push, read = SmallPush(tmp_path, checkpoint=path, bandwidth_mbit=0.004), CheckpointBase.of
 
     def slowly(base: CheckpointBase, shards: Any) -> Any:
-        time.sleep(1.2)
+        time.sleep(3.3)
         return read(base, shards)
 
     monkeypatch.setattr(CheckpointBase, "of", slowly)
     try:
         announced = push.publish(1, small_changed(first, 1))
         fetched = fetch_version(
-            announced, held=CheckpointMirror(), checkpoint=CheckpointBase(path), progress_seconds=1.0
+            announced, held=CheckpointMirror(), checkpoint=CheckpointBase(path), progress_seconds=3.0
         )
         assert fetched.base_version == CHECKPOINT_VERSION and fetched.payload_bytes > 0
     finally:
