@@ -208,17 +208,17 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         values = [step[name] for step in self.measured if name in step]
         return fmean(values) if values else math.nan
 
-    def last(self, name: str) -> float:
-        """Its last value. NaN where no step has it."""
-        return next((step[name] for step in reversed(self.steps) if name in step), math.nan)
+    def last(self, name: str, among: Sequence[Mapping[str, float]] | None = None) -> float:
+        """Its last value, of the steps ``among`` (None: all). NaN where none has it."""
+        steps = self.steps if among is None else among
+        return next((step[name] for step in reversed(steps) if name in step), math.nan)
 
     def after_whole_cycles(self, name: str) -> float:
         """Its value at the end of the last round that trained several batches at once, else the last one: what short
         rounds after it left behind would be missing. NaN where no step has it."""
         samples = [step["perf/samples_s"] * step["time/step_s"] for step in self.steps]
         of_long = [at for at, count in enumerate(samples) if count > 1.5 * min(samples)]
-        steps = self.steps[: of_long[-1] + 1] if of_long else self.steps
-        return next((step[name] for step in reversed(steps) if name in step), math.nan)
+        return self.last(name, self.steps[: of_long[-1] + 1] if of_long else self.steps)
 
     def size_shares(self) -> dict[int, float]:
         """Share of the measured steps for each group size that was chosen."""

@@ -14,6 +14,10 @@ UNDECODABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, Recur
 ``UnicodeDecodeError``, which is a ValueError; map keys without a hash are a TypeError; nesting without end is a
 RecursionError, also in fields that nobody asked for."""
 
+UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What msgspec raises for a value that cannot be written: of a class that it does not know, half of a character, a
+number of too many bits, nesting without end."""
+
 
 class StreamRLError(Exception):
     """Base of every error that streamrl raises on purpose."""

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
-from streamrl.buffers.accounting import Accounting as Accounting
+from streamrl.buffers.accounting import Accounting
 from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 
 

@@ -22,7 +22,7 @@ from streamrl.comm.reward_changes import (
     RewardsListed,
 )
 from streamrl.comm.wire import WireCodec, WireLimits
-from streamrl.errors import WireError
+from streamrl.errors import UNENCODABLE, WireError
 from streamrl.messages import Message
 from streamrl.types import Record
 
@@ -93,7 +93,7 @@ def decode_answer(body: bytes) -> ControlAnswer:
 def _framed(message: ControlRequest | ControlAnswer, largest: int) -> bytes:
     try:
         body = msgspec.msgpack.encode(message)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except UNENCODABLE as error:
         raise WireError(f"a {type(message).__name__} cannot be sent: {error}") from error
     if len(body) > largest:
         raise WireError(f"a {type(message).__name__} of {len(body)} bytes: {largest} are allowed; shorten its options")

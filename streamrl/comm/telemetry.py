@@ -20,7 +20,7 @@ from streamrl.comm.guarded_sockets import GuardedContext
 from streamrl.comm.socket_options import make_signal, make_socket
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.zmq_sockets import bind, connect
-from streamrl.errors import UNDECODABLE, StreamRLError, WireError
+from streamrl.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class TelemetryPublisher:
                 return
             try:
                 content = msgspec.json.encode(body)
-            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            except UNENCODABLE as error:
                 self._dropped_before_socket += 1
                 log.warning("a message of the metrics socket (%s) cannot be written: %s", topic, error)
                 continue

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from streamrl.buffers.rollout_buffer import Accounting, Group, RolloutBuffer, TrajectoryState
+from streamrl.buffers.accounting import Accounting
+from streamrl.buffers.rollout_buffer import Group, RolloutBuffer, TrajectoryState
 from streamrl.buffers.slots import SlotLedger
 from streamrl.config.rewards import FailurePolicy
 from streamrl.control import actions as do
@@ -297,7 +298,7 @@ class ControlState:
     def _decide(self, actions: list[ControlAction]) -> None:
         if self.live_version < 0:
             return
-        if self._ending:
+        if self.ending:
             self._wind_down(actions)
             return
         self.filling.drop_stale(actions)
@@ -309,12 +310,13 @@ class ControlState:
             self.stopping = EXHAUSTED
             self._wind_down(actions)
         self._trip_wire(actions)
-        nothing = "" if self.finished or self._ending else waits_for_nothing(self, self.launching)
+        nothing = "" if self.finished or self.ending else waits_for_nothing(self, self.launching)
         if nothing:
             self._stop_run(actions, nothing)
 
     @property
-    def _ending(self) -> bool:
+    def ending(self) -> bool:
+        """Whether nothing more will be trained."""
         return self.stopping is not None or self.trainer_version >= self.steps
 
     @property

@@ -57,7 +57,7 @@ def wait_reason(state: ControlState, shell: ShellView) -> WaitReason:
         return WaitReason.ENGINE_START
     if state.batch.closed:
         return WaitReason.TRAINING
-    if state.finished or _ending(state):
+    if state.finished or state.ending:
         return _gate(state) or WaitReason.SHUTDOWN
     if state.batch.seats <= 0:
         return _gate(state) or WaitReason.CONTROL
@@ -70,14 +70,9 @@ def _gate(state: ControlState) -> WaitReason | None:
     """What keeps a full batch from being closed, or a run that ends from ending."""
     if state.publishing is not None:
         return WaitReason.PUSH
-    if state.due.evaluating is not None and (state.live_version < state.trainer_version or _ending(state)):
+    if state.due.evaluating is not None and (state.live_version < state.trainer_version or state.ending):
         return WaitReason.EVALUATION
     return WaitReason.CHECKPOINT if state.due.checkpointing is not None else None
-
-
-def _ending(state: ControlState) -> bool:
-    """Whether nothing more will be trained."""
-    return state.stopping is not None or state.trainer_version >= state.steps
 
 
 def _can_be_sampled(state: ControlState) -> bool:

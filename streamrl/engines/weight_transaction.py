@@ -330,7 +330,7 @@ class _StagingThread:
         self._stop.set()
 
     def stop(self) -> None:
-        self._stop.set()
+        self.give_up()
         self._thread.join()
 
     def _run(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streamrl.buffers.rollout_buffer import Accounting
+from streamrl.buffers.accounting import Accounting
 from streamrl.control.settings import ControlSettings
 from streamrl.simulate.engines import EngineClock, Request
 from streamrl.simulate.report import SimulationReport, StepRow, Tally

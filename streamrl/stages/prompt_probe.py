@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.errors import StreamRLError
+from streamrl.errors import UNENCODABLE, StreamRLError
 from streamrl.stages.probe_process import answer_of
 from streamrl.stages.prompt_iterator import UserRows
 
@@ -58,7 +58,7 @@ def main(seconds: float, spec: str) -> None:
     probe = asyncio.run(_first_row(spec))
     try:
         encoded = msgspec.msgpack.encode(probe)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except UNENCODABLE as error:
         problem = f"prompts {spec}, row 1 has a value that cannot be sent ({error}): use plain values"
         encoded = msgspec.msgpack.encode(_Probe(problem=problem))
     answer.write(encoded)

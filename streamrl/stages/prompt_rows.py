@@ -10,7 +10,7 @@ import msgspec
 
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
-from streamrl.errors import UNDECODABLE, StreamRLError
+from streamrl.errors import UNDECODABLE, UNENCODABLE, StreamRLError
 from streamrl.stages.prompt_spec import RowForm
 from streamrl.tokenizer import ChatError, Tokenizer
 from streamrl.types import Prompt, TokenArray, token_array
@@ -68,7 +68,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
         raise BadRow(f"is a {type(row).__name__}: a row is a mapping from column name to value")
     try:
         content = msgspec.msgpack.encode(dict(row))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except UNENCODABLE as error:
         raise BadRow(
             f"has a value that cannot be sent ({error}): use plain text, numbers, lists and objects"
         ) from error

@@ -136,7 +136,7 @@ def walks() -> Iterator[Walk]:
         (7, ("packed", "fixed"), True),
         (4, ("partial", "fixed"), False),
         (1, ("domains", "fixed"), True),
-        (1, ("partial", "sagc"), False),  # no recipe may, but a policy of the user's could
+        (1, ("partial", "sagc"), False),
         (12, ("race of responses", "sagc"), False),
         (12, ("auto", "fixed"), False),
         (0, ("sorted, single", "fixed"), False),

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~)\d{3})+(?!\d)")
-_SPACED_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~| )\d{3})+(?!\d)")
+_BETWEEN = r"\\[,;:! ]|~"
+_THOUSANDS, _SPACED_THOUSANDS = (
+    re.compile(rf"(?<![\d.,])\d{{1,3}}(?:(?:{between})\d{{3}})+(?!\d)") for between in (_BETWEEN, f"{_BETWEEN}| ")
+)
 _NO_DIGIT = re.compile(r"\D")
 _BOX = re.compile(r"\\boxed\s*\{")
 _JOINED = re.compile(r"[\s,$]*(?:and|or)?[\s,$]*")
