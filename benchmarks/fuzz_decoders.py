@@ -56,14 +56,14 @@ class Done(msgspec.Struct):
         """Executions a second, under this scheme."""
         return (self.executions - self.earlier) / self.seconds if self.seconds else 0.0
 
-    def seconds_left(self, wanted: int) -> float:
+    def seconds_of(self, executions: int) -> float:
         """Of processor time, about; 0 where nobody knows yet."""
-        return (wanted - self.executions) / self.rate if self.rate else 0.0
+        return executions / self.rate if self.rate else 0.0
 
-    def next_slice(self, wanted: int) -> int:
-        """How many to run now: some seconds of them."""
+    def next_slice(self, left: int) -> int:
+        """How many of those that are ``left`` to run now: some seconds of them."""
         size = int(self.rate * _SLICE_S) if self.rate else _FIRST_SLICE
-        return min(max(size, _FIRST_SLICE), _LARGEST_SLICE, wanted - self.executions)
+        return min(max(size, _FIRST_SLICE), _LARGEST_SLICE, left)
 
     def take(self, found: Slice) -> None:
         """Add a slice that went well."""
@@ -99,44 +99,64 @@ def write_state(path: Path | None, state: Mapping[str, Done]) -> None:
 
 
 def campaign(chosen: Sequence[Target], state: dict[str, Done], options: argparse.Namespace) -> list[Fault]:
-    """Run slices in turn until there is a fault (``--go-on``: until the time is over), or no time, or nothing to do."""
+    """Run slices in turn until there is a fault (``--go-on``: until the time is over), or no time, or nothing to do.
+
+    Several slices of a target may run at once; they are taken in the order of their numbers, so that a state says "all
+    below this one".
+    """
     deadline = time.monotonic() + options.seconds
     faults: list[Fault] = []
     for target in chosen:
         state.setdefault(target.name, Done(scheme=SCHEME))
     waiting = [target for target in chosen if state[target.name].executions < options.executions]
+    begun = {target.name: state[target.name].executions for target in waiting}
+    ahead: dict[tuple[str, int], Slice] = {}
     running: list[RunningSlice] = []
     try:
         while running or waiting:
-            while waiting and len(running) < options.jobs and time.monotonic() < deadline:
-                target = waiting.pop(_next_of(waiting, state, options))
-                first = state[target.name].executions
-                last = first + state[target.name].next_slice(options.executions)
-                running.append(RunningSlice(target, first, last))
+            while len(running) < options.jobs and time.monotonic() < deadline:
+                free = [target for target in waiting if not _stands_alone(target, running)]
+                if not free:
+                    break
+                target = min(free, key=lambda target: _seconds(state[target.name], begun[target.name], options))
+                first = begun[target.name]
+                begun[target.name] = first + state[target.name].next_slice(options.executions - first)
+                running.append(RunningSlice(target, first, begun[target.name]))
+                if begun[target.name] == options.executions:
+                    waiting.remove(target)
             if not running:
                 break
             for target, found in _ended(running):
                 if found.fault is None:
-                    state[target.name].take(found)
+                    ahead[target.name, found.first] = found
+                    _take_in_order(state[target.name], target.name, ahead)
                     write_state(options.state, state)
-                    if found.last < options.executions:
-                        waiting.append(target)
                     continue
                 faults.append(found.fault)
                 print(told(found.fault, keep(found.fault, options.failures)), flush=True)
-                if not options.go_on:
-                    waiting.clear()
+                waiting = [other for other in waiting if options.go_on and other is not target]
     finally:
         for one in running:
             one.end()
     return faults
 
 
-def _next_of(waiting: Sequence[Target], state: Mapping[str, Done], options: argparse.Namespace) -> int:
-    """Who had the least time: a campaign of many short calls treats all alike. Or who needs the least."""
-    done = [state[target.name] for target in waiting]
-    keys = [one.seconds_left(options.executions) if options.finish else one.seconds for one in done]
-    return min(range(len(keys)), key=keys.__getitem__)
+def _take_in_order(done: Done, name: str, ahead: dict[tuple[str, int], Slice]) -> None:
+    """Add the slices of a target that follow on what was run."""
+    while (found := ahead.pop((name, done.executions), None)) is not None:
+        done.take(found)
+
+
+def _stands_alone(target: Target, running: Sequence[RunningSlice]) -> bool:
+    """Whether it has to wait for a slice of its own: decoders of users' files write them to one folder."""
+    return target.name.startswith("user.") and any(one.target is target for one in running)
+
+
+def _seconds(done: Done, begun: int, options: argparse.Namespace) -> float:
+    """What decides whose turn it is: who needs the least, or had the least, since slices are longer than calls."""
+    if options.finish:
+        return done.seconds_of(options.executions - begun)
+    return done.seconds + done.seconds_of(begun - done.executions)
 
 
 def _ended(running: list[RunningSlice]) -> Iterator[tuple[Target, Slice]]:
@@ -213,7 +233,7 @@ def summary(state: Mapping[str, Done], wanted: int, *, outcomes: bool) -> str:
         refused = sum(count for outcome, count in done.outcomes.items() if outcome.startswith("refused"))
         share = 1 - refused / done.executions if done.executions else 0.0
         grown = done.grown_bytes / 1024 / max(1, done.slices)
-        left = done.seconds_left(wanted)
+        left = done.seconds_of(wanted - done.executions)
         lines.append(
             f"{name:28} {done.executions:11,} {done.rate:10,.0f} {left:8,.0f} {share:9.1%} {len(done.outcomes):6} "
             f"{grown:16,.0f} {done.watched:8}"
@@ -221,7 +241,8 @@ def summary(state: Mapping[str, Done], wanted: int, *, outcomes: bool) -> str:
         if outcomes:
             ordered = sorted(done.outcomes.items(), key=lambda item: -item[1])
             lines += [f"    {count:10,}  {outcome}" for outcome, count in ordered]
-    total, left = sum(d.executions for d in state.values()), sum(d.seconds_left(wanted) for d in state.values())
+    total = sum(done.executions for done in state.values())
+    left = sum(done.seconds_of(wanted - done.executions) for done in state.values())
     whole = sum(done.executions >= wanted for done in state.values())
     return "\n".join([*lines, f"{'all':28} {total:11,} {'':10} {left:8,.0f}  {whole} of {len(state)} at {wanted:,}"])
 

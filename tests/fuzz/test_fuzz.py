@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,24 @@ def test_a_state_file_says_where_a_campaign_goes_on(tmp_path: Path) -> None:
     fuzz_decoders.write_state(tmp_path / "state.json", state)
     (read,) = fuzz_decoders.read_state(tmp_path / "state.json").values()
     assert (read.executions, read.rate, read.outcomes) == (400, 800.0, {"accepted": 100, "refused: x": 300})
-    assert read.next_slice(1000) == 600
+    assert read.next_slice(600) == 600
     read.go_on_with(execution.SCHEME + 1)
     assert (read.executions, read.earlier, read.rate, read.next_slice(5000)) == (400, 400, 0.0, 2000)
+
+
+def test_slices_of_one_target_run_at_once_and_are_counted_in_order(tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    from benchmarks import fuzz_decoders
+
+    def slow_at_first(frames: Sequence[bytes]) -> str:
+        time.sleep(0.0005 if len(frames[0]) % 2 else 0.0)
+        return f"accepted {len(frames[0])}"
+
+    target = of(slow_at_first)
+    alone = run_slice(target, 0, 6500)
+    state: dict[str, fuzz_decoders.Done] = {}
+    options = Namespace(seconds=60.0, executions=6500, jobs=3, finish=True, go_on=False, state=tmp_path / "state.json")
+    assert fuzz_decoders.campaign([target], state, options) == []
+    done = state[target.name]
+    assert (done.executions, done.slices, done.outcomes) == (6500, 4, alone.outcomes)
