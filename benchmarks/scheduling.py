@@ -7,8 +7,9 @@
 
 A cell is one run of one arm with one seed, and one JSON file in ``--out``: a rerun goes on with those that are missing.
 All arms of a seed run before the next seed, in the opposite order, so that a drift of the machine meets every arm.
-Wall time is that of the steps after 2 warm-up ones: no start, no evaluation. Held-out accuracy is measured once, at the
-end. Arms that this tree does not know, or cannot compose, are skipped and said so. Exit code 1 when a run failed.
+Wall time is that of the steps after 2 warm-up ones and before the last one: no start, no evaluation. Each arm measures
+whole cycles of its rounds. Held-out accuracy is measured once, at the end, after as many samples in every arm. Arms
+that this tree does not know, or cannot compose, are skipped and said so. Exit code 1 when a run failed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from pathlib import Path
 import msgspec
 from scheduling_cells import (
     ARMS,
+    COOL_DOWN_STEPS,
     ROUND_ARMS,
     WARM_UP_STEPS,
     CellPlan,
     Regime,
-    long_round_batches,
     parse_regime,
     pooled_shares,
     read_cell,
@@ -98,10 +99,12 @@ def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> Ce
     for text in options.set:
         key, _, value = text.partition("=")
         overrides[key] = msgspec.json.decode(value)
-    at_once = long_round_batches(overrides)
-    cool_down = at_once if at_once > 1 else 0
-    steps = WARM_UP_STEPS + steps_for(regime, overrides, options.steps or regime.steps) + cool_down
-    return CellPlan(regime=regime, arm=arm, seed=seed, steps=steps, overrides=overrides, cool_down=cool_down)
+    try:
+        measured = steps_for(regime, overrides, options.steps or regime.steps)
+    except ValueError as error:
+        raise NotYet(str(error)) from None
+    steps = WARM_UP_STEPS + measured + COOL_DOWN_STEPS
+    return CellPlan(regime=regime, arm=arm, seed=seed, steps=steps, overrides=overrides, cool_down=COOL_DOWN_STEPS)
 
 
 def run_missing(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
 
@@ -18,6 +19,8 @@ from streamrl.simulate.recording import TRACE_FILE
 HEAVY_RECIPE = DEMO_RECIPE.parents[1] / "heavy" / "recipe.toml"
 RECIPES = {"demo": DEMO_RECIPE, "heavy": HEAVY_RECIPE}
 WARM_UP_STEPS = 2
+COOL_DOWN_STEPS = 1
+"""After the measured ones, of every arm: the last step of a race trains those who would wait in vain."""
 SYNCHRONOUS, AUTO, DAPO_SYNCHRONOUS = "synchronous", "auto", "dapo_synchronous"
 SIZES = (4, 8, 16)
 
@@ -70,21 +73,42 @@ class Regime(msgspec.Struct, frozen=True, order=True):
 def steps_for(regime: Regime, overrides: Mapping[str, object], batches: int) -> int:
     """Steps in which an arm trains as many samples as ``synchronous`` in ``batches`` steps.
 
-    A race whose long rounds train several batches at once needs fewer: what its short rounds leave behind fills a long
-    one of ``long_round_batches``, and so many short rounds with that long one are a cycle.
+    What short rounds leave behind fills a long one, and so many short rounds with that long one are a cycle; one that
+    trains several batches at once needs fewer steps. Raises ``ValueError`` where cycles would be measured in part:
+    their long rounds cost the most.
     """
-    prompts = int(str(overrides.get("rollout.prompts_per_batch", regime.prompts)))
+    rounds, of_cycle = cycle_of(regime, overrides)
+    if batches % of_cycle:
+        raise ValueError(f"its cycle is {of_cycle} batches: give --steps that are a multiple of it, not {batches}")
+    return batches // of_cycle * rounds
+
+
+def cycle_of(regime: Regime, overrides: Mapping[str, object]) -> tuple[int, int]:
+    """Rounds of the smallest cycle that comes back whole, and the batches that they train."""
+
+    def number(key: str, otherwise: float) -> float:
+        return float(str(overrides.get(key, otherwise)))
+
+    kind = overrides.get("rollout.rounds")
+    if kind == "length_sorted":
+        cohort = int(number("length_sorted.cohort_batches", 4))
+        return cohort, cohort
+    if kind != "tail_batching":
+        return 1, 1
+    if cohort := int(number("tail_batching.cohort_batches", 0)):
+        return cohort, cohort
+    prompts = int(number("rollout.prompts_per_batch", regime.prompts))
+    left_behind = math.ceil(prompts * number("tail_batching.eta_prompts", 1.25)) - prompts
+    if not left_behind:
+        return 1, 1
     at_once = long_round_batches(overrides)
-    left_behind = math.ceil(prompts * float(str(overrides.get("tail_batching.eta_prompts", 1)))) - prompts
-    if at_once == 1 or left_behind == 0:
-        return batches
-    short_rounds = at_once * prompts / left_behind
-    return round(batches * (short_rounds + 1) / (short_rounds + at_once))
+    short_rounds = Fraction(at_once * prompts, left_behind)
+    cycles = short_rounds.denominator
+    return int(short_rounds * cycles) + cycles, int(short_rounds * cycles) + at_once * cycles
 
 
 def long_round_batches(overrides: Mapping[str, object]) -> int:
-    """Batches that a long round trains at once. Where there are several, the end of a run would shorten it: such an arm
-    goes on for as many steps, which are not measured."""
+    """Batches that a long round trains at once."""
     return int(str(overrides.get("tail_batching.long_round_batches", 1)))
 
 
@@ -118,6 +142,7 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
     "tail_elastic_presubmit": _race(long_round_batches=2) | PRESUBMIT,
     "tail_elastic4_presubmit": _race(long_round_batches=4) | PRESUBMIT,
     "tail_wide_elastic4_presubmit": _race(1.5, long_round_batches=4) | PRESUBMIT,
+    "tail_wide_elastic4_verify": _race(1.5, losers="verify", long_round_batches=4) | PRESUBMIT,
     "tail_elastic4_verify": _race(losers="verify", long_round_batches=4) | PRESUBMIT,
     "tail_both": _race(losers="regenerate", eta_responses=1.25),
     "tail_both_presubmit": _race(losers="regenerate", eta_responses=1.25) | PRESUBMIT,

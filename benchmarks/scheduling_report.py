@@ -50,9 +50,10 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unbiased(self) -> bool:
-        """Whether it trains lengths as they are, nearly: by its own runs, whose prompts and luck are the same, else by
-        ``synchronous``."""
-        return (self.length.mean if math.isnan(self.own_length) else self.own_length) >= UNBIASED_ENOUGH
+        """Whether it trains lengths as they are, nearly: by ``synchronous``, and by its own runs, whose prompts and
+        luck are the same, where those can tell."""
+        own = self.length.mean if math.isnan(self.own_length) else self.own_length
+        return min(own, self.length.mean) >= UNBIASED_ENOUGH
 
 
 def of_ratios(ratios: Sequence[float]) -> Interval:

@@ -109,8 +109,9 @@ EndedOutcome = Scored | TrajectoryLost
 
 
 class RolloutStatistics(Record, frozen=True):
-    """``busy_seconds``: integral of running trajectories over time, for the bubble ratio. ``verified_tokens``: of
-    losers, that were kept; ``accepted_tokens`` of them the new weights chose, too, and they were not decoded again."""
+    """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once, for the bubble
+    ratio. ``verified_tokens``: of losers, that were kept; ``accepted_tokens`` of them the new weights chose, too, and
+    they were not decoded again."""
 
     launched: int
     finished: int

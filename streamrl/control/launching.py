@@ -100,7 +100,16 @@ class Launching:
             when_stale=settings.when_stale,
             rank_quality=state.lengths.rank_quality,
             due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
+            unseated=self._unseated(batch),
         )
+
+    def _unseated(self, batch: OpenBatch) -> int:
+        """Ready groups that cannot join because their domain has its share of the batch already."""
+        supply = self._state.supply
+        if not supply.has_domains:
+            return 0
+        ready = self._state.buffer.ready.values()
+        return sum(not supply.domain_has_seat(group, batch.domains, batch.target // group.keep) for group in ready)
 
     def launch(self, actions: list[ControlAction]) -> None:
         """Ask the policy until it has nothing more to launch, or prompts must be drawn first."""
@@ -120,11 +129,15 @@ class Launching:
             elif plan.source is Source.HELD:
                 if not self._resume(plan, actions):
                     return
-            elif not self._launch_groups(plan, actions):
-                return
+            else:
+                launched = self._launch_groups(plan, actions)
+                # Of a domain the queue may have fewer than its share: fresh prompts join the others at once.
+                short = launched < plan.groups and plan.source is not Source.QUEUE
+                if short or not launched:
+                    return
 
-    def _launch_groups(self, plan: Launch, actions: list[ControlAction]) -> bool:
-        """Whether all of ``plan`` was launched; if not, and prompts are to be had, they are asked for."""
+    def _launch_groups(self, plan: Launch, actions: list[ControlAction]) -> int:
+        """How many groups of ``plan`` were launched; if not all, and prompts are to be had, they are asked for."""
         state = self._state
         if not 0 <= plan.keep <= plan.size or plan.size < 1:
             raise ValueError(
@@ -153,7 +166,7 @@ class Launching:
                 actions.append(do.StopRun(message=overdrawn))
             else:
                 self._ask(wanted - launched, actions)
-        return launched == plan.groups
+        return launched
 
     def _launch_group(self, plan: Launch, ticket: PromptTicket, actions: list[ControlAction]) -> None:
         state = self._state

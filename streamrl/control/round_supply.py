@@ -45,6 +45,7 @@ class RoundSupply:
         self.asked = 0
         self.drawn_prompts = 0
         self.exhausted = False
+        self._cohort_batches = settings.tail_batching.cohort_batches
         self._long_batches = settings.tail_batching.long_round_batches
         self._overdrawn = OVERDRAWN * settings.batch_groups
         self._cohort: tuple[int, int] | None = None
@@ -55,6 +56,11 @@ class RoundSupply:
     def empty(self) -> bool:
         """Nothing waits, and nothing will come."""
         return self.exhausted and not self.asked and not len(self.waiting) and not len(self.queue)
+
+    @property
+    def has_domains(self) -> bool:
+        """Whether batches keep the shares of several domains."""
+        return len(self._domains.shares) > 1
 
     @property
     def loading(self) -> bool:
@@ -115,12 +121,17 @@ class RoundSupply:
         return missing
 
     def _load_cohort(self, prompts: int, copies: int) -> None:
+        """With the shares of the domains in each of its batches, as far as what was drawn has them."""
         self._cohort = None
-        quotas = dict.fromkeys(self._domains.shares, prompts)
+        batches = max(self._cohort_batches, 1)
+        quotas, loaded = Counter(self._domains.quota(prompts % batches)), Counter[str]()
+        for _ in range(batches):
+            quotas.update(self._domains.quota(prompts // batches))
         for _ in range(prompts):
-            ticket = self.waiting.take({}, quotas)
+            ticket = self.waiting.take(loaded, quotas) or self.waiting.take({}, None)
             if ticket is None:
                 break
+            loaded[ticket.domain] += 1
             for _ in range(copies):
                 self.queue.append(ticket)
         self._unsorted = True
@@ -164,12 +175,16 @@ class RoundSupply:
 
     def queued(self, groups: int, batch: int, *, round_open: bool) -> int:
         """Prompts of the queue that a round of ``groups`` could take now, of which ``batch`` fill its batch; all once
-        the source can give no others. Before a round opens: what the largest round could take."""
-        if self.exhausted or len(self._domains.shares) == 1:
+        the source can give no others. Before a round opens: what the largest round, or a whole cohort, could take."""
+        if self.exhausted or not self.has_domains:
             return len(self.queue)
         if round_open:
             return self.queue.left(self._launched, self._domains.quota(groups, batch))
-        return self.queue.usable(groups * self._long_batches)
+        if not self._cohort_batches:
+            return self.queue.usable(groups * self._long_batches)
+        # Without what one batch needs of every domain there is nothing to race for.
+        of_a_batch = self.queue.left({}, self._domains.quota(groups))
+        return of_a_batch if of_a_batch < groups else self.queue.usable(groups * self._cohort_batches)
 
     def gives_back(self, group: Group) -> None:
         """A group was dropped for good: its domain may be launched once more in this round."""
@@ -177,14 +192,14 @@ class RoundSupply:
 
     def domain_has_seat(self, group: Group, joined: Counter[str], groups: int) -> bool:
         """Whether a batch of ``groups``, of which ``joined`` are in it by domain, takes another one of its domain."""
-        if len(self._domains.shares) == 1 or self.exhausted:
+        if self.exhausted or not self.has_domains:
             return True
         domain = group.ticket.domain
         return joined[domain] < self._domains.quota(groups)[domain]
 
     def overdrawn(self) -> str:
         """Why the shares of the domains cannot be met; empty when they may."""
-        if len(self._domains.shares) == 1 or len(self.waiting) < self._overdrawn:
+        if not self.has_domains or len(self.waiting) < self._overdrawn:
             return ""
         waiting = Counter(ticket.domain for ticket in self.waiting.tickets())
         rare = min(self._domains.shares, key=lambda name: waiting[name])

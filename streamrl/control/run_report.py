@@ -68,7 +68,7 @@ class RunReport:
     same for both bubble ratios; ``engines``: how many there are, of which so many are ``serving``;
     ``rewards_in_flight``: what the reward stage holds; ``recovering``: an earlier life is gone on with, until it began;
     ``loop_lag``: longest time without an answer of this loop since it was asked last.
-    ``trace`` None: nothing is recorded. ``lived_s``: of lives of the run before this one."""
+    ``trace`` None: nothing is recorded. ``lived_s``: of earlier lives. ``length_limit``: of ``FirstLengths``."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class RunReport:
         clock: Callable[[], float] = time.monotonic,
         lived_s: float = 0.0,
         recovering: bool = False,
+        length_limit: int = 0,
     ) -> None:
         self._emit = emit
         self._rollout = rollout
         self._capacity = capacity
-        self._engines = engines
-        self._serving = serving
+        self._engines, self._serving = engines, serving
         self._recovering = recovering
         self._rewards_in_flight = rewards_in_flight
         self._loop_lag = loop_lag
@@ -104,7 +104,7 @@ class RunReport:
         self._rewards = RewardWindow()
         self._rounds: Counter[str] = Counter()
         self._round_kind, self._recovered = "", -1
-        self._work = SampledWork(trace)
+        self._work = SampledWork(trace, length_limit)
         self._last_load = NO_LOAD
         self.waits = RunWaits(clock, self._shell)
 
@@ -344,7 +344,7 @@ class RunReport:
         )
 
     def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
-        """1 - sum(running dt) / (capacity sum(dt))."""
+        """1 - sum(min(running, capacity) dt) / (capacity sum(dt))."""
         if seconds <= 0:
             return 0.0
         busy = (after.busy_seconds - before.busy_seconds) / (self._capacity * seconds)

@@ -38,8 +38,10 @@ class SampledWindow(msgspec.Struct):
 
 class FirstLengths(msgspec.Struct):
     """Lengths of first attempts since the run began, by number of tokens: ``whole`` ones and those ``stopped`` there;
-    and of all trained samples. Bounded by the token limit."""
+    and of all trained samples. ``limit``: tokens that one may have; 0: who is stopped depends on how long it would be
+    (siblings race each other), and nothing is counted."""
 
+    limit: int
     whole: Counter[int] = msgspec.field(default_factory=Counter)
     stopped: Counter[int] = msgspec.field(default_factory=Counter)
     trained_tokens: int = 0
@@ -60,12 +62,12 @@ class _Open(msgspec.Struct):
 class SampledWork:
     """Follows trajectories by id; what it does not know (evaluation, an end that was told before) it ignores."""
 
-    def __init__(self, trace: TrajectoryTrace | None = None) -> None:
+    def __init__(self, trace: TrajectoryTrace | None = None, limit: int = 0) -> None:
         self._trace = trace
         self._open: dict[TrajectoryId, _Open] = {}
         self._failures: dict[TrajectoryId, TrajectoryLine] = {}
         self._window = SampledWindow()
-        self.lengths = FirstLengths()
+        self.lengths = FirstLengths(limit)
         self.wasted_tokens: Counter[str] = Counter()
         self.ended_tokens = 0
 
@@ -188,7 +190,7 @@ class SampledWork:
 
     def _count(self, trajectory: TrajectoryId, length: SampledLength) -> None:
         self._window.sampled.append(length)
-        if trajectory.attempt == 0:
+        if trajectory.attempt == 0 and self.lengths.limit:
             (self.lengths.whole if length.whole else self.lengths.stopped)[length.tokens] += 1
 
     def _waste(self, reason: DropReason, tokens: int) -> None:

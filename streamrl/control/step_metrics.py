@@ -12,6 +12,9 @@ from streamrl.control.sampled_work import FirstLengths, SampledLength, SampledWi
 from streamrl.control.state import ControlState
 from streamrl.types import FinishReason, ScoredTrajectory
 
+UNSEEN = 0.05
+"""``length/unbiased_mean`` is told where lengths that nobody has seen whole cannot add more than this share to it."""
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which ``share`` of ``values`` lie (nearest rank). 0.0 for no values."""
@@ -89,7 +92,7 @@ def length_metrics(window: SampledWindow, lengths: FirstLengths, *, by_kind: boo
     kinds = {length.round_kind for length in (*window.sampled, *window.trained)} if by_kind else set()
     for kind in sorted(kinds):
         metrics |= _lengths_of_kind(kind, window)
-    unbiased = unbiased_mean(lengths.whole, lengths.stopped)
+    unbiased = unbiased_mean(lengths.whole, lengths.stopped, lengths.limit)
     if unbiased and lengths.trained_samples:
         metrics["length/unbiased_mean"] = unbiased
         metrics["length/bias"] = lengths.trained_tokens / lengths.trained_samples / unbiased
@@ -134,12 +137,12 @@ def _length_figures(lengths: Sequence[SampledLength]) -> tuple[float, float, flo
     return fmean(tokens), percentile(tokens, 0.95), sum(length.truncated for length in lengths) / len(lengths)
 
 
-def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int]) -> float:
+def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int], limit: int) -> float:
     """Mean length that nobody had stopped: the area under the product-limit estimate of the survivors (Kaplan and
     Meier, JASA 53, 1958). ``whole``, ``stopped``: numbers of trajectories by length in tokens.
 
-    What was stopped counts as longer than it is. Beyond the longest length seen it assumes nothing, so it is too small
-    where the longest ones were all stopped. 0.0 where nothing ended by itself.
+    What was stopped counts as longer than it is. 0.0 where that cannot tell the mean: where those that were longer than
+    all whole ones could add more than ``UNSEEN`` of it, if they went on to ``limit``.
     """
     at_risk = sum(whole.values()) + sum(stopped.values())
     if not any(whole.values()):
@@ -151,7 +154,7 @@ def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int]) -> float
         surviving *= 1 - ended / at_risk
         at_risk -= ended + stopped.get(length, 0)
         before = length
-    return area
+    return area if surviving * (limit - before) <= UNSEEN * area else 0.0
 
 
 def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, float]:

@@ -15,6 +15,7 @@ import msgspec
 from streamrl.comm.reward_changes import RewardReply
 from streamrl.comm.supervisor_orders import ParentMessage
 from streamrl.config.recipe import Recipe, ReleaseKind
+from streamrl.config.scheduling import RoundKind
 from streamrl.config.topology import prepared_sets
 from streamrl.control.engine_release import EngineRelease, engine_sizes
 from streamrl.control.engine_switch import SWITCH
@@ -106,7 +107,13 @@ async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> Rollo
         top_p=recipe.sampling.top_p,
         verifies_losers=recipe.tail_batching.verifies,
         one_at_a_time=alone,
+        capacity=_capacity(recipe, parts),
     )
+
+
+def _capacity(recipe: Recipe, parts: Parts) -> int:
+    """What bubble ratios count as full, whatever the rounds."""
+    return min(parts.ready.max_running, recipe.rollout.batch_trajectories)
 
 
 async def open_publisher(
@@ -142,8 +149,8 @@ def run_report(
     reward: RewardStage,
     recovered: RecoveredRun | None,
 ) -> RunReport:
-    """What the run tells observers and the trace. Whatever the rounds, engines are measured against one capacity."""
-    capacity = min(parts.ready.max_running, recipe.rollout.batch_trajectories)
+    """What the run tells observers and the trace."""
+    capacity = _capacity(recipe, parts)
     header = trace_header(
         recipe,
         run_id=run_directory.name,
@@ -154,6 +161,7 @@ def run_report(
         parameters=parts.parameters,
     )
     trace = TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=recovered is not None)
+    siblings_race = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.eta_responses > 1
     return RunReport(
         parts.emit,
         rollout.statistics,
@@ -165,6 +173,7 @@ def run_report(
         trace=trace,
         lived_s=recovered.elapsed_s if recovered else 0.0,
         recovering=recovered is not None,
+        length_limit=0 if siblings_race else recipe.sampling.max_tokens,
     )
 
 

@@ -110,11 +110,34 @@ class Request:
         return request
 
 
-class EngineClock:
-    """One engine. Times never go back; ``advance`` before anything changes, ``next_event`` after it."""
+class RunningTogether:
+    """Requests that run on all engines. ``busy_s``: their integral over time, of no more than ``capacity`` at once."""
 
-    def __init__(self, model: EngineModel) -> None:
+    def __init__(self) -> None:
+        self.capacity = math.inf
+        self.busy_s = 0.0
+        self._running = 0
+        self._since = 0.0
+
+    def change(self, now: float, by: int) -> None:
+        """So many more run, from ``now`` on."""
+        self.advance(now)
+        self._running += by
+
+    def advance(self, now: float) -> None:
+        """Count until ``now``."""
+        if now > self._since:
+            self.busy_s += min(self._running, self.capacity) * (now - self._since)
+            self._since = now
+
+
+class EngineClock:
+    """One engine. Times never go back; ``advance`` before anything changes, ``next_event`` after it. ``together``: what
+    counts the requests of all engines."""
+
+    def __init__(self, model: EngineModel, together: RunningTogether | None = None) -> None:
         self.model = model
+        self._together = together or RunningTogether()
         self.time = 0.0
         self.clock = 0.0
         self.blocked_until = 0.0
@@ -125,7 +148,6 @@ class EngineClock:
         self.waiting: deque[Request] = deque()
         self.context = 0.0
         self.held_kv = 0.0
-        self.busy_s = 0.0
         self.generated = 0.0
         self.preemptions = 0
         self.last_arrival = 0.0
@@ -145,7 +167,6 @@ class EngineClock:
         running = len(self.running)
         if not running or now <= begun:
             return
-        self.busy_s += running * (now - begun)
         spent = now - max(begun, self.blocked_until)
         if self.paused or spent <= 0:
             return
@@ -245,12 +266,14 @@ class EngineClock:
         request.start = self.clock
         request.finish = self.clock + request.length - request.sampled
         self.running[request] = None
+        self._together.change(self.time, 1)
         self.context += request.prompt_tokens + request.sampled
         self.held_kv += own
         heapq.heappush(self._finishing, (request.finish, self._serial, request))
 
     def _leave(self, request: Request) -> None:
         del self.running[request]
+        self._together.change(self.time, -1)
         request.running = False
         decoded = self.clock - request.start
         self.context -= request.prompt_tokens + request.sampled + decoded

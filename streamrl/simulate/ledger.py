@@ -8,7 +8,7 @@ import msgspec
 
 from streamrl.buffers.accounting import Accounting
 from streamrl.control.settings import ControlSettings
-from streamrl.simulate.engines import EngineClock, Request
+from streamrl.simulate.engines import EngineClock, Request, RunningTogether
 from streamrl.simulate.report import SimulationReport, StepRow, Tally
 
 MOST_WAITING_PROMPTS = 1 << 16
@@ -28,8 +28,16 @@ class BatchSums(msgspec.Struct):
 class StepLedger:
     """Follows one step after the other. ``capacity``: what bubble ratios count as all of it, in requests."""
 
-    def __init__(self, settings: ControlSettings, engines: Sequence[EngineClock], capacity: int, cap: int) -> None:
-        self.capacity = capacity
+    def __init__(
+        self,
+        settings: ControlSettings,
+        engines: Sequence[EngineClock],
+        together: RunningTogether,
+        capacity: int,
+        cap: int,
+    ) -> None:
+        self.capacity = together.capacity = capacity
+        self._together = together
         self._settings = settings
         self._engines = engines
         self._tally = Tally(cap, settings.group_sizing.straggler_ratio)
@@ -82,7 +90,7 @@ class StepLedger:
         self._full = now
         self._closed, self._open = self._open, BatchSums()
         self._advance(now)
-        self._busy_full = sum(engine.busy_s for engine in self._engines)
+        self._busy_full = self._together.busy_s
 
     def trained(self, now: float) -> None:
         """It did."""
@@ -95,7 +103,7 @@ class StepLedger:
     def live(self, now: float, version: int, trainer_worked_s: float) -> StepRow:
         """Every engine holds the version that the step made: the step is over."""
         self._advance(now)
-        busy = sum(engine.busy_s for engine in self._engines)
+        busy = self._together.busy_s
         generated = sum(engine.generated for engine in self._engines)
         rollout_s, step_s = self._full - self._began, now - self._began
         batch = self._closed
@@ -128,6 +136,7 @@ class StepLedger:
     def _advance(self, now: float) -> None:
         for engine in self._engines:
             engine.advance(now)
+        self._together.advance(now)
 
     # ---- the report --------------------------------------------------------------------------------
 

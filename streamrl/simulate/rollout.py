@@ -11,7 +11,7 @@ from streamrl.control import events as on
 from streamrl.engines.continuation import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request
+from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
 from streamrl.simulate.routing import LeastLoaded
 from streamrl.types import TrajectoryId
 
@@ -22,8 +22,9 @@ class SimulatedRollout:
     """``requests``: all trajectories that have not ended, those that are being scored included. Whoever changes
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
     ``watch`` is told (engine, time, running requests). ``engines``: those of the largest set, of which the first
-    ``serving`` ones serve; ``fullest``: largest share of a cache that was in use when a request ended, since it was
-    last set to 0. ``verifies_losers``: what was cancelled keeps its tokens until the same draw is launched again."""
+    ``serving`` ones serve; ``together``: what runs on all of them; ``fullest``: largest share of a cache that was in
+    use when a request ended, since it was last set to 0. ``verifies_losers``: what was cancelled keeps its tokens until
+    the same draw is launched again."""
 
     def __init__(
         self,
@@ -35,7 +36,8 @@ class SimulatedRollout:
         verifies_losers: bool = False,
     ) -> None:
         self.model = model
-        self.engines = [EngineClock(model.engine) for _ in range(max(most, model.engines.count))]
+        self.together = RunningTogether()
+        self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most, model.engines.count))]
         self.fullest = 0.0
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False

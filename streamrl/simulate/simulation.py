@@ -86,7 +86,7 @@ class Simulation:
         most = model.engines.count * model.engine.max_running
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
-        self.ledger = StepLedger(settings, self.rollout.engines, capacity, lengths.cap)
+        self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)
         self.finished = ""
         self._lengths = lengths
         self._recompute = in_flight is not InFlight.KEEP

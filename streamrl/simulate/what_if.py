@@ -172,7 +172,7 @@ class Search:
                 if number <= prompts or left <= 0:
                     continue
                 left -= 1
-                tail = replace(best.recipe.tail_batching, eta_prompts=round(number / prompts, 6))
+                tail = replace(best.recipe.tail_batching, eta_prompts=_eta(number, prompts))
                 tried = self._try(_race_name(tail), replace(best.recipe, tail_batching=tail))
                 found = max(found, tried, key=lambda one: one.goodput)
             if found is best:
@@ -328,3 +328,9 @@ def recipe_fragment(recommended: Recipe, current: Recipe) -> str:
             lines = [f"{toml_key(name)} = {toml_value(getattr(after, name))}" for name in keys]
             blocks.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(blocks)
+
+
+def _eta(number: int, prompts: int) -> float:
+    """The factor that launches ``number`` prompts for ``prompts``: rounded up it would launch one more."""
+    eta = round(number / prompts, 6)
+    return eta if math.ceil(eta * prompts) <= number else round(eta - 1e-6, 6)

@@ -8,6 +8,7 @@ until the same draw is launched again (``engines/continuation.py``).
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import anyio
@@ -106,7 +107,7 @@ class _Attempt:
 
 class RolloutStage:
     """Samples trajectories on ``engine`` (one or a pool). ``run`` once, as a child of the nursery. ``one_at_a_time``:
-    the engine never has two requests of this stage."""
+    the engine never has two requests of this stage; ``capacity``: requests that count as a full engine."""
 
     def __init__(
         self,
@@ -117,8 +118,10 @@ class RolloutStage:
         top_p: float,
         verifies_losers: bool = False,
         one_at_a_time: bool = False,
+        capacity: float = math.inf,
     ) -> None:
         self._engine = engine
+        self._capacity = capacity
         self._turn = anyio.Semaphore(1) if one_at_a_time else nullcontext()
         self._kept = KeptTokens() if verifies_losers else None
         self._max_tokens = max_tokens
@@ -284,7 +287,8 @@ class RolloutStage:
     def _count(self) -> None:
         now = anyio.current_time()
         if not self._still:
-            self._busy_seconds += (len(self._open) - self._waiting) * (now - self._counted_at)
+            running = min(len(self._open) - self._waiting, self._capacity)
+            self._busy_seconds += running * (now - self._counted_at)
         self._counted_at = now
 
 

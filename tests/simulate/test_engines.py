@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request
+from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
 from streamrl.types import TrajectoryId
 
 MODEL = EngineModel(base_s=1e-3, per_running_s=1e-4, per_context_token_s=1e-6, max_running=4)
@@ -76,14 +76,29 @@ def test_jumps_end_where_single_steps_end(lengths: list[int], prompt_tokens: int
 
 def test_without_context_cost_the_times_are_exact() -> None:
     model = EngineModel(base_s=1e-3, per_running_s=1e-4, max_running=2)
-    engine = EngineClock(model)
+    together = RunningTogether()
+    engine = EngineClock(model, together)
     for number, length in enumerate([10, 30, 5]):
         engine.submit(request(number, length))
     engine.admit()
     ends = run_out(engine)
     # Two run for 10 steps, then 1 and 2 for 5, then 1 alone for 15.
     assert ends == pytest.approx({0: 0.012, 2: 0.018, 1: 0.018 + 15 * 0.0011})
-    assert engine.busy_s == pytest.approx(2 * 0.018 + 15 * 0.0011)
+    assert together.busy_s == pytest.approx(2 * 0.018 + 15 * 0.0011)
+
+
+def test_what_runs_beyond_the_capacity_does_not_pay_for_what_idles_later() -> None:
+    model = EngineModel(base_s=1e-3, per_running_s=0.0)
+    together = RunningTogether()
+    together.capacity = 2
+    engines = [EngineClock(model, together), EngineClock(model, together)]
+    for number, length in enumerate([10, 10, 10, 40]):
+        engines[number % 2].submit(request(number, length))
+    for engine in engines:
+        engine.admit()
+    for engine in engines:
+        run_out(engine)
+    assert together.busy_s == pytest.approx(2 * 0.010 + 1 * 0.030)
 
 
 def test_a_full_cache_preempts_the_newest_and_loses_no_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -80,9 +81,9 @@ class RecordingEngine(SimulatedEngine):
 class Bench:
     """A rollout stage that runs, with what came out of it so far."""
 
-    def __init__(self, engine: RecordingEngine) -> None:
+    def __init__(self, engine: RecordingEngine, capacity: float = math.inf) -> None:
         self.engine = engine
-        self.stage = RolloutStage(engine, max_tokens=300, temperature=1.0, top_p=1.0)
+        self.stage = RolloutStage(engine, max_tokens=300, temperature=1.0, top_p=1.0, capacity=capacity)
         self.give, self.orders = memory_stream(64)
         self.outcomes, self.take = memory_stream(64)
         self.seen: list[Any] = []
@@ -120,9 +121,10 @@ async def roll(
     lengths: LengthMixture = LONG,
     launched: int = 2,
     engine: RecordingEngine | None = None,
+    capacity: float = math.inf,
 ) -> Bench:
     """Launch, let ``during`` interfere once all run, end the orders, and wait for every outcome."""
-    bench = Bench(engine or RecordingEngine(lengths))
+    bench = Bench(engine or RecordingEngine(lengths), capacity)
     await bench.engine.start()
     with anyio.fail_after(30):
         async with anyio.create_task_group() as group:
@@ -409,3 +411,16 @@ async def test_whatever_is_ordered_each_trajectory_ends_once_and_whole(script: l
         assert assert_joined(bench, sample).trajectory.finish_reason is not FinishReason.ABORT
     answers = Counter(o.id.sample for o in bench.of(TrajectoryHeld))
     assert all(answers[sample] <= held_orders[sample] for sample in range(4))
+
+
+async def test_what_runs_beyond_the_capacity_does_not_count_as_busy() -> None:
+    async def during(bench: Bench) -> None:
+        await bench.engine.pause(PauseMode.KEEP, clear_cache=False)
+        assert bench.stage.statistics().running == 6
+        before, began = bench.stage.statistics().busy_seconds, anyio.current_time()
+        await anyio.sleep(0.05)
+        busy, seconds = bench.stage.statistics().busy_seconds - before, anyio.current_time() - began
+        assert 1.9 * seconds < busy < 2.1 * seconds
+        await bench.engine.resume()
+
+    await roll(during, launched=6, capacity=2)

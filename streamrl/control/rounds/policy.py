@@ -77,8 +77,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     ``held``: groups that were stopped. ``queued``: prompts in the queue that a batch could take now; ``exhausted``: the
     source has no more. ``rank_quality``: Spearman's correlation of
     predicted with observed group maxima; 0 where nothing is predicted. ``due``: trajectories of untrained groups by the
-    last trainer version that may train them, ascending. ``rank_quality``: of the predicted lengths of prompts
-    (Spearman, -1..1; 0: nothing predicts them).
+    last trainer version that may train them, ascending. ``unseated``: ready groups whose domain has no seat left.
     """
 
     trainer_version: int
@@ -100,6 +99,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     when_stale: StalePolicy
     due: tuple[tuple[int, int], ...]
     rank_quality: float = 0.0
+    unseated: int = 0
 
     @property
     def at_barrier(self) -> bool:

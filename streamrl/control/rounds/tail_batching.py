@@ -43,18 +43,24 @@ class TailBatching(StatelessRounds):
             return self._open_packed(view)
         batch = view.batch_trajectories // view.group_size
         waiting = self._waiting(view)
-        batches = min(self._options.long_round_batches, view.steps_left)
+        batches = self._options.long_round_batches
+        if view.steps_left == 1:  # the last chance of those that wait, however few batches they are
+            batches = max(1, min(batches, waiting // batch))
         # Parked losers have tokens of older versions: a long round comes early where the staleness bound asks for it.
         due = self._parks and bool(view.due) and view.due[0][0] <= view.trainer_version
         if waiting >= batch * batches or (waiting and (due or view.exhausted)):
-            return self._long(view, min(waiting, batch * batches))
+            return self._long(view, self._whole_batches(min(waiting, batch * batches), batch))
         # Parked losers may have ended meanwhile: they are in the batch, or ready for the next.
         # Counted in places, too: those may be of another size.
         missing = math.ceil(view.seats / view.group_size) - view.untrained
         wanted = max(math.ceil(self._options.eta_prompts * batch) - view.joined - view.untrained, missing - waiting)
         if wanted > 0:
             return self._race(view, wanted, Source.FRESH)
-        return self._long(view, min(waiting, batch * batches)) if waiting else None
+        return self._long(view, self._whole_batches(min(waiting, batch * batches), batch)) if waiting else None
+
+    def _whole_batches(self, groups: int, batch: int) -> int:
+        """Of so many groups those that a long round trains; more would race in it."""
+        return groups if self._parks or groups < batch else groups - groups % batch
 
     def _waiting(self, view: RoundView) -> int:
         return view.held if self._parks else view.queued
@@ -73,7 +79,8 @@ class TailBatching(StatelessRounds):
 
     def _go_on(self, view: RoundView) -> Launch | None:
         """Groups that were dropped are refilled, so that the round can fill its batch."""
-        missing = math.ceil(view.seats / view.group_size) - view.untrained
+        coming = view.untrained - view.unseated
+        missing = math.ceil(view.seats / view.group_size) - coming
         if view.round_kind == SHORT and not self._options.cohort_batches and not view.exhausted:
             racing = math.ceil(self._options.eta_prompts * (view.target // view.group_size))
             wanted = max(racing - view.joined - view.untrained, missing)
@@ -84,7 +91,7 @@ class TailBatching(StatelessRounds):
         if waiting:
             return self._long(view, min(missing, waiting))
         if self._options.cohort_batches:
-            return None if view.untrained else self._open_packed(view)
+            return None if coming else self._open_packed(view)
         groups, source = self._queue_first(view, missing, Source.FRESH)
         return Launch(groups=groups, source=source, size=view.group_size, round_kind=LONG)
 

@@ -43,7 +43,7 @@ SPEED: tuple[Metric, ...] = (
         "util/bubble_ratio",
         "share",
         SHARE,
-        "Idle share of engine capacity over the whole step: 1 - sum(running dt) / (util/capacity sum(dt)).",
+        "Idle share of engine capacity in the whole step: 1 - sum(min(running, c) dt) / (c sum(dt)), c util/capacity.",
         "idle e",
     ),
     Metric(
