@@ -172,7 +172,7 @@ class Search:
                 if number <= prompts or left <= 0:
                     continue
                 left -= 1
-                tail = replace(best.recipe.tail_batching, eta_prompts=_eta(number, prompts))
+                tail = replace(best.recipe.tail_batching, eta_prompts=eta_of(number, prompts))
                 tried = self._try(_race_name(tail), replace(best.recipe, tail_batching=tail))
                 found = max(found, tried, key=lambda one: one.goodput)
             if found is best:
@@ -330,7 +330,7 @@ def recipe_fragment(recommended: Recipe, current: Recipe) -> str:
     return "\n\n".join(blocks)
 
 
-def _eta(number: int, prompts: int) -> float:
+def eta_of(number: int, prompts: int) -> float:
     """The factor that launches ``number`` prompts for ``prompts``: rounded up it would launch one more."""
     eta = round(number / prompts, 6)
     return eta if math.ceil(eta * prompts) <= number else round(eta - 1e-6, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 import tomllib
 from pathlib import Path
@@ -32,7 +33,7 @@ from streamrl.pipeline import control_settings as settings_of
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B, ClusterModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation, simulate
-from streamrl.simulate.what_if import CURRENT, Advice, Budget, Search, World, grid, recipe_fragment
+from streamrl.simulate.what_if import CURRENT, Advice, Budget, Search, World, eta_of, grid, recipe_fragment
 
 RECIPE = """
 [model]
@@ -322,3 +323,9 @@ def test_auto_chooses_as_the_simulator_ranks(regime: str) -> None:
     if regime == "A-demo 32x8":
         assert {kind.round_kind for kind in report.kinds} == {"synchronous"}
         assert policy.current == SYNCHRONOUS
+
+
+def test_a_race_launches_as_many_prompts_as_it_means_to() -> None:
+    for prompts in range(4, 129):
+        for number in range(prompts + 1, 2 * prompts + 1):
+            assert math.ceil(eta_of(number, prompts) * prompts) == number
