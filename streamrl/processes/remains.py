@@ -28,6 +28,7 @@ from streamrl.processes.sweep import (
     RunTraces,
     mapped_segments,
     members,
+    present_segments,
     process_namespace,
     seconds_after_boot,
     sweep,
@@ -114,7 +115,7 @@ def owner_lives(pid: int, created: float) -> bool:
 
 def _dead_run(traces: RunTraces) -> Remains:
     processes = members(traces)
-    used = {path for process in processes for path in mapped_segments(process.pid, traces.since)}
+    used = {path for process in processes for path in mapped_segments(process.pid)} - traces.foreign
     known = traces.segments | used | unused_segments(traces.since, _last_sign_of_life(traces))
     traces.segments = {segment for segment in known if os.path.exists(segment)}
     name = Path(traces.run_directory).name or f"with marker {traces.marker[:8]}"
@@ -178,9 +179,11 @@ def _orphans(known: set[str]) -> list[RunTraces]:
             marker = environment[RUN_MARKER]
             sockets = Path(environment.get("TMPDIR", ""))
             folder = str(sockets) if _SOCKET_DIRECTORY.fullmatch(sockets.name) and _is_ours(sockets) else ""
-            traces = RunTraces(marker=marker, since=process.create_time(), socket_directory=folder)
+            since = process.create_time()
+            traces = RunTraces(marker=marker, since=since, socket_directory=folder, foreign=present_segments(since - 1))
             mine = found.setdefault(marker, _Marked(traces))
-            mine.traces.since = min(mine.traces.since, traces.since)
+            mine.traces.since = min(mine.traces.since, since)
+            mine.traces.foreign &= traces.foreign
             mine.traces.socket_directory = mine.traces.socket_directory or folder
             if PARENT_PID in environment:
                 lives = _lived_before(int(environment[PARENT_PID]), process)

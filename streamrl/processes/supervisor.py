@@ -10,7 +10,6 @@ import math
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -27,7 +26,7 @@ from streamrl.processes.exit_reason import Death, first_cause, notice_of
 from streamrl.processes.first_engines import start_first_engines
 from streamrl.processes.forgiveness import CORE, Forgiveness
 from streamrl.processes.guardian import Done, Session
-from streamrl.processes.sweep import RunTraces, end_session, sweep
+from streamrl.processes.sweep import end_session, sweep, traces_of_new_run
 from streamrl.processes.used_memory import UsedMemory
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 
@@ -76,7 +75,7 @@ class Supervisor:
         self._draining = self._finishing = self._ending = False
         self._short_guardians = 0
         self._one_end = anyio.Lock()
-        self._traces = RunTraces(marker=uuid.uuid4().hex, since=time.time(), socket_directory=str(socket_directory))
+        self._traces = traces_of_new_run(socket_directory)
         self.memory = UsedMemory(self._traces)
 
     # ---- life ------------------------------------------------------------------------------------

@@ -8,9 +8,12 @@ environment (it made a session of its own). Neither depends on who its parent is
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import shutil
 import time
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -18,6 +21,8 @@ import psutil
 
 from streamrl.processes.parent_death import RUN_MARKER
 from streamrl.whole_files import write_whole
+
+log = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
 ENGINE_SEGMENTS = "vllm_dist_"
@@ -32,7 +37,8 @@ class RunTraces(msgspec.Struct, kw_only=True):
     """What identifies the processes and files of one run.
 
     ``sessions``: session id -> creation time of its leader (seconds after boot). ``marker``: value of
-    ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began. ``segments``: shared memory seen in use.
+    ``STREAMRL_RUN_MARKER``. ``since``: epoch seconds at which the run began. ``segments``: shared memory seen in use;
+    ``foreign``: that was there before the run, by whatever clock.
     ``owner``: the supervisor's pid, in ``namespace``, with ``owner_created`` (seconds after boot).
     """
 
@@ -41,28 +47,57 @@ class RunTraces(msgspec.Struct, kw_only=True):
     socket_directory: str
     sessions: dict[int, float] = {}
     segments: set[str] = set()
+    foreign: set[str] = set()
     run_directory: str = ""
     owner: int = msgspec.field(default_factory=os.getpid)
     owner_created: float = msgspec.field(default_factory=lambda: seconds_after_boot(psutil.Process()))
     namespace: int = msgspec.field(default_factory=lambda: process_namespace())
 
 
+def traces_of_new_run(socket_directory: Path) -> RunTraces:
+    """Of a run that this process begins now."""
+    return RunTraces(
+        marker=uuid.uuid4().hex,
+        since=time.time(),
+        socket_directory=str(socket_directory),
+        foreign=present_segments(),
+    )
+
+
 TRACES_FILE = "traces.json"
 """In the socket directory: by it a run is found of which nobody is left who could clean up (``streamrl clean``)."""
 
 
+_not_kept: set[str] = set()
+"""Socket directories whose traces could not be written the last time: it is logged once."""
+
+
 def keep_traces(traces: RunTraces) -> None:
-    """Write them down where they changed. Atomic; where there is no socket directory (any more), nothing is written."""
-    if not traces.socket_directory:
+    """Write them down where they changed. Atomic; where there is no socket directory (any more), nothing is written.
+
+    It is for somebody else's clean-up, in case this one dies: a disk that is full ends neither a run nor its end. Then
+    it is tried again at the next call.
+    """
+    directory = traces.socket_directory
+    if not directory:
         return
-    path = Path(traces.socket_directory) / TRACES_FILE
+    path = Path(directory) / TRACES_FILE
     content = msgspec.json.encode(traces)
     try:
-        if path.exists() and path.read_bytes() == content:
-            return
-        write_whole(path, content)
+        if not path.exists() or path.read_bytes() != content:
+            write_whole(path, content)
+        _not_kept.discard(directory)
     except FileNotFoundError:
         return  # it is being removed
+    except OSError as error:
+        if directory not in _not_kept:
+            _not_kept.add(directory)
+            log.warning(
+                "%s cannot be written (%s): if all of this run is killed at once, `streamrl clean` may not find its "
+                "shared memory; make room in the directory for temporary files",
+                path,
+                error,
+            )
 
 
 def process_namespace() -> int:
@@ -113,9 +148,10 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
         others = [process for process in left if not is_resource_tracker(process)]
         if others:
             trackers_end = time.monotonic() + tracker_s
-        record_segments(traces, left)
+        _see_segments(traces, left)
         for process in others if time.monotonic() < trackers_end else left:
             _kill(process)
+        keep_traces(traces)
         time.sleep(_POLL_S)
     for segment in traces.segments:
         Path(segment).unlink(missing_ok=True)
@@ -144,10 +180,11 @@ def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline
     """
     deadline, trackers_end = time.monotonic() + deadline_s, time.monotonic() + tracker_s
     while (left := [p for p in members(traces) if session_of(p) == sid]) and time.monotonic() < deadline:
-        record_segments(traces, left)
+        _see_segments(traces, left)
         for process in left:
             if time.monotonic() > trackers_end or not is_resource_tracker(process):
                 _kill(process)
+        keep_traces(traces)
         time.sleep(_POLL_S)
     _unlink_unused(traces)
     return [process.pid for process in left]
@@ -160,7 +197,7 @@ def _unlink_unused(traces: RunTraces) -> None:
     """
     others = members(traces)
     record_segments(traces, others)
-    used = set().union(*(mapped_segments(process.pid, traces.since) for process in others))
+    used = set().union(*(mapped_segments(process.pid) for process in others))
     for segment in tuple(traces.segments):  # at once, as above
         if segment not in used and Path(segment).name.startswith(ENGINE_SEGMENTS):
             Path(segment).unlink(missing_ok=True)
@@ -185,9 +222,14 @@ def session_of(process: psutil.Process) -> int:
 
 def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
     """Remember the shared memory that ``processes`` map: once killed with their tracker, nobody else knows of it."""
-    for process in processes:
-        traces.segments |= mapped_segments(process.pid, traces.since)
+    _see_segments(traces, processes)
     keep_traces(traces)
+
+
+def _see_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
+    """As ``record_segments``, for one who kills them now: no disk may be slow, or full, before that."""
+    for process in processes:
+        traces.segments |= mapped_segments(process.pid) - traces.foreign
 
 
 def _remaining(traces: RunTraces, seen: set[psutil.Process]) -> list[psutil.Process]:
@@ -222,14 +264,21 @@ def _carries_marker(process: psutil.Process, traces: RunTraces) -> bool:
     return bool(process.environ().get(RUN_MARKER) == traces.marker)
 
 
-def mapped_segments(pid: int, since: float) -> set[str]:
-    """Shared memory files of the run that process ``pid`` maps."""
+def mapped_segments(pid: int) -> set[str]:
+    """Shared memory files of this user's that process ``pid`` maps and that have names of ours."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return set()
     paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if f" {_SHARED_MEMORY}/" in line}
-    return {str(path) for path in paths if path.name.startswith(_OUR_SEGMENTS) and _made_since(path, since)}
+    return {str(path) for path in paths if path.name.startswith(_OUR_SEGMENTS) and _is_own(path)}
+
+
+def present_segments(until: float = math.inf) -> set[str]:
+    """Shared memory of this user's with names of ours that is there, made until then (epoch seconds). What is there
+    when a run begins is not the run's: by the time of its making one could not tell, once the clock is set back."""
+    found = (str(path) for name in _OUR_SEGMENTS for path in _SHARED_MEMORY.glob(f"{name}*"))
+    return {path for path in found if _is_own(Path(path), until=until)}
 
 
 def unused_segments(since: float, until: float) -> set[str]:
@@ -238,23 +287,17 @@ def unused_segments(since: float, until: float) -> set[str]:
     to be mapped. Other names that ours have are those of other programs, too: they may rest unmapped for long."""
     until = min(until, time.time() - _HANDED_OVER_S)
     found = {str(path) for path in _SHARED_MEMORY.glob(f"{ENGINE_SEGMENTS}*")}
-    found = {path for path in found if _is_own_and_made(Path(path), since, until)}
-    return found - {path for pid in psutil.pids() if found for path in mapped_segments(pid, since)}
+    found = {path for path in found if _is_own(Path(path), since, until)}
+    return found - {path for pid in psutil.pids() if found for path in mapped_segments(pid)}
 
 
-def _is_own_and_made(path: Path, since: float, until: float) -> bool:
+def _is_own(path: Path, since: float = -math.inf, until: float = math.inf) -> bool:
+    """Whether it is there and this user's, made between ``since`` and ``until`` (epoch seconds)."""
     try:
         status = path.stat()
     except OSError:
         return False
     return status.st_uid == os.getuid() and since - 1 <= status.st_ctime <= until
-
-
-def _made_since(path: Path, since: float) -> bool:
-    try:
-        return path.stat().st_ctime >= since - 1
-    except OSError:
-        return False
 
 
 def _kill(process: psutil.Process) -> None:

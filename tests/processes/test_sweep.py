@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,13 +12,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
+import msgspec
 import psutil
 import pytest
+from trials import Trial, death_in, until
 
 from streamrl.engines.process_watch import ProcessWatch
 from streamrl.processes import sweep as sweeping
 from streamrl.processes.parent_death import RUN_MARKER
-from streamrl.processes.sweep import TRACES_FILE, RunTraces, end_session, seconds_after_boot, sweep
+from streamrl.processes.sweep import (
+    TRACES_FILE,
+    RunTraces,
+    end_session,
+    keep_traces,
+    present_segments,
+    seconds_after_boot,
+    sweep,
+)
 
 MARKER = "the-run"
 SLEEP = """
@@ -53,12 +65,19 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def traces(tmp_path: Path, *, since: float | None = None, sessions: dict[int, float] | None = None) -> RunTraces:
+def traces(
+    tmp_path: Path,
+    *,
+    since: float | None = None,
+    sessions: dict[int, float] | None = None,
+    foreign: set[str] | None = None,
+) -> RunTraces:
     return RunTraces(
         marker=MARKER,
         since=time.time() if since is None else since,
         socket_directory=str(tmp_path / "sockets"),
         sessions=sessions or {},
+        foreign=foreign or set(),
     )
 
 
@@ -136,6 +155,32 @@ def test_the_shared_memory_of_an_engine_goes_with_its_session(
     assert [path.exists() for path in segments] == [False, False, True], "it was seen in use, and a user's never goes"
 
 
+@pytest.mark.parametrize("how", ["session", "sweep"])
+def test_shared_memory_is_seen_after_the_clock_was_set_back(
+    start: Start, tmp_path: Path, segments: list[Path], how: str
+) -> None:
+    """The run began when the clock was an hour fast: what it made since is older than it is."""
+    first, _, users = segments
+    process = start(SHARED=f"{first},{users}")
+    run = traces(tmp_path, since=time.time() + 3600, sessions={process.pid: seconds_after_boot(process)})
+    assert (end_session(run, process.pid) if how == "session" else sweep(run)) == []
+    assert [first.exists(), users.exists()] == [False, True]
+
+
+@pytest.mark.parametrize("how", ["session", "sweep"])
+def test_shared_memory_that_was_there_before_the_run_stays(
+    start: Start, tmp_path: Path, segments: list[Path], how: str
+) -> None:
+    """A reward may map what another program of this user made, under any name."""
+    first, second, users = segments
+    first.write_bytes(b"another program's")
+    before = present_segments()
+    process = start(SHARED=f"{first},{second},{users}")
+    run = traces(tmp_path, sessions={process.pid: seconds_after_boot(process)}, foreign=before)
+    assert (end_session(run, process.pid) if how == "session" else sweep(run)) == []
+    assert [path.exists() for path in segments] == [True, False, True]
+
+
 def test_an_engine_host_removes_what_its_workers_shared(start: Start, segments: list[Path]) -> None:
     worker = start(SHARED=",".join(map(str, segments)))
     processes = ProcessWatch()
@@ -170,3 +215,69 @@ def test_a_sweep_that_is_killed_leaves_by_what_the_rest_is_found(
             sweep(run)
     assert len(removed) == removals and TRACES_FILE not in removed
     assert (Path(run.socket_directory) / TRACES_FILE).exists() is (removals < 3)
+
+
+# ---- where what is left cannot be recorded ----------------------------------------------------------
+
+PARTIAL = f".{TRACES_FILE}.partial"
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_ends_neither_a_run_nor_its_end(
+    trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trial(engine_0="orphan")
+    one.sockets.mkdir()
+    (one.sockets / PARTIAL).symlink_to("/dev/full")
+    async with one.supervisor() as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_session() -> None:
+            await until(lambda: bool(supervisor.memory.trackers))
+            os.killpg(one.pid("engine-0"), signal.SIGKILL)
+
+        tasks.start_soon(kill_session)
+        text = await death_in(supervisor)
+    assert text.startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+    told = [record.getMessage() for record in caplog.records if "No space left on device" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"{one.sockets / TRACES_FILE} cannot be written ([Errno 28] No space left on device): ")
+
+
+def test_a_record_that_failed_is_made_once_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = traces(tmp_path)
+    folder = Path(run.socket_directory)
+    folder.mkdir()
+    for _ in range(2):
+        (folder / PARTIAL).symlink_to("/dev/full")
+        for _ in range(3):
+            keep_traces(run)
+        (folder / PARTIAL).unlink()
+        run.segments.add(f"/dev/shm/psm_{len(run.segments)}")
+        keep_traces(run)
+        assert msgspec.json.decode((folder / TRACES_FILE).read_bytes(), type=RunTraces) == run
+        run.segments.add(f"/dev/shm/psm_{len(run.segments)}")
+    assert len(caplog.records) == 2, "once each time"
+
+
+@pytest.mark.parametrize("how", ["session", "sweep"])
+def test_nothing_waits_for_a_disk_before_it_is_killed(start: Start, tmp_path: Path, how: str) -> None:
+    """A network's disk may hang: here whoever opens the file waits until somebody reads it."""
+    process = start(**{RUN_MARKER: MARKER})
+    run = traces(tmp_path, sessions={process.pid: seconds_after_boot(process)})
+    Path(run.socket_directory).mkdir()
+    pipe = Path(run.socket_directory) / PARTIAL
+    os.mkfifo(pipe)
+    ends = threading.Thread(
+        target=lambda: end_session(run, process.pid) if how == "session" else sweep(run), daemon=True
+    )
+    ends.start()
+    deadline = time.monotonic() + 20.0
+    while lives(process) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed = not lives(process)
+    pipe = pipe.rename(tmp_path / "pipe")  # it is waited for once only
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ends.join(20.0)
+    os.close(reader)
+    assert killed and not ends.is_alive()
