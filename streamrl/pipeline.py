@@ -166,7 +166,10 @@ async def _run_stages(
     service = pool_service(recipe, parts)
     publisher = await open_publisher(recipe, parts, service, rollout)
     saved, limit = run_directory / "checkpoints", recipe.evaluation.limit
-    keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, limit=limit)
+    keeper = CheckpointKeeper(
+        parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, limit=limit, held=start_version
+    )
+    await keeper.begin()
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(
         parts.pool.attached,

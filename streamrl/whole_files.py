@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from streamrl.errors import StreamRLError
 
@@ -24,6 +25,28 @@ def write_durable(path: Path, content: bytes) -> None:
     """As ``write_whole``; durable when it returns."""
     partial = _partial(path)
     _write_flushed(partial, content)
+    partial.replace(path)
+    flush_directory(path.parent)
+
+
+def append_whole(file: IO[bytes], content: bytes) -> None:
+    """Append ``content`` to an unbuffered file. One takes less than it was given where the disk gets full on the way:
+    what it took is cut off again before that is raised, so that a later line does not go on behind half of this one."""
+    begin = file.seek(0, os.SEEK_END)
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        file.truncate(begin)
+        raise
+
+
+def write_link(path: Path, target: str) -> None:
+    """Make ``path`` a symbolic link to ``target``, a name beside it, in one step, also where it is a link already; of
+    writers with a target each the last one wins. Durable when it returns."""
+    partial = path.with_name(f".{path.name}.{target}.partial")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
     partial.replace(path)
     flush_directory(path.parent)
 

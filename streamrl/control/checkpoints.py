@@ -12,7 +12,7 @@ import msgspec
 from streamrl.config.recipe import Checkpoint
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import UNDECODABLE, StreamRLError
-from streamrl.whole_files import flush_directory, leave_beside, make_directory, write_durable
+from streamrl.whole_files import leave_beside, make_directory, write_durable, write_link
 
 LATEST = "latest"
 SCORES = "scores.json"
@@ -36,8 +36,10 @@ def to_forget(
 class CheckpointKeeper:
     """The checkpoints of one run in ``directory``: ``step-N`` of version N, the link ``latest``, held-out scores.
 
-    Goes on with what the directory already holds. ``forget`` removes one directory. ``limit``: held-out prompts of the
-    scores that are compared (0: all).
+    Goes on with what the directory already holds up to ``held``, the version that the ranks began from or hold now.
+    Newer ones are of a future that was left, because they are damaged or somebody went back: they count for nothing,
+    may be written anew, and go once a version is saved. ``forget`` removes one directory. ``limit``: held-out prompts
+    of the scores that are compared (0: all).
     """
 
     def __init__(
@@ -47,15 +49,28 @@ class CheckpointKeeper:
         rules: Checkpoint,
         forget: Callable[[Path], Awaitable[None]],
         limit: int = 0,
+        *,
+        held: int,
     ) -> None:
         self._trainer = trainer
         self._directory = directory
         self._rules = rules
         self._forget = forget
         self._limit = limit
-        self._written = _versions_in(directory)
+        self._held = held
+        there = _versions_in(directory)
+        # Where the ranks hold one that was never saved, the newest of its past is what ``latest`` names.
+        past = held if held in there else min(held, _latest_of(directory, there, otherwise=held))
+        self._written = [version for version in there if version <= past]
+        self._left = {version for version in there if version > past}
         self._scores = read_scores(directory / SCORES)
         self._saved: set[int] = set()
+
+    async def begin(self) -> None:
+        """Have ``latest`` name what the ranks began from: a later life of the controller, whose ranks hold more by
+        then, knows by it which checkpoints are of the future that was left."""
+        if self._held in self._written and (self._directory / LATEST).resolve() != self._path(self._held).resolve():
+            await anyio.to_thread.run_sync(write_link, self._directory / LATEST, self._path(self._held).name)
 
     async def save(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         """Write ``step-N``, once a version, with the files ``beside`` in it; then move ``latest`` to it and remove what
@@ -69,11 +84,13 @@ class CheckpointKeeper:
         # Through the file system: what control keeps grows with the prompts that wait, a message must not.
         digests = await anyio.to_thread.run_sync(_leave, path, beside)
         await self._trainer.save_checkpoint(str(path), policy_version, least, digests)
-        await anyio.to_thread.run_sync(point_latest, self._directory, path.name)
+        await anyio.to_thread.run_sync(write_link, self._directory / LATEST, path.name)
         self._saved.add(policy_version)
-        # A version that an earlier life of this run wrote was replaced: it is the newest now.
         self._written = [version for version in self._written if version != policy_version] + [policy_version]
         await self._prune()
+        for version in sorted(self._left - {policy_version}):
+            await self._forget(self._path(version))
+        self._left.clear()
 
     async def scored(self, policy_version: int, figures: Mapping[str, float], limit: int) -> None:
         """Take the held-out score of a version, before or after it is saved, from the figures of an evaluation on
@@ -117,20 +134,16 @@ def _leave(path: Path, beside: Mapping[str, bytes]) -> dict[str, bytes]:
         ) from error
 
 
-def point_latest(directory: Path, name: str) -> None:
-    """Make ``directory/latest`` a relative link to ``name``, in one step, and flush it to the disk."""
-    link = directory / f".{LATEST}.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(name)
-    link.replace(directory / LATEST)
-    flush_directory(directory)
-
-
 def _versions_in(directory: Path) -> list[int]:
-    """Versions that are there, lowest first but for the one that ``latest`` names, which is the newest."""
+    """Versions that are there, lowest first."""
     numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*") if path.is_dir()]
-    latest = (directory / LATEST).resolve().name.removeprefix("step-")
-    return sorted((int(number) for number in numbers if number.isdecimal()), key=lambda v: (f"{v:06d}" == latest, v))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def _latest_of(directory: Path, there: Sequence[int], *, otherwise: int) -> int:
+    """The version that ``latest`` names, where it is one of those that are there."""
+    name = (directory / LATEST).resolve().name
+    return next((version for version in there if f"step-{version:06d}" == name), otherwise)
 
 
 def read_scores(path: Path) -> dict[int, float]:

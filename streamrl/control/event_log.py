@@ -22,6 +22,7 @@ from streamrl.control.events import EVENT_SCHEMA, ControlEvent
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
 from streamrl.errors import UNDECODABLE, StreamRLError
+from streamrl.whole_files import append_whole
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +59,8 @@ _DECISION = b'{"decision"'
 
 
 class EventLog:
-    """Appends events to ``path``. Lines are complete in the file before control acts on them."""
+    """Appends events to ``path``. Lines are complete in the file before control acts on them: one that the disk does
+    not take whole is not there, and ``OSError`` is raised."""
 
     def __init__(self, path: Path, run_id: str, settings: ControlSettings) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
@@ -111,7 +113,7 @@ class EventLog:
         self._file.close()
 
     def _write(self, line: LogHeader | LogEntry | LogDecision) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        append_whole(self._file, msgspec.json.encode(line) + b"\n")
 
 
 def _cut_after(path: Path, count: int) -> int:

@@ -17,6 +17,7 @@ import msgspec
 
 from streamrl.config.recipe import Recipe
 from streamrl.errors import UNDECODABLE, StreamRLError
+from streamrl.whole_files import append_whole
 
 TRACE_SCHEMA = 1
 TRAINED = "trained"
@@ -210,9 +211,9 @@ class TrajectoryTrace:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write what is pending. It stays so where the disk does not take all of it: ``OSError`` is raised."""
         if self._pending:
-            self._file.write(self._pending)
+            append_whole(self._file, bytes(self._pending))
             self._pending.clear()
             if self._file.tell() > self._most_bytes:
                 self._begin_anew()

@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from streamrl.errors import EngineError
+from streamrl.whole_files import append_whole
 
 
 class AuditedEngine(Protocol):
@@ -45,5 +46,5 @@ class WeightAudit:
                 with suppress(EngineError):  # it died meanwhile, which others see to
                     checksums[name] = await engine.checksums()
         line = msgspec.json.encode({"policy_version": policy_version, "checksums": checksums})
-        with self._path.open("ab") as file:
-            file.write(line + b"\n")
+        with self._path.open("ab", buffering=0) as file:
+            append_whole(file, line + b"\n")

@@ -10,6 +10,7 @@ import msgspec
 
 from streamrl.comm.telemetry import TelemetryPublisher
 from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
+from streamrl.whole_files import append_whole
 
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
 _TOPICS = {"RunProgress": "progress", "RunWarning": "warning", "RunDecided": "decision", "StallSeen": "stall"}
@@ -26,7 +27,7 @@ class _LineFile:
                 self._stream.write(b"\n")  # a killed run may have left half a line
 
     def append(self, fields: dict[str, Any]) -> None:
-        self._stream.write(msgspec.json.encode(fields) + b"\n")
+        append_whole(self._stream, msgspec.json.encode(fields) + b"\n")
 
     def close(self) -> None:
         self._stream.close()

@@ -21,8 +21,9 @@ from streamrl.control.checkpoints import CheckpointKeeper, read_scores, to_forge
 from streamrl.control.settings import control_settings
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import StreamRLError
+from streamrl.learning.durable_files import files_below, flush_and_digest, newest_checkpoint, write_digests
 from streamrl.messages import CheckpointSaved, SaveCheckpoint, TrainingOrder
-from streamrl.whole_files import beside_folder, leave_beside, take_beside
+from streamrl.whole_files import beside_folder, leave_beside, take_beside, write_link
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 
@@ -65,7 +66,9 @@ def write_anew(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def keeper_of(directory: Path, ranks: Ranks | None = None, limit: int = 0, **rules: float) -> CheckpointKeeper:
+def keeper_of(
+    directory: Path, ranks: Ranks | None = None, limit: int = 0, held: int = 0, **rules: float
+) -> CheckpointKeeper:
     async def forget(path: Path) -> None:
         assert (directory / "latest").resolve() != path
         shutil.rmtree(path)
@@ -76,6 +79,7 @@ def keeper_of(directory: Path, ranks: Ranks | None = None, limit: int = 0, **rul
         Checkpoint(**rules),  # type: ignore[arg-type]
         forget,
         limit=limit,
+        held=held,
     )
 
 
@@ -102,7 +106,7 @@ def test_last_best_and_permanent_checkpoints_stay(tmp_path: Path) -> None:
         assert ranks.asked[0] == ("step-000002", 2, GIB // 2)
 
         # A later life of the run in the same directory knows the best of the earlier one.
-        later = keeper_of(tmp_path / "c", keep=1, keep_best=1)
+        later = keeper_of(tmp_path / "c", held=12, keep=1, keep_best=1)
         await later.save(14, {})
         await later.scored(14, {"eval/held_out/avg@1": 0.8}, 0)
         assert steps_in(tmp_path / "c") == [4, 14]
@@ -154,7 +158,8 @@ def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_le
     ranks = Ranks()
 
     async def scenario() -> None:
-        keeper = keeper_of(tmp_path, ranks, keep=2)
+        keeper = keeper_of(tmp_path, ranks, held=4, keep=2)
+        await keeper.begin()
         await keeper.save(6, {})
         assert not (tmp_path / "step-000006" / "old").exists()  # the abandoned version was written again
         assert steps_in(tmp_path) == [4, 6]
@@ -164,6 +169,66 @@ def test_a_run_that_goes_back_keeps_what_it_writes_and_not_the_future_that_it_le
     anyio.run(scenario)
     assert not (tmp_path / ".step-000010.partial").exists()
     assert (tmp_path / "latest").resolve().name == "step-000007"
+
+
+def written_by(directory: Path, *versions: int) -> None:
+    """Whole checkpoints of an earlier life, listed with digests."""
+    for version in versions:
+        step = directory / f"step-{version:06d}"
+        step.mkdir(parents=True)
+        (step / "weights").write_bytes(bytes([version]) * 100)
+        write_digests(step, [flush_and_digest(step, files_below(step))])
+        write_link(directory / "latest", step.name)
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path, rewritten: bool, lives: int) -> None:
+    """Version 20 was damaged, and the ranks began from 10 again. ``lives``: the controller dies once more, alone, when
+    they are at 25 already."""
+    directory = tmp_path / "checkpoints"
+    written_by(directory, 10, 20)
+    (directory / "step-000020" / "weights").write_bytes(b"rot")
+    begun = newest_checkpoint(tmp_path)
+    assert begun is not None and begun.name == "step-000010"
+
+    class WritesDigests(Ranks):
+        async def save_checkpoint(
+            self, directory: str, policy_version: int, min_free_bytes: int, beside: dict[str, bytes]
+        ) -> None:
+            assert steps_in(Path(directory).parent) == [10, 20], "nothing goes before the next one is there"
+            write_anew(Path(directory))
+            (Path(directory) / "weights").write_bytes(b"new")
+            write_digests(Path(directory), [flush_and_digest(Path(directory), ["weights"])])
+
+    async def scenario(version: int) -> None:
+        for held in (10, 25)[:lives]:
+            keeper = keeper_of(directory, WritesDigests(), held=held, keep=2, keep_best=1, keep_every=20)
+            await keeper.begin()
+            await keeper.scored(20, {"eval/held_out/avg@1": 1.0}, 0)
+            assert steps_in(directory) == [10, 20] and (directory / "latest").readlink() == Path("step-000010")
+        await keeper.save(version, {})
+
+    version = 20 if rewritten else 30
+    anyio.run(scenario, version)
+    assert steps_in(directory) == [10, version]
+    for damaged in (version, 10):
+        assert newest_checkpoint(tmp_path) == directory / f"step-{damaged:06d}"
+        (directory / f"step-{damaged:06d}" / "weights").write_bytes(b"rot")
+
+
+def test_what_ranks_hold_beyond_the_last_checkpoint_leaves_it_the_last(tmp_path: Path) -> None:
+    """The controller died alone."""
+    written_by(tmp_path, 2, 4)
+
+    async def scenario() -> None:
+        keeper = keeper_of(tmp_path, held=5, keep=2)
+        await keeper.begin()
+        assert (tmp_path / "latest").readlink() == Path("step-000004")
+        await keeper.save(6, {})
+        assert steps_in(tmp_path) == [4, 6]
+
+    anyio.run(scenario)
 
 
 def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
@@ -176,7 +241,7 @@ def test_a_failed_save_moves_and_removes_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         await keeper_of(tmp_path, keep=1).save(1, {})
         with pytest.raises(OSError, match="disk full"):
-            await keeper_of(tmp_path, FullDisk(), keep=1).save(2, {})
+            await keeper_of(tmp_path, FullDisk(), held=1, keep=1).save(2, {})
 
     anyio.run(scenario)
     assert steps_in(tmp_path) == [1]
