@@ -7,7 +7,6 @@ thread.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import signal
@@ -24,10 +23,11 @@ from streamrl.control.progress_clock import ProgressClock, bytes_below, groups_u
 from streamrl.control.run_waits import RunWaits
 from streamrl.control.state import ControlState
 from streamrl.messages import EngineLoad
-from streamrl.observe.loop_watch import ABORT_AFTER_S, LoopWatch
+from streamrl.observe.loop_watch import LoopWatch
 from streamrl.observe.stall_watch import StallWatch, write_stall
 from streamrl.observe.task_stacks import thread_stacks
 from streamrl.processes.exit_reason import ExitKind, ExitReason, write_reason
+from streamrl.processes.last_resort import LastResort
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.run_events import StallSeen
 from streamrl.stage_messages import RolloutStatistics
@@ -40,8 +40,6 @@ _STALLS = "stalls"
 _BEYOND_LIMITS = 1.5
 # The first start may have to fill caches that later ones find.
 _STARTS = 2.0
-# A loop that native code blocks without giving Python's lock back: then no thread of Python's runs either.
-_LAST_RESORT_S = 4 * ABORT_AFTER_S
 _REARM_S = 10.0
 
 
@@ -137,12 +135,10 @@ class ControllerWatch:
                 log.info("what is waited for, and all stacks, are in %s", path)
 
     async def _arm_last_resort(self) -> None:
-        try:
+        with LastResort() as resort:
             while True:
-                faulthandler.dump_traceback_later(_LAST_RESORT_S, exit=True)
+                resort.rearm()
                 await anyio.sleep(_REARM_S)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def _report_loop(self, lag_s: float) -> None:
         path = write_stall(self._run_directory / _STALLS, self._loop_text(lag_s))

@@ -37,6 +37,30 @@ class _TimerSpec(ctypes.Structure):
     _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
 
 
+class NativeTimer:
+    """Calls ``function(value)`` of the C library on a thread of its own, whatever Python does."""
+
+    def __init__(self, function: str, value: int) -> None:
+        """Raises ``OSError`` where the C library has no such timer (it is Linux's)."""
+        try:
+            self._library = ctypes.CDLL(None, use_errno=True)
+            called = ctypes.cast(getattr(self._library, function), ctypes.c_void_p).value
+            create = self._library.timer_create
+        except AttributeError as error:
+            raise OSError("the C library has no POSIX timers") from error
+        event = _SignalEvent(value=value, notify=_SIGEV_THREAD, function=called)
+        self._timer = ctypes.c_void_p()
+        if create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
+            raise OSError(ctypes.get_errno(), "timer_create failed")
+
+    def set(self, seconds: float) -> None:
+        """It is called so many seconds from now, once, unless this is called before; 0: never."""
+        whole = int(seconds)
+        value = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        if self._library.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec(_TimeSpec(0, 0), value)), None) != 0:
+            raise OSError(ctypes.get_errno(), "timer_settime failed")
+
+
 class ExitTimer:
     """Ends the process with ``exit_code`` unless ``rearm`` or ``disarm`` is called in time.
 
@@ -45,30 +69,15 @@ class ExitTimer:
 
     def __init__(self, exit_code: int) -> None:
         """Raises ``OSError`` where the C library has no such timer (it is Linux's)."""
-        try:
-            self._library = ctypes.CDLL(None, use_errno=True)
-            end = ctypes.cast(self._library._exit, ctypes.c_void_p).value
-            create = self._library.timer_create
-        except AttributeError as error:
-            raise OSError("the C library has no POSIX timers") from error
-        event = _SignalEvent(value=exit_code, notify=_SIGEV_THREAD, function=end)
-        self._timer = ctypes.c_void_p()
-        if create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
-            raise OSError(ctypes.get_errno(), "timer_create failed")
+        self._timer = NativeTimer("_exit", exit_code)
 
     def rearm(self, seconds: float) -> None:
         """The process has ``seconds`` from now until the next call."""
-        self._set(seconds)
+        self._timer.set(seconds)
         if sys.__stderr__ is not None and seconds > _STACKS_LEAD_S:
             faulthandler.dump_traceback_later(seconds - _STACKS_LEAD_S, file=sys.__stderr__)
 
     def disarm(self) -> None:
         """The process may live."""
-        self._set(0.0)
+        self._timer.set(0.0)
         faulthandler.cancel_dump_traceback_later()
-
-    def _set(self, seconds: float) -> None:
-        whole = int(seconds)
-        value = _TimeSpec(whole, int((seconds - whole) * 1e9))
-        if self._library.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec(_TimeSpec(0, 0), value)), None) != 0:
-            raise OSError(ctypes.get_errno(), "timer_settime failed")

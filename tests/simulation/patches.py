@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -54,6 +54,7 @@ from streamrl.processes import (
 from streamrl.processes.remains import remove_remains_of
 from streamrl.processes.run_inputs import refuse_changes
 from streamrl.processes.run_lock import RunLock
+from streamrl.processes.run_record import refuse_lost_journal
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
@@ -196,10 +197,11 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(preflight, lambda *_: None)
     put_for(remove_remains_of, lambda *_: [])
     put_for(refuse_changes, lambda *_, **__: [])
+    put_for(refuse_lost_journal, lambda *_: None)  # it is on the simulated disk
     put_for(load_recipe, lambda *_: world.recipe)
     put_for(RunLock, SimulatedLock)
     put_for(ask_for_stacks, lambda _: [])
-    put_for(write_crash_bundle, lambda *_: "no crash bundle: simulated")
+    put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
     put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))
     put_for(resumed, lambda recipe: (recipe, None))
     put_for(_PLAN, plan_topology)
@@ -207,8 +209,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(serving_control, no_control_socket)
     put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
     put_for(LoopWatch, parts.SilentLoopWatch)
-    quiet = SimpleNamespace(dump_traceback_later=_nothing, cancel_dump_traceback_later=_nothing)
-    put(controller_watch, "faulthandler", quiet)
+    put(controller_watch, "LastResort", lambda: nullcontext(SimpleNamespace(rearm=_nothing)))
     put(child_process, "_created", lambda pid: float(pid))
     put_for(child_process.start_child, machine.start_child)
     put_for(child_process.open_guardian, machine.open_guardian)
