@@ -181,9 +181,10 @@ DEMO_TAIL, DEMO_TOKENS, HEAVY = Regime("demo", 8, 8), Regime("demo", 32, 8), Reg
 
 
 def _pair_text(pair: Paired) -> str:
+    own = "" if math.isnan(pair.own_length) else f" and {pair.own_length:.2f} of its own unbiased"
     return (
         f"{pair.arm} {ratio_text(pair.speed)} times faster, trained tok/s {ratio_text(pair.goodput)}, "
-        f"length {pair.length.mean:.2f} of synchronous and {pair.own_length:.2f} of its own unbiased, "
+        f"length {pair.length.mean:.2f} of synchronous{own}, "
         f"accuracy {_difference_text(pair.accuracy)}, {len(pair.cells)} seeds"
     )
 

@@ -6,13 +6,14 @@ the processes, and hands on what the controller says. It needs neither torch nor
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence, Set
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,19 +29,20 @@ from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.topology import control_socket, plan_topology, rewards_endpoint
-from streamrl.errors import ProcessDied, RecipeError, StreamBroken
+from streamrl.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
 from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import going_on, preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
 from streamrl.processes.remains import remove_half_written, remove_remains_of
 from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.processes.run_lock import RunLock
+from streamrl.processes.run_record import refuse_lost_journal
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
 from streamrl.rewards.attachments import RewardAttachments
-from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
+from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, rewards_file
 from streamrl.run_events import RunEvent, RunFinished, RunProgress, StepFinished
-from streamrl.whole_files import flush_directory, make_directory, write_durable
+from streamrl.whole_files import make_directory, write_durable, write_link
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +98,8 @@ class Pipeline:
         return pipeline
 
     async def __aenter__(self) -> Self:
-        await self._open_directory()
         try:
+            await self._open_directory()
             return await self._start()
         except BaseException:
             self._let_go()
@@ -108,6 +110,7 @@ class Pipeline:
         to_thread = anyio.to_thread.run_sync
         if self._resumes:
             self._lock = RunLock(self.run_directory)
+            await to_thread(refuse_lost_journal, self.run_directory)
             for failure in await to_thread(remove_remains_of, self.run_directory, Path(tempfile.gettempdir())):
                 log.warning("%s", failure)
             for change in await to_thread(self._changes):
@@ -126,6 +129,7 @@ class Pipeline:
         return refuse_changes(self.run_directory, self.recipe, force=self._despite_changes, chosen=chosen)
 
     def _let_go(self) -> None:
+        self._rewards.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -156,21 +160,23 @@ class Pipeline:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and not self._ended.is_set():
-            self.drain()
-            with anyio.move_on_after(self._drain_s):
-                await self._ended.wait()
-        await self._supervisor.kill(GRACE_S if kind is None else 0.0)
-        with anyio.CancelScope(shield=True):
-            for failure in await anyio.to_thread.run_sync(remove_half_written, self.run_directory):
-                log.warning("%s", failure)
-        self._watching.cancel()
-        self._receiving.cancel()
-        self._obeying.cancel()
-        self._changing.cancel()
-        self._rewards.close()
-        await self._open.__aexit__(None, None, None)
-        self._let_go()
+        try:
+            if kind is None and not self._ended.is_set():
+                self.drain()
+                with anyio.move_on_after(self._drain_s):
+                    await self._ended.wait()
+            await self._supervisor.kill(GRACE_S if kind is None else 0.0)
+            with anyio.CancelScope(shield=True):
+                for failure in await anyio.to_thread.run_sync(remove_half_written, self.run_directory):
+                    log.warning("%s", failure)
+            self._watching.cancel()
+            self._receiving.cancel()
+            self._obeying.cancel()
+            self._changing.cancel()
+            self._rewards.close()
+            await self._open.__aexit__(None, None, None)
+        finally:
+            self._let_go()
 
     @property
     def rewards(self) -> RewardAttachments:
@@ -277,8 +283,9 @@ def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:
 def _crash_note(run_directory: Path, failure: str) -> str:
     """Write the crash bundle. Returns what the user is told of it; a failure to write it hides no other."""
     try:
-        bundle = write_crash_bundle(run_directory, failure)
-    except OSError as error:
+        kept = read_rewards_file(run_directory)
+        bundle = write_crash_bundle(run_directory, failure, rewards=kept.rewards if kept else ())
+    except (OSError, StreamRLError) as error:  # unread rewards may have secrets: better no bundle than one with them
         return f"no crash bundle could be written: {error}"
     return f"crash bundle: {bundle} (streamrl replay {bundle})"
 
@@ -288,18 +295,20 @@ def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
     link ``latest`` beside it. Durable when it returns: a journal without a recipe cannot be gone on with."""
     parent = Path(recipe.run.directory).absolute()
     make_directory(parent)
-    stem = f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in ("", *(f"-{n}" for n in range(2, 100))):
-        directory = parent / f"{stem}{suffix}"
-        if not directory.exists():
-            break
-    directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
+    directory = _unused_directory(parent / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     write_inputs(directory, recipe)
     for name, content in (rewards_file(kept) if kept else {}).items():
         write_durable(directory / name, content)
     write_durable(directory / "recipe.toml", dump_recipe(recipe).encode())  # last: with a recipe it can be resumed
-    latest = parent / "latest"
-    latest.unlink(missing_ok=True)
-    latest.symlink_to(directory.name)
-    flush_directory(parent)
+    write_link(parent / "latest", directory.name)
+    return directory
+
+
+def _unused_directory(stem: Path) -> Path:
+    """Make ``stem``, or one with a number where another run began in the same second, this moment perhaps."""
+    for number in itertools.count(1):
+        directory = stem.with_name(stem.name if number == 1 else f"{stem.name}-{number}")
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
+            break
     return directory

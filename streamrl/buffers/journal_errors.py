@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +49,14 @@ class JournalDamaged(StreamRLError):
 
     def __init__(self, path: Path, offset: int, reason: str) -> None:
         self.path, self.offset, self.reason = path, offset, reason
+        run = path.parent.parent
+        latest = f"checkpoint.resume_from={run / 'checkpoints' / 'latest'}"
+        # Without its journal the run itself cannot go on, whatever checkpoints it has.
+        another = shlex.join(["streamrl", "train", str(run / "recipe.toml"), "--set", latest])
         super().__init__(
             f"journal {path} is damaged at byte {offset}: {reason}; nothing was skipped and nothing was changed. Bring "
-            f"the file back from a copy, or move {path.parent} aside and resume from a checkpoint (what was done after "
-            "it is done again)"
+            "the file back from a copy, or begin another run from the last checkpoint of this one (what was done after "
+            f"it is done again): {another}"
         )
 
 

@@ -62,6 +62,19 @@ def is_allowed(request: ControlRequest, key: str) -> bool:
     return hmac.compare_digest(request.key.encode(), key.encode())
 
 
+def described(operation: ControlOperation) -> str:
+    """Its kind and the rewards that it names, for the log: their options may be secrets."""
+    names: tuple[str, ...] = ()
+    match operation:
+        case AttachReward():
+            names = (operation.reward.label,)
+        case ReplaceReward():
+            names = (operation.name, operation.reward.label)
+        case DetachReward():
+            names = (operation.name,)
+    return f"{type(operation).__name__}({', '.join(map(repr, names))})"
+
+
 def length_of(prefix: bytes, largest: int) -> int:
     """Bytes that follow the four. Raises ``WireError`` for more than ``largest``."""
     (length,) = _LENGTH.unpack(prefix)

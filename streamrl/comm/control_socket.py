@@ -32,6 +32,7 @@ from streamrl.comm.control_protocol import (
     ControlRequest,
     decode_answer,
     decode_request,
+    described,
     encode_answer,
     encode_request,
     is_allowed,
@@ -157,7 +158,8 @@ class ControlServer:
             )
             return ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
         if not isinstance(request.operation, READ_ONLY):
-            log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), request.operation)
+            asked = described(request.operation)
+            log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), asked)
         try:
             return await self._carry_out(request.operation)
         except RecipeError as error:

@@ -183,8 +183,9 @@ class Controller:
             await self._handle(on.RunContinued(steps=steps))
         if version > state.trainer_version:
             await self._handle(on.BatchTrained(batch_id=state.batch.batch_id, policy_version=version))
-        if state.due.evaluating not in (None, version):  # engines hold a newer one already
-            await self._handle(on.EvaluationDone(policy_version=state.due.evaluating))
+        if (evaluated := state.due.evaluating) is not None and evaluated != version:
+            await self._warn_given_up(evaluated, f"its controller died, and engines hold version {version} now")
+            await self._handle(on.EvaluationDone(policy_version=evaluated))
         if version > state.live_version:
             self._report.trained_before(version, recovered.batch_of(version), caught_up.reports, kind)
         again = recovered.outstanding.again(state)
@@ -371,9 +372,11 @@ class Controller:
     async def _give_evaluation_up(self, orders: SendStream[RolloutOrder]) -> None:
         """Its version is gone: the engines that held it died, and the trainer has made the next one, which waits."""
         if (evaluation := self._evaluation) is not None and not evaluation.cancelled:
-            version = evaluation.policy_version
-            await self._report.warned(version, f"evaluation of version {version} given up: no engine holds it any more")
+            await self._warn_given_up(evaluation.policy_version, "no engine holds it any more")
             await evaluation.cancel(orders)
+
+    async def _warn_given_up(self, version: int, why: str) -> None:
+        await self._report.warned(version, f"evaluation of version {version} given up: {why}")
 
     async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
         with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):

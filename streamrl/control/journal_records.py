@@ -1,7 +1,8 @@
 """What the journal of a run holds, as records: control's events, and what they are about.
 
 A record of a trajectory or of prompts comes before the event that tells control of them, so that whatever control knows
-has its content behind it. Nothing of an evaluation is kept: it is done again.
+has its content behind it. Nothing of an evaluation is kept: it is done again from its start, or, where engines hold a
+newer version by then, given up with a warning.
 """
 
 from __future__ import annotations

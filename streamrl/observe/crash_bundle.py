@@ -15,12 +15,13 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
+from streamrl.config.rewards import Reward
 from streamrl.errors import UNDECODABLE, StreamRLError
 from streamrl.observe.redaction import Redaction, run_redaction
 
@@ -67,11 +68,13 @@ def write_crash_bundle(
     run_directory: Path,
     failure: str,
     *,
+    rewards: Sequence[Reward] = (),
     environment: Mapping[str, str] | None = None,
     largest: int = LARGEST_BUNDLE,
     now: float | None = None,
 ) -> Path:
     """Write a bundle of the run in ``run_directory``, which ended with ``failure``, and return its path. Blocking.
+    ``rewards``: those that were attached while it went on, whose secrets are not in its recipe.
 
     Raises ``OSError`` where the directory cannot be written.
     """
@@ -80,14 +83,14 @@ def write_crash_bundle(
     folder = run_directory / "crash"
     folder.mkdir(exist_ok=True)
     target = _unused(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(now)))
-    redaction = run_redaction(environment, _text(run_directory / "recipe.toml"))
+    redaction = run_redaction(environment, _text(run_directory / "recipe.toml"), rewards)
     partial = target.with_suffix(".zip.partial")
     try:
         # Prompts are not in it, but paths and messages are: it is for whoever owns the run to pass on.
         with open(partial, "xb", opener=_private) as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
                 left_out = _Filler(bundle, redaction, largest).fill(run_directory)
-                manifest = _manifest(run_directory.name, redaction.text(failure), environment, now, left_out)
+                manifest = _manifest(run_directory.name, failure, environment, redaction, now, left_out)
                 bundle.writestr(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
@@ -193,15 +196,19 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _manifest(
-    run_id: str, failure: str, environment: Mapping[str, str], now: float, left_out: tuple[str, ...]
+    run_id: str,
+    failure: str,
+    environment: Mapping[str, str],
+    redaction: Redaction,
+    now: float,
+    left_out: tuple[str, ...],
 ) -> CrashManifest:
-    redaction = run_redaction(environment)
     shown = {name: redaction.text(value) for name, value in sorted(environment.items()) if _is_shown(name)}
     return CrashManifest(
         schema=BUNDLE_SCHEMA,
         run_id=run_id,
         time=now,
-        failure=failure,
+        failure=redaction.text(failure),
         versions=package_versions(),
         python=sys.version,
         platform=platform.platform(),

@@ -7,9 +7,12 @@ name, and every text of a shape that only keys have (a Hugging Face token, a bea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
+from streamrl.config.rewards import Reward
 from streamrl.config.toml_text import parse_toml
 
 SHORTEST_SECRET = 6
@@ -64,17 +67,20 @@ class Redaction:
         return self.clean(text.encode(errors="replace")).decode(errors="replace")
 
 
-def run_redaction(environment: Mapping[str, str], recipe_toml: str = "") -> Redaction:
-    """For everything that a run writes. ``recipe_toml``: its recipe as text; one that cannot be read names nothing."""
+def run_redaction(environment: Mapping[str, str], recipe_toml: str = "", attached: Sequence[Reward] = ()) -> Redaction:
+    """For everything that a run writes. ``recipe_toml``: its recipe as text; one that cannot be read names nothing.
+    ``attached``: rewards that the recipe may not have."""
     try:
         recipe = parse_toml(recipe_toml)
     except (ValueError, RecursionError):
         recipe = {}
     secrets = {value: name for name, value in environment.items() if is_secret_name(name) and not _is_path(value)}
-    for name in _given_to_rewards(recipe):  # a person names here what a function needs to identify itself
+    rewards = [*recipe.get("rewards", ()), *map(structs.asdict, attached)]
+    for name in _given_to_rewards(rewards):  # a person names here what a function needs to identify itself
         if name in environment and not _is_path(environment[name]):
             secrets[environment[name]] = name
-    secrets |= {value: path for path, value in _named_strings(recipe, "") if not _is_path(value)}
+    named = [*_named_strings(recipe, ""), *_named_strings({r.label: r.options for r in attached}, "rewards")]
+    secrets |= {value: path for path, value in named if not _is_path(value)}
     return Redaction(secrets)
 
 
@@ -82,8 +88,8 @@ def _is_path(value: str) -> bool:
     return _PATH.fullmatch(value) is not None
 
 
-def _given_to_rewards(recipe: Mapping[str, Any]) -> Iterator[str]:
-    for reward in recipe.get("rewards", ()):
+def _given_to_rewards(rewards: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for reward in rewards:
         yield from reward.get("environment", ())
         yield from (value for key, value in reward.get("options", {}).items() if key == "api_key_variable")
 

@@ -20,14 +20,17 @@ class RunLock:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             holder = os.read(self._descriptor, 32).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._descriptor)
+            self.release()
             raise RecipeError(
                 [f"{run_directory} runs already (process {holder}): drain or end that one first"]
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:  # of a full disk, too: nobody has this lock to let it go
+            self.release()
+            raise
 
     def release(self) -> None:
         """Let others have it. Idempotent."""

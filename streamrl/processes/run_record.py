@@ -3,6 +3,7 @@ lives of it."""
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from streamrl.buffers.journal import Journal, open_journal
+from streamrl.buffers.journal import Journal, JournalRefused, open_journal
 from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.topology import JOURNAL_DIRECTORY
 from streamrl.control.control_file import read_control_file
@@ -21,7 +22,9 @@ from streamrl.control.prompt_shelf import PromptShelf
 from streamrl.control.recovered_run import RecoveredRun, recovered_run
 from streamrl.control.run_journal import RunJournal
 from streamrl.control.settings import ControlSettings
-from streamrl.learning.durable_files import surviving
+from streamrl.errors import RecipeError
+from streamrl.learning.durable_files import newest_checkpoint, surviving
+from streamrl.processes.run_inputs import NOT_RESUMED
 
 EVENT_LOG = "events.jsonl"
 
@@ -49,7 +52,8 @@ class RunRecord(msgspec.Struct, frozen=True):
 async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
     """Of a new run, or of one that goes on; ranks hold ``start_version``. Blocking work is done in a thread.
 
-    Raises ``StreamRLError`` where the journal is damaged, of another run, or in use.
+    Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
+    checkpoints goes on from.
     """
     return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
 
@@ -79,4 +83,31 @@ def _open_journal(
     durable: Literal["fsync", "process"] = "fsync" if recipe.run.journal is JournalKind.FSYNC else "process"
     # First the lock: whoever else writes it must be gone before it is read.
     file, found = open_journal(directory, run_id=run_id, durability=durable)
-    return file, recovered_run(found, settings, held)
+    recovered = recovered_run(found, settings, held)
+    if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
+        raise JournalRefused(_without_journal(run_directory))
+    return file, recovered
+
+
+def refuse_lost_journal(run_directory: Path) -> None:
+    """Raise ``RecipeError`` where a run that has begun has no journal any more. Ranks would begin from a checkpoint and
+    control would not, and the logs would be overwritten. Blocking: only then checkpoints are read."""
+    began = (run_directory / EVENT_LOG).exists() or _has_checkpoints(run_directory)
+    if began and not any((run_directory / JOURNAL_DIRECTORY).glob("*.journal")):
+        raise RecipeError([_without_journal(run_directory)], outcome=NOT_RESUMED)
+
+
+def _has_checkpoints(run_directory: Path) -> bool:
+    return any((run_directory / "checkpoints").glob("step-*"))
+
+
+def _without_journal(run_directory: Path) -> str:
+    newest = newest_checkpoint(run_directory)
+    another = ["streamrl", "train", str(run_directory / "recipe.toml")]
+    if newest is not None:
+        another += ["--set", f"checkpoint.resume_from={newest}"]
+    place = "its newest checkpoint" if newest is not None else "the beginning: no checkpoint of it is whole"
+    return (
+        f"{run_directory / JOURNAL_DIRECTORY} holds nothing of this run, which cannot go on without: bring it back, or "
+        f"begin another run from {place}: {shlex.join(another)}"
+    )

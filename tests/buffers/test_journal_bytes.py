@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 from pathlib import Path
 
 import pytest
@@ -318,8 +319,12 @@ def test_nothing_is_changed_before_everything_was_checked() -> None:
         damaged = bytearray(files[path])
         damaged[HEADER_BYTES + 40] ^= 1
         disk = disk_with({**files, path: bytes(damaged)})
-        with pytest.raises(JournalDamaged, match=rf"{path.name} is damaged at byte \d+: .* nothing was changed"):
+        expected = rf"{path.name} is damaged at byte \d+: .* nothing was changed"
+        with pytest.raises(JournalDamaged, match=expected) as found:
             open_journal(DIRECTORY, run_id=RUN, disk=disk, lane=World_lane)
+        run = DIRECTORY.parent
+        another = ["train", str(run / "recipe.toml"), "--set", f"checkpoint.resume_from={run / 'checkpoints/latest'}"]
+        assert shlex.split(str(found.value))[-4:] == another
         assert {name for name, _ in disk.calls} <= {"lock", "make_directory", "flush_directory", "names", *READS}
         assert sorted(disk.entries) == sorted(files)
 

@@ -40,7 +40,8 @@ def contents(bundle: Path) -> dict[str, bytes]:
 
 
 def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
-    environment = {**CANARIES, "VLLM_X": f"with {CANARIES['HF_TOKEN']}", "HOME": "/home/somebody", "MAIL": "me@x.org"}
+    shown = {"VLLM_X": f"with {CANARIES['HF_TOKEN']}", "OMP_X": CANARIES["JUDGE"]}
+    environment = {**CANARIES, **shown, "HOME": "/home/somebody", "MAIL": "me@x.org"}
     bundle = write_crash_bundle(run, f"engine-0 died of {CANARIES['JUDGE']}", environment=environment)
     files = contents(bundle)
     told = {"recipe.toml", "topology.json", EVENTS, "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"}
@@ -49,7 +50,7 @@ def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
         assert not [name for name, content in files.items() if secret.encode() in content], secret
     manifest = read_manifest(bundle)
     assert manifest.failure == "engine-0 died of [JUDGE removed]" and manifest.run_id == "sort-1"
-    assert manifest.environment == {"VLLM_X": "with [HF_TOKEN removed]"}
+    assert manifest.environment == {"VLLM_X": "with [HF_TOKEN removed]", "OMP_X": "[JUDGE removed]"}
     assert set(manifest.environment_names) == set(environment)
     assert "msgspec" in manifest.versions
     assert files["logs/engine-0.log"].endswith(b"last line\n") and b"first" not in files["logs/engine-0.log"]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config.rewards import Reward
 from streamrl.observe.redaction import Redaction, is_secret_name, run_redaction
 
 RECIPE = """
@@ -36,6 +37,19 @@ def test_values_of_secret_names_are_replaced_by_their_names() -> None:
     assert clean == (
         "[HF_TOKEN removed] [WANDB_API_KEY removed] [OPINION removed] [rewards.0.options.api_key removed] "
         "false token_column /home/somebody"
+    )
+
+
+def test_secrets_of_rewards_that_the_recipe_does_not_have_are_replaced_too() -> None:
+    options = {"headers": [{"access_token": "swordfish-5678"}], "api_key_variable": "LATER_KEY", "style": "terse-style"}
+    attached = Reward(function="judges.py:strict", options=options, environment=("OPINION_TOO",))
+    environment = ENVIRONMENT | {"LATER_KEY": "canary-of-a-judge", "OPINION_TOO": "canary-of-another"}
+    clean = run_redaction(environment, RECIPE, [attached]).text(
+        "swordfish-1234 swordfish-5678 canary-of-a-judge canary-of-another terse-style"
+    )
+    assert clean == (
+        "[rewards.0.options.api_key removed] [rewards.strict.headers.0.access_token removed] [LATER_KEY removed] "
+        "[OPINION_TOO removed] terse-style"
     )
 
 

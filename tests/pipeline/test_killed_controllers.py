@@ -21,7 +21,7 @@ from streamrl.control.event_log import replay
 from streamrl.control.run_report import RunReport
 from streamrl.control.settings import ControlSettings
 from streamrl.control.trajectory_trace import TrajectoryTrace
-from streamrl.run_events import RunResumed, StepFinished
+from streamrl.run_events import EvaluationFinished, RunResumed, RunWarning, StepFinished
 
 STEPS = 4
 
@@ -175,3 +175,25 @@ async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path
     sampled = again.engines[0].load().generated_tokens
     # The engine finishes the shortest first; those that were whole come from the journal.
     assert sampled == trained - sum(sample.trained_tokens for sample in first[:4])
+
+
+@pytest.mark.asyncio
+async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_given_up_aloud(tmp_path: Path) -> None:
+    settings, given_up = control_settings(evaluate_every=1, evaluate_at_end=True), 0
+    for events in range(6, 40, 2):
+        directory = tmp_path / str(events)
+        directory.mkdir()
+        run = SimulatedRun(settings, directory, kept=True, held_out=30, evaluation_in_flight=2)
+        assert not await one_life(run, events)
+        again = SimulatedRun(settings, directory, kept=True, held_out=30, evaluation_in_flight=2)
+        again.ranks = run.ranks
+        assert await one_life(again, 10**9) == "finished"
+        told = [*run.events, *again.events]
+        finished = {event.step for event in told if isinstance(event, EvaluationFinished)}
+        warnings = [event for event in told if isinstance(event, RunWarning)]
+        assert finished | {warning.step for warning in warnings} == {1, 2, 3, 4}
+        for warning in warnings:
+            died = f"its controller died, and engines hold version {warning.step + 1} now"
+            assert warning.message == f"evaluation of version {warning.step} given up: {died}"
+        given_up += len(warnings)
+    assert given_up

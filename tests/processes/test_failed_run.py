@@ -19,14 +19,18 @@ from test_supervisor import STAND_IN, until
 import streamrl.run
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import Recipe
+from streamrl.config.rewards import Reward
 from streamrl.errors import ProcessDied
 from streamrl.observe.crash_bundle import read_manifest
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
+from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 from streamrl.run import Pipeline
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 CANARY = "canary-of-the-hub-4711"
+ATTACHED = "canary-of-a-reward-4711"
+"""An option of a reward that is not in the recipe, printed by whatever was called with it."""
 
 
 @pytest.fixture
@@ -58,6 +62,11 @@ async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe)
         await until(lambda: all(path.exists() for path in started))
         children = psutil.Process().children(recursive=True)
         assert not [c for c in children if any(CANARY in word for word in c.cmdline())], "no secret in an argv"
+        judge = Reward(function="judge", options={"api_key": ATTACHED})
+        attached = KeptRewards(reward_version=1, rewards=(*recipe.rewards, judge), of_recipe=recipe.rewards)
+        for name, content in rewards_file(attached).items():
+            (run / name).write_bytes(content)
+        (run / "metrics.jsonl").write_text(f"judge got {ATTACHED}\n")
         (run / "go").touch()
         with pytest.raises(ProcessDied) as died:
             async for _ in pipeline.events():
@@ -74,14 +83,16 @@ async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe)
     assert msgspec.json.decode(files["exit/engine-0.json"])["message"] == "ValueError: the loss is not finite"
     written = [path for path in run.rglob("*") if path.is_file()]
     assert not [path for path in written if CANARY.encode() in path.read_bytes()], "no secret in any file"
-    assert not [name for name, content in files.items() if CANARY.encode() in content]
+    secrets = (CANARY.encode(), ATTACHED.encode())
+    assert not [name for name, content in files.items() if any(secret in content for secret in secrets)]
+    assert files["metrics.jsonl"] == b"judge got [rewards.judge.api_key removed]\n"
 
 
 @pytest.mark.asyncio
 async def test_a_bundle_that_cannot_be_written_hides_no_failure(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> Path:
+    def full(*_: object, **__: object) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(streamrl.run, "write_crash_bundle", full)
@@ -92,6 +103,18 @@ async def test_a_bundle_that_cannot_be_written_hides_no_failure(
                 pass
     assert str(died.value).startswith("engine-0 ended with exit code 1")
     assert str(died.value).endswith("no crash bundle could be written: [Errno 28] No space left on device")
+
+
+@pytest.mark.asyncio
+async def test_no_bundle_is_written_where_secrets_cannot_be_known(recipe: Recipe) -> None:
+    async with Pipeline(recipe) as pipeline:
+        run = pipeline.run_directory
+        (run / "rewards.msgpack").write_bytes(b"torn")
+        (run / "go").touch()
+        with pytest.raises(ProcessDied, match="engine-0 ended with exit code 1") as died:
+            async for _ in pipeline.events():
+                pass
+    assert "no crash bundle could be written: " in str(died.value) and not (run / "crash").exists()
 
 
 @pytest.mark.asyncio

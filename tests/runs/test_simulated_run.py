@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -98,3 +99,24 @@ def test_a_run_is_made_longer_after_its_end(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3]
     again = streamrl("resume", str(run))
     assert again.returncode == 0 and "finished: 3 of 3" in again.stdout, "it is the recipe of the run from now on"
+
+
+def test_a_run_that_lost_its_journal_names_what_begins_another_from_its_checkpoint(tmp_path: Path) -> None:
+    def streamrl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "streamrl", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+    flags = _flags(tmp_path, run__steps=1, checkpoint__min_free_gib=0.0)
+    assert streamrl("train", str(EXAMPLE), *flags).returncode == 0
+    run = (tmp_path / "runs" / "latest").resolve()
+    (run / "journal").rename(run / "journal-aside")
+    before = {path.name: path.read_bytes() for path in run.glob("*.jsonl")}
+    refused = streamrl("resume", str(run), "--set", "run.steps=2")
+    assert refused.returncode == 2 and "the run was not resumed" in refused.stderr
+    assert {path.name: path.read_bytes() for path in run.glob("*.jsonl")} == before
+    named = shlex.split(refused.stderr.splitlines()[-1].partition("streamrl ")[2])
+    assert named[-1] == f"checkpoint.resume_from={run / 'checkpoints' / 'step-000001'}"
+    another = streamrl(*named, "--set", "run.steps=2")
+    assert another.returncode == 0, another.stdout + another.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [2]

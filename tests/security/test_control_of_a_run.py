@@ -79,9 +79,22 @@ async def test_changes_and_wrong_keys_leave_a_line_without_the_key(
         await ask_control(tmp_path / "c", DetachReward(name="style"), "the key", 5)
         await ask_control(tmp_path / "c", DetachReward(name="style"), "sesame", 5)
     changed, refused = caplog.messages
-    assert f"pid {os.getpid()} asked, with the key, for DetachReward(name='style'" in changed
+    assert changed.endswith(f"pid {os.getpid()} asked, with the key, for DetachReward('style')")
     assert f"pid {os.getpid()}" in refused and "wrong key" in refused and "sesame" not in refused
     assert "the key'" not in caplog.text
+
+
+async def test_what_a_reward_is_given_is_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reward = Reward(function="judges.py:strict", options={"api_key": "swordfish", "headers": [{"x": "swordfish"}]})
+    async with serving(tmp_path / "c"):
+        for key in ("the key", "sesame"):
+            await ask_control(tmp_path / "c", AttachReward(reward=reward), key, 5)
+            await ask_control(tmp_path / "c", ReplaceReward(name="style", reward=reward), key, 5)
+    assert "swordfish" not in caplog.text and len(caplog.messages) == 4
+    assert [message.rpartition(" for ")[2] for message in caplog.messages[:2]] == [
+        "AttachReward('strict')",
+        "ReplaceReward('style', 'strict')",
+    ]
 
 
 async def test_every_operation_needs_the_key_but_those_that_look() -> None:

@@ -43,7 +43,7 @@ SPEED: tuple[Metric, ...] = (
         "util/bubble_ratio",
         "share",
         SHARE,
-        "Idle share of engine capacity in the whole step: 1 - sum(min(running, c) dt) / (c sum(dt)), c util/capacity.",
+        "Idle share of the capacity c (util/capacity) over the whole step: 1 - sum(min(running, c) dt) / (c sum(dt)).",
         "idle e",
     ),
     Metric(
