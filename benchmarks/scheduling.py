@@ -104,7 +104,7 @@ def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> Ce
     except ValueError as error:
         raise NotYet(str(error)) from None
     steps = WARM_UP_STEPS + measured + COOL_DOWN_STEPS
-    return CellPlan(regime=regime, arm=arm, seed=seed, steps=steps, overrides=overrides, cool_down=COOL_DOWN_STEPS)
+    return CellPlan(regime=regime, arm=arm, seed=seed, steps=steps, overrides=overrides)
 
 
 def run_missing(options: argparse.Namespace) -> int:

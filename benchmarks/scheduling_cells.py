@@ -260,7 +260,6 @@ class CellPlan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     steps: int
     overrides: dict[str, object]
-    cool_down: int = 0
 
     @property
     def recipe(self) -> Path:
@@ -341,7 +340,7 @@ def run_cell(plan: CellPlan, folder: Path, *, timeout_s: float, keep_trace: bool
         on_policy=on_policy,
         machine=platform.node(),
         finished_at=time.time(),
-        cool_down=plan.cool_down,
+        cool_down=COOL_DOWN_STEPS,
     )
     path = plan.file(folder)
     unfinished = path.with_suffix(".unfinished")

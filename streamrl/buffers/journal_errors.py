@@ -44,19 +44,25 @@ class JournalRefused(StreamRLError):
     against its rules."""
 
 
+def another_run(run_directory: Path, checkpoint: Path | None) -> str:
+    """The command that begins another run from ``checkpoint`` (None: from the beginning) of one that cannot go on:
+    without its journal none can, whatever checkpoints it has."""
+    command = ["streamrl", "train", str(run_directory / "recipe.toml")]
+    if checkpoint is not None:
+        command += ["--set", f"checkpoint.resume_from={checkpoint}"]
+    return shlex.join(command)
+
+
 class JournalDamaged(StreamRLError):
     """Bytes that were on the disk are not what was written. ``offset`` in bytes from the beginning of ``path``."""
 
     def __init__(self, path: Path, offset: int, reason: str) -> None:
         self.path, self.offset, self.reason = path, offset, reason
         run = path.parent.parent
-        latest = f"checkpoint.resume_from={run / 'checkpoints' / 'latest'}"
-        # Without its journal the run itself cannot go on, whatever checkpoints it has.
-        another = shlex.join(["streamrl", "train", str(run / "recipe.toml"), "--set", latest])
         super().__init__(
             f"journal {path} is damaged at byte {offset}: {reason}; nothing was skipped and nothing was changed. Bring "
             "the file back from a copy, or begin another run from the last checkpoint of this one (what was done after "
-            f"it is done again): {another}"
+            f"it is done again): {another_run(run, run / 'checkpoints' / 'latest')}"
         )
 
 

@@ -26,11 +26,11 @@ from streamrl.processes.run_lock import LOCK_FILE
 from streamrl.processes.sweep import (
     TRACES_FILE,
     RunTraces,
-    mapped_segments,
     members,
     present_segments,
     process_namespace,
     seconds_after_boot,
+    see_segments,
     sweep,
     unused_segments,
 )
@@ -115,8 +115,8 @@ def owner_lives(pid: int, created: float) -> bool:
 
 def _dead_run(traces: RunTraces) -> Remains:
     processes = members(traces)
-    used = {path for process in processes for path in mapped_segments(process.pid)} - traces.foreign
-    known = traces.segments | used | unused_segments(traces.since, _last_sign_of_life(traces))
+    see_segments(traces, processes)
+    known = traces.segments | unused_segments(traces.since, _last_sign_of_life(traces))
     traces.segments = {segment for segment in known if os.path.exists(segment)}
     name = Path(traces.run_directory).name or f"with marker {traces.marker[:8]}"
     parts = [f"run {name}:"]
@@ -179,11 +179,9 @@ def _orphans(known: set[str]) -> list[RunTraces]:
             marker = environment[RUN_MARKER]
             sockets = Path(environment.get("TMPDIR", ""))
             folder = str(sockets) if _SOCKET_DIRECTORY.fullmatch(sockets.name) and _is_ours(sockets) else ""
-            since = process.create_time()
-            traces = RunTraces(marker=marker, since=since, socket_directory=folder, foreign=present_segments(since - 1))
+            traces = RunTraces(marker=marker, since=process.create_time(), socket_directory=folder)
             mine = found.setdefault(marker, _Marked(traces))
-            mine.traces.since = min(mine.traces.since, since)
-            mine.traces.foreign &= traces.foreign
+            mine.traces.since = min(mine.traces.since, traces.since)
             mine.traces.socket_directory = mine.traces.socket_directory or folder
             if PARENT_PID in environment:
                 lives = _lived_before(int(environment[PARENT_PID]), process)
@@ -192,7 +190,10 @@ def _orphans(known: set[str]) -> list[RunTraces]:
             mine.alive += kept is not None and owner_lives(kept.owner, kept.owner_created)
         except (psutil.Error, OSError, ValueError, KeyError):
             continue  # it ended meanwhile, or is another user's
-    return [one.traces for marker, one in found.items() if marker not in known and one.dead and not one.alive]
+    orphans = [one.traces for marker, one in found.items() if marker not in known and one.dead and not one.alive]
+    for traces in orphans:
+        traces.foreign = present_segments(traces.since - 1)
+    return orphans
 
 
 def marked_processes() -> Iterator[psutil.Process]:

@@ -3,7 +3,6 @@ lives of it."""
 
 from __future__ import annotations
 
-import shlex
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,6 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.buffers.journal import Journal, JournalRefused, open_journal
+from streamrl.buffers.journal_errors import another_run
 from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.topology import JOURNAL_DIRECTORY
 from streamrl.control.control_file import read_control_file
@@ -103,11 +103,8 @@ def _has_checkpoints(run_directory: Path) -> bool:
 
 def _without_journal(run_directory: Path) -> str:
     newest = newest_checkpoint(run_directory)
-    another = ["streamrl", "train", str(run_directory / "recipe.toml")]
-    if newest is not None:
-        another += ["--set", f"checkpoint.resume_from={newest}"]
     place = "its newest checkpoint" if newest is not None else "the beginning: no checkpoint of it is whole"
     return (
         f"{run_directory / JOURNAL_DIRECTORY} holds nothing of this run, which cannot go on without: bring it back, or "
-        f"begin another run from {place}: {shlex.join(another)}"
+        f"begin another run from {place}: {another_run(run_directory, newest)}"
     )

@@ -148,7 +148,7 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
         others = [process for process in left if not is_resource_tracker(process)]
         if others:
             trackers_end = time.monotonic() + tracker_s
-        _see_segments(traces, left)
+        see_segments(traces, left)
         for process in others if time.monotonic() < trackers_end else left:
             _kill(process)
         keep_traces(traces)
@@ -180,7 +180,7 @@ def end_session(traces: RunTraces, sid: int, *, tracker_s: float = 2.0, deadline
     """
     deadline, trackers_end = time.monotonic() + deadline_s, time.monotonic() + tracker_s
     while (left := [p for p in members(traces) if session_of(p) == sid]) and time.monotonic() < deadline:
-        _see_segments(traces, left)
+        see_segments(traces, left)
         for process in left:
             if time.monotonic() > trackers_end or not is_resource_tracker(process):
                 _kill(process)
@@ -222,12 +222,12 @@ def session_of(process: psutil.Process) -> int:
 
 def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
     """Remember the shared memory that ``processes`` map: once killed with their tracker, nobody else knows of it."""
-    _see_segments(traces, processes)
+    see_segments(traces, processes)
     keep_traces(traces)
 
 
-def _see_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
-    """As ``record_segments``, for one who kills them now: no disk may be slow, or full, before that."""
+def see_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
+    """As ``record_segments``, but nothing is written: for one who kills them now, whom no disk may keep from it."""
     for process in processes:
         traces.segments |= mapped_segments(process.pid) - traces.foreign
 

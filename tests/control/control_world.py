@@ -142,6 +142,18 @@ class World:
             self.falls_due(0)
         self.tell(on.RunBegan(policy_version=self.start, steps=self.settings.steps))
 
+    def goes_on(self) -> bool:
+        """Do the one thing that is due, at source, engines or trainer; False: only results can come."""
+        if self.draw is not None:
+            self.answer_draw()
+        elif self.to_publish is not None:
+            self.go_live()
+        elif self.to_step is not None:
+            self.step()
+        else:
+            return False
+        return True
+
     def answer_draw(self) -> None:
         assert self.draw is not None
         count = self.draw if self.prompts_left is None else min(self.draw, self.prompts_left)

@@ -11,13 +11,15 @@ from policy_world import COMPOSITIONS, DOMAINS, PolicyWorld, random_run
 from streamrl.config.scheduling import RoundKind, TailBatching
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.engine_cost import LONG
+from streamrl.types import DropReason
 
 
-def domain_race(groups: int = 3, **options: object) -> PolicyWorld:
+def domain_race(groups: int = 3, steps: int = 12, **options: object) -> PolicyWorld:
     tail = TailBatching(**{"domain_column": "domain", "domains": DOMAINS, **options})  # type: ignore[arg-type]
     world = PolicyWorld(
         control_settings(
-            rounds=RoundKind.TAIL_BATCHING, batch_groups=groups, group_size=1, steps=12, tail_batching=tail
+            rounds=RoundKind.TAIL_BATCHING, batch_groups=groups, group_size=1, steps=steps, tail_batching=tail
         )
     )
     world.begin()
@@ -68,6 +70,30 @@ def test_a_race_launches_what_its_batch_needs_of_every_domain() -> None:
         else:
             raise AssertionError("nothing can happen and the run has not ended")
     raise AssertionError("the run does not end")
+
+
+def test_packed_races_race_with_domains_too() -> None:
+    world = domain_race(eta_prompts=1.34, cohort_batches=4)
+    world.run_to_end()
+    lost = [a for a in world.answers if isinstance(a, do.CancelGroup) and a.reason is DropReason.LOST_RACE]
+    assert len(lost) >= 6, "every round of the cohort waited for all of its prompts"
+
+
+def test_a_long_round_that_lacks_a_domain_starts_fresh_prompts_of_it_at_once() -> None:
+    """The queue is overfull with one domain; the other's place in the round is a fresh prompt's."""
+    world = domain_race(steps=30, eta_prompts=1.34)
+    opened: set[int] = set()
+    lacked = 0
+    while world.finished is None:
+        if not world.goes_on():
+            batch = world.core.batch
+            if batch.round_kind == LONG and batch.batch_id not in opened:
+                opened.add(batch.batch_id)
+                lacked += any(not t.attempt for t in world.sampled)
+                assert len(world.sampled) == 3, "part of the long round waits for the rest of it"
+            easy = [t for t in world.sampled if world.domain_of[t.prompt_id] == "easy"]
+            world.score((easy or world.sampled)[0], 1.0, 3)
+    assert lacked, "no long round lacked a domain"
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -31,13 +31,7 @@ RACING = control_settings(
 def run_to_version(world: World, version: int) -> None:
     world.begin()
     while world.live_version < version:
-        if world.draw is not None:
-            world.answer_draw()
-        elif world.to_publish is not None:
-            world.go_live()
-        elif world.to_step is not None:
-            world.step()
-        else:
+        if not world.goes_on():
             trajectory = world.sampled[0]
             world.score(trajectory, reward=float(trajectory.sample), tokens=3 + trajectory.group_id)
 

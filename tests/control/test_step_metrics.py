@@ -230,18 +230,18 @@ def test_siblings_that_race_say_nothing_of_the_lengths_that_lost() -> None:
 
 
 def test_a_race_is_seen_through() -> None:
-    """Of 10 groups the 9 that end first are kept, again and again: the trained mean falls, the estimate does not."""
+    """Of 10 groups the 8 that end first are kept, again and again: the trained mean falls, the estimate does not."""
     source = random.Random(1)
     everything, kept, whole, stopped = [], [], Counter[int](), Counter[int]()
     for _ in range(400):
         lengths = [max(1, round(source.lognormvariate(math.log(45), 0.9))) for _ in range(10)]
-        cut = sorted(lengths)[8]
+        cut = sorted(lengths)[7]
         everything += lengths
         kept += [length for length in lengths if length <= cut]
         whole.update(length for length in lengths if length <= cut)
         stopped.update(cut for length in lengths if length > cut)
     truth = sum(everything) / len(everything)
-    assert sum(kept) / len(kept) < 0.85 * truth
+    assert sum(kept) / len(kept) < 0.75 * truth
     # Beyond the longest cut of all rounds nothing is known, so the heaviest tail is still missing.
     assert 0.9 * truth < unbiased_mean(whole, stopped, max(whole)) < 1.02 * truth
 

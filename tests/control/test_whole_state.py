@@ -219,13 +219,8 @@ def lengths_change() -> Walk:
     for _ in range(200):
         if world.finished is not None:
             break
-        if world.draw is not None:
-            world.answer_draw()
-        elif world.to_publish is not None:
-            world.go_live()
-        elif world.to_step is not None:
-            world.step()
-        else:  # the more tokens a prompt has, the shorter the answer: the opposite of their order in the source
+        if not world.goes_on():
+            # The more tokens a prompt has, the shorter the answer: the opposite of their order in the source.
             length = {t: 1000 // (10 + int(t.prompt_id[1:]) % 7) ** 2 for t in world.sampled}
             first = min(world.sampled, key=lambda t: (length[t], t))
             world.score(first, 1.0, length[first])

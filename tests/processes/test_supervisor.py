@@ -13,7 +13,7 @@ from functools import partial
 
 import anyio
 import pytest
-from trials import NAMES, STAND_IN, Trial, death_in, lives, until
+from trials import NAMES, STAND_IN, Trial, death_in, kill_session, lives, until
 
 from streamrl.config.topology import ProcessPlan, Role
 from streamrl.errors import StreamRLError
@@ -229,12 +229,7 @@ async def test_a_session_killed_whole_leaves_no_shared_memory(trial: Callable[..
     """As the kernel does to a control group that is out of memory: the resource tracker dies with its users."""
     one = trial(engine_0="orphan")
     async with running(one) as supervisor, anyio.create_task_group() as tasks:
-
-        async def kill_session() -> None:
-            await until(lambda: bool(supervisor.memory.trackers))
-            os.killpg(one.pid("engine-0"), signal.SIGKILL)
-
-        tasks.start_soon(kill_session)
+        tasks.start_soon(kill_session, one, supervisor)
         text = await death_in(supervisor)
     assert text.startswith("engine-0 was killed by SIGKILL")
     one.assert_nothing_left()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ import anyio
 import msgspec
 import psutil
 import pytest
-from trials import Trial, death_in, until
+from trials import Trial, death_in, kill_session
 
 from streamrl.engines.process_watch import ProcessWatch
 from streamrl.processes import sweep as sweeping
@@ -230,12 +229,7 @@ async def test_a_full_disk_ends_neither_a_run_nor_its_end(
     one.sockets.mkdir()
     (one.sockets / PARTIAL).symlink_to("/dev/full")
     async with one.supervisor() as supervisor, anyio.create_task_group() as tasks:
-
-        async def kill_session() -> None:
-            await until(lambda: bool(supervisor.memory.trackers))
-            os.killpg(one.pid("engine-0"), signal.SIGKILL)
-
-        tasks.start_soon(kill_session)
+        tasks.start_soon(kill_session, one, supervisor)
         text = await death_in(supervisor)
     assert text.startswith("engine-0 was killed by SIGKILL")
     one.assert_nothing_left()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -90,3 +92,9 @@ async def death_in(supervisor: Supervisor) -> str:
     with pytest.raises(ProcessDied) as died:
         await supervisor.watch()
     return str(died.value)
+
+
+async def kill_session(one: Trial, supervisor: Supervisor) -> None:
+    """Kill all of ``engine-0`` at once, when what it shares is known."""
+    await until(lambda: bool(supervisor.memory.trackers))
+    os.killpg(one.pid("engine-0"), signal.SIGKILL)

@@ -46,17 +46,18 @@ class TailBatching(StatelessRounds):
         batches = self._options.long_round_batches
         if view.steps_left == 1:  # the last chance of those that wait, however few batches they are
             batches = max(1, min(batches, waiting // batch))
+        whole = self._whole_batches(min(waiting, batch * batches), batch)
         # Parked losers have tokens of older versions: a long round comes early where the staleness bound asks for it.
         due = self._parks and bool(view.due) and view.due[0][0] <= view.trainer_version
         if waiting >= batch * batches or (waiting and (due or view.exhausted)):
-            return self._long(view, self._whole_batches(min(waiting, batch * batches), batch))
+            return self._long(view, whole)
         # Parked losers may have ended meanwhile: they are in the batch, or ready for the next.
         # Counted in places, too: those may be of another size.
         missing = math.ceil(view.seats / view.group_size) - view.untrained
         wanted = max(math.ceil(self._options.eta_prompts * batch) - view.joined - view.untrained, missing - waiting)
         if wanted > 0:
             return self._race(view, wanted, Source.FRESH)
-        return self._long(view, self._whole_batches(min(waiting, batch * batches), batch)) if waiting else None
+        return self._long(view, whole) if waiting else None
 
     def _whole_batches(self, groups: int, batch: int) -> int:
         """Of so many groups those that a long round trains; more would race in it."""
