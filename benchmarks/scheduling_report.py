@@ -270,13 +270,24 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
         better = interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
         figures = f"accuracy {_difference_text(better)}, {ratio_text(_faster(pairs_of_seeds))} times faster"
         found.append(Verdict(f"{where} is better than random sizes of its histogram", better.low > 0, figures))
-    static = [pair for arm, pair in by_arm.items() if arm.startswith(f"{prefix}size_")]
+    static = [pair for pair in by_arm.values() if _is_static(pair, sagc)]
     if static and prefix == "best_":
         best = max(static, key=lambda pair: pair.speed.mean)
         faster = _faster(_same_seeds(sagc.cells, best.cells))
         figures = f"{ratio_text(faster)} times faster than {best.arm}"
         found.append(Verdict(f"{where} takes less wall time than the best static size", faster.low > 1, figures))
     return found
+
+
+def _is_static(pair: Paired, sagc: Paired) -> bool:
+    """Whether it is the composition of ``sagc`` at a size that stays: one of the sizing arms, or that of the regime."""
+    shape = ("group_sizing.", "rollout.group_size", "rollout.prompts_per_batch")
+    own, controlled = (
+        {key: value for key, value in one.cells[0].overrides.items() if not key.startswith(shape)}
+        for one in (pair, sagc)
+    )
+    sized = any(key.startswith("group_sizing.") for key in pair.cells[0].overrides)
+    return own == controlled and not sized
 
 
 def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:

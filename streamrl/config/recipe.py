@@ -108,11 +108,12 @@ class ComputeDtype(StrEnum):
 class Training(Section, frozen=True):
     """The trainer: ``ranks`` processes (FSDP2) on ``device`` (``auto``: CUDA where there is one), each with ``threads``
     on a CPU (0: what the engines leave). AdamW with ``learning_rate``, which rises linearly over ``warmup_steps``,
-    ``beta1``, ``beta2`` and ``weight_decay``; gradients are clipped to a norm of ``max_grad_norm``. ``streaming``:
-    groups are trained while others are still sampled, with the gradient of the whole batch.
-    ``updates_per_batch`` > 1: so many optimizer steps on each batch; all but the first are off-policy, and nothing
-    streams. ``micro_batch_tokens``: tokens that go through the model at once. ``activation_checkpointing``: activations
-    are computed again in the backward, for memory. ``compile``: layers by torch.compile; the start takes longer."""
+    ``beta1``, ``beta2`` and ``weight_decay``; gradients are clipped to a norm of ``max_grad_norm``. A round that trains
+    several batches at once takes as many steps along their mean gradient. ``streaming``: groups are trained while
+    others are still sampled, with the gradient of the whole batch. ``updates_per_batch`` > 1: so many optimizer steps
+    on each batch; all but the first are off-policy, and nothing streams. ``micro_batch_tokens``: tokens that go through
+    the model at once. ``activation_checkpointing``: activations are computed again in the backward, for memory.
+    ``compile``: layers by torch.compile; the start takes longer."""
 
     ranks: Positive = 1
     device: str = "auto"

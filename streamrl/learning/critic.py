@@ -45,13 +45,14 @@ class ValueHead:
             square += float(parameter.grad.double().square().sum())
         return square
 
-    def step(self, scale: float, learning_rate: float) -> None:
-        """Move by the gradient times ``scale``, and clear it."""
+    def step(self, scale: float, learning_rate: float, times: int = 1) -> None:
+        """Move so many times by the gradient times ``scale``, and clear it."""
         self._optimizer.param_groups[0]["lr"] = learning_rate
         for parameter in self._linear.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(scale)
-        self._optimizer.step()
+        for _ in range(times):
+            self._optimizer.step()
         self.clear_gradient()
 
     def clear_gradient(self) -> None:

@@ -319,9 +319,11 @@ class TorchTrainer:
         rate = options.learning_rate * warm_up
         if computed > 0:
             clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
-            self._optimizer.step(gradient_L.mul_(mean_of_ranks * clip), rate)
+            gradient_L.mul_(mean_of_ranks * clip)
+            for _ in range(options.batches_in(close.samples)):
+                self._optimizer.step(gradient_L, rate)
             if self._critic is not None:
-                self._critic.step(clip, rate)
+                self._critic.step(clip, rate, options.batches_in(close.samples))
             self._weights.refresh_forward()
         else:
             # No group had a signal: a step would only move along old momentum.

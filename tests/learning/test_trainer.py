@@ -227,6 +227,25 @@ def test_warm_up_and_clipping(start_trainer: StartTrainer) -> None:
     assert rates == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, 8e-3])
 
 
+def test_batches_that_are_closed_at_once_are_as_many_steps(start_trainer: StartTrainer) -> None:
+    groups = make_groups(0, SIZES)
+    assert sum(SIZES) == 15
+
+    def stepped(batch_samples: int, times: int = 1) -> tuple[int, int]:
+        trainer = start_trainer(batch_samples=batch_samples)
+        step = trainer._optimizer.step
+        trainer._optimizer.step = lambda *along: [step(*along) for _ in range(times)]
+        for group in groups:
+            trainer.train_group(group)
+        report = trainer.close_batch(close_of(groups, 1))
+        return report.state_hash, trainer._optimizer.steps
+
+    three = stepped(0, times=3)
+    assert stepped(5) == stepped(4) == three
+    assert stepped(15) == stepped(8) == stepped(40) == stepped(0)
+    assert stepped(0)[1] == 1 and three[1] == 3
+
+
 def run_steps(trainer: Any, first: int, last: int) -> None:
     for step in range(first, last):
         groups = make_groups(step, SIZES, seed=step, version=step)

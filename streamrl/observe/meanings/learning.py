@@ -31,7 +31,9 @@ LEARNING: tuple[Metric, ...] = (
     Metric("optim/loss", "loss", SUM, "The value that was differentiated, normalised as the recipe says."),
     Metric("optim/value_loss", "loss", SUM, "The critic's loss, normalised as the policy's."),
     Metric("optim/grad_norm", "norm", LAST, "Global gradient norm before clipping.", "grad"),
-    Metric("optim/lr", "1", LAST, "Learning rate of the step."),
+    Metric(
+        "optim/lr", "1", LAST, "Learning rate of the step, or of each one where several batches are trained at once."
+    ),
     Metric("optim/skipped_steps_total", "steps", TOTAL, "Steps left out because the gradient was not finite."),
     Metric(
         "optim/groups_without_signal",
