@@ -73,6 +73,8 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	  echo "venv: streamrl with vllm for CUDA; some minutes"
 	  $(BIN)/pip install $(PIP_FLAGS) -e '.[vllm,dev]'
 	fi
+	# pip compiles what it installs, but not this tree: else each process of a run does, where Python may not write that down.
+	$(BIN)/python -m compileall -q streamrl
 	touch $(STAMP)
 	echo "venv: ready ($(DEVICE))"
 

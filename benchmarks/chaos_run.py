@@ -34,6 +34,7 @@ HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
 GONE_S = 10.0
 ENDLESS = 10**6
+SETTLED_S = 6.0
 DRAIN_S = 60.0
 PATIENCE_S = {"simulated": 60.0, "vllm": 240.0}
 """For the whole run to start, or for what died to work again."""
@@ -228,6 +229,8 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
     now = time.monotonic()
     if shot.phase not in (Phase.START, Phase.RECOVERY) and run.wait_for_step(now) is None:
         return f"no step before the shot: {run.tail()}"
+    if shot.phase not in (Phase.START, Phase.RECOVERY, Phase.SHUTDOWN):
+        _settle(run)
     kind = SEEN_BY.get(shot.phase)
     if kind is not None:
         seen = run.witness.wait_for(lambda record: record["kind"] == kind, run.patience_s, lambda: run.over)
@@ -237,6 +240,17 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
         run.terminate()
     time.sleep(shot.delay_s)
     return ""
+
+
+def _settle(run: ChaosRun) -> None:
+    """Most of a run of days is not its start: whoever stands by for a trainer has imported what it needs."""
+    assert run.process is not None
+    deadline = time.monotonic() + run.patience_s
+    while time.monotonic() < deadline and not run.over:
+        standby = labelled(run.process.pid).get("standby-trainer")
+        if standby is not None and standby.create_time() < time.time() - SETTLED_S:
+            return
+        time.sleep(0.2)
 
 
 def _go_on(run: ChaosRun, shot: Shot, fired: float, outcome: str, faults: list[str]) -> ShotResult:
@@ -368,6 +382,7 @@ directory = "{folder / "runs"}"
 seed = {cell.seed}
 steps = {steps or ENDLESS}
 {forgiven["run"]}
+standby_after_s = 2.0
 [model]
 path = "{EXAMPLE / "model"}"
 [prompts]

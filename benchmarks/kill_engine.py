@@ -15,6 +15,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import psutil
+from chaos_processes import log_name
 
 from streamrl.config.load import load_recipe
 from streamrl.config.recipe import EngineKind, Recipe
@@ -30,18 +31,20 @@ def main() -> int:
     arguments.add_argument("--engines", choices=[kind.value for kind in EngineKind], default="vllm")
     arguments.add_argument("--kills", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=12)
+    arguments.add_argument("--standby-after-s", type=float, default=1.0, help="0: nobody stands by")
+    arguments.add_argument("--pause-s", type=float, default=60.0, help="from the start, or a return, to the next kill")
     arguments.add_argument("--directory", default="runs")
     options = arguments.parse_args()
-    recipe = short_demo(EngineKind(options.engines), options.steps, options.directory)
-    return 0 if anyio.run(kill_and_watch, recipe, options.kills) else 1
+    recipe = short_demo(EngineKind(options.engines), options.steps, options.directory, options.standby_after_s)
+    return 0 if anyio.run(kill_and_watch, recipe, options.kills, options.pause_s) else 1
 
 
-def short_demo(kind: EngineKind, steps: int, directory: str) -> Recipe:
+def short_demo(kind: EngineKind, steps: int, directory: str, standby_after_s: float) -> Recipe:
     """The demo with two engines and small batches, without evaluation and checkpoints."""
     recipe, replace = load_recipe(DEMO), msgspec.structs.replace
     return replace(
         recipe,
-        run=replace(recipe.run, steps=steps, directory=directory),
+        run=replace(recipe.run, steps=steps, directory=directory, standby_after_s=standby_after_s),
         engines=replace(recipe.engines, kind=kind, count=2, restarts=5),
         rollout=replace(recipe.rollout, prompts_per_batch=16, group_size=8),
         evaluation=replace(recipe.evaluation, prompts="", at_start=False, at_end=False),
@@ -49,9 +52,10 @@ def short_demo(kind: EngineKind, steps: int, directory: str) -> Recipe:
     )
 
 
-async def kill_and_watch(recipe: Recipe, kills: int) -> bool:
-    """Kill ``engine-0`` and ``engine-1`` in turn, each as soon as a step follows on the return of the last one."""
+async def kill_and_watch(recipe: Recipe, kills: int, pause_s: float) -> bool:
+    """Kill ``engine-0`` and ``engine-1`` in turn, each at the first step ``pause_s`` after the last one came back."""
     began, start_s, left, away, finished = time.monotonic(), 0.0, kills, "", False
+    whole = began
 
     def said(text: str) -> None:
         print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
@@ -60,9 +64,10 @@ async def kill_and_watch(recipe: Recipe, kills: int) -> bool:
         async for event in pipeline.events():
             match event:
                 case RunStarted():
-                    start_s = time.monotonic() - began
+                    whole = time.monotonic()
+                    start_s = whole - began
                     said(f"started; everything took {start_s:.1f} s")
-                case StepFinished() if left and not away:
+                case StepFinished() if left and not away and time.monotonic() > whole + pause_s:
                     away = f"engine-{left % 2}"
                     left -= 1
                     said(f"step {event.step}; {away} is killed")
@@ -73,7 +78,7 @@ async def kill_and_watch(recipe: Recipe, kills: int) -> bool:
                     said(f"{event.engine} is lost with {event.requests} requests: {event.reason}")
                 case EngineBack():
                     said(f"{event.engine} serves again; it was missed for {event.seconds:.1f} s")
-                    away = "" if event.engine == away else away
+                    away, whole = "" if event.engine == away else away, time.monotonic()
                 case RunFinished():
                     said(f"finished: {event.reason}")
                     finished = event.reason == "finished"
@@ -82,10 +87,8 @@ async def kill_and_watch(recipe: Recipe, kills: int) -> bool:
 
 def host_of(name: str) -> psutil.Process:
     """The process of an engine host, which is a child of this one."""
-    index = name.removeprefix("engine-")
     for process in psutil.Process().children():
-        line = process.cmdline()
-        if "engine" in line and "--index" in line and line[line.index("--index") + 1] == index:
+        if log_name(process.pid) == name:
             return process
     raise SystemExit(f"{name} has no process")
 

@@ -85,6 +85,7 @@ class Series:
         self.samples: list[Sample] = []
         self.whole: list[Whole] = []
         self._began = time.monotonic()
+        self._seen: dict[tuple[str, int], float] = {}
         self.shared: set[str] = set()
 
     def take(self, supervisor_pid: int, temporary: Path) -> None:
@@ -97,7 +98,8 @@ class Series:
                     name=name,
                     pid=process.pid,
                     t=now,
-                    age_s=time.time() - process.create_time(),
+                    # Not since it was made: one that stood by is as young as its work.
+                    age_s=now - self._seen.setdefault((name, process.pid), now),
                     rss=memory.rss,
                     pss=memory.pss,
                     descriptors=process.num_fds(),

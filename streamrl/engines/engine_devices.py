@@ -10,6 +10,8 @@ from typing import Any
 from streamrl.config.recipe import Launch, Recipe
 from streamrl.config.topology import PreparedSet, prepared_sets
 
+CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
+
 
 def workers_on_cores(numbers: list[int], place: int, mine: PreparedSet) -> dict[str, str]:
     """vLLM's binding of the workers of the engine at ``place`` of its set: cores of its own for each worker, where
@@ -33,12 +35,12 @@ def cuda_devices(place: int, mine: PreparedSet) -> dict[str, str]:
     if len(visible) < mine.count * mine.tensor_parallel:
         return {}
     first = place * mine.tensor_parallel
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + mine.tensor_parallel])}
+    return {CUDA_DEVICES: ",".join(visible[first : first + mine.tensor_parallel])}
 
 
 def visible_devices() -> list[str]:
     """CUDA devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(CUDA_DEVICES)
     if named is not None:
         return [part.strip() for part in named.split(",") if part.strip()]
     directory = Path("/proc/driver/nvidia/gpus")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -12,17 +13,19 @@ import anyio
 import msgspec
 import psutil
 
-from streamrl.config.topology import ProcessPlan
-from streamrl.processes.exit_reason import Death, read_reason, reason_path
+from streamrl.config.topology import ProcessPlan, Role
+from streamrl.processes.exit_reason import Death, log_of, read_reason, reason_path
 from streamrl.processes.guardian import Done, Session
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
+from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.sweep import RunTraces, keep_traces, seconds_after_boot
 
 POLL_S = 0.05
 
 
 class ChildProcess:
-    """A started process with its log. ``plan`` is None for the guardian; ``created``: seconds after boot."""
+    """A started process with its log. ``plan`` is None for the guardian, and for one that stands by; ``created``:
+    seconds after boot."""
 
     def __init__(
         self, name: str, plan: ProcessPlan | None, process: subprocess.Popen[bytes], log: Path, log_start: int
@@ -65,8 +68,8 @@ class ChildProcess:
         code = self.exit_code
         return Death(name=self.name, exit_code=code, detected_s=self._ended_s or time.monotonic(), reason=reason)
 
-    def tell(self, line: Session | Done) -> None:
-        """Write one line to its stdin (the guardian's). A reader that died is noticed by the watch, not here."""
+    def tell(self, line: Session | Done | TakeOver) -> None:
+        """Write one line to its stdin. A reader that died is noticed by the watch, not here."""
         if self.process.stdin is None or not self.running:
             return
         try:
@@ -78,7 +81,8 @@ class ChildProcess:
     def close(self, wait_s: float = 2.0) -> None:
         """Close its pipe and reap it; it has ended, or is about to."""
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # of a line that it did not read any more
+                self.process.stdin.close()
         try:
             self.process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -94,14 +98,33 @@ def start_child(
     reason_path(run_directory, plan.name).unlink(missing_ok=True)
     arguments = [*command, plan.role.value, "--index", str(plan.index), "--run-directory", str(run_directory)]
     arguments += ["--resume"] if resumes else []
-    environment = os.environ | {
+    return _start(plan.name, plan, arguments, run_directory, _environment(traces))
+
+
+def open_standby(role: Role, command: Sequence[str], run_directory: Path, traces: RunTraces) -> ChildProcess:
+    """Start a process that imports what ``role`` needs, and waits for ``take_over``."""
+    arguments = [*command, role.value, "--standby", "--run-directory", str(run_directory)]
+    return _start(f"standby-{role.value}", None, arguments, run_directory, _environment(traces))
+
+
+def take_over(standby: ChildProcess, plan: ProcessPlan, run_directory: Path, *, resumes: bool) -> ChildProcess:
+    """Let a process that stands by become the one of ``plan``, as ``start_child`` would have started it. One that still
+    imports does so afterwards."""
+    reason_path(run_directory, plan.name).unlink(missing_ok=True)
+    log = log_of(run_directory, plan.name)
+    child = ChildProcess(plan.name, plan, standby.process, log, log.stat().st_size if log.exists() else 0)
+    child.tell(TakeOver(index=plan.index, resumes=resumes))
+    return child
+
+
+def _environment(traces: RunTraces) -> dict[str, str]:
+    return os.environ | {
         PARENT_PID: str(os.getpid()),
         RUN_MARKER: traces.marker,
         "TMPDIR": traces.socket_directory,  # removed at the end, with what killed processes (vLLM's too) left in it
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its stack in the log
     }
-    return _start(plan.name, plan, arguments, run_directory, environment)
 
 
 def open_guardian(python: str, run_directory: Path, traces: RunTraces) -> ChildProcess:
@@ -122,7 +145,7 @@ async def ended_within(seconds: float, *children: ChildProcess) -> None:
 def _start(
     name: str, plan: ProcessPlan | None, arguments: Sequence[str], run_directory: Path, environment: dict[str, str]
 ) -> ChildProcess:
-    path = run_directory / "logs" / f"{name}.log"
+    path = log_of(run_directory, name)
     with path.open("ab") as output:
         process = subprocess.Popen(
             arguments,

@@ -8,12 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.weights.vllm_names import engine_environment
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import EngineKind
+from streamrl.config.topology import ProcessPlan, Role
+from streamrl.engines.engine_devices import CUDA_DEVICES
 from streamrl.engines.engine_host import WatchedEngine, serve_controllers
 from streamrl.engines.engine_options import EngineOptions, engine_options
 from streamrl.messages import EngineEvent, EngineOrder
-from streamrl.processes.child import ChildContext
+from streamrl.processes.child import ChildContext, load_context
 from streamrl.processes.parent_death import RUN_MARKER
 
 
@@ -34,6 +37,18 @@ async def run_engine_process(context: ChildContext) -> None:
             yield orders, completions
 
     await serve_controllers(engine, open_controller)
+
+
+def import_engine(run_directory: Path) -> None:
+    """All that any vLLM engine of the run imports before it opens its device."""
+    context = load_context(ProcessPlan(role=Role.ENGINE, index=0), run_directory)
+    environment = engine_options(context.recipe, 0, context.socket_directory).environment
+    os.environ.update(engine_environment())
+    # What names the devices of engine 0 is not for the one whose place is taken, and is read later.
+    os.environ.update({name: value for name, value in environment.items() if name != CUDA_DEVICES})
+    from streamrl.engines.vllm_fork import import_vllm
+
+    import_vllm()
 
 
 def _vllm(options: EngineOptions) -> WatchedEngine:

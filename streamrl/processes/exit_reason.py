@@ -116,6 +116,11 @@ def read_reason(run_directory: Path, name: str) -> ExitReason | None:
         return None
 
 
+def log_of(run_directory: Path, name: str) -> Path:
+    """Where a process logs."""
+    return run_directory / "logs" / f"{name}.log"
+
+
 def reason_path(run_directory: Path, name: str) -> Path:
     """Where a process leaves its reason."""
     return run_directory / "exit" / f"{name}.json"

@@ -21,11 +21,19 @@ import msgspec
 from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.config.topology import RENDEZVOUS_FILE, TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
 from streamrl.errors import ProcessDied, StreamRLError
-from streamrl.processes.child_process import POLL_S, ChildProcess, ended_within, open_guardian, start_child
+from streamrl.processes.child_process import (
+    POLL_S,
+    ChildProcess,
+    ended_within,
+    open_standby,
+    start_child,
+    take_over,
+)
 from streamrl.processes.exit_reason import Death, first_cause, notice_of
 from streamrl.processes.first_engines import start_first_engines
 from streamrl.processes.forgiveness import CORE, Forgiveness
-from streamrl.processes.guardian import Done, Session
+from streamrl.processes.guarded_sessions import GuardedSessions
+from streamrl.processes.standbys import Standbys
 from streamrl.processes.sweep import end_session, sweep, traces_of_new_run
 from streamrl.processes.used_memory import UsedMemory
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
@@ -34,9 +42,6 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
-_SCAN_S = 2.0
-_GUARDED_S, _GUARDIANS = 1.0, 3  # so many in succession that end sooner: none can run here, and no run is without one
-GUARDIAN = "guardian"
 
 
 class Supervisor:
@@ -73,10 +78,11 @@ class Supervisor:
         self._forgiveness = Forgiveness(topology)
         self.before_controller_start: list[Callable[[], Awaitable[None]]] = []
         self._draining = self._finishing = self._ending = False
-        self._short_guardians = 0
         self._one_end = anyio.Lock()
         self._traces = traces_of_new_run(socket_directory)
         self.memory = UsedMemory(self._traces)
+        self._guarded = GuardedSessions(python, run_directory, self._traces)
+        self._standbys = Standbys(topology, self._open_standby)
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -86,7 +92,7 @@ class Supervisor:
             (self.run_directory / folder).mkdir(parents=True, exist_ok=True)
         self.socket_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.run_directory / TOPOLOGY_FILE).write_bytes(msgspec.json.encode(self.topology))
-        self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
+        self._guarded.open()
         for plan in self.topology.processes:
             if plan.local and plan.resting:
                 self._resting.add(plan.name)
@@ -96,10 +102,9 @@ class Supervisor:
     async def watch(self) -> None:
         """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
         Raises ``ProcessDied``, which names the first cause."""
-        next_scan = time.monotonic()
         until_s = math.inf  # how long the others may take after the controller
         while not self._ending:
-            self._replace_guardian()
+            self._guarded.tend()
             await self._restart_reward_workers()
             await self._start_dead_again()
             await self._start_core_again()
@@ -113,9 +118,9 @@ class Supervisor:
                 for death in deaths:
                     log.warning("after the run had finished, %s", death.describe())
                 return
-            if time.monotonic() >= next_scan:
-                self.memory.record({child.process.pid: name for name, child in self._children.items()})
-                next_scan = time.monotonic() + _SCAN_S
+            if until_s == math.inf and not (self._draining or self._finishing or self._ending):
+                self._standbys.replenish()
+            self.memory.record_at_times({child.process.pid: name for name, child in self._children.items()})
             await anyio.sleep(POLL_S)
 
     async def stop(self, deadline_s: float = 60.0) -> None:
@@ -219,7 +224,7 @@ class Supervisor:
     # ---- inside ----------------------------------------------------------------------------------
 
     async def _end_all(self, grace_s: float) -> None:
-        children = [child for name, child in self._children.items() if name != GUARDIAN]
+        children = [*self._children.values(), *self._standbys.children]
         for child in children:
             if child.running:
                 child.process.terminate()
@@ -229,16 +234,18 @@ class Supervisor:
             log.error("processes %s of the run survived SIGKILL; look at them with ps", survivors)
         for child in children:
             child.close()
-        if guardian := self._children.get(GUARDIAN):
-            guardian.tell(Done())
-            guardian.close()
+        self._guarded.close()
         self._children = {}
 
     def _start_child(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
+        if standby := self._standbys.take(plan.role):
+            self._children[plan.name] = take_over(standby, plan, self.run_directory, resumes=resumes)
+            return
         child = start_child(plan, self._command, self.run_directory, self._traces, resumes=resumes)
-        self._children[plan.name] = child
-        self._traces.sessions[child.process.pid] = child.created
-        self._children[GUARDIAN].tell(Session(sid=child.process.pid, created=child.created))
+        self._children[plan.name] = self._guarded.add(child)
+
+    def _open_standby(self, role: Role) -> ChildProcess:
+        return self._guarded.add(open_standby(role, self._command, self.run_directory, self._traces))
 
     async def _restart_reward_workers(self) -> None:
         for child in list(self._children.values()):
@@ -255,16 +262,6 @@ class Supervisor:
         await self._end_what_it_started(child)
         if child.plan is not None and not self._ending:
             self._start_child(child.plan)
-
-    def _replace_guardian(self) -> None:
-        """One that was killed guards nobody: another one takes over, with all sessions so far."""
-        guardian = self._children[GUARDIAN]
-        if guardian.running or self._is_death(guardian):
-            return
-        self._short_guardians = self._short_guardians + 1 if guardian.lived_s < _GUARDED_S else 0
-        log.warning("%s; another one is started", guardian.death(self.run_directory).describe())
-        guardian.close()
-        self._children[GUARDIAN] = open_guardian(self._command[0], self.run_directory, self._traces)
 
     async def _start_dead_again(self) -> None:
         """Processes whose death is forgiven so and so often, each after a pause that grows."""
@@ -347,12 +344,13 @@ class Supervisor:
 
     def _nobody_is_left(self) -> bool:
         """Or nobody tells them to end: the controller died of SIGTERM before it listened for it."""
-        running = any(child.running for name, child in self._children.items() if name != GUARDIAN)
+        running = any(child.running for child in self._children.values())
         return not running or self._children[Role.CONTROLLER.value].exit_code not in (None, 0)
 
     def _deaths(self) -> list[Death]:
         """Ends that should not have been."""
         dead = [child.death(self.run_directory) for child in self._children.values() if self._is_death(child)]
+        dead += self._guarded.loss()
         for tracker, owner in self.memory.gone():
             child = self._children.get(owner)
             if child is None or not child.running or owner in self._resting:
@@ -367,9 +365,7 @@ class Supervisor:
     def _is_death(self, child: ChildProcess) -> bool:
         if child.running or child.name in self._resting or (child.exit_code and self._forgiven(child)):
             return False
-        if child.plan is None:
-            return child.lived_s < _GUARDED_S and self._short_guardians == _GUARDIANS  # else it is replaced
-        if child.plan.role is Role.CONTROLLER:
+        if child.plan is not None and child.plan.role is Role.CONTROLLER:
             return not self._finished()
         # Ending with 0 is the right answer to the end of a stream: the controller ends streams shortly before itself.
         return child.exit_code != 0 or (child.ended_for_s > self._others_end_s and not self._finished())
@@ -395,5 +391,6 @@ class Supervisor:
             if time.monotonic() >= began + patience_s:
                 break
         deaths += self._forgiveness.retired.values()  # the last engine is not the first cause, but the first of them
-        logs = {child.name: (child.log, child.log_start) for child in self._children.values()}
+        children = [*self._children.values(), *filter(None, [self._guarded.guardian])]
+        logs = {child.name: (child.log, child.log_start) for child in children}
         return ProcessDied(notice_of(deaths, logs, self.run_directory / "logs"))

@@ -3,11 +3,14 @@ behind unseen."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import psutil
 
 from streamrl.processes.sweep import RunTraces, is_resource_tracker, members, record_segments, session_of
+
+_SCAN_S = 2.0
 
 
 class UsedMemory:
@@ -16,6 +19,13 @@ class UsedMemory:
     def __init__(self, traces: RunTraces) -> None:
         self.trackers: dict[psutil.Process, str] = {}
         self._traces = traces
+        self._next_s = 0.0
+
+    def record_at_times(self, owners: Mapping[int, str]) -> None:
+        """As ``record``, every two seconds."""
+        if time.monotonic() >= self._next_s:
+            self.record(owners)
+            self._next_s = time.monotonic() + _SCAN_S
 
     def record(self, owners: Mapping[int, str]) -> None:
         """Look at what is used now. ``owners``: names of the processes of the run, by session."""

@@ -23,8 +23,8 @@ from streamrl.processes import restarts
 from streamrl.processes import supervisor as supervisor_module
 from streamrl.processes.exit_reason import ExitKind, reason_of
 from streamrl.processes.restarts import Restarts
-from streamrl.processes.supervisor import _SCAN_S as SCAN_S
 from streamrl.processes.supervisor import Supervisor
+from streamrl.processes.used_memory import _SCAN_S as SCAN_S
 
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
 

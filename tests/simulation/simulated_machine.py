@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from virtual_time import PROCESS, SimulatedProcess
 
-from streamrl.config.topology import ProcessPlan
+from streamrl.config.topology import ProcessPlan, Role
 from streamrl.errors import StreamRLError
 from streamrl.processes import child
 from streamrl.processes.child import ChildContext, Terminated, role_main
@@ -52,6 +52,8 @@ class SimulatedPopen:
     def send_signal(self, number: int) -> None:
         if self.code is None and self.process is not None:
             self._machine.signal(self, number)
+        elif self.code is None:
+            self.code = -number  # a guardian, or one that stands by: it does nothing here, and ends at once
 
     def wait(self, timeout: float | None = None) -> int:
         if self.code is None:
@@ -81,6 +83,13 @@ class Machine:
 
     def open_guardian(self, *_: Any, **__: Any) -> ChildProcess:
         return ChildProcess("guardian", None, SimulatedPopen(self, 1, None), Path("guardian.log"), 0)  # type: ignore[arg-type]
+
+    def open_standby(self, role: Role, *_: Any, **__: Any) -> ChildProcess:
+        name = f"standby-{role.value}"
+        return ChildProcess(name, None, SimulatedPopen(self, 2, None), Path(f"{name}.log"), 0)  # type: ignore[arg-type]
+
+    def take_over(self, standby: ChildProcess, plan: ProcessPlan, run_directory: Path, **named: Any) -> ChildProcess:
+        return self.start_child(plan, (), run_directory, None, **named)
 
     def sweep(self, traces: Any, **_: Any) -> list[int]:
         for name, popen in list(self.lives.items()):

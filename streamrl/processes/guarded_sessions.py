@@ -1,0 +1,60 @@
+"""The guardian as the supervisor sees it: it is told of every session, and replaced when it was killed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from streamrl.processes.child_process import ChildProcess, open_guardian
+from streamrl.processes.exit_reason import Death
+from streamrl.processes.guardian import Done, Session
+from streamrl.processes.sweep import RunTraces
+
+log = logging.getLogger(__name__)
+
+_GUARDED_S, _GUARDIANS = 1.0, 3  # so many in succession that end sooner: none can run here, and no run is without one
+
+
+class GuardedSessions:
+    """``python``: the interpreter of the guardian. ``traces``: its sessions are those that are guarded, from ``open``
+    to ``close``. ``guardian``: the one that guards now."""
+
+    def __init__(self, python: str, run_directory: Path, traces: RunTraces) -> None:
+        self._python, self._run_directory, self._traces = python, run_directory, traces
+        self._short = 0
+        self.guardian: ChildProcess | None = None
+
+    def open(self) -> None:
+        """Start the first guardian, or the next one."""
+        self.guardian = open_guardian(self._python, self._run_directory, self._traces)
+
+    def add(self, child: ChildProcess) -> ChildProcess:
+        """Guard the session that ``child`` leads; returns it."""
+        self._traces.sessions[child.process.pid] = child.created
+        if self.guardian is not None:
+            self.guardian.tell(Session(sid=child.process.pid, created=child.created))
+        return child
+
+    def tend(self) -> None:
+        """A guardian that was killed guards nobody: another one takes over, with all sessions so far."""
+        guardian = self.guardian
+        if guardian is None or guardian.running or self.loss():
+            return
+        self._short = self._short + 1 if guardian.lived_s < _GUARDED_S else 0
+        log.warning("%s; another one is started", guardian.death(self._run_directory).describe())
+        guardian.close()
+        self.open()
+
+    def loss(self) -> list[Death]:
+        """The death of the last guardian, where none can run."""
+        guardian = self.guardian
+        if guardian is None or guardian.running or guardian.lived_s >= _GUARDED_S or self._short < _GUARDIANS:
+            return []
+        return [guardian.death(self._run_directory)]
+
+    def close(self) -> None:
+        """Everything was ended: so does it."""
+        if self.guardian is not None:
+            self.guardian.tell(Done())
+            self.guardian.close()
+            self.guardian = None
