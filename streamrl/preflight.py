@@ -169,7 +169,7 @@ def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:
 def _installation(recipe: Recipe) -> Iterator[str]:
     local_engines = recipe.transport.engines is Launch.LOCAL
     local_training = recipe.transport.training is Launch.LOCAL
-    remedy = "run `make install` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
+    remedy = "run `make venv` (CPU) or `pip install 'streamrl[vllm]'` (CUDA); `streamrl check` tells more"
     if local_engines and recipe.engines.kind is EngineKind.VLLM and engine_package() is None:
         yield f"vllm is not installed, and this run would start {recipe.engines.count} engines: {remedy}"
     for package in ("torch", "transformers"):
@@ -234,9 +234,9 @@ def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
 def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if model is None or installed_device() != "cpu":
         return
-    local = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if process.local}
+    elsewhere = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if not process.local}
     estimate = estimate_memory(recipe, model.facts, model.context, _judge_facts(recipe)).by_process
-    needed, available = sum(size for name, size in estimate.items() if name in local), available_memory()
+    needed, available = sum(size for name, size in estimate.items() if name not in elsewhere), available_memory()
     if needed > available:
         yield (
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "

@@ -238,6 +238,9 @@ class Pipeline:
         self._conversation.cancel()
         self._rewards.controller_replaced()
         await self._bound.wait()
+        with suppress(anyio.WouldBlock):  # what the one that died had ordered
+            while True:
+                self._ordered.receive_nowait()
 
     async def _listen(self, steps: ReceiveStream[ParentMessage]) -> None:
         try:

@@ -298,8 +298,8 @@ class RolloutBuffer:
         return sum(len(g.members) for g in (self.groups.values() if groups is None else groups))
 
     def held(self) -> list[Group]:
-        """Untrained groups that were stopped, in the order in which they were."""
-        return list(self._held.values())
+        """Untrained groups that were stopped, those with the oldest tokens first: they must be trained soonest."""
+        return sorted(self._held.values(), key=lambda group: (group.oldest_version, group.group_id))
 
     @property
     def held_groups(self) -> int:

@@ -30,6 +30,8 @@ __all__ = ["AdaptiveLimit", "FailurePolicy", "Reward", "RewardLimits"]  # also f
 
 
 ENGINE_RESTARTS = 3
+RECOVERY_INTERVAL = 100
+"""Steps between checkpoints where ``checkpoint.every`` is 0."""
 
 
 class JournalKind(StrEnum):
@@ -42,8 +44,8 @@ class JournalKind(StrEnum):
 
 
 class Run(Section, frozen=True):
-    """Identity and length of the run. ``name``: of its directory (with the time), below ``directory``. ``steps``: of
-    the optimizer, counted from version 0. ``seed``: of the order of prompts and of what is sampled. ``journal``: what
+    """Identity and length of the run. ``name``: of its directory (with the time), below ``directory``. ``steps``:
+    versions of the weights, counted from 0. ``seed``: of the order of prompts and of what is sampled. ``journal``: what
     it goes on from after a death. ``restarts``: how often the controller, the trainer with it, or each reward worker
     may die and be started again (0: the first death ends the run). ``standby_after_s``: from then on (0: never) one
     more process for an engine and one for each trainer rank wait, which have imported all that these need, and take the
@@ -257,7 +259,8 @@ class ResumedRewards(StrEnum):
 
 
 class Checkpoint(Section, frozen=True):
-    """Trainer state and a Hugging Face directory every ``every`` steps (0: none), and ``at_end``.
+    """Trainer state and a Hugging Face directory every ``every`` steps (0: every 100 where there is a journal, else
+    none), and ``at_end``.
 
     Kept: the last ``keep``, the ``keep_best`` of highest held-out score, and every ``keep_every``-th step (0: none).
     ``min_free_gib``: refuse to write, and stop the run, where less than this would be left on the disk.
@@ -355,6 +358,12 @@ class Recipe(Section, frozen=True):
     def core_restarts(self) -> int:
         """How often the controller may die: without a journal it could not go on."""
         return 0 if self.run.journal is JournalKind.NONE else self.run.restarts
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints (0: none). What a journal holds, and what is trained again after a death, is
+        bounded by one: there is one now and then, also where the recipe asks for none before the end."""
+        return self.checkpoint.every or (0 if self.run.journal is JournalKind.NONE else RECOVERY_INTERVAL)
 
     @property
     def engine_restarts(self) -> int:

@@ -185,12 +185,12 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
         processes=tuple(processes),
         endpoints=endpoints,
         min_serving=recipe.engines.min_serving,
-        standby=_on_standby(recipe),
+        standby=on_standby(recipe),
         standby_after_s=recipe.run.standby_after_s,
     )
 
 
-def _on_standby(recipe: Recipe) -> tuple[Role, ...]:
+def on_standby(recipe: Recipe) -> tuple[Role, ...]:
     """Roles that import for seconds and may be started again here: an engine, and all ranks, which are started again
     together. An engine only where one process can become any of them: OpenMP reads when it is loaded which cores are
     its own, and how many threads."""

@@ -1,6 +1,6 @@
 """How large the next groups are: fixed, straggler-aware (SAGC), or random with given shares.
 
-Contract: asked once for each round with ``size``; told once for each optimizer step with ``observe``.
+Contract: asked once for each round with ``size``; told once for each step with ``observe``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class GroupSizer(Protocol):
         """Group size of the next round."""
         ...
 
-    def observe(self, groups: Sequence[GroupLengths]) -> SizingDecision:
-        """All complete groups of one optimizer step, before any filter. At most once a step."""
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        """All complete groups of one step, before any filter. At most once a step. ``batches``: that it trained."""
         ...
 
     def snapshot(self) -> dict[str, object]:
@@ -75,7 +75,7 @@ class FixedSize:
     def size(self) -> int:
         return self._size
 
-    def observe(self, groups: Sequence[GroupLengths]) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         rate = sagc.straggler_rate(_tables(groups), self._straggler_ratio)
         return SizingDecision(size=self._size, reason="fixed by the recipe", figures=_figures(self._size, rate))
 
@@ -113,7 +113,7 @@ class RandomSize:
     def size(self) -> int:
         return self._draws.size
 
-    def observe(self, groups: Sequence[GroupLengths]) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         rate = sagc.straggler_rate(_tables(groups), self._settings.straggler_ratio)
         held = self._draws.held + 1
         if held < self._settings.dwell:
@@ -181,7 +181,7 @@ class StragglerAwareSize:
         """The long-term straggler rate that is kept: the recipe's, or what calibration replaced it by."""
         return self._memory.budget
 
-    def observe(self, groups: Sequence[GroupLengths]) -> SizingDecision:
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
         settings, tables = self._settings, _tables(groups)
         rate = sagc.straggler_rate(tables, settings.straggler_ratio)
         if rate is None:
@@ -196,7 +196,7 @@ class StragglerAwareSize:
             reuse=self._reuse or calibrating,
         )
         cap = settings.queue_cap * settings.tradeoff
-        memory = sagc.spend(memory, rate, tightening=settings.tightening, queue_cap=cap)
+        memory = sagc.spend(memory, rate, batches, tightening=settings.tightening, queue_cap=cap)
         self._memory = msgspec.structs.replace(memory, held=memory.held + 1)
         reason = self._calibrate(cap) if calibrating else ""
         if self._memory.steps < settings.calibration_steps:

@@ -60,12 +60,12 @@ class LengthWatch:
         if self._predictor is not None:
             self._predictor.observe(group.ticket.prompt_id, group.ticket.tokens, longest, cut=True)
 
-    def step(self) -> Explain | None:
-        """The optimizer stepped: the group sizing decides. Why, where the size changes."""
+    def step(self, batches: int = 1) -> Explain | None:
+        """So many batches were trained: the group sizing decides. Why, where the size changes."""
         if self._predictor is not None:
             self.rank_quality = self._predictor.rank_quality()
         before = self._sizer.size
-        decision = self._sizer.observe(self._complete)
+        decision = self._sizer.observe(self._complete, batches)
         self.sizing_figures = decision.figures
         self._complete = []
         if decision.size == before:

@@ -24,10 +24,10 @@ LengthTable = NDArray[np.float64]
 class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     """All that straggler-aware sizing knows between steps; it is what a checkpoint keeps.
 
-    ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far; ``rate_sum``: sum of their
-    straggler rates. ``queue``: the virtual queue Q. ``budget``: of the recipe, or what calibration put in its place;
-    ``asked``: of the recipe (0: an older streamrl kept it). ``straggling``, ``calm``: discounted numbers of groups of
-    each size that straggled and that did not.
+    ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far, where one that trained several
+    batches counts as so many; ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q. ``budget``:
+    of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept it).
+    ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
     """
 
     size: int
@@ -120,16 +120,17 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
     return {size: math.log(size / sizes[0]) / span if span else 0.0 for size in sizes}
 
 
-def spend(memory: SizingMemory, rate: float, *, tightening: float, queue_cap: float) -> SizingMemory:
-    """Take one step's straggler rate off the budget: Q grows by what is above it.
+def spend(memory: SizingMemory, rate: float, batches: int, *, tightening: float, queue_cap: float) -> SizingMemory:
+    """Take the straggler rate of so many batches off the budget: Q grows by what is above it. A long round that trains
+    several batches at once holds as many groups more, and more that straggle than the short ones before it.
 
     ``tightening`` works while the run is over its budget, to pay back what the first steps overspent. Always on, it
     would hold the long-term rate that far below the budget. The cap is an anti-windup: without it a stretch in which no
     size meets the budget would pin the smallest one long after.
     """
-    after = msgspec.structs.replace(memory, steps=memory.steps + 1, rate_sum=memory.rate_sum + rate)
+    after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
     target = memory.budget - (tightening if after.overspent > 0 else 0.0)
-    return msgspec.structs.replace(after, queue=min(max(memory.queue + rate - target, 0.0), queue_cap))
+    return msgspec.structs.replace(after, queue=min(max(memory.queue + batches * (rate - target), 0.0), queue_cap))
 
 
 def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, queue: float, tradeoff: float) -> int:

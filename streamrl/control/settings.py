@@ -5,11 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.config.algorithms import WITHIN_GROUPS, objective_settings
-from streamrl.config.recipe import JournalKind, Recipe
+from streamrl.config.recipe import Recipe
 from streamrl.config.scheduling import GroupSizing, LengthSorted, Order, RoundKind, StalePolicy, TailBatching
-
-RECOVERY_INTERVAL = 100
-"""Steps between checkpoints where ``checkpoint.every`` is 0."""
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,9 +46,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_settings(recipe: Recipe) -> ControlSettings:
-    """What of the recipe decides. What a journal holds, and what is trained again after a death, is bounded by a
-    checkpoint: there is one now and then, also where the recipe asks for none before the end."""
-    has_held_out, keeps_journal = bool(recipe.evaluation.prompts), recipe.run.journal is not JournalKind.NONE
+    """What of the recipe decides."""
+    has_held_out = bool(recipe.evaluation.prompts)
     return ControlSettings(
         steps=recipe.run.steps,
         batch_groups=recipe.rollout.prompts_per_batch,
@@ -73,7 +69,7 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         evaluate_limit=recipe.evaluation.limit,
         evaluate_at_start=has_held_out and recipe.evaluation.at_start,
         evaluate_at_end=has_held_out and recipe.evaluation.at_end,
-        checkpoint_every=recipe.checkpoint.every or (RECOVERY_INTERVAL if keeps_journal else 0),
+        checkpoint_every=recipe.checkpoint_every,
         checkpoint_at_end=recipe.checkpoint.at_end,
         deterministic=recipe.run.deterministic,
         compares_siblings=objective_settings(recipe.objective).advantages in WITHIN_GROUPS,

@@ -273,12 +273,12 @@ class ControlState:
         ):
             self._changed = False  # the answer to a step that was asked for twice
             return
-        trained = self.buffer.train(event.batch_id)
+        trained, batches = self.buffer.train(event.batch_id), self.batch.seats_taken / self.settings.batch_trajectories
         self.slots.consume(event.policy_version, sum(group.size for group in trained))
         self.trainer_version = event.policy_version
         self.batch = self.launching.batch_after(self.batch)
         self.dropped_in_a_row = 0
-        changed = self.lengths.step()
+        changed = self.lengths.step(max(1, round(batches)))
         if changed is not None:
             actions.append(changed)
 
@@ -336,7 +336,8 @@ class ControlState:
         return self.supply.empty and idle and self.live_version == self.trainer_version
 
     def _trip_wire(self, actions: list[ControlAction]) -> None:
-        if self.finished or self.dropped_in_a_row <= MAX_DROPPED_BATCHES * self.settings.batch_groups:
+        groups = self.batch.target // (self.batch.group_size or self.settings.group_size)
+        if self.finished or self.dropped_in_a_row <= MAX_DROPPED_BATCHES * max(groups, self.settings.batch_groups):
             return
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.buffer.dropped.items()))
         self._stop_run(

@@ -64,12 +64,13 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: str = ""
 
     def batches_in(self, samples: int) -> int:
-        """Whole batches that are closed at once with so many samples of all ranks: long rounds may train several.
+        """Batches that are closed at once with so many samples of all ranks: long rounds may train several. To the
+        nearest, since samples of each may have failed.
 
         As many steps are taken along their mean gradient, so that each sample moves the policy as far as any other. One
         step that is longer would move it along the momentum of earlier batches instead.
         """
-        return max(1, samples // self.batch_samples) if self.batch_samples else 1
+        return max(1, round(samples / self.batch_samples)) if self.batch_samples else 1
 
     def threads_while(self, freed: int) -> int:
         """Torch's threads while ``freed`` engines of the host do nothing."""

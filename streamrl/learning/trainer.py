@@ -165,6 +165,8 @@ class TorchTrainer:
 
     def _open_gradients(self) -> None:
         self._weights.clear_gradient()
+        if self._critic is not None:
+            self._critic.clear_gradient()
         # While a batch is open ranks run different numbers of rows, so no row may be a collective: parameters are
         # gathered here, once, and gradients are reduced by the one synced backward of the close.
         set_sharded(self._policy, False)
@@ -315,15 +317,14 @@ class TorchTrainer:
                 f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
                 f"({len(self._batch.sample_ids)} in all); lower training.learning_rate if policy/kl_rollout grew before"
             )
-        warm_up = min(1.0, close.policy_version / options.warmup_steps) if options.warmup_steps else 1.0
-        rate = options.learning_rate * warm_up
+        rate = options.learning_rate * min(1.0, close.policy_version / max(options.warmup_steps, 1))
         if computed > 0:
             clip = min(1.0, options.max_grad_norm / (norm + 1e-6)) / denominator
             gradient_L.mul_(mean_of_ranks * clip)
-            for _ in range(options.batches_in(close.samples)):
+            for _ in range(batches := options.batches_in(close.samples)):
                 self._optimizer.step(gradient_L, rate)
             if self._critic is not None:
-                self._critic.step(clip, rate, options.batches_in(close.samples))
+                self._critic.step(clip, rate, batches)
             self._weights.refresh_forward()
         else:
             # No group had a signal: a step would only move along old momentum.

@@ -24,7 +24,8 @@ _HEAD = """# Metrics
 
 Made from `streamrl/observe/meanings/` by `python -m streamrl.observe.metrics_page`; a test compares the two.
 The names are the same in `metrics.jsonl`, on the metrics socket and in `StepFinished.metrics`; `<name>` in one is
-filled in by the run. **Bold**: on the step line. A *step* is one optimizer step."""
+filled in by the run. **Bold**: on the step line. A *step* makes one version of the weights: one step of the
+optimizer, or as many as batches where a long round trains several at once (`tail_batching.long_round_batches`)."""
 
 _PLACES = """## Where they go
 

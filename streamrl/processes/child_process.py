@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -15,7 +15,7 @@ import psutil
 
 from streamrl.config.topology import ProcessPlan, Role
 from streamrl.processes.exit_reason import Death, log_of, read_reason, reason_path
-from streamrl.processes.guardian import Done, Session
+from streamrl.processes.guardian import Guarded, Line
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
 from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.sweep import RunTraces, keep_traces, seconds_after_boot
@@ -62,13 +62,17 @@ class ChildProcess:
         """Seconds since its end was noticed; 0 while it runs."""
         return 0.0 if self.running or self._ended_s is None else time.monotonic() - self._ended_s
 
+    def has_no_successor(self) -> None:
+        """Nobody could be started in its place: as if somebody had been, and had died at once."""
+        self._started_s = self._ended_s = time.monotonic()
+
     def death(self, run_directory: Path) -> Death:
         """Its end, with the reason it left behind."""
         reason = read_reason(run_directory, self.name) if self.plan else None
         code = self.exit_code
         return Death(name=self.name, exit_code=code, detected_s=self._ended_s or time.monotonic(), reason=reason)
 
-    def tell(self, line: Session | Done | TakeOver) -> None:
+    def tell(self, line: Line | TakeOver) -> None:
         """Write one line to its stdin. A reader that died is noticed by the watch, not here."""
         if self.process.stdin is None or not self.running:
             return
@@ -79,7 +83,7 @@ class ChildProcess:
             return
 
     def close(self, wait_s: float = 2.0) -> None:
-        """Close its pipe and reap it; it has ended, or is about to."""
+        """Close its pipe and reap it; it has ended, or is about to. One that the kernel does not let go is left."""
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # of a line that it did not read any more
                 self.process.stdin.close()
@@ -87,7 +91,8 @@ class ChildProcess:
             self.process.wait(wait_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(wait_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(wait_s)
 
 
 def start_child(
@@ -131,14 +136,16 @@ def open_guardian(python: str, run_directory: Path, traces: RunTraces) -> ChildP
     """Start the guardian. It carries no marker, so that it never sweeps itself."""
     traces.run_directory = str(run_directory)
     keep_traces(traces)
-    arguments = [python, "-m", "streamrl.processes.guardian", msgspec.json.encode(traces).decode(), str(os.getpid())]
-    return _start("guardian", None, arguments, run_directory, dict(os.environ))
+    arguments = [python, "-m", "streamrl.processes.guardian", traces.socket_directory, str(os.getpid())]
+    guardian = _start("guardian", None, arguments, run_directory, dict(os.environ))
+    guardian.tell(Guarded(traces=traces))  # they grow with the run, beyond what fits into an argument
+    return guardian
 
 
-async def ended_within(seconds: float, *children: ChildProcess) -> None:
-    """Wait until all of them have ended, or for so long."""
+async def ended_within(seconds: float, *children: ChildProcess, unless: Callable[[], bool] = lambda: False) -> None:
+    """Wait until all of them have ended, or for so long, or until ``unless`` holds."""
     with anyio.move_on_after(seconds):
-        while any(child.running for child in children):  # noqa: ASYNC110 - ends of processes are polled
+        while any(child.running for child in children) and not unless():  # noqa: ASYNC110 - ends are polled
             await anyio.sleep(POLL_S)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 from streamrl.processes.child_process import ChildProcess, open_guardian
 from streamrl.processes.exit_reason import Death
-from streamrl.processes.guardian import Done, Session
+from streamrl.processes.guardian import Done, Ended, Session
 from streamrl.processes.sweep import RunTraces
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ class GuardedSessions:
 
     def __init__(self, python: str, run_directory: Path, traces: RunTraces) -> None:
         self._python, self._run_directory, self._traces = python, run_directory, traces
-        self._short = 0
+        self._short, self._again_s = 0, 0.0
         self.guardian: ChildProcess | None = None
 
     def open(self) -> None:
@@ -35,15 +36,26 @@ class GuardedSessions:
             self.guardian.tell(Session(sid=child.process.pid, created=child.created))
         return child
 
+    def forget(self, child: ChildProcess) -> None:
+        """Nothing is left of the session that ``child`` led. Its number may become that of somebody else's."""
+        self._traces.sessions.pop(child.process.pid, None)
+        if self.guardian is not None:
+            self.guardian.tell(Ended(sid=child.process.pid))
+
     def tend(self) -> None:
         """A guardian that was killed guards nobody: another one takes over, with all sessions so far."""
         guardian = self.guardian
-        if guardian is None or guardian.running or self.loss():
+        if guardian is None or guardian.running or self.loss() or time.monotonic() < self._again_s:
             return
         self._short = self._short + 1 if guardian.lived_s < _GUARDED_S else 0
         log.warning("%s; another one is started", guardian.death(self._run_directory).describe())
         guardian.close()
-        self.open()
+        try:
+            self.open()
+        except OSError as error:
+            log.error("no guardian can be started now: %s", error)
+            guardian.has_no_successor()
+            self._again_s = time.monotonic() + _GUARDED_S
 
     def loss(self) -> list[Death]:
         """The death of the last guardian, where none can run."""

@@ -19,6 +19,7 @@ from streamrl.processes.sweep import RunTraces, sweep
 
 _POLL_S = 1.0
 _LONGEST_LINE = 4096
+_LONGEST_TRACES = 64 << 20
 
 
 class Session(msgspec.Struct, frozen=True, tag=True):
@@ -28,11 +29,26 @@ class Session(msgspec.Struct, frozen=True, tag=True):
     created: float
 
 
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left of a session: its number may be anybody's now."""
+
+    sid: int
+
+
+class Guarded(msgspec.Struct, frozen=True, tag=True):
+    """The first line: whose processes they are, and the sessions so far."""
+
+    traces: RunTraces
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """The supervisor ended everything itself."""
 
 
-def read_line(line: bytes) -> Session | Done | None:
+Line = Session | Ended | Done | Guarded
+
+
+def read_line(line: bytes) -> Line | None:
     """What one line says; None for one that says nothing."""
     try:
         return _decoder.decode(line)
@@ -40,19 +56,19 @@ def read_line(line: bytes) -> Session | Done | None:
         return None
 
 
-_decoder: msgspec.json.Decoder[Session | Done] = msgspec.json.Decoder(Session | Done)
+_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def main() -> int:
-    """Serve until the pipe at stdin closes; its lines are ``Session`` and ``Done``, as JSON.
+    """Serve until the pipe at stdin closes; its lines are JSON, the first one ``Guarded``.
 
-    Arguments: the JSON of the run's ``RunTraces``, and the supervisor's pid.
+    Arguments: the run's socket directory, which says in lists of processes whose guardian it is, and the supervisor's
+    pid.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    traces = msgspec.json.decode(sys.argv[1], type=RunTraces)
-    parent = int(sys.argv[2])
-    pending = b""
+    traces: RunTraces | None = None
+    parent, pending = int(sys.argv[2]), b""
     # A forked process of the user's may hold the pipe open after the supervisor died: hence the look at the parent.
     while os.getppid() == parent:
         if not select.select([sys.stdin], [], [], _POLL_S)[0]:
@@ -61,14 +77,18 @@ def main() -> int:
         if not received:
             break
         *lines, pending = (pending + received).split(b"\n")
-        pending = pending[:_LONGEST_LINE]
+        pending = pending[: _LONGEST_LINE if traces else _LONGEST_TRACES]
         for line in lines:
-            match read_line(line):
-                case Session(sid, created):
+            match said := read_line(line):
+                case Guarded() if traces is None:
+                    traces = said.traces
+                case Session(sid, created) if traces is not None:
                     traces.sessions[sid] = created
+                case Ended(sid) if traces is not None:
+                    traces.sessions.pop(sid, None)
                 case Done():
                     return 0
-    return 1 if sweep(traces) else 0
+    return 1 if traces is not None and sweep(traces) else 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
+from streamrl.comm.supervisor_orders import KillEngine, SupervisorOrder
 from streamrl.config.topology import RENDEZVOUS_FILE, TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import (
@@ -29,8 +29,8 @@ from streamrl.processes.child_process import (
     start_child,
     take_over,
 )
+from streamrl.processes.engine_orders import EngineOrders
 from streamrl.processes.exit_reason import Death, first_cause, notice_of
-from streamrl.processes.first_engines import start_first_engines
 from streamrl.processes.forgiveness import CORE, Forgiveness
 from streamrl.processes.guarded_sessions import GuardedSessions
 from streamrl.processes.standbys import Standbys
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
+_FORKLESS_S = 1.0  # after the system refused a process: time for it to have room again
 
 
 class Supervisor:
@@ -82,7 +83,10 @@ class Supervisor:
         self._traces = traces_of_new_run(socket_directory)
         self.memory = UsedMemory(self._traces)
         self._guarded = GuardedSessions(python, run_directory, self._traces)
-        self._standbys = Standbys(topology, self._open_standby)
+        self._standbys = Standbys(
+            topology, lambda role: self._guarded.add(open_standby(role, self._command, run_directory, self._traces))
+        )
+        self._orders = EngineOrders(self, topology, self._resting)
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -120,7 +124,8 @@ class Supervisor:
                 return
             if until_s == math.inf and not (self._draining or self._finishing or self._ending):
                 self._standbys.replenish()
-            self.memory.record_at_times({child.process.pid: name for name, child in self._children.items()})
+            if self.memory.due:
+                self.memory.record({child.process.pid: name for name, child in self._children.items()})
             await anyio.sleep(POLL_S)
 
     async def stop(self, deadline_s: float = 60.0) -> None:
@@ -144,18 +149,8 @@ class Supervisor:
             controller.process.send_signal(signal.SIGTERM)
 
     async def obey(self, order: SupervisorOrder) -> None:
-        """Carry out what the controller wants of an engine's process, one order after the other: an engine is started
-        again only when its last host and all it started are gone. Raises as the three do."""
-        if any(plan.name == order.engine and not plan.local for plan in self.topology.processes):
-            log.warning("%s was not started here: whoever did is asked to see to it (%s)", order.engine, order)
-            return
-        match order:
-            case StopEngine():
-                await self.stop_engine(order.engine, patience_s=order.patience_s)
-            case StartEngine():
-                self.start_engine(order.engine)
-            case KillEngine():
-                self.kill_engine(order)
+        """Carry out what the controller wants of an engine's process (``EngineOrders``)."""
+        await self._orders.obey(order)
 
     def kill_engine(self, order: KillEngine) -> None:
         """End an engine host that stands still, by SIGKILL: a death like another, which ``watch`` deals with. Another
@@ -171,8 +166,9 @@ class Supervisor:
     async def stop_engine(self, name: str, grace_s: float = 10.0, *, patience_s: float = 0.0) -> None:
         """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
 
-        The controller has ended its orders: it has ``patience_s`` to end by itself, then ``grace_s`` from SIGTERM to
-        SIGKILL. One that had died before is left to ``watch``. Raises ``StreamRLError`` for no local engine.
+        The controller has ended its orders: it has ``patience_s`` to end by itself, while that one lives, then
+        ``grace_s`` from SIGTERM to SIGKILL. One that had died before is left to ``watch``. Raises ``StreamRLError``
+        for no local engine.
         """
         if self._ending:
             return
@@ -186,15 +182,15 @@ class Supervisor:
         if name in self._forgiveness.each:
             self._forgiveness.each[name].forget()
         with anyio.CancelScope(shield=True):
-            await ended_within(patience_s, child)
+            await ended_within(patience_s, child, unless=lambda: bool(self._dead_of_core()))
             if child.running:
                 child.process.terminate()
             await ended_within(grace_s, child)
             await self._end_what_it_started(child)
 
     def start_engine(self, name: str) -> None:
-        """Start an engine host that rests, after ``stop_engine`` or because its set of engines was chosen. It holds the
-        weights of the model directory. Raises ``StreamRLError`` unless it was stopped."""
+        """Start an engine host that rests, after ``stop_engine`` or because its set was chosen, with the weights of the
+        model directory. Raises ``StreamRLError`` unless it was stopped."""
         if self._ending:
             return
         plan, child = local_engine(self.topology, name), self._children.get(name)
@@ -229,8 +225,7 @@ class Supervisor:
             if child.running:
                 child.process.terminate()
         await ended_within(grace_s, *children)
-        survivors = await anyio.to_thread.run_sync(sweep, self._traces)
-        if survivors:
+        if survivors := await anyio.to_thread.run_sync(sweep, self._traces):
             log.error("processes %s of the run survived SIGKILL; look at them with ps", survivors)
         for child in children:
             child.close()
@@ -243,9 +238,6 @@ class Supervisor:
             return
         child = start_child(plan, self._command, self.run_directory, self._traces, resumes=resumes)
         self._children[plan.name] = self._guarded.add(child)
-
-    def _open_standby(self, role: Role) -> ChildProcess:
-        return self._guarded.add(open_standby(role, self._command, self.run_directory, self._traces))
 
     async def _restart_reward_workers(self) -> None:
         for child in list(self._children.values()):
@@ -260,8 +252,20 @@ class Supervisor:
 
     async def _start_in_place_of(self, child: ChildProcess) -> None:
         await self._end_what_it_started(child)
-        if child.plan is not None and not self._ending:
-            self._start_child(child.plan)
+        await self._start_again([child])
+
+    async def _start_again(self, dead: Sequence[ChildProcess], *, resumes: bool = False) -> None:
+        """Successors, but of engines that were told to rest meanwhile. One that the system has no room for counts as
+        one that died at once: it is tried again as often as that is forgiven."""
+        for child in dead:
+            if child.plan is None or self._ending or child.name in self._resting:
+                continue
+            try:
+                self._start_child(child.plan, resumes=resumes)
+            except OSError as error:
+                log.error("%s cannot be started again now: %s", child.name, error)
+                child.has_no_successor()
+                await anyio.sleep(_FORKLESS_S)
 
     async def _start_dead_again(self) -> None:
         """Processes whose death is forgiven so and so often, each after a pause that grows."""
@@ -314,10 +318,8 @@ class Supervisor:
             (self.socket_directory / RENDEZVOUS_FILE).unlink(missing_ok=True)
         for prepare in self.before_controller_start:
             await prepare()
-        await start_first_engines(self, self.topology, self._resting)
-        for child in again:
-            if child.plan is not None and not self._ending:
-                self._start_child(child.plan, resumes=True)
+        await self._orders.start_first_engines()
+        await self._start_again(again, resumes=True)
         if self._draining and not self._ending:
             self.request_drain()  # its predecessor was gone when that was asked for
 
@@ -333,7 +335,9 @@ class Supervisor:
         """Kill what is left of its session, which it led, and forget it."""
         if survivors := await anyio.to_thread.run_sync(end_session, self._traces, child.process.pid):
             log.error("processes %s of %s survived SIGKILL; look at them with ps", survivors, child.name)
-        child.close()
+        else:
+            self._guarded.forget(child)
+        await anyio.to_thread.run_sync(child.close)  # one that the kernel holds keeps nobody else waiting
         self.memory.forget(child.name)
 
     def _finished(self) -> bool:

@@ -222,6 +222,9 @@ def session_of(process: psutil.Process) -> int:
 
 def record_segments(traces: RunTraces, processes: list[psutil.Process]) -> None:
     """Remember the shared memory that ``processes`` map: once killed with their tracker, nobody else knows of it."""
+    for segment in tuple(traces.segments):  # whoever made it may have unlinked it
+        if not Path(segment).exists():
+            traces.segments.discard(segment)
     see_segments(traces, processes)
     keep_traces(traces)
 
@@ -246,7 +249,8 @@ def _remaining(traces: RunTraces, seen: set[psutil.Process]) -> list[psutil.Proc
 
 
 def _alive(process: psutil.Process) -> bool:
-    return bool(process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    """One whose first thread has ended still gives memory back in the others."""
+    return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or process.num_threads() > 1
 
 
 def _reused(sid: int, created: float) -> bool:

@@ -30,7 +30,7 @@ def test_without_torch_and_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     found = by_name(check_machine())
     assert [found[name].state for name in ("torch", "transformers", "vllm")] == [State.FAIL] * 3
     assert found["vllm"].detail == "not installed: no engines"
-    assert found["vllm"].remedy == "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make install"
+    assert found["vllm"].remedy == "on a CUDA host: pip install 'streamrl[vllm]'; on a CPU host: make venv"
     assert "cuda" not in found
 
 

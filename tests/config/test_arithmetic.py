@@ -32,6 +32,7 @@ from streamrl.config.recipe import (
     Prompts,
     Recipe,
     Reward,
+    Run,
     Sampling,
     Training,
     Transport,
@@ -82,7 +83,7 @@ def test_staleness_sentences() -> None:
         rounds=RoundKind.CONTINUOUS, max_staleness=1, in_flight=InFlight.RESUME, when_stale=StalePolicy.DROP
     )
     assert staleness_sentence(msgspec.structs.replace(RECIPE, rollout=rollout)) == (
-        "staleness <= 1 step: no token is trained more than 1 optimizer step after the version that sampled it; "
+        "staleness <= 1 step: no token is trained more than 1 step after the version that sampled it; "
         "before a trajectory becomes older, it is dropped (reason: stale); at a weight update requests in "
         "flight are cut and resumed from their tokens"
     )
@@ -104,8 +105,11 @@ def test_the_lines() -> None:
         "run         100 steps x 256 = 25,600 trajectories trained",
         "slots       256 trajectories in flight at most, 262,144 tokens; 1 x 256 = 256 run at once",
         "bound       staleness 0: every token is trained by the version that sampled it",
-        "checkpoints at the end",
-        "memory      about 2.29 GiB on a CPU host (1.60 GiB an engine, 0.49 GiB a rank); 300,000 parameters",
+        "checkpoints every 100 steps and at the end; kept: the last 2",
+        (
+            "memory      about 3.07 GiB on a CPU host (1.60 GiB an engine, 0.49 GiB a rank, 0.78 GiB standing by); "
+            "300,000 parameters"
+        ),
     ]
 
 
@@ -257,9 +261,20 @@ def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None
     assert "  engine-1     started by this run" in lines
     assert "  engine-2     started when its set of engines serves" in lines
     needed = estimate_memory(recipe, FACTS, 512).by_process
-    alone = msgspec.structs.replace(RECIPE, engines=Engines(count=2))
+    alone = estimate_memory(msgspec.structs.replace(RECIPE, engines=Engines(count=2)), FACTS, 512).by_process
     assert ("engine-0" in needed) != ("engine-2" in needed), "one set is awake"
-    assert sum(needed.values()) >= estimate_memory(alone, FACTS, 512).total
+    assert needed["engine-2"] >= alone["engine-0"] + alone["engine-1"]
+
+
+def test_those_that_stand_by_are_shown_and_reckoned_with() -> None:
+    recipe = msgspec.structs.replace(RECIPE, training=Training(ranks=2))
+    lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
+    assert "  standby-engine: 1 from 300 s on, for those that die" in lines
+    assert "  standby-trainer: 2 from 300 s on, for those that die" in lines
+    never = msgspec.structs.replace(recipe, run=Run(standby_after_s=0))
+    assert not [line for line in process_lines(never, plan_topology(never, Path("/tmp/s")), "r") if "standby" in line]
+    more = estimate_memory(recipe, FACTS, 512).total - estimate_memory(never, FACTS, 512).total
+    assert more == (500 + 2 * 300) << 20
 
 
 def test_processes_and_commands() -> None:

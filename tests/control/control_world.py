@@ -148,6 +148,10 @@ class World:
             self.answer_draw()
         elif self.to_publish is not None:
             self.go_live()
+        elif self.to_evaluate is not None:
+            self.evaluate()
+        elif self.to_save is not None:
+            self.save()
         elif self.to_step is not None:
             self.step()
         else:
@@ -232,17 +236,9 @@ class World:
         for _ in range(limit):
             if self.finished is not None or self.stopped is not None:
                 return
-            if self.draw is not None:
-                self.answer_draw()
-            elif self.to_publish is not None:
-                self.go_live()
-            elif self.to_evaluate is not None:
-                self.evaluate()
-            elif self.to_save is not None:
-                self.save()
-            elif self.to_step is not None:
-                self.step()
-            elif self.sampled:
+            if self.goes_on():
+                continue
+            if self.sampled:
                 trajectory = self.sampled[0]
                 self.score(trajectory, reward=float(trajectory.sample), tokens=3)
             else:

@@ -156,6 +156,17 @@ def test_without_reuse_a_size_learns_from_itself_alone() -> None:
     assert sizer._memory.calm == {4: 0, 8: 0, 16: 0, 32: 0}
 
 
+def test_a_step_that_trained_several_batches_spends_as_much_of_the_budget() -> None:
+    """Four calm batches, and one step with four of those that lost against them: half of all groups straggle."""
+    sizer = StragglerAwareSize(sagc_settings(budget=0.25, tightening=0.0), 8, BATCH)
+    for _ in range(4):
+        sizer.observe(calm(8, 4))
+    sizer.observe(straggling(8, 16), 4)
+    memory = sizer._memory
+    assert memory.rate_sum / memory.steps == 0.5
+    assert memory.queue == pytest.approx(4 * 0.75)
+
+
 def test_old_steps_are_forgotten() -> None:
     sizer = StragglerAwareSize(sagc_settings(sizes=(4, 8), discount=0.5, dwell=1000), 8, BATCH)
     sizer.observe(straggling(8, 4))

@@ -27,19 +27,11 @@ def drive(world: PolicyWorld, until: Callable[[PolicyWorld], bool]) -> dict[int,
     """The shortest ends first. What each batch trained: (prompt, noise, sample)."""
     batches: dict[int, list[Draw]] = {}
     while world.finished is None and not until(world):
-        if world.draw is not None:
-            world.answer_draw()
-        elif world.to_publish is not None:
-            world.go_live()
-        elif world.to_save is not None:
-            world.save()
-        elif world.to_step is not None:
-            ids = [t for group in world.batches[world.to_step.batch_id] for t in group]
-            batches[world.to_step.batch_id] = sorted(
-                (t.prompt_id, world.of_group[t.group_id].noise, t.sample) for t in ids
-            )
-            world.step()
-        else:
+        closed = world.to_step
+        if closed is not None and closed.batch_id not in batches:
+            ids = [t for group in world.batches[closed.batch_id] for t in group]
+            batches[closed.batch_id] = sorted((t.prompt_id, world.of_group[t.group_id].noise, t.sample) for t in ids)
+        if not world.goes_on():
             first = min(world.sampled, key=lambda t: length_of(world, t))
             world.score(first, float(first.sample), length_of(world, first))
     return batches

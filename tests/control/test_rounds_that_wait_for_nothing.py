@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
 
 import pytest
 from control_world import World, control_settings
 
+from streamrl.config.scheduling import Losers, RoundKind, TailBatching
 from streamrl.control import state as control_state
 from streamrl.control.rounds.policy import Candidate, Launch, RoundView, Source
 from streamrl.control.rounds.synchronous import SynchronousRounds
@@ -55,6 +57,54 @@ def test_a_launch_of_no_groups_means_nothing_now(monkeypatch: pytest.MonkeyPatch
     world.begin()
     world.run_to_end()
     assert world.finished == "finished"
+
+
+def test_parked_groups_that_fall_due_are_resumed_before_younger_ones() -> None:
+    """One whose last results came after it was parked joins a batch by itself; the places of others are then taken."""
+    settings = control_settings(
+        rounds=RoundKind.TAIL_BATCHING,
+        batch_groups=8,
+        group_size=1,
+        steps=14,
+        max_staleness=4,
+        tail_batching=TailBatching(eta_prompts=3.0, losers=Losers.RESUME),
+    )
+    for number in range(20):
+        chance, world = random.Random(number), World(settings)
+        world.begin()
+        while world.finished is None and world.stopped is None:
+            late = sorted(world.stopped_at)
+            if late and chance.random() < 0.25:
+                world.score(chance.choice(late), float(chance.random() < 0.5), 3)
+            elif not world.goes_on():
+                assert world.sampled, f"seed {number}: {world.core.buffer.held_groups} groups are parked for ever"
+                world.score(chance.choice(world.sampled), float(chance.random() < 0.5), 3)
+        world.check_end()
+        assert world.finished == "finished"
+
+
+def test_a_long_round_of_several_batches_may_drop_as_many_times_more() -> None:
+    """Twenty batches of dropped groups end a run; a batch that is as large as four may drop four times as many."""
+    settings = control_settings(
+        rounds=RoundKind.TAIL_BATCHING,
+        batch_groups=2,
+        group_size=2,
+        steps=8,
+        dynamic_sampling=True,
+        tail_batching=TailBatching(eta_prompts=2.0, long_round_batches=4),
+    )
+    for limit, end in ((150, "finished"), (1000, None)):
+        world, dropped = World(settings), 0
+        world.begin()
+        while world.finished is None and world.stopped is None:
+            if not world.goes_on():
+                first = world.sampled[0]
+                says_nothing = world.core.round_kind == "long" and dropped < limit
+                for sample in [t for t in world.sampled if t.group_id == first.group_id]:
+                    world.score(sample, 0.0 if says_nothing else float(sample.sample), 3)
+                dropped += says_nothing
+        assert world.finished == end, world.stopped
+    assert dropped == 20 * 4 * 2 + 1
 
 
 @pytest.mark.parametrize("policy", [HasOneSlot, LetsNobodyJoin])

@@ -252,6 +252,18 @@ def test_the_streamed_gradient_is_that_of_the_whole_batch(
     assert relative_error(stepped_gradient(trainer, groups), reference.gradient()) < 2e-5
 
 
+def test_a_batch_that_is_begun_again_begins_with_no_gradient_of_the_critic(
+    start_trainer: StartTrainer, tiny_model: str
+) -> None:
+    trainer = started(start_trainer, tiny_model, CASES["ppo with kl"], micro_batch_tokens=32)
+    for group in varied_groups():
+        trainer.train_group(group)
+    critic = list(trainer._critic._linear.parameters())
+    assert all(parameter.grad.any() for parameter in critic), "what the controller that died had handed in"
+    trainer.begin_again()
+    assert not any(parameter.grad.any() for parameter in critic)
+
+
 def test_the_default_correction_clips_stale_tokens_and_stays_exact(
     start_trainer: StartTrainer, tiny_model: str
 ) -> None:

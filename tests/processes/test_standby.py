@@ -53,15 +53,20 @@ async def waiting(one: Trial, role: Role, than: int = 0) -> int:
     return int(path.read_text())
 
 
+async def replaced(one: Trial, name: str) -> int:
+    """``name`` is killed. The pid of its next start."""
+    os.kill(one.pid(name), signal.SIGKILL)
+    await until(lambda: (one.directory / "pids" / f"{name}.1").exists())
+    return one.pid(name, 1)
+
+
 async def test_who_stands_by_takes_the_place_and_the_log_and_another_one_stands_by(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = trial()
     async with run_with_standbys(one, monkeypatch, Role.ENGINE):
         standby = await waiting(one, Role.ENGINE)
-        os.kill(one.pid("engine-0"), signal.SIGKILL)
-        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
-        assert one.pid("engine-0", 1) == standby
+        assert await replaced(one, "engine-0") == standby
         logs = one.directory / "logs"
         await until(lambda: (logs / "engine-0.log").read_text().count("engine-0 does serve") == 2)
         assert "serve" not in (logs / "standby-engine.log").read_text()
@@ -75,9 +80,7 @@ async def test_a_rank_that_stood_by_goes_on_where_its_predecessor_was(
     one = trial()
     async with run_with_standbys(one, monkeypatch, Role.TRAINER):
         standby = await waiting(one, Role.TRAINER)
-        os.kill(one.pid("trainer-0"), signal.SIGKILL)
-        await until(lambda: (one.directory / "pids" / "trainer-0.1").exists())
-        assert one.pid("trainer-0", 1) == standby
+        assert await replaced(one, "trainer-0") == standby
         await until(lambda: (one.directory / "pids" / "controller.1").exists())
         assert set((one.directory / "resumed").read_text().split()) == {"trainer-0", "controller"}
 
@@ -107,8 +110,7 @@ async def test_one_that_dies_waiting_is_replaced_three_times_and_ends_no_run(
         await until(lambda: not supervisor._standbys.children)
         await anyio.sleep(0.3)
         assert await waiting(one, Role.ENGINE) == last, "a fourth one"
-        os.kill(one.pid("engine-0"), signal.SIGKILL)  # and the dead are replaced as they are without
-        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
+        assert await replaced(one, "engine-0") != last, "as without those that stand by"
         assert lives(one.pid("controller"))
 
 
@@ -119,9 +121,7 @@ async def test_a_killed_one_that_was_not_missed_yet_takes_nobody_s_place(
     async with run_with_standbys(one, monkeypatch, Role.ENGINE) as supervisor:
         standby = await waiting(one, Role.ENGINE)
         os.kill(standby, signal.SIGKILL)
-        os.kill(one.pid("engine-0"), signal.SIGKILL)
-        await until(lambda: (one.directory / "pids" / "engine-0.1").exists())
-        assert one.pid("engine-0", 1) != standby
+        assert await replaced(one, "engine-0") != standby
         assert supervisor._forgiveness.each["engine-0"].left == 19, "the dead one took its place, and died of it"
 
 

@@ -34,7 +34,7 @@ LEARNING: tuple[Metric, ...] = (
     Metric(
         "optim/lr", "1", LAST, "Learning rate of the step, or of each one where several batches are trained at once."
     ),
-    Metric("optim/skipped_steps_total", "steps", TOTAL, "Steps left out because the gradient was not finite."),
+    Metric("optim/skipped_steps_total", "steps", TOTAL, "Steps left out because no group of the batch had a signal."),
     Metric(
         "optim/groups_without_signal",
         "groups",

@@ -1,0 +1,96 @@
+"""Where the system has no room for another process, for a while or for good."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from trials import PLANS, STAND_IN, Trial, death_in, lives, until
+
+from streamrl.config.topology import Topology
+from streamrl.processes import guarded_sessions, supervisor
+from streamrl.processes.supervisor import Supervisor
+
+pytestmark = pytest.mark.asyncio
+
+
+class Refusals:
+    """In the place of a function that starts processes: so many starts fail."""
+
+    def __init__(self, start: Callable[..., Any]) -> None:
+        self._start = start
+        self.left = self.seen = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.left:
+            self.left, self.seen = self.left - 1, self.seen + 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return self._start(*arguments, **named)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Refusals:
+    refusals = Refusals(getattr(module, name))
+    monkeypatch.setattr(module, name, refusals)
+    monkeypatch.setattr(supervisor, "_FORKLESS_S", 0.01)
+    return refusals
+
+
+def hosts(one: Trial, restarts: int) -> Supervisor:
+    plans = tuple(msgspec.structs.replace(plan, restarts=restarts) for plan in PLANS)
+    return Supervisor(Topology(processes=plans, endpoints={}), one.directory, one.sockets, entry=(str(STAND_IN),))
+
+
+@pytest.mark.parametrize("name", ["engine-0", "reward-0", "controller", "trainer-0"])
+async def test_who_cannot_be_started_at_once_is_started_later(
+    name: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with hosts(one, 5) as run, anyio.create_task_group() as tasks:
+        await until(one.all_started)
+        refusals = refusing(monkeypatch, supervisor, "start_child")
+        refusals.left = 2
+        tasks.start_soon(run.watch)
+        os.kill(one.pid(name), signal.SIGKILL)
+        await until(lambda: (one.directory / "pids" / f"{name}.1").exists())
+        assert refusals.seen == 2 and lives(one.pid(name, 1))
+        await run.stop(deadline_s=20)
+    one.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["engine-0", "controller"])
+async def test_who_can_never_be_started_again_ends_the_run_when_that_is_forgiven_no_more(
+    name: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with hosts(one, 2) as run:
+        await until(one.all_started)
+        refusals = refusing(monkeypatch, supervisor, "start_child")
+        refusals.left = 1000
+        run._children[name]._started_s -= 10_000  # it had lived so long that its budget is whole
+        os.kill(one.pid(name), signal.SIGKILL)
+        assert (await death_in(run)).startswith(f"{name} was killed by SIGKILL")
+        assert refusals.seen == 2
+    one.assert_nothing_left()
+
+
+async def test_a_guardian_that_cannot_be_started_is_tried_again(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with hosts(one, 0) as run, anyio.create_task_group() as tasks:
+        await until(one.all_started)
+        await anyio.sleep(guarded_sessions._GUARDED_S)
+        refusals = refusing(monkeypatch, guarded_sessions, "open_guardian")
+        refusals.left = 1
+        tasks.start_soon(run.watch)
+        (killed,) = one.guardians()
+        killed.kill()
+        await until(lambda: any(found.pid != killed.pid for found in one.guardians()))
+        assert refusals.seen == 1
+        await run.stop(deadline_s=20)
+    one.assert_nothing_left()
