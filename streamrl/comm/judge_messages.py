@@ -12,15 +12,15 @@ class ActorLoad(Message, frozen=True):
 
 
 class JudgeReady(Message, frozen=True):
-    """First message of a judge (again after a restart): it answers questions."""
+    """First message of a judge to a controller (again after a restart of either): it answers questions."""
 
     max_context: int
 
 
 class JudgeReport(Message, frozen=True):
-    """What a judge did since it was started, and what it does now. ``batches``: times it was woken, or began again with
-    nobody inside. ``waited_s``: seconds that questions waited to be let in, together; ``awake_s``: that it was not at
-    rest. ``waiting``, ``inside``: questions that wait, and that it is answering."""
+    """What a judge did since it said that it is ready, and what it does now. ``batches``: times it was woken, or began
+    again with nobody inside. ``waited_s``: seconds that questions waited to be let in, together; ``awake_s``: that it
+    was not at rest. ``waiting``, ``inside``: questions that wait, and that it is answering."""
 
     questions: int = 0
     batches: int = 0

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
-from streamrl.comm.stream import ReceiveStream
+from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
 from streamrl.config.load import dump_recipe
 from streamrl.config.recipe import Model, Prompts, Recipe
 from streamrl.config.rewards import Reward
-from streamrl.config.topology import JUDGE, judge_socket, plan_topology
+from streamrl.config.topology import JUDGE, Topology, judge_socket, plan_topology
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -54,34 +54,53 @@ async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(mak
     monkeypatch.setenv(JUDGE_MODEL, RECIPE.judge.model)
     reward = make("judge", cache=str(tmp_path / "answers.sqlite"), **OPTIONS)
     async with (
-        asyncio.timeout(60),
-        zmq_sender(JudgeOrder, topology.endpoint(JUDGE, "orders"), bind=True, name="orders") as orders,
-        zmq_receiver(JudgeEvent, topology.endpoint(JUDGE, "reports"), bind=True, name="reports") as reports,
+        asyncio.timeout(90),
+        asyncio.TaskGroup() as tasks,
         judge_process(tmp_path, msgspec.json.encode(topology)) as process,
+        httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=60) as http,
     ):
-        await orders.send(ActorLoad(share=1.0))
-        assert await reports.receive() == JudgeReady(max_context=1024)
-        assert path.stat().st_mode & 0o777 == 0o600
-        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), timeout=60) as http:
+        with pytest.raises(ItDied):
+            async with controller(topology) as (orders, reports):
+                await orders.send(ActorLoad(share=1.0))
+                assert await reports.receive() == JudgeReady(max_context=1024)
+                assert path.stat().st_mode & 0o777 == 0o600
+                asked = [tasks.create_task(reward.call(LISTS[0]))]
+                await reported(reports, waiting=1)
+                raise ItDied
+        async with controller(topology) as (orders, reports):
+            assert await reports.receive() == JudgeReady(max_context=1024), "it had loaded already"
+            await orders.send(ActorLoad(share=1.0))
             assert (await http.get("http://judge/is_paused")).status_code == 404  # what steers it is not for askers
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(reward.call(text)) for text in LISTS]
-                await reported(reports, waiting=4)  # a batch (the fifth equals the first), but the actor is busy
-                await orders.send(ActorLoad(share=0.5))
-            first = [task.result() for task in asked]
+            asked += [tasks.create_task(reward.call(text)) for text in LISTS[1:]]
+            await reported(reports, waiting=4)  # a batch (the fifth equals the first), but the actor is busy
+            await orders.send(ActorLoad(share=0.5))
+            first = [await task for task in asked]
             report = await reported(reports, inside=0, questions=4)
             assert (report.batches, report.waiting) == (1, 0)
             # Asked directly, as a batch of the same questions: what the reward read is what the engine says.
-            async with asyncio.TaskGroup() as tasks:
-                said = [tasks.create_task(score(http, text)) for text in LISTS[:4]]
+            async with asyncio.TaskGroup() as direct:
+                said = [direct.create_task(score(http, text)) for text in LISTS[:4]]
             assert first == [*(task.result() for task in said), first[0]]
-        assert [await reward.call(text) for text in LISTS] == first  # from the cache: the engine is not even woken
-        await reward.call.aclose()
-        await orders.aclose()
-        assert (await reported(reports, questions=8)).batches == 2
-        assert [event async for event in reports] == []
+            assert [await reward.call(text) for text in LISTS] == first  # from the cache: the engine is not even woken
+            await reward.call.aclose()
+            await orders.aclose()
+            assert (await reported(reports, questions=8)).batches == 2
+            assert [event async for event in reports] == []
         assert await asyncio.to_thread(process.wait, 30) == 0
     assert not path.exists()
+
+
+class ItDied(Exception):
+    """A controller, without having ended its orders."""
+
+
+@asynccontextmanager
+async def controller(topology: Topology) -> AsyncIterator[tuple[SendStream[JudgeOrder], ReceiveStream[JudgeEvent]]]:
+    async with (
+        zmq_sender(JudgeOrder, topology.endpoint(JUDGE, "orders"), bind=True, name="orders") as orders,
+        zmq_receiver(JudgeEvent, topology.endpoint(JUDGE, "reports"), bind=True, name="reports") as reports,
+    ):
+        yield orders, reports
 
 
 @asynccontextmanager
