@@ -24,7 +24,7 @@ import anyio.to_thread
 from streamrl.comm.control_socket import serving_control
 from streamrl.comm.reward_changes import RewardReply
 from streamrl.comm.stream import ReceiveStream
-from streamrl.comm.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine, SupervisorOrder
+from streamrl.comm.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import JournalKind, Recipe
@@ -73,7 +73,6 @@ class Pipeline:
         self._open = AsyncExitStack()
         self._watching = anyio.CancelScope()
         self._receiving = anyio.CancelScope()
-        self._obeying = anyio.CancelScope()
         self._changing = anyio.CancelScope()
         self._conversation = anyio.CancelScope()
         self._bound = anyio.Event()
@@ -137,12 +136,11 @@ class Pipeline:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
-        self._order, self._ordered = anyio.create_memory_object_stream[SupervisorOrder](math.inf)
         topology = plan_topology(self.recipe, sockets)
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
         self._supervisor.before_controller_start.append(self._await_controller)
         async with AsyncExitStack() as entered:
-            for stream in (self._give, self._take, self._order, self._ordered):
+            for stream in (self._give, self._take):
                 entered.callback(stream.close)
             tasks = await entered.enter_async_context(anyio.create_task_group())
             await entered.enter_async_context(self._supervisor)
@@ -152,7 +150,7 @@ class Pipeline:
             )
             tasks.start_soon(self._watch)
             tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
-            tasks.start_soon(self._obey)
+            self._obeying = await entered.enter_async_context(anyio.create_task_group())
             tasks.start_soon(self._change_rewards, rewards_endpoint(topology))
             self._open = entered.pop_all()
         return self
@@ -171,7 +169,7 @@ class Pipeline:
                     log.warning("%s", failure)
             self._watching.cancel()
             self._receiving.cancel()
-            self._obeying.cancel()
+            self._obeying.cancel_scope.cancel()
             self._changing.cancel()
             self._rewards.close()
             await self._open.__aexit__(None, None, None)
@@ -238,15 +236,12 @@ class Pipeline:
         self._conversation.cancel()
         self._rewards.controller_replaced()
         await self._bound.wait()
-        with suppress(anyio.WouldBlock):  # what the one that died had ordered
-            while True:
-                self._ordered.receive_nowait()
 
     async def _listen(self, steps: ReceiveStream[ParentMessage]) -> None:
         try:
             async for event in steps:
                 if isinstance(event, StopEngine | StartEngine | KillEngine):
-                    await self._order.send(event)
+                    self._obeying.start_soon(self._supervisor.obey, event)
                     continue
                 if isinstance(event, RewardReply):
                     self._rewards.answered(event)
@@ -265,12 +260,6 @@ class Pipeline:
     async def _change_rewards(self, endpoint: str) -> None:
         with self._changing:
             await self._rewards.run(endpoint)
-
-    async def _obey(self) -> None:
-        """One after the other: an engine is started again only when its last host and all it started are gone."""
-        with self._obeying:
-            async for order in self._ordered:
-                await self._supervisor.obey(order)
 
 
 def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -15,10 +15,10 @@ import psutil
 
 from streamrl.config.topology import ProcessPlan, Role
 from streamrl.processes.exit_reason import Death, log_of, read_reason, reason_path
-from streamrl.processes.guardian import Guarded, Line
+from streamrl.processes.guardian import Line
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
 from streamrl.processes.stand_by import TakeOver
-from streamrl.processes.sweep import RunTraces, keep_traces, seconds_after_boot
+from streamrl.processes.sweep import RunTraces, as_argument, keep_traces, seconds_after_boot
 
 POLL_S = 0.05
 
@@ -36,6 +36,7 @@ class ChildProcess:
         self.log = log
         self.log_start = log_start
         self.created = _created(process.pid)
+        self.lacks_successor = False
         self._started_s = time.monotonic()
         self._ended_s: float | None = None
 
@@ -65,6 +66,7 @@ class ChildProcess:
     def has_no_successor(self) -> None:
         """Nobody could be started in its place: as if somebody had been, and had died at once."""
         self._started_s = self._ended_s = time.monotonic()
+        self.lacks_successor = True
 
     def death(self, run_directory: Path) -> Death:
         """Its end, with the reason it left behind."""
@@ -100,10 +102,12 @@ def start_child(
 ) -> ChildProcess:
     """Start one role in a session of its own: a terminal's Ctrl-C reaches the supervisor only. ``resumes``: it goes on
     where a predecessor was that died."""
-    reason_path(run_directory, plan.name).unlink(missing_ok=True)
     arguments = [*command, plan.role.value, "--index", str(plan.index), "--run-directory", str(run_directory)]
     arguments += ["--resume"] if resumes else []
-    return _start(plan.name, plan, arguments, run_directory, _environment(traces))
+    child = _start(plan.name, plan, arguments, run_directory, _environment(traces))
+    # Only now: where nobody can be started, the reason of the one before is still the reason.
+    reason_path(run_directory, plan.name).unlink(missing_ok=True)
+    return child
 
 
 def open_standby(role: Role, command: Sequence[str], run_directory: Path, traces: RunTraces) -> ChildProcess:
@@ -136,10 +140,8 @@ def open_guardian(python: str, run_directory: Path, traces: RunTraces) -> ChildP
     """Start the guardian. It carries no marker, so that it never sweeps itself."""
     traces.run_directory = str(run_directory)
     keep_traces(traces)
-    arguments = [python, "-m", "streamrl.processes.guardian", traces.socket_directory, str(os.getpid())]
-    guardian = _start("guardian", None, arguments, run_directory, dict(os.environ))
-    guardian.tell(Guarded(traces=traces))  # they grow with the run, beyond what fits into an argument
-    return guardian
+    arguments = [python, "-m", "streamrl.processes.guardian", as_argument(traces), str(os.getpid())]
+    return _start("guardian", None, arguments, run_directory, dict(os.environ))
 
 
 async def ended_within(seconds: float, *children: ChildProcess, unless: Callable[[], bool] = lambda: False) -> None:

@@ -14,8 +14,11 @@ import anyio
 
 from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.config.topology import Role, Topology
+from streamrl.processes.child_process import ChildProcess
 
 log = logging.getLogger(__name__)
+
+_STARTS, _FORKLESS_S = 10, 1.0  # the system may have no room for a process: so often, so far apart
 
 
 class EngineHosts(Protocol):
@@ -25,7 +28,7 @@ class EngineHosts(Protocol):
 
     def start_engine(self, name: str) -> None: ...
 
-    def kill_engine(self, order: KillEngine) -> None: ...
+    def engine_host(self, name: str) -> ChildProcess | None: ...
 
 
 class EngineOrders:
@@ -51,9 +54,9 @@ class EngineOrders:
                 case StopEngine():
                     await self._hosts.stop_engine(order.engine, patience_s=order.patience_s)
                 case StartEngine():
-                    self._hosts.start_engine(order.engine)
+                    await self._start(order.engine)
                 case KillEngine():
-                    self._hosts.kill_engine(order)
+                    self._kill(order)
 
     async def start_first_engines(self) -> None:
         """For another controller: when the order in progress was carried out, start what rests and serves at first.
@@ -70,4 +73,23 @@ class EngineOrders:
                         await self._hosts.stop_engine(plan.name)
             for plan in local:
                 if plan.name in self._resting and not plan.resting:
-                    self._hosts.start_engine(plan.name)
+                    await self._start(plan.name)
+
+    async def _start(self, name: str) -> None:
+        for _ in range(_STARTS - 1):
+            try:
+                return self._hosts.start_engine(name)
+            except OSError as error:
+                log.error("%s cannot be started now: %s", name, error)
+                await anyio.sleep(_FORKLESS_S)
+        return self._hosts.start_engine(name)
+
+    def _kill(self, order: KillEngine) -> None:
+        """End an engine host that stands still, by SIGKILL: a death like another, which the watch deals with. Another
+        host than the one that is meant is left alone."""
+        child = self._hosts.engine_host(order.engine)
+        if child is None or not child.running or order.pid not in (0, child.process.pid):
+            return
+        if order.pid or child.lived_s >= order.older_than_s:
+            log.warning("%s is ended by SIGKILL: %s", order.engine, order.reason)
+            child.process.kill()

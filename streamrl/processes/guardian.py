@@ -11,15 +11,15 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
 from streamrl.errors import UNDECODABLE
-from streamrl.processes.sweep import RunTraces, sweep
+from streamrl.processes.sweep import RunTraces, present_segments, read_traces, sweep
 
 _POLL_S = 1.0
 _LONGEST_LINE = 4096
-_LONGEST_TRACES = 64 << 20
 
 
 class Session(msgspec.Struct, frozen=True, tag=True):
@@ -35,17 +35,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     sid: int
 
 
-class Guarded(msgspec.Struct, frozen=True, tag=True):
-    """The first line: whose processes they are, and the sessions so far."""
-
-    traces: RunTraces
-
-
 class Done(msgspec.Struct, frozen=True, tag=True):
     """The supervisor ended everything itself."""
 
 
-Line = Session | Ended | Done | Guarded
+Line = Session | Ended | Done
 
 
 def read_line(line: bytes) -> Line | None:
@@ -60,14 +54,13 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def main() -> int:
-    """Serve until the pipe at stdin closes; its lines are JSON, the first one ``Guarded``.
+    """Serve until the pipe at stdin closes; its lines are ``Session``, ``Ended`` and ``Done``, as JSON.
 
-    Arguments: the run's socket directory, which says in lists of processes whose guardian it is, and the supervisor's
-    pid.
+    Arguments: the JSON of the run's ``RunTraces`` (``as_argument``), and the supervisor's pid.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    traces: RunTraces | None = None
+    traces = msgspec.json.decode(sys.argv[1], type=RunTraces)
     parent, pending = int(sys.argv[2]), b""
     # A forked process of the user's may hold the pipe open after the supervisor died: hence the look at the parent.
     while os.getppid() == parent:
@@ -77,18 +70,19 @@ def main() -> int:
         if not received:
             break
         *lines, pending = (pending + received).split(b"\n")
-        pending = pending[: _LONGEST_LINE if traces else _LONGEST_TRACES]
+        pending = pending[:_LONGEST_LINE]
         for line in lines:
-            match said := read_line(line):
-                case Guarded() if traces is None:
-                    traces = said.traces
-                case Session(sid, created) if traces is not None:
+            match read_line(line):
+                case Session(sid, created):
                     traces.sessions[sid] = created
-                case Ended(sid) if traces is not None:
+                case Ended(sid):
                     traces.sessions.pop(sid, None)
                 case Done():
                     return 0
-    return 1 if traces is not None and sweep(traces) else 0
+    kept = read_traces(Path(traces.socket_directory))
+    # Where nothing says which shared memory was there before the run, none is unlinked.
+    traces.segments, traces.foreign = (kept.segments, kept.foreign) if kept else (set(), present_segments())
+    return 1 if sweep(traces) else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from streamrl.errors import UNDECODABLE
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
 from streamrl.processes.run_lock import LOCK_FILE
 from streamrl.processes.sweep import (
@@ -29,6 +28,7 @@ from streamrl.processes.sweep import (
     members,
     present_segments,
     process_namespace,
+    read_traces,
     seconds_after_boot,
     see_segments,
     sweep,
@@ -146,13 +146,14 @@ def _sweep(traces: RunTraces) -> str:
 
 
 def _traces_in(folder: Path) -> RunTraces | None:
-    path = folder / TRACES_FILE
     try:
         # Another user may put anything into a directory for temporary files: only what is our own says what to kill.
-        if not _is_ours(folder) or not _is_ours(path):
+        if not _is_ours(folder) or not _is_ours(folder / TRACES_FILE):
             return None
-        traces = msgspec.json.decode(path.read_bytes(), type=RunTraces)
-    except (OSError, *UNDECODABLE):
+    except OSError:
+        return None
+    traces = read_traces(folder)
+    if traces is None:
         return None
     # A directory that was moved or copied says nothing about this place.
     return traces if os.path.realpath(traces.socket_directory) == os.path.realpath(folder) else None

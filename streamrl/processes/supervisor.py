@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from streamrl.comm.supervisor_orders import KillEngine, SupervisorOrder
+from streamrl.comm.supervisor_orders import SupervisorOrder
 from streamrl.config.topology import RENDEZVOUS_FILE, TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import (
@@ -152,16 +152,10 @@ class Supervisor:
         """Carry out what the controller wants of an engine's process (``EngineOrders``)."""
         await self._orders.obey(order)
 
-    def kill_engine(self, order: KillEngine) -> None:
-        """End an engine host that stands still, by SIGKILL: a death like another, which ``watch`` deals with. Another
-        host than the one that is meant is left alone. Raises ``StreamRLError`` unless it is a local engine."""
-        local_engine(self.topology, order.engine)
-        child = self._children.get(order.engine)
-        if child is None or not child.running or order.pid not in (0, child.process.pid):
-            return
-        if order.pid or child.lived_s >= order.older_than_s:
-            log.warning("%s is ended by SIGKILL: %s", order.engine, order.reason)
-            child.process.kill()
+    def engine_host(self, name: str) -> ChildProcess | None:
+        """The process of a local engine; None where it was never started. Raises ``StreamRLError`` for no such one."""
+        local_engine(self.topology, name)
+        return self._children.get(name)
 
     async def stop_engine(self, name: str, grace_s: float = 10.0, *, patience_s: float = 0.0) -> None:
         """End one engine host and what it started while the run goes on; its end is no death. See ``start_engine``.
@@ -172,10 +166,8 @@ class Supervisor:
         """
         if self._ending:
             return
-        local_engine(self.topology, name)
-        child = self._children.get(name)
-        if child is None:
-            return  # it was never started
+        if (child := self.engine_host(name)) is None:
+            return
         if name not in self._resting and not child.running and child.exit_code != 0 and not self._forgiven(child):
             return
         self._resting.add(name)  # before anything ends: the watch must not take it for a death
@@ -187,6 +179,8 @@ class Supervisor:
                 child.process.terminate()
             await ended_within(grace_s, child)
             await self._end_what_it_started(child)
+        if child.running:  # the kernel does not let it go; the sweep at the end of the run looks for it again
+            del self._children[name]
 
     def start_engine(self, name: str) -> None:
         """Start an engine host that rests, after ``stop_engine`` or because its set was chosen, with the weights of the
@@ -240,15 +234,17 @@ class Supervisor:
         self._children[plan.name] = self._guarded.add(child)
 
     async def _restart_reward_workers(self) -> None:
-        for child in list(self._children.values()):
-            asks = child.exit_code == REWARD_RESTART_EXIT_CODE and self._restarts_left > 0
-            if not asks or child.plan is None or child.plan.role is not Role.REWARD:
-                continue
+        for child in filter(self._asks, list(self._children.values())):
             self._restarts_left -= 1
             log.warning(
                 "%s asked to be replaced (%d restarts left); see %s", child.name, self._restarts_left, child.log
             )
             await self._start_in_place_of(child)
+
+    def _asks(self, child: ChildProcess) -> bool:
+        """Whether it is a reward worker that ended to be replaced."""
+        asks = child.exit_code == REWARD_RESTART_EXIT_CODE and self._restarts_left > 0
+        return asks and child.plan is not None and child.plan.role is Role.REWARD
 
     async def _start_in_place_of(self, child: ChildProcess) -> None:
         await self._end_what_it_started(child)
@@ -286,7 +282,7 @@ class Supervisor:
     def _is_missed(self, child: ChildProcess) -> bool:
         """It ended while the run goes on. With 0, too: some do when they took a broken stream for the end."""
         away = child.name in self._resting or child.name in self._forgiveness.retired
-        if child.running or away or self._finishing or self._finished():
+        if child.running or away or self._asks(child) or self._finishing or self._finished():
             return False
         serves = child.plan is not None and child.plan.role in (Role.ENGINE, Role.REWARD)
         return bool(child.exit_code) or (serves and not self._draining and child.ended_for_s > _CONSEQUENCE_S)
@@ -325,7 +321,8 @@ class Supervisor:
 
     def _dead_of_core(self) -> list[ChildProcess]:
         """Those that died. A rank that ended with 0 answered the end of its stream, and begins with the next one."""
-        return [child for child in self._of_core() if not child.running and child.exit_code != 0]
+        ended = [child for child in self._of_core() if not child.running]
+        return [child for child in ended if child.exit_code != 0 or child.lacks_successor]
 
     def _of_core(self) -> list[ChildProcess]:
         """Controller and ranks that were started here, the ranks last."""
@@ -367,7 +364,9 @@ class Supervisor:
         return dead
 
     def _is_death(self, child: ChildProcess) -> bool:
-        if child.running or child.name in self._resting or (child.exit_code and self._forgiven(child)):
+        if child.running or child.name in self._resting or self._asks(child):
+            return False
+        if child.exit_code and self._forgiven(child):
             return False
         if child.plan is not None and child.plan.role is Role.CONTROLLER:
             return not self._finished()

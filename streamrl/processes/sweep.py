@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from streamrl.errors import UNDECODABLE
 from streamrl.processes.parent_death import RUN_MARKER
 from streamrl.whole_files import write_whole
 
@@ -100,6 +101,19 @@ def keep_traces(traces: RunTraces) -> None:
             )
 
 
+def as_argument(traces: RunTraces) -> str:
+    """For a command line, which has room for 128 KiB: without the shared memory, which ``TRACES_FILE`` tells of."""
+    return msgspec.json.encode(msgspec.structs.replace(traces, segments=set(), foreign=set())).decode()
+
+
+def read_traces(directory: Path) -> RunTraces | None:
+    """What was kept in a socket directory, where it can be read."""
+    try:
+        return msgspec.json.decode((directory / TRACES_FILE).read_bytes(), type=RunTraces)
+    except (OSError, *UNDECODABLE):
+        return None
+
+
 def process_namespace() -> int:
     """Identity of the pid namespace: a pid means something only inside of it. 0 where there is none."""
     try:
@@ -153,7 +167,7 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
             _kill(process)
         keep_traces(traces)
         time.sleep(_POLL_S)
-    for segment in traces.segments:
+    for segment in tuple(traces.segments):  # at once: an engine may be ended in another thread meanwhile
         Path(segment).unlink(missing_ok=True)
     if traces.socket_directory:
         remove_sockets(Path(traces.socket_directory))

@@ -28,8 +28,7 @@ from streamrl.control.trajectory_trace import TRACE_SCHEMA, StepLine, TraceHeade
 from streamrl.errors import StreamRLError
 from streamrl.learning.durable_files import DIGESTS, read_digests
 from streamrl.processes.exit_reason import ExitKind, ExitReason, read_reason, reason_path
-from streamrl.processes.guardian import Done, Ended, Guarded, Session, read_line
-from streamrl.processes.sweep import RunTraces
+from streamrl.processes.guardian import Done, Ended, Session, read_line
 from streamrl.rewards.kept_rewards import REWARDS_FILE, KeptRewards, read_rewards_file
 from streamrl.types import DropReason, FinishReason, Prompt, TrajectoryId, token_array
 from tests.control.control_world import control_settings
@@ -98,10 +97,7 @@ def _of_processes() -> list[Target]:
         endpoints={"controller.steps": "ipc:///run/steps", "engine-1.orders": "tcp://127.0.0.1:5700"},
     )
     reason = ExitReason(kind=ExitKind.CAUSE, message="EngineError: x", monotonic_s=12.5)
-    traces = RunTraces(
-        marker="run", since=1.5, socket_directory="/tmp/s", sessions={99: 1.5}, owner=7, owner_created=1.5
-    )
-    told = (Guarded(traces=traces), Session(sid=99, created=1.5), Ended(sid=99), Done())
+    told = (Session(sid=99, created=1.5), Ended(sid=99), Done())
     said = lines_of(*map(msgspec.json.encode, told))
 
     def guarded(frames: Sequence[bytes]) -> str:

@@ -17,8 +17,17 @@ from trials import PLANS, STAND_IN, Trial, lives, until
 
 from streamrl.config.topology import Topology
 from streamrl.processes.child_process import ChildProcess
+from streamrl.processes.guardian import Ended
 from streamrl.processes.supervisor import Supervisor
-from streamrl.processes.sweep import TRACES_FILE, RunTraces, end_session, keep_traces, members, seconds_after_boot
+from streamrl.processes.sweep import (
+    TRACES_FILE,
+    RunTraces,
+    as_argument,
+    end_session,
+    keep_traces,
+    members,
+    seconds_after_boot,
+)
 from streamrl.processes.used_memory import UsedMemory
 
 LEADER_ENDS = """
@@ -33,6 +42,15 @@ from multiprocessing import resource_tracker
 resource_tracker.ensure_running()
 print(resource_tracker._resource_tracker._pid, flush=True)
 sys.stdin.readline()
+"""
+
+MAPPED = """
+import mmap, os, time
+with open(f"/dev/shm/psm_guarded_{os.getpid()}", "w+b") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+time.sleep(600)
 """
 
 
@@ -111,6 +129,48 @@ def test_shared_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     finally:
         Path(there).unlink()
     assert msgspec.json.decode((tmp_path / TRACES_FILE).read_bytes(), type=RunTraces).segments == {there}
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_guardian_ends_no_session_whose_number_may_be_somebody_else_s(
+    begin: Callable[[str], tuple[subprocess.Popen[str], RunTraces]], ended: bool
+) -> None:
+    process, run = begin(TRACKED)  # without the marker
+    command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as guardian:
+        assert guardian.stdin is not None
+        guardian.stdin.write(msgspec.json.encode(Ended(sid=process.pid)) + b"\n" if ended else b"")
+        guardian.stdin.close()
+        assert guardian.wait(20) == 0
+    assert lives(process.pid) is ended
+
+
+def test_a_guardian_whose_supervisor_died_before_it_looked_ends_what_is_left(
+    begin: Callable[[str], tuple[subprocess.Popen[str], RunTraces]],
+) -> None:
+    process, run = begin(TRACKED)
+    command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(process.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as guardian:
+        assert guardian.wait(20) == 0
+    assert not lives(process.pid)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_guardian_unlinks_what_the_run_used_and_nothing_where_it_cannot_know(
+    begin: Callable[[str], tuple[subprocess.Popen[str], RunTraces]], kept: bool
+) -> None:
+    process, run = begin(MAPPED)
+    path = Path(f"/dev/shm/psm_guarded_{process.pid}")
+    assert process.stdout is not None and process.stdout.readline() == "mapped\n"
+    try:
+        if kept:
+            keep_traces(run)
+        command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(process.pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as guardian:
+            assert guardian.wait(20) == 0
+        assert path.exists() is not kept
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.asyncio

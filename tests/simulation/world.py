@@ -191,6 +191,7 @@ class World:
                     self.operator.result = ("stuck", str(nothing))
                 finally:
                     self.over = True
+                    self.operator.let_go()
                     self.loop.burn()
                     asyncio.set_event_loop(None)
                     self.loop.close()

@@ -57,6 +57,10 @@ class Operator:
         self._pipeline.drain()
         return True
 
+    def let_go(self) -> None:
+        """The world is over: what is not closed must be gone while nobody is warned of it."""
+        self._pipeline = None
+
     def kill_everything(self) -> bool:
         """SIGKILL to all at once; a while later it is resumed."""
         world = self._world
