@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean
@@ -219,23 +219,23 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def generated_per_trained(self) -> float:
         """Tokens whose sampling ended in the measured steps, over trained ones. NaN where no step says it."""
-        name = "perf/generated_per_trained_tok"
-        rows = [(step[name], step["perf/train_tok_s"] * step["time/step_s"]) for step in self.measured if name in step]
-        trained = sum(tokens for _, tokens in rows)
-        return sum(ratio * tokens for ratio, tokens in rows) / trained if trained else math.nan
+        return self._mean_by(
+            "perf/generated_per_trained_tok", lambda step: step["perf/train_tok_s"] * step["time/step_s"]
+        )
 
     def weighted(self, name: str) -> float:
         """Mean of a metric over the time of the measured steps. NaN where no step has it."""
-        rows = [(step[name], step["time/step_s"]) for step in self.measured if name in step]
-        whole = sum(weight for _, weight in rows)
-        return sum(value * weight for value, weight in rows) / whole if whole else math.nan
+        return self._mean_by(name, lambda step: step["time/step_s"])
 
     def per_sample(self, name: str) -> float:
         """Mean of a metric over the samples of the measured steps that have it: long rounds may train several batches.
         NaN where no step has it."""
-        rows = [(step[name], step["perf/samples_s"] * step["time/step_s"]) for step in self.measured if name in step]
-        whole = sum(weight for _, weight in rows)
-        return sum(value * weight for value, weight in rows) / whole if whole else math.nan
+        return self._mean_by(name, lambda step: step["perf/samples_s"] * step["time/step_s"])
+
+    def _mean_by(self, name: str, weight: Callable[[Mapping[str, float]], float]) -> float:
+        rows = [(step[name], weight(step)) for step in self.measured if name in step]
+        whole = sum(w for _, w in rows)
+        return sum(value * w for value, w in rows) / whole if whole else math.nan
 
     def last(self, name: str, among: Sequence[Mapping[str, float]] | None = None) -> float:
         """Its last value, of the steps ``among`` (None: all). NaN where none has it."""

@@ -142,6 +142,11 @@ class KeptBuffer(Record, frozen=True):
     wasted_tokens: int = 0
 
 
+def oldest_first(group: Group) -> tuple[int, int]:
+    """Sorts groups by their oldest token: who has it must be trained soonest."""
+    return group.oldest_version, group.group_id
+
+
 class RolloutBuffer:
     """Groups that have not ended, and counters of those that have.
 
@@ -299,7 +304,7 @@ class RolloutBuffer:
 
     def held(self) -> list[Group]:
         """Untrained groups that were stopped, those with the oldest tokens first: they must be trained soonest."""
-        return sorted(self._held.values(), key=lambda group: (group.oldest_version, group.group_id))
+        return sorted(self._held.values(), key=oldest_first)
 
     @property
     def held_groups(self) -> int:

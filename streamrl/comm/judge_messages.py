@@ -30,5 +30,17 @@ class JudgeReport(Message, frozen=True):
     inside: int = 0
 
 
+def with_counters(now: JudgeReport, of: JudgeReport, *, sign: int = 1) -> JudgeReport:
+    """``now`` with the counters of another report added, or with ``sign`` -1 taken off."""
+    return JudgeReport(
+        questions=now.questions + sign * of.questions,
+        batches=now.batches + sign * of.batches,
+        waited_s=now.waited_s + sign * of.waited_s,
+        awake_s=now.awake_s + sign * of.awake_s,
+        waiting=now.waiting,
+        inside=now.inside,
+    )
+
+
 JudgeOrder = ActorLoad
 JudgeEvent = JudgeReady | JudgeReport

@@ -18,7 +18,10 @@ Cancelling ``receive`` never loses an item.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -29,6 +32,10 @@ from streamrl.errors import NobodyCame, StreamBroken
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
+Orders = TypeVar("Orders")
+Events = TypeVar("Events")
+
+log = logging.getLogger(__name__)
 
 
 class StreamStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +109,33 @@ async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
             together.start_soon(until_broken, half)
     if broken:
         raise broken[0]
+
+
+async def serve_each_controller(
+    open_streams: Callable[[], AbstractAsyncContextManager[tuple[Orders, Events]]],
+    serve: Callable[[Orders, Events, float], Awaitable[None]],
+    stand_still: Callable[[], Awaitable[None]],
+    *,
+    reconnect_s: float,
+) -> None:
+    """Serve one controller after another, until one ends its orders. One that is gone before (a stream broke) has a
+    successor: ``stand_still``, then wait for it ``reconnect_s`` at most (0: there is none).
+
+    ``serve``: one controller, which must come within so many seconds. Raises what the two raise, and ``StreamBroken``
+    (``NobodyCame``) where no controller came.
+    """
+    within_s = math.inf
+    while True:
+        try:
+            async with open_streams() as (orders, events):
+                await serve(orders, events, within_s)
+            return
+        except StreamBroken as broken:
+            if not reconnect_s or isinstance(broken, NobodyCame):
+                raise
+            log.warning("the controller is gone (%s); waiting for the next one", broken)
+        await stand_still()
+        within_s = reconnect_s
 
 
 async def greet(stream: SendStream[T], orders: ReceiveStream[Any], greeting: T, within_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from streamrl.buffers.rollout_buffer import Group
+from streamrl.buffers.rollout_buffer import Group, oldest_first
 from streamrl.buffers.slots import last_version
 from streamrl.config.scheduling import Order, SizingKind, StalePolicy
 from streamrl.control import actions as do
@@ -55,7 +55,7 @@ class BatchFilling:
         joined = False
         view = state.launching.view()
         for group in sorted(
-            asking, key=_shortest_first if state.settings.order is Order.SHORTEST_FIRST else _oldest_first
+            asking, key=_shortest_first if state.settings.order is Order.SHORTEST_FIRST else oldest_first
         ):
             if batch.seats <= 0:
                 break
@@ -127,10 +127,6 @@ class BatchFilling:
                 state.lengths.lost(group, longest)
                 state.drop_group(group, state.policy.losing, actions)
                 state.supply.requeue(group, replays=state.policy.replays, noise=state.launching.noise_of(group))
-
-
-def _oldest_first(group: Group) -> tuple[int, int]:
-    return group.oldest_version, group.group_id
 
 
 def _shortest_first(group: Group) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,12 +12,12 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from streamrl.comm.stream import ReceiveStream, SendStream, greet
+from streamrl.comm.stream import ReceiveStream, SendStream, greet, serve_each_controller
 from streamrl.config.topology import RECONNECT_S
 from streamrl.engines.concurrent_calls import first_error
 from streamrl.engines.engine import Engine
 from streamrl.engines.remote_engine import ENGINE_FAILURE
-from streamrl.errors import EngineError, NobodyCame, RequestRefused, StreamBroken, StreamClosed, WeightError
+from streamrl.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, WeightError
 from streamrl.messages import (
     Abort,
     CommitWeights,
@@ -95,20 +94,7 @@ async def serve_controllers(
     host = _EngineHost(engine)
     try:
         await host.start()
-        wait_s = math.inf
-        while True:
-            try:
-                async with open_controller() as (orders, completions):
-                    await host.serve(orders, completions, wait_s)
-                    with anyio.CancelScope(shield=True):
-                        await engine.aclose()  # whoever waits for the end of the stream waits for that
-                return
-            except StreamBroken as broken:
-                if not reconnect_s or isinstance(broken, NobodyCame):
-                    raise
-                log.warning("the controller is gone (%s); waiting for the next one", broken)
-            await host.stand_still()
-            wait_s = reconnect_s
+        await serve_each_controller(open_controller, host.serve, host.stand_still, reconnect_s=reconnect_s)
     finally:
         with anyio.CancelScope(shield=True):
             await engine.aclose()
@@ -133,7 +119,7 @@ class _EngineHost:
     async def serve(
         self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent], wait_s: float
     ) -> None:
-        """One controller, until its orders end; it must come within ``wait_s``.
+        """One controller, until its orders end; it must come within ``wait_s``. Then the engine is stopped.
 
         Raises ``EngineError`` when the engine died, ``StreamBroken`` when the controller is gone: alone, not in groups.
         """
@@ -152,6 +138,8 @@ class _EngineHost:
             if isinstance(error, BaseExceptionGroup):
                 raise cause from None
             raise
+        with anyio.CancelScope(shield=True):
+            await self._engine.aclose()  # whoever waits for the end of the stream waits for that
 
     async def _converse(self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent]) -> None:
         async with anyio.create_task_group() as group:

@@ -21,6 +21,7 @@ from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.sweep import RunTraces, as_argument, keep_traces, seconds_after_boot
 
 POLL_S = 0.05
+FORKLESS_S = 1.0  # after the system refused a process: time for it to have room again
 
 
 class ChildProcess:

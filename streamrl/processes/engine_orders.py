@@ -14,11 +14,11 @@ import anyio
 
 from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.config.topology import Role, Topology
-from streamrl.processes.child_process import ChildProcess
+from streamrl.processes.child_process import FORKLESS_S, ChildProcess
 
 log = logging.getLogger(__name__)
 
-_STARTS, _FORKLESS_S = 10, 1.0  # the system may have no room for a process: so often, so far apart
+_STARTS = 10  # where the system has no room for a process
 
 
 class EngineHosts(Protocol):
@@ -81,7 +81,7 @@ class EngineOrders:
                 return self._hosts.start_engine(name)
             except OSError as error:
                 log.error("%s cannot be started now: %s", name, error)
-                await anyio.sleep(_FORKLESS_S)
+                await anyio.sleep(FORKLESS_S)
         return self._hosts.start_engine(name)
 
     def _kill(self, order: KillEngine) -> None:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.weights.vllm_names import engine_environment
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import EngineKind
 from streamrl.config.topology import ProcessPlan, Role
 from streamrl.engines.engine_devices import CUDA_DEVICES
@@ -17,6 +13,7 @@ from streamrl.engines.engine_host import WatchedEngine, serve_controllers
 from streamrl.engines.engine_options import EngineOptions, engine_options
 from streamrl.messages import EngineEvent, EngineOrder
 from streamrl.processes.child import ChildContext, load_context
+from streamrl.processes.controller_streams import controller_streams
 from streamrl.processes.parent_death import RUN_MARKER
 
 
@@ -26,16 +23,7 @@ async def run_engine_process(context: ChildContext) -> None:
     simulated = context.recipe.engines.kind is EngineKind.SIMULATED
     engine = _simulated(options, context.socket_directory) if simulated else _vllm(options)
     name = context.plan.name
-    orders_at, completions_at = (context.topology.endpoint(name, stream) for stream in ("orders", "completions"))
-
-    @asynccontextmanager
-    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]]:
-        async with (
-            zmq_sender(EngineEvent, completions_at, bind=False, name=f"{name}.completions") as completions,
-            zmq_receiver(EngineOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
-        ):
-            yield orders, completions
-
+    open_controller = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
     await serve_controllers(engine, open_controller)
 
 

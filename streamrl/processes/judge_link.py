@@ -10,7 +10,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport, with_counters
 from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.recipe import Recipe
@@ -55,7 +55,7 @@ class JudgeLink:
                 if self._retired:
                     return  # nobody waits for a successor
                 log.warning("%s is gone; the questions that it had are asked again: %s", JUDGE, broken)
-                self._past, self._now = _sum(self._past, self._now), JudgeReport()
+                self._past, self._now = with_counters(self._now, self._past), JudgeReport()
                 self._connected = False
 
     async def ready(self, load: Callable[[], EngineLoad], capacity: int) -> None:
@@ -79,7 +79,7 @@ class JudgeLink:
         """A step with what the judge did until then; any other event as it is."""
         if not self._there or not isinstance(event, StepFinished):
             return event
-        report = _sum(self._past, self._now)
+        report = with_counters(self._now, self._past)
         figures = {
             "judge/questions_total": float(report.questions),
             "judge/batches_total": float(report.batches),
@@ -116,15 +116,3 @@ class JudgeLink:
                 self._ready.set()
             else:
                 self._now = event
-
-
-def _sum(past: JudgeReport, now: JudgeReport) -> JudgeReport:
-    """Counters of both; what waits and is inside now."""
-    return JudgeReport(
-        questions=past.questions + now.questions,
-        batches=past.batches + now.batches,
-        waited_s=past.waited_s + now.waited_s,
-        awake_s=past.awake_s + now.awake_s,
-        waiting=now.waiting,
-        inside=now.inside,
-    )

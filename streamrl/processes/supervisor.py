@@ -22,6 +22,7 @@ from streamrl.comm.supervisor_orders import SupervisorOrder
 from streamrl.config.topology import RENDEZVOUS_FILE, TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.processes.child_process import (
+    FORKLESS_S,
     POLL_S,
     ChildProcess,
     ended_within,
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
 _CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
-_FORKLESS_S = 1.0  # after the system refused a process: time for it to have room again
 
 
 class Supervisor:
@@ -261,7 +261,7 @@ class Supervisor:
             except OSError as error:
                 log.error("%s cannot be started again now: %s", child.name, error)
                 child.has_no_successor()
-                await anyio.sleep(_FORKLESS_S)
+                await anyio.sleep(FORKLESS_S)
 
     async def _start_dead_again(self) -> None:
         """Processes whose death is forgiven so and so often, each after a pause that grows."""

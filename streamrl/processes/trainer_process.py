@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
-from streamrl.comm.stream import ReceiveStream, WatchedSendStream
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.topology import RENDEZVOUS
 from streamrl.learning.durable_files import newest_checkpoint
 from streamrl.learning.trainer import TorchTrainer, trainer_options
 from streamrl.messages import TrainingEvent, TrainingOrder
 from streamrl.processes.child import ChildContext
+from streamrl.processes.controller_streams import controller_streams
 from streamrl.stages.training import run_training, serve_controllers
 
 
@@ -27,15 +23,7 @@ async def run_trainer_process(context: ChildContext) -> None:
         rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / 'rendezvous'}",
         resume_from=str(newest or ""),
     )
-
-    @asynccontextmanager
-    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[TrainingOrder], WatchedSendStream[TrainingEvent]]]:
-        async with (
-            zmq_sender(TrainingEvent, endpoint(name, "reports"), bind=False, name=f"{name}.reports") as reports,
-            zmq_receiver(TrainingOrder, endpoint(name, "batches"), bind=False, name=f"{name}.batches") as batches,
-        ):
-            yield batches, reports
-
+    open_controller = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
     trainer = TorchTrainer(options)
     if recipe.core_restarts:
         await serve_controllers(trainer, open_controller)

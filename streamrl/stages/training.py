@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream, greet
+from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream, greet, serve_each_controller
 from streamrl.config.topology import RECONNECT_S
-from streamrl.errors import NobodyCame, StreamBroken, StreamEnded
+from streamrl.errors import StreamBroken, StreamEnded
 from streamrl.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -132,19 +132,18 @@ async def serve_controllers(
     had told every rank of an order that they carry out together.
     """
     async with _started(trainer) as (thread, greeting):
-        wait_s = math.inf
-        while True:
-            try:
-                async with open_controller() as (batches, reports):
-                    await greet(reports, batches, greeting, wait_s)
-                    await _converse(trainer, thread, batches, reports)
-                return
-            except NobodyCame:
-                raise
-            except StreamBroken as broken:
-                log.warning("the controller is gone (%s); waiting for the next one", broken)
-            wait_s = reconnect_s
+
+        async def serve(
+            batches: ReceiveStream[TrainingOrder], reports: WatchedSendStream[TrainingEvent], within_s: float
+        ) -> None:
+            await greet(reports, batches, greeting, within_s)
+            await _converse(trainer, thread, batches, reports)
+
+        async def stand_still() -> None:
+            nonlocal greeting
             greeting = await _begin_again(trainer, thread, alone=greeting.ranks == 1)
+
+        await serve_each_controller(open_controller, serve, stand_still, reconnect_s=reconnect_s)
 
 
 async def _begin_again(trainer: Trainer, thread: _TrainerThread, *, alone: bool) -> TrainerReady:

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
 
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.config.topology import Role, read_topology
 from streamrl.engines.engine_host import serve_controllers
 from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.messages import EngineEvent, EngineOrder, EngineReady, Generate
 from streamrl.processes.child import leave, parse_arguments
+from streamrl.processes.controller_streams import controller_streams
 from streamrl.processes.parent_death import die_with_parent
 from streamrl.types import Completion
 
@@ -56,18 +53,9 @@ class Engine(SimulatedEngine):
 
 async def serve(name: str, directory: Path) -> None:
     topology = read_topology(directory)
-    orders_at, completions_at = (topology.endpoint(name, stream) for stream in ("orders", "completions"))
     told = directory / "behaviour" / name
     engine = Engine(name, told.read_text() if told.exists() else "")
-
-    @asynccontextmanager
-    async def open_controller() -> AsyncIterator[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]]:
-        async with (
-            zmq_sender(EngineEvent, completions_at, bind=False, name=f"{name}.completions") as completions,
-            zmq_receiver(EngineOrder, orders_at, bind=False, name=f"{name}.orders") as orders,
-        ):
-            yield orders, completions
-
+    open_controller = controller_streams(topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
     await serve_controllers(engine, open_controller, reconnect_s=20)
 
 

@@ -131,13 +131,17 @@ def test_shared_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / TRACES_FILE).read_bytes(), type=RunTraces).segments == {there}
 
 
+def guarding(run: RunTraces, *, supervisor: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(supervisor)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_guardian_ends_no_session_whose_number_may_be_somebody_else_s(
     begin: Callable[[str], tuple[subprocess.Popen[str], RunTraces]], ended: bool
 ) -> None:
     process, run = begin(TRACKED)  # without the marker
-    command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as guardian:
+    with guarding(run, supervisor=os.getpid()) as guardian:
         assert guardian.stdin is not None
         guardian.stdin.write(msgspec.json.encode(Ended(sid=process.pid)) + b"\n" if ended else b"")
         guardian.stdin.close()
@@ -149,8 +153,7 @@ def test_a_guardian_whose_supervisor_died_before_it_looked_ends_what_is_left(
     begin: Callable[[str], tuple[subprocess.Popen[str], RunTraces]],
 ) -> None:
     process, run = begin(TRACKED)
-    command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(process.pid)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as guardian:
+    with guarding(run, supervisor=process.pid) as guardian:  # it is not its child
         assert guardian.wait(20) == 0
     assert not lives(process.pid)
 
@@ -165,8 +168,7 @@ def test_a_guardian_unlinks_what_the_run_used_and_nothing_where_it_cannot_know(
     try:
         if kept:
             keep_traces(run)
-        command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(process.pid)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as guardian:
+        with guarding(run, supervisor=process.pid) as guardian:  # it is not its child
             assert guardian.wait(20) == 0
         assert path.exists() is not kept
     finally:

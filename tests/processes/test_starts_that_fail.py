@@ -39,8 +39,8 @@ class Refusals:
 def refusing(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Refusals:
     refusals = Refusals(getattr(module, name))
     monkeypatch.setattr(module, name, refusals)
-    monkeypatch.setattr(supervisor, "_FORKLESS_S", 0.01)
-    monkeypatch.setattr(engine_orders, "_FORKLESS_S", 0.01)
+    monkeypatch.setattr(supervisor, "FORKLESS_S", 0.01)
+    monkeypatch.setattr(engine_orders, "FORKLESS_S", 0.01)
     return refusals
 
 
