@@ -60,6 +60,7 @@ from streamrl.control.settings import control_settings
 from streamrl.control.spared_engines import SparedEngines
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.control.weight_audit import WeightAudit
+from streamrl.engines.concurrent_calls import BegunEarly
 from streamrl.engines.engine_options import expected_room, installed_device
 from streamrl.engines.engine_seat import EngineSeat, seated_engines
 from streamrl.messages import TrainingEvent, TrainingOrder
@@ -113,6 +114,9 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             for seat in seats.values():
                 nursery.start_soon(seat.run)
             nursery.start_soon(judge.run)
+            # Beside others that load: after the death of a controller nobody has work until it has all of this.
+            loading = BegunEarly(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
+            scoring = BegunEarly(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
             began = anyio.current_time()
             with watch.waits.waiting_for("the engines to start"):
                 pool, ready, recovery = await open_engines(recipe, seats, steps.send, emit, nursery, resumes=resumes)
@@ -120,7 +124,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             with watch.waits.waiting_for("the trainer ranks to load"):
                 greetings = await trainer.ready()
             await judge.ready(pool.load, min(ready.max_running, recipe.rollout.batch_trajectories))
-            tokenizer = await anyio.to_thread.run_sync(load_tokenizer, recipe.model.path)
+            tokenizer, rewards = await loading.result(), await scoring.result()
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
             digests |= {f"trainer rank {greeting.rank}": greeting.tokenizer_digest for greeting in greetings}
             refuse_different_tokenizers(recipe.model.path, digests)
@@ -138,7 +142,18 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             hosts = seated_engines(recipe, seats, pool, steps.send)
             rooms = expected_room(recipe, ready.kv_tokens // recipe.engines.count)
             parts = Parts(
-                tokenizer, pool, hosts, trainer, ready, start_s, rooms, greetings[0].parameters, emit, watch, recovery
+                tokenizer,
+                rewards,
+                pool,
+                hosts,
+                trainer,
+                ready,
+                start_s,
+                rooms,
+                greetings[0].parameters,
+                emit,
+                watch,
+                recovery,
             )
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
@@ -157,7 +172,7 @@ async def _run_stages(
 ) -> None:
     """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
     held_out = await read_held_out(recipe, parts)
-    reward, attached = await open_reward_stage(recipe, topology, run_directory, parts.emit)
+    reward, attached = parts.rewards
     rollout = await open_rollout(recipe, parts, held_out)
     settings = control_settings(recipe)
     record = await open_record(recipe, settings, run_directory, start_version)

@@ -48,10 +48,10 @@ class Run(Section, frozen=True):
     versions of the weights, counted from 0. ``seed``: of the order of prompts and of what is sampled. ``journal``: what
     it goes on from after a death. ``restarts``: how often the controller, the trainer with it, or each reward worker
     may die and be started again (0: the first death ends the run). ``standby_after_s``: from then on (0: never) one
-    more process for an engine and one for each trainer rank wait, which have imported all that these need, and take the
-    place of those that die. ``deterministic``: batches and weights are the same however often the run is killed and
-    resumed; slower, for verification. ``stall_s``: where nothing moved for so long, and for longer than any other time
-    limit explains, the run says who waits for whom and ends (0: never)."""
+    more process for an engine, the controller and each trainer rank waits, which has imported all that these need, and
+    takes the place of one that dies. ``deterministic``: batches and weights are the same however often the run is
+    killed and resumed; slower, for verification. ``stall_s``: where nothing moved for so long, and for longer than any
+    other time limit explains, the run says who waits for whom and ends (0: never)."""
 
     name: str = "run"
     directory: str = "runs"

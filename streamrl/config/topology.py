@@ -191,9 +191,9 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
 
 
 def on_standby(recipe: Recipe) -> tuple[Role, ...]:
-    """Roles that import for seconds and may be started again here: an engine, and all ranks, which are started again
-    together. An engine only where one process can become any of them: OpenMP reads when it is loaded which cores are
-    its own, and how many threads."""
+    """Roles that import for seconds and may be started again here: an engine, the controller, and all ranks, which are
+    started again together. An engine only where one process can become any of them: OpenMP reads when it is loaded
+    which cores are its own, and how many threads."""
     sets = prepared_sets(recipe)
     roles: list[Role] = []
     alike = not any(one.cores for one in sets) and len({one.tensor_parallel for one in sets}) == 1
@@ -201,8 +201,9 @@ def on_standby(recipe: Recipe) -> tuple[Role, ...]:
     local = recipe.transport.engines is Launch.LOCAL
     if local and recipe.engines.kind is EngineKind.VLLM and alike and again:
         roles.append(Role.ENGINE)
-    if recipe.transport.training is Launch.LOCAL and recipe.core_restarts:
-        roles += [Role.TRAINER] * recipe.training.ranks
+    if recipe.core_restarts:
+        roles.append(Role.CONTROLLER)
+        roles += [Role.TRAINER] * recipe.training.ranks * (recipe.transport.training is Launch.LOCAL)
     return tuple(roles) if recipe.run.standby_after_s else ()
 
 

@@ -1,11 +1,12 @@
-"""Several calls at once, one plain error out."""
+"""Several calls at once, one plain error out; one call whose result is wanted later."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import anyio
+import anyio.abc
 
 T = TypeVar("T")
 
@@ -24,6 +25,24 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
     return [results[index] for index in range(len(calls))]
+
+
+class BegunEarly(Generic[T]):
+    """A call that runs in ``nursery`` from now on, where its error is raised."""
+
+    def __init__(self, nursery: anyio.abc.TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
+        self._results: list[T] = []
+        self._done = anyio.Event()
+        nursery.start_soon(self._run, call)
+
+    async def result(self) -> T:
+        """What it returned, as soon as it has."""
+        await self._done.wait()
+        return self._results[0]
+
+    async def _run(self, call: Callable[[], Awaitable[T]]) -> None:
+        self._results.append(await call())
+        self._done.set()
 
 
 def first_error(error: BaseException) -> BaseException:

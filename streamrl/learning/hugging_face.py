@@ -77,6 +77,7 @@ def without_compiler() -> Iterator[None]:
 
 with without_compiler():
     from transformers import AttentionInterface as AttentionInterface
+    from transformers import AutoConfig as AutoConfig
     from transformers import AutoModelForCausalLM as AutoModelForCausalLM
     from transformers import PreTrainedModel as PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from streamrl.config.model_folder import unsafe_content
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import persistent_buffers
-from streamrl.learning.hugging_face import AutoModelForCausalLM, disable_progress_bar, without_compiler
+from streamrl.learning.hugging_face import AutoConfig, AutoModelForCausalLM, disable_progress_bar, without_compiler
 from streamrl.learning.policy import PackedPolicy
 from streamrl.learning.probe import check_packing
 
@@ -55,6 +56,16 @@ def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
     except StreamRLError as error:
         raise StreamRLError(f"model {model_path!r} cannot be trained: {error}") from error
     return policy
+
+
+def import_architecture(model_path: str, *, ranks: int) -> None:
+    """Import what a model of this directory consists of, by making one that has no memory, and where it is sharded what
+    distributed tensors ask for. Raises what transformers raises where it knows no such model."""
+    with without_compiler(), torch.device("meta"):
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    if ranks > 1:
+        importlib.import_module("torch._dynamo")  # it comes with the first of them
 
 
 def _refuse_quantised(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.sweep import RunTraces, as_argument, keep_traces, seconds_after_boot
 
 POLL_S = 0.05
+_PF_EXITING = 0x4
 FORKLESS_S = 1.0  # after the system refused a process: time for it to have room again
 
 
@@ -53,6 +55,11 @@ class ChildProcess:
         if code is not None and self._ended_s is None:
             self._ended_s = time.monotonic()
         return code
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is about to end: a large process gives its memory back for seconds after SIGKILL."""
+        return self.running and _is_ending(self.process.pid)
 
     @property
     def lived_s(self) -> float:
@@ -173,3 +180,14 @@ def _created(pid: int) -> float:
         return seconds_after_boot(psutil.Process(pid))
     except psutil.Error:  # it ended at once; nobody else can have its number before it is reaped
         return time.time() - float(psutil.boot_time())
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether SIGKILL waits for it, or the kernel takes it down; both are fields of proc(5)."""
+    try:
+        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return True  # it has gone between two looks
+    pending = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd", "ShdPnd"))]
+    return bool(flags & _PF_EXITING) or any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)

@@ -35,6 +35,7 @@ from streamrl.engines.pool_service import PoolService
 from streamrl.messages import EngineReady
 from streamrl.processes.controller_watch import ControllerWatch
 from streamrl.run_events import RunEvent, RunWarning
+from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.prompts import open_prompts
 from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
@@ -52,6 +53,7 @@ class Parts(msgspec.Struct, frozen=True):
     """What is connected: the stages work on it."""
 
     tokenizer: Tokenizer
+    rewards: tuple[RewardStage, AttachedRewards]
     pool: EnginePool
     hosts: SeatedEngines
     trainer: TrainerRanks

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from streamrl.pipeline import run_controller
 from streamrl.processes.child import ChildContext
 
 
 async def run_controller_process(context: ChildContext) -> None:
     """Run the pipeline's own loop until the run is complete, or drained after SIGTERM."""
-    from streamrl.pipeline import run_controller
-
     await run_controller(context.recipe, context.topology, context.run_directory, resumes=context.resumes)

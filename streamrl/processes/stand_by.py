@@ -1,6 +1,7 @@
 """A process that stands by: it has imported what its role needs, and waits to be told whose place it takes.
 
-Importing is most of a start: 15 of 20 s of an engine's on two cores, 3 of 4 of a trainer rank's. It waits as a child of
+Importing is most of a start: 15 of 20 s of an engine's on two cores, 3 of 4 of a trainer rank's, 1 of 2 of a
+controller's. It waits as a child of
 the supervisor like any other, marked and in a session of its own, and ends with it.
 """
 
@@ -66,4 +67,8 @@ def import_for(role: Role, run_directory: Path) -> None:
 
             import_engine(run_directory)
         case Role.TRAINER:
-            import streamrl.processes.trainer_process  # noqa: F401 - for its imports
+            from streamrl.processes.trainer_process import import_trainer
+
+            import_trainer(run_directory)
+        case Role.CONTROLLER:
+            import streamrl.processes.controller_process  # noqa: F401 - for its imports

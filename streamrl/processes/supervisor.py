@@ -298,8 +298,9 @@ class Supervisor:
         if any(self._is_death(child) for child in dead):
             return
         first = first_cause([child.death(self.run_directory) for child in dead])
-        if first.is_consequence and time.monotonic() < first.detected_s + _CONSEQUENCE_S:
-            return  # of what, is about to be seen
+        unclear = first.is_consequence or any(child.is_ending for child in self._of_core())
+        if unclear and time.monotonic() < first.detected_s + _CONSEQUENCE_S:
+            return  # of what, or who died beside it, is about to be seen
         if not restarts.due(time.monotonic()):
             return
         ranks = any(child.name != Role.CONTROLLER and not child.running for child in self._of_core())

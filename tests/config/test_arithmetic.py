@@ -107,7 +107,7 @@ def test_the_lines() -> None:
         "bound       staleness 0: every token is trained by the version that sampled it",
         "checkpoints every 100 steps and at the end; kept: the last 2",
         (
-            "memory      about 3.07 GiB on a CPU host (1.60 GiB an engine, 0.49 GiB a rank, 0.78 GiB standing by); "
+            "memory      about 3.13 GiB on a CPU host (1.60 GiB an engine, 0.49 GiB a rank, 0.84 GiB standing by); "
             "300,000 parameters"
         ),
     ]
@@ -271,10 +271,11 @@ def test_those_that_stand_by_are_shown_and_reckoned_with() -> None:
     lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
     assert "  standby-engine: 1 from 300 s on, for those that die" in lines
     assert "  standby-trainer: 2 from 300 s on, for those that die" in lines
+    assert "  standby-controller: 1 from 300 s on, for those that die" in lines
     never = msgspec.structs.replace(recipe, run=Run(standby_after_s=0))
     assert not [line for line in process_lines(never, plan_topology(never, Path("/tmp/s")), "r") if "standby" in line]
     more = estimate_memory(recipe, FACTS, 512).total - estimate_memory(never, FACTS, 512).total
-    assert more == (500 + 2 * 300) << 20
+    assert more == (500 + 60 + 2 * 300) << 20
 
 
 def test_processes_and_commands() -> None:

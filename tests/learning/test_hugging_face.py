@@ -45,9 +45,21 @@ with TransformGetItemToIndex():
     rows = torch.vmap(lambda index: table[index])(torch.tensor([3, 5]))
 assert rows.tolist() == [3, 5]
 """
+PREPARES = f"""
+import sys, torch
+import streamrl.processes.trainer_process
+from streamrl.learning.loading import import_architecture, load_policy
+import_architecture({MODEL!r}, ranks=1)
+prepared = set(sys.modules)
+load_policy({MODEL!r}, torch.device("cpu"))
+assert not sys.modules.keys() - prepared, "who stands by had not imported it"
+"""
 
 
-@pytest.mark.parametrize("script", [TRAINS, COMPILES, ASKS, MASKS], ids=["trains", "compiles", "asks", "masks"])
-def test_the_compiler_comes_when_it_is_needed(script: str) -> None:
+SCRIPTS = {"trains": TRAINS, "compiles": COMPILES, "asks": ASKS, "masks": MASKS, "prepares": PREPARES}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_what_is_imported_when(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,7 @@ from trials import PLANS, STAND_IN, Trial, death_in, lives, until
 from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine
 from streamrl.config.topology import RENDEZVOUS_FILE, ProcessPlan, Role, Topology
 from streamrl.errors import RecipeError, RewardFailureLimit
-from streamrl.processes import restarts
+from streamrl.processes import child_process, restarts
 from streamrl.processes import supervisor as supervisor_module
 from streamrl.processes.exit_reason import ExitKind, reason_of
 from streamrl.processes.restarts import Restarts
@@ -226,6 +227,34 @@ async def test_a_controller_that_is_killed_is_started_again_alone_and_told_to_go
         assert (one.directory / "resumed").read_text().split() == ["controller"]
         assert all(lives(one.pid(name)) for name in ("engine-0", "reward-0", "trainer-0", *(m.name for m in more)))
         await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_dies_slowly_beside_the_controller_is_waited_for(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the controller would be started for nothing, and started once more with the ranks."""
+    one = trial()
+    async with forgiving(one, core=2) as supervisor, anyio.create_task_group() as tasks:
+        monkeypatch.setattr(child_process, "_is_ending", lambda pid: pid == one.pid("trainer-0"))
+        tasks.start_soon(supervisor.watch)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        await anyio.sleep(0.4)
+        assert not started(one, "controller", 1)
+        os.kill(one.pid("trainer-0"), signal.SIGKILL)
+        await until(lambda: started(one, "controller", 1) and started(one, "trainer-0", 1))
+        assert supervisor._forgiveness.core.left == 1
+        await end_well(one, supervisor)
+
+
+def test_who_was_killed_is_ending_until_it_is_reaped() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not child_process._is_ending(process.pid)
+        process.kill()
+        assert child_process._is_ending(process.pid)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert child_process._is_ending(process.pid)
+    assert child_process._is_ending(process.pid)
 
 
 @pytest.mark.asyncio

@@ -166,13 +166,13 @@ async def test_nobody_stands_by_before_it_is_time(trial: Callable[..., Trial], m
 @pytest.mark.parametrize(
     ("overrides", "roles"),
     [
-        ([], [Role.ENGINE, Role.TRAINER]),
+        ([], [Role.ENGINE, Role.CONTROLLER, Role.TRAINER]),
         (["run.standby_after_s=0"], []),
         (["run.restarts=0"], [Role.ENGINE]),
-        (["engines.restarts=0", "training.ranks=2"], [Role.TRAINER, Role.TRAINER]),
-        (['engines.cores=["0"]'], [Role.TRAINER]),
-        (['engines.kind="simulated"'], [Role.TRAINER]),
-        (["engines.count=2", 'engines.release="stop"'], [Role.ENGINE, Role.TRAINER]),
+        (["engines.restarts=0", "training.ranks=2"], [Role.CONTROLLER, Role.TRAINER, Role.TRAINER]),
+        (['engines.cores=["0"]'], [Role.CONTROLLER, Role.TRAINER]),
+        (['engines.kind="simulated"'], [Role.CONTROLLER, Role.TRAINER]),
+        (["engines.count=2", 'engines.release="stop"'], [Role.ENGINE, Role.CONTROLLER, Role.TRAINER]),
     ],
 )
 async def test_those_stand_by_whose_start_is_long_and_who_can_be_anybody(

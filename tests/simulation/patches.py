@@ -211,6 +211,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(LoopWatch, parts.SilentLoopWatch)
     put(controller_watch, "LastResort", lambda: nullcontext(SimpleNamespace(rearm=_nothing)))
     put(child_process, "_created", lambda pid: float(pid))
+    put(child_process, "_is_ending", lambda pid: False)
     put_for(child_process.start_child, machine.start_child)
     put_for(child_process.open_guardian, machine.open_guardian)
     put_for(child_process.open_standby, machine.open_standby)
