@@ -34,7 +34,8 @@ HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
 GONE_S = 10.0
 ENDLESS = 10**6
-SETTLED_S = 6.0
+SETTLED_S = 1.0
+STANDING_BY = ("standby-controller", "standby-trainer")
 DRAIN_S = 60.0
 PATIENCE_S = {"simulated": 60.0, "vllm": 240.0}
 """For the whole run to start, or for what died to work again."""
@@ -243,14 +244,21 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
 
 
 def _settle(run: ChaosRun) -> None:
-    """Most of a run of days is not its start: whoever stands by for a trainer has imported what it needs."""
+    """Most of a run of days is not its start: whoever stands by for a rank or the controller has imported what these
+    need, and waits."""
     assert run.process is not None
     deadline = time.monotonic() + run.patience_s
+    before: dict[int, float] = {}
     while time.monotonic() < deadline and not run.over:
-        standby = labelled(run.process.pid).get("standby-trainer")
-        if standby is not None and standby.create_time() < time.time() - SETTLED_S:
+        standing = [p for name, p in labelled(run.process.pid).items() if name.startswith(STANDING_BY)]
+        try:
+            used = {process.pid: sum(process.cpu_times()[:2]) for process in standing}
+        except psutil.NoSuchProcess:  # it took somebody's place meanwhile
+            used = {}
+        if len(used) == 1 + run.cell.ranks and used == before:
             return
-        time.sleep(0.2)
+        before = used
+        time.sleep(SETTLED_S)
 
 
 def _go_on(run: ChaosRun, shot: Shot, fired: float, outcome: str, faults: list[str]) -> ShotResult:
