@@ -194,6 +194,8 @@ def on_standby(recipe: Recipe) -> tuple[Role, ...]:
     """Roles that import for seconds and may be started again here: an engine, the controller, and all ranks, which are
     started again together. An engine only where one process can become any of them: OpenMP reads when it is loaded
     which cores are its own, and how many threads."""
+    if not recipe.run.standby_after_s:
+        return ()
     sets = prepared_sets(recipe)
     roles: list[Role] = []
     alike = not any(one.cores for one in sets) and len({one.tensor_parallel for one in sets}) == 1
@@ -203,8 +205,9 @@ def on_standby(recipe: Recipe) -> tuple[Role, ...]:
         roles.append(Role.ENGINE)
     if recipe.core_restarts:
         roles.append(Role.CONTROLLER)
-        roles += [Role.TRAINER] * recipe.training.ranks * (recipe.transport.training is Launch.LOCAL)
-    return tuple(roles) if recipe.run.standby_after_s else ()
+    if recipe.core_restarts and recipe.transport.training is Launch.LOCAL:
+        roles += [Role.TRAINER] * recipe.training.ranks
+    return tuple(roles)
 
 
 def local_engine(topology: Topology, name: str) -> ProcessPlan:

@@ -27,6 +27,7 @@ def register() -> None:
         return
     die_with_parent()
     make_numba_harmless()
+    ask_for_tiles()
     register_weight_backend()
     if os.environ.get(LINEAR_VARIABLE) != "stock":
         keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
@@ -70,6 +71,18 @@ def make_numba_harmless() -> None:
 
     wrapper.streamrl_original = original
     wrapper.__getattr__ = look_up
+
+
+def ask_for_tiles() -> None:
+    """Ask Linux for the tile registers of AMX, where the processor has them: without leave, their first use is SIGILL.
+
+    vLLM's bfloat16 attention uses them without asking. It works where a matrix product of torch has asked before, which
+    none has in a worker whose layers are all packed or quantised.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def register_weight_backend() -> None:

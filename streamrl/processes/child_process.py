@@ -18,6 +18,7 @@ from streamrl.config.topology import ProcessPlan, Role
 from streamrl.processes.exit_reason import Death, log_of, read_reason, reason_path
 from streamrl.processes.guardian import Line
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
+from streamrl.processes.signal_masks import in_mask
 from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.sweep import RunTraces, as_argument, keep_traces, seconds_after_boot
 
@@ -183,11 +184,9 @@ def _created(pid: int) -> float:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether SIGKILL waits for it, or the kernel takes it down; both are fields of proc(5)."""
+    """Whether SIGKILL waits for it, or the kernel takes it down (a flag in ``/proc/PID/stat``, see proc(5))."""
     try:
         flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return bool(flags & _PF_EXITING) or in_mask(pid, signal.SIGKILL, "SigPnd", "ShdPnd")
     except OSError:
         return True  # it has gone between two looks
-    pending = [int(line.split()[1], 16) for line in status if line.startswith(("SigPnd", "ShdPnd"))]
-    return bool(flags & _PF_EXITING) or any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-from pathlib import Path
 
 import psutil
 
 from streamrl.processes.parent_death import RUN_MARKER
+from streamrl.processes.signal_masks import in_mask
 
 STACKS_SIGNAL = signal.SIGUSR2
 
@@ -51,10 +51,6 @@ def _is_of_a_run(process: psutil.Process) -> bool:
 def _catches(pid: int, number: signal.Signals) -> bool:
     """Whether ``pid`` has a handler of its own for the signal (Linux; elsewhere nobody is asked)."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        return in_mask(pid, number, "SigCgt")
     except OSError:
         return False
-    for line in status.splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False

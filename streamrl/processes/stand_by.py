@@ -1,8 +1,8 @@
 """A process that stands by: it has imported what its role needs, and waits to be told whose place it takes.
 
 Importing is most of a start: 15 of 20 s of an engine's on two cores, 3 of 4 of a trainer rank's, 1 of 2 of a
-controller's. It waits as a child of
-the supervisor like any other, marked and in a session of its own, and ends with it.
+controller's. It waits as a child of the supervisor like any other, marked and in a session of its own, and ends with
+it.
 """
 
 from __future__ import annotations

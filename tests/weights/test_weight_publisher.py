@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -463,3 +465,20 @@ def test_shards_must_cover_each_tensor_once(make_ranks: Callable[[int], Ranks]) 
     honest_hash = announce(0, [Published(s, None, h) for s, h in zip(without_the_last.sources, parts, strict=True)])
     with pytest.raises(WeightError, match="a rank is missing"):
         run.mirror.stage(fetch_version(honest_hash))
+
+
+SERVES = """
+import os, sys
+from test_weight_publisher import Ranks, random_bits
+run = Ranks(lambda: sys.argv[1], 1)
+threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+run.commit(run.publish(0, random_bits(0)))
+assert len(os.listdir("/proc/self/task")) == threads, "a thread more since a large part was served"
+assert len(os.listdir("/proc/self/fd")) == files, "a file more since a large part was served"
+"""
+
+
+def test_a_process_does_not_grow_with_the_first_large_part_that_it_serves(tmp_path: Path) -> None:
+    """In a process of its own: pyzmq's thread for frames that are not copied is made once."""
+    script = [sys.executable, "-c", SERVES, f"ipc://{tmp_path}/weights"]
+    subprocess.run(script, check=True, cwd=Path(__file__).parent, timeout=60)
