@@ -190,11 +190,16 @@ def run_ranks(tiny_model: str, directory: Path, ranks: int) -> list[dict[str, np
         )
         for rank in range(ranks)
     ]
-    logs = [process.communicate(timeout=50)[0] for process in processes]
+    try:
+        logs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(logs)
     return [dict(np.load(output)) for output in outputs]
 
 
+@pytest.mark.timeout(170)
 def test_two_ranks_train_what_one_does(tiny_model: str, tmp_path: Path) -> None:
     adapter_process.main(tiny_model, 0, 1, "", str(tmp_path / "alone.npz"))
     alone = dict(np.load(tmp_path / "alone.npz"))

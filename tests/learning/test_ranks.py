@@ -44,7 +44,7 @@ from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(330)]
 SCRIPT = Path(__file__).parent / "rank_process.py"
 STEPS, HALF = 20, 10
 HANG_S = 2.0
@@ -121,7 +121,7 @@ class Trainers:
                 )
         ends = {process: phases[-1].end for process, phases in self.phases.items()}
         try:
-            codes = {p: each.wait(timeout=150) for p, each in running.items() if ends[p] != "hang"}
+            codes = {p: each.wait(timeout=300) for p, each in running.items() if ends[p] != "hang"}
         finally:
             for each in running.values():
                 each.kill()
