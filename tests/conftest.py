@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -43,6 +46,27 @@ def nothing_left_running() -> Iterator[None]:
     for process in set(_children()) - processes:
         process.kill()
     assert not left, f"the test left running: {', '.join(left)}"
+
+
+@pytest.fixture(scope="session")
+def free_ports() -> Callable[[int], int]:
+    """The first of so many free ports in a row on loopback.
+
+    Below those that the kernel hands out to whoever connects: one of those may be taken before a test binds it.
+    """
+
+    def find(count: int) -> int:
+        for first in random.sample(range(20_000, 30_000, count), 100):
+            with ExitStack() as sockets:
+                try:
+                    for port in range(first, first + count):
+                        sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                return first
+        raise AssertionError(f"no {count} free ports in a row")
+
+    return find
 
 
 def _left(processes: set[psutil.Process], threads: set[threading.Thread]) -> list[str]:

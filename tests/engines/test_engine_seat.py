@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -32,15 +31,16 @@ MakeRequest = Callable[..., Generate]
 class Hosts:
     """Engine hosts as tasks, each with an engine of its own that holds no committed version."""
 
-    def __init__(self, directory: Path, *, tcp: bool = False) -> None:
+    def __init__(self, directory: Path, first_port: int | None = None) -> None:
         self.directory = directory
         self.engines: list[SimulatedEngine] = []
-        self.tcp = tcp
+        self.first_port = first_port
         self.ports: dict[str, int] = {}
 
     def at(self, name: str, stream: str) -> str:
-        if self.tcp:
-            return f"tcp://127.0.0.1:{self.ports.setdefault(f'{name}.{stream}', free_port())}"
+        if self.first_port is not None:
+            port = self.ports.setdefault(f"{name}.{stream}", self.first_port + len(self.ports))
+            return f"tcp://127.0.0.1:{port}"
         return f"ipc://{self.directory}/{name}.{stream}"
 
     def seat(self, name: str) -> EngineSeat:
@@ -55,12 +55,6 @@ class Hosts:
             zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, name="orders") as orders,
         ):
             await serve_engine(engine, orders, completions)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
 
 
 async def anchor(policy_version: int) -> WeightAnnouncement:
@@ -193,18 +187,20 @@ class Seated:
 
 
 @asynccontextmanager
-async def seated(*, tcp: bool = False, level: int = 0) -> AsyncIterator[Seated]:
+async def seated(*, first_port: int | None = None, level: int = 0) -> AsyncIterator[Seated]:
     with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
         async with anyio.create_task_group() as group:
-            one = Seated(Hosts(Path(directory), tcp=tcp), group, level)
+            one = Seated(Hosts(Path(directory), first_port), group, level)
             await one.open()
             yield one
             await one.close()  # what runs beside it ends by itself
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(tcp: bool, make_request: MakeRequest) -> None:
-    async with seated(tcp=tcp) as one:
+async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(
+    tcp: bool, make_request: MakeRequest, free_ports: Callable[[int], int]
+) -> None:
+    async with seated(first_port=free_ports(4) if tcp else None) as one:
         await one.stop("engine-1")
         assert one.told == [StopEngine(engine="engine-1", patience_s=PATIENCE_SECONDS)]
         assert sorted(one.pool.attached) == ["engine-0"]

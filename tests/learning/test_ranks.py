@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -283,20 +281,9 @@ async def train_two_batches(topology: Topology, ranks: int) -> list[list[StepRep
     return steps
 
 
-def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row, below those that the kernel hands out."""
-    for first in random.sample(range(20000, 30000, count), 100):
-        with ExitStack() as sockets:
-            try:
-                for port in range(first, first + count):
-                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError(f"no {count} free ports in a row")
-
-
-def test_torchrun_starts_the_ranks_of_a_recipe(tiny_model: str, tmp_path: Path) -> None:
+def test_torchrun_starts_the_ranks_of_a_recipe(
+    tiny_model: str, tmp_path: Path, free_ports: Callable[[int], int]
+) -> None:
     recipe = Recipe(
         model=Model(path=tiny_model),
         prompts=Prompts(train="unused.jsonl"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -175,10 +174,10 @@ def test_continuous_rounds_update_weights_in_flight_within_the_staleness_bound(i
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_example_runs_engine_and_trainer_apart_over_tcp(tmp_path: Path) -> None:
+def test_the_example_runs_engine_and_trainer_apart_over_tcp(tmp_path: Path, free_ports: Callable[[int], int]) -> None:
     chosen = {**SMALL, "run.directory": str(tmp_path), "run.steps": 2}
     flags = [part for k, v in chosen.items() for part in ("--set", f"{k}={json.dumps(v)}")]
-    port = str(_free_ports(8))
+    port = str(free_ports(8))
     command = [sys.executable, str(EXAMPLES / "separate_processes.py"), str(EXAMPLE), "--port", port, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -377,18 +376,3 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert run.process.returncode == 2
     assert "rollout.group_sise" in output and "group_size" in output
     assert not list(tmp_path.iterdir())
-
-
-def _free_ports(count: int) -> int:
-    """First of ``count`` consecutive ports that are free now."""
-    for first in range(20000 + os.getpid() % 2000 * 10, 60000, 50):
-        sockets: list[socket.socket] = []
-        try:
-            sockets.extend(socket.create_server(("127.0.0.1", port)) for port in range(first, first + count))
-            return first
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no free ports")

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -81,19 +80,6 @@ class Finished:
         yield from (path for path in self.directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for first in range(21_000, 30_000, count):
-        try:
-            for port in range(first, first + count):
-                with socket.create_server(("127.0.0.1", port)):
-                    pass
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
-
-
 def recorder(directory: Path) -> dict[str, str]:
     """An environment in which every Python process notes what it unpickles."""
     directory.mkdir()
@@ -104,7 +90,7 @@ def recorder(directory: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def run(tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], int]) -> Finished:
     """Two steps, with a checkpoint, over tcp with keys."""
     base = tmp_path_factory.mktemp("run")
     keys, port = base / "keys", free_ports(10)

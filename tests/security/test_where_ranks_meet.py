@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,17 +19,10 @@ def listening() -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def test_the_store_listens_at_the_named_address_only() -> None:
+def test_the_store_listens_at_the_named_address_only(free_ports: Callable[[int], int]) -> None:
     from streamrl.learning.rendezvous import meet_at
 
-    before, port = listening(), free_port()
+    before, port = listening(), free_ports(1)
     store = meet_at(f"tcp://127.0.0.1:{port}", 0, 1, timedelta(seconds=10))
     assert listening() - before == {("127.0.0.1", port)}
     store.set("greeting", "hello")
