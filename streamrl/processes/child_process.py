@@ -72,6 +72,10 @@ class ChildProcess:
         """Seconds since its end was noticed; 0 while it runs."""
         return 0.0 if self.running or self._ended_s is None else time.monotonic() - self._ended_s
 
+    def ended_before(self, moment_s: float) -> bool:
+        """Whether its end was noticed before that moment (``time.monotonic``)."""
+        return not self.running and self._ended_s is not None and self._ended_s < moment_s
+
     def has_no_successor(self) -> None:
         """Nobody could be started in its place: as if somebody had been, and had died at once."""
         self._started_s = self._ended_s = time.monotonic()

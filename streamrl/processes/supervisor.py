@@ -109,17 +109,18 @@ class Supervisor:
         until_s = math.inf  # how long the others may take after the controller
         while not self._ending:
             self._guarded.tend()
+            began_s = time.monotonic()
             await self._restart_reward_workers()
             await self._start_dead_again()
             await self._start_core_again()
-            deaths = self._deaths()
             if until_s == math.inf:
+                deaths = self._deaths(before_s=began_s)  # later ones were not asked yet whether they are forgiven
                 if deaths and not (self._finishing or self._ending):
                     raise await self._died()
                 if deaths or self._finished():
                     until_s = time.monotonic() + self._others_end_s
             elif self._nobody_is_left() or time.monotonic() > until_s:
-                for death in deaths:
+                for death in self._deaths():
                     log.warning("after the run had finished, %s", death.describe())
                 return
             if until_s == math.inf and not (self._draining or self._finishing or self._ending):
@@ -164,9 +165,7 @@ class Supervisor:
         ``grace_s`` from SIGTERM to SIGKILL. One that had died before is left to ``watch``. Raises ``StreamRLError``
         for no local engine.
         """
-        if self._ending:
-            return
-        if (child := self.engine_host(name)) is None:
+        if self._ending or (child := self.engine_host(name)) is None:
             return
         if name not in self._resting and not child.running and child.exit_code != 0 and not self._forgiven(child):
             return
@@ -349,9 +348,10 @@ class Supervisor:
         running = any(child.running for child in self._children.values())
         return not running or self._children[Role.CONTROLLER.value].exit_code not in (None, 0)
 
-    def _deaths(self) -> list[Death]:
-        """Ends that should not have been."""
-        dead = [child.death(self.run_directory) for child in self._children.values() if self._is_death(child)]
+    def _deaths(self, before_s: float = math.inf) -> list[Death]:
+        """Ends that should not have been; of children, those that were noticed before then."""
+        ended = [child for child in self._children.values() if child.ended_before(before_s)]
+        dead = [child.death(self.run_directory) for child in ended if self._is_death(child)]
         dead += self._guarded.loss()
         for tracker, owner in self.memory.gone():
             child = self._children.get(owner)

@@ -406,6 +406,29 @@ async def test_whoever_served_for_long_has_its_budget_again(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["reward-0", "engine-0"])
+async def test_who_dies_while_the_controller_is_started_again_is_asked_too_whether_it_is_forgiven(
+    name: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its budget is spent, and either whole again by its service or for others to go on without it."""
+    monkeypatch.setattr(restarts, "RENEWED_AFTER_S", 0.0 if name == "reward-0" else 600.0)
+    one, other = trial(), ProcessPlan(role=Role.ENGINE, index=1)
+    async with forgiving(one, other, core=1, rewards=1, engines=1) as supervisor, anyio.create_task_group() as tasks:
+        supervisor._forgiveness.each[name].left = 0
+
+        async def kill_it() -> None:
+            os.kill(one.pid(name), signal.SIGKILL)
+            await until(lambda: not lives(one.pid(name)))
+
+        supervisor.before_controller_start.append(kill_it)
+        tasks.start_soon(supervisor.watch)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        await until(lambda: started(one, "controller", 1))
+        await until(lambda: name in supervisor._forgiveness.retired or started(one, name, 1))
+        await end_well(one, supervisor)
+
+
+@pytest.mark.asyncio
 async def test_a_reward_worker_that_asks_for_a_successor_takes_what_it_started_along(
     trial: Callable[..., Trial],
 ) -> None:
