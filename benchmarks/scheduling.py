@@ -66,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
         "--best", choices=list(ROUND_ARMS), default="tail_prompts_presubmit", help="what best_* build on"
     )
     parser.add_argument("--sagc-budget", type=float, default=0.6, help="group_sizing.budget of the sagc arms")
+    parser.add_argument("--sagc-tradeoff", type=float, default=1.0, help="group_sizing.tradeoff (V) of the sagc arms")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="an override for every arm")
     parser.add_argument("--traces", action="store_true", help="keep each run's trace and recipe beside its cell")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each run")
@@ -93,7 +94,8 @@ def plan(options: argparse.Namespace, regime: Regime, arm: str, seed: int) -> Ce
         if arm.endswith("random_sizes") and not shares:
             raise NotYet(f"it draws sizes with the shares of {like}, of which no cell is finished")
         try:
-            overrides = sizing_overrides(regime, arm, best=options.best, budget=options.sagc_budget, shares=shares)
+            sagc = {"budget": options.sagc_budget, "tradeoff": options.sagc_tradeoff}
+            overrides = sizing_overrides(regime, arm, best=options.best, sagc=sagc, shares=shares)
         except ValueError as error:
             raise NotYet(str(error)) from None
     for text in options.set:

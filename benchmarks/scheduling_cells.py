@@ -303,9 +303,10 @@ def sized(regime: Regime, size: int) -> dict[str, object]:
 
 
 def sizing_overrides(
-    regime: Regime, arm: str, *, best: str, budget: float, shares: Mapping[int, float]
+    regime: Regime, arm: str, *, best: str, sagc: Mapping[str, float], shares: Mapping[int, float]
 ) -> dict[str, object]:
-    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``shares``: of each size, for ``random_sizes``."""
+    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``sagc``: what its controller is told; ``shares``: of
+    each size, for ``random_sizes``."""
     prefix = next((prefix for prefix in PREFIXES if prefix and arm.startswith(prefix)), "")
     kind = arm.removeprefix(prefix)
     over: dict[str, object] = ROUND_ARMS[best] if prefix == "best_" else {}
@@ -316,7 +317,7 @@ def sizing_overrides(
     if kind.startswith("size_"):
         return over | sized(regime, int(kind.removeprefix("size_")))
     if kind == "sagc":
-        sizing: dict[str, object] = {"kind": "sagc", "budget": budget}
+        sizing: dict[str, object] = {"kind": "sagc", **sagc}
     else:
         sizing = {"kind": "random", "shares": [shares.get(size, 0.0) for size in SIZES]}
     return over | {f"group_sizing.{name}": value for name, value in ({"sizes": list(SIZES)} | sizing).items()}

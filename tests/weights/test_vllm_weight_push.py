@@ -46,7 +46,7 @@ from real_engines import (  # noqa: E402
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.torch,
-    pytest.mark.timeout(170),
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("default"),
 ]
 
@@ -213,7 +213,7 @@ async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Cal
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(480)
 async def test_experts_on_two_workers_after_many_deltas(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
     """Experts that vLLM packs after loading, cut between two tensor-parallel workers, against an engine that loads the
     result afresh. ``all_architectures.py`` does this for every kind of model."""
