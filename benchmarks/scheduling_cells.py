@@ -305,8 +305,8 @@ def sized(regime: Regime, size: int) -> dict[str, object]:
 def sizing_overrides(
     regime: Regime, arm: str, *, best: str, sagc: Mapping[str, float], shares: Mapping[int, float]
 ) -> dict[str, object]:
-    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``sagc``: what its controller is told; ``shares``: of
-    each size, for ``random_sizes``."""
+    """The overrides of an arm of ``SIZING_ARMS``, with its prefix. ``sagc``: what its controller is told;
+    ``shares``: of each size, for ``random_sizes``."""
     prefix = next((prefix for prefix in PREFIXES if prefix and arm.startswith(prefix)), "")
     kind = arm.removeprefix(prefix)
     over: dict[str, object] = ROUND_ARMS[best] if prefix == "best_" else {}
