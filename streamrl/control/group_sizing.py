@@ -197,7 +197,7 @@ class StragglerAwareSize:
         )
         cap = settings.queue_cap * settings.tradeoff
         memory = sagc.spend(memory, rate, batches, tightening=settings.tightening, queue_cap=cap)
-        self._memory = msgspec.structs.replace(memory, held=memory.held + 1)
+        self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
         reason = self._calibrate(cap) if calibrating else ""
         if self._memory.steps < settings.calibration_steps:
             return self._decided(rate, reason)

@@ -75,7 +75,9 @@ class Launching:
         held = buffer.held_groups
         due = buffer.versions()
         # One size a round: a refill of another size would not fit the seats.
-        size = batch.group_size or state.sizer.size
+        steps_left = state.steps - state.trainer_version - (int(state.batch.closed))
+        due_size = supply.size_due(settings.batch_trajectories, last=steps_left == 1)
+        size = batch.group_size or due_size or state.sizer.size
         return RoundView(
             trainer_version=state.trainer_version + ahead,
             live_version=state.live_version + ahead,
@@ -90,13 +92,14 @@ class Launching:
             untrained_trajectories=sum(count for _, count in due),
             held=held,
             queued=supply.queued(
+                size,
                 self._round_groups if batch.round_kind else max(batch.seats // size, 1),
                 batch.target // size,
                 round_open=bool(batch.round_kind),
             ),
             exhausted=supply.exhausted and not len(supply.waiting),
             free_slots=state.slots.free,
-            steps_left=state.steps - state.trainer_version - (int(state.batch.closed)),
+            steps_left=steps_left,
             when_stale=settings.when_stale,
             rank_quality=state.lengths.rank_quality,
             due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
@@ -115,7 +118,8 @@ class Launching:
         """Ask the policy until it has nothing more to launch, or prompts must be drawn first."""
         supply = self._state.supply
         while not supply.asked and not supply.loading:
-            plan = self._state.policy.launch(self.view())
+            view = self.view()
+            plan = self._state.policy.launch(view)
             if plan is None or plan.groups <= 0:
                 return
             if plan.because is not None:
@@ -127,16 +131,16 @@ class Launching:
                 elif not len(supply.queue):
                     return
             elif plan.source is Source.HELD:
-                if not self._resume(plan, actions):
+                if not self._resume(plan, view.group_size, actions):
                     return
             else:
-                launched = self._launch_groups(plan, actions)
+                launched = self._launch_groups(plan, view.group_size, actions)
                 # Of a domain the queue may have fewer than its share: fresh prompts join the others at once.
                 short = launched < plan.groups and plan.source is not Source.QUEUE
                 if short or not launched:
                     return
 
-    def _launch_groups(self, plan: Launch, actions: list[ControlAction]) -> int:
+    def _launch_groups(self, plan: Launch, size: int, actions: list[ControlAction]) -> int:
         """How many groups of ``plan`` were launched; if not all, and prompts are to be had, they are asked for."""
         state = self._state
         if not 0 <= plan.keep <= plan.size or plan.size < 1:
@@ -156,7 +160,7 @@ class Launching:
             )
             if ticket is None:
                 break
-            self._open_round(plan, actions)
+            self._open_round(plan, size, actions)
             self._launch_group(plan, ticket, actions)
             launched += 1
         if launched < wanted and plan.source is Source.FRESH and not state.supply.exhausted:
@@ -191,8 +195,8 @@ class Launching:
             )
         )
 
-    def _open_round(self, plan: Launch, actions: list[ControlAction]) -> None:
-        """The first launch of a round says what it is called and what fills its batch."""
+    def _open_round(self, plan: Launch, size: int, actions: list[ControlAction]) -> None:
+        """The first launch of a round says what it is called and what fills its batch. ``size``: of its groups."""
         state = self._state
         if self._in_advance and not self._holding:
             self._holding = True
@@ -202,16 +206,16 @@ class Launching:
             return
         batch.round_kind = plan.round_kind
         batch.target = plan.target or batch.target
-        batch.group_size = state.sizer.size
+        batch.group_size = size
         self._round_groups = plan.groups
 
-    def _resume(self, plan: Launch, actions: list[ControlAction]) -> bool:
+    def _resume(self, plan: Launch, size: int, actions: list[ControlAction]) -> bool:
         """Whether anything was held."""
         state = self._state
         chosen = state.buffer.held()[: plan.groups]
         if not chosen:
             return False
-        self._open_round(plan, actions)
+        self._open_round(plan, size, actions)
         ids: list[TrajectoryId] = []
         for group in chosen:
             state.buffer.resume(group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from streamrl.buffers.rollout_buffer import PromptTicket
 
@@ -107,3 +107,52 @@ class PromptQueue:
                 f"(it has {known}): add it there"
             )
         return self._tickets[ticket.domain]
+
+
+class LoserQueues:
+    """Prompts that lost a race, one queue for each group size at which they did; other queued prompts in the first one.
+
+    Each is trained at that size, as those are that it raced with. Were it trained at whatever size is chosen meanwhile,
+    long prompts, which lose, would weigh more than short ones in a run whose sizes follow the lengths.
+    """
+
+    def __init__(self, domains: DomainShares, sizes: Sequence[int]) -> None:
+        self._queues = {size: PromptQueue(domains) for size in sizes}
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def of(self, size: int) -> PromptQueue:
+        """The queue whose prompts a round of groups of ``size`` trains."""
+        return self._queues[size] if size in self._queues else next(iter(self._queues.values()))
+
+    def append(self, ticket: PromptTicket) -> None:
+        """At the end. Raises ``ValueError`` for a domain that the recipe does not name."""
+        self.of(ticket.group_size).append(ticket)
+
+    def due(self, trajectories: int) -> int:
+        """The size of which most trajectories wait, if they are so many; 0: they are not, or there is one queue."""
+        full = [size for size, queue in self._queues.items() if _fills(queue, trajectories // size)]
+        return max(full, key=lambda size: size * len(self._queues[size]), default=0) if len(self._queues) > 1 else 0
+
+    def take_any(self) -> PromptTicket | None:
+        """A prompt of any size and domain; None when there is none."""
+        return next(filter(None, (queue.take({}, None) for queue in self._queues.values())), None)
+
+    def sort(self, lengths: Mapping[str, float]) -> None:
+        """See ``PromptQueue.sort``."""
+        for queue in self._queues.values():
+            queue.sort(lengths)
+
+    def tickets(self) -> Iterable[PromptTicket]:
+        """All of them, size by size, in the order in which each domain is served."""
+        return (ticket for queue in self._queues.values() for ticket in queue.tickets())
+
+    def clear(self) -> None:
+        """Forget all."""
+        for queue in self._queues.values():
+            queue.clear()
+
+
+def _fills(queue: PromptQueue, groups: int) -> bool:
+    return len(queue) >= groups and queue.usable(groups) >= groups

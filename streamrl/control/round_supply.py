@@ -6,9 +6,10 @@ from collections import Counter
 from typing import Any
 
 from streamrl.buffers.rollout_buffer import Group, PromptTicket
+from streamrl.config.scheduling import RoundKind, SizingKind
 from streamrl.control.events import PromptsDrawn
 from streamrl.control.length_prediction import PromptLengthPredictor
-from streamrl.control.prompt_queue import DomainShares, PromptQueue
+from streamrl.control.prompt_queue import DomainShares, LoserQueues, PromptQueue
 from streamrl.control.rounds.policy import Launch, RoundPolicy, Source
 from streamrl.control.settings import ControlSettings
 from streamrl.types import Record
@@ -40,7 +41,7 @@ class RoundSupply:
         self._policy = policy
         self._domains = DomainShares(settings.tail_batching.domains)
         self.waiting = PromptQueue(self._domains)
-        self.queue = PromptQueue(self._domains)
+        self.queue = LoserQueues(self._domains, _sizes_that_race(settings))
         self.predictor = PromptLengthPredictor() if policy.learns_prompt_lengths else None
         self.asked = 0
         self.drawn_prompts = 0
@@ -166,25 +167,36 @@ class RoundSupply:
         source = self.waiting
         if launch.source is Source.QUEUE:
             self._sort()
-            source = self.queue
+            source = self.queue.of(launch.keep or launch.size)
         quotas = None if self.exhausted else self._domains.quota(groups_in_round, batch)
         ticket = source.take(self._launched, quotas)
+        if ticket is None and launch.source is Source.QUEUE and self.exhausted:
+            ticket = self.queue.take_any()
         if ticket is not None:
             self._launched[ticket.domain] += 1
         return ticket
 
-    def queued(self, groups: int, batch: int, *, round_open: bool) -> int:
-        """Prompts of the queue that a round of ``groups`` could take now, of which ``batch`` fill its batch; all once
-        the source can give no others. Before a round opens: what the largest round, or a whole cohort, could take."""
-        if self.exhausted or not self.has_domains:
+    def size_due(self, batch_trajectories: int, *, last: bool) -> int:
+        """The group size of the long round that can open now; 0: there is none, or every round has the same size.
+        ``last``: no step comes after this one, so that one batch is enough."""
+        return self.queue.due(batch_trajectories * (1 if last else self._long_batches))
+
+    def queued(self, size: int, groups: int, batch: int, *, round_open: bool) -> int:
+        """Prompts of the queue that a round of ``groups`` of ``size`` could take now, of which ``batch`` fill its
+        batch; all once the source can give no others. Before a round opens: what the largest round, or a whole cohort,
+        could take."""
+        if self.exhausted:
             return len(self.queue)
+        queue = self.queue.of(size)
+        if not self.has_domains:
+            return len(queue)
         if round_open:
-            return self.queue.left(self._launched, self._domains.quota(groups, batch))
+            return queue.left(self._launched, self._domains.quota(groups, batch))
         if not self._cohort_batches:
-            return self.queue.usable(groups * self._long_batches)
+            return queue.usable(groups * self._long_batches)
         # Without what one batch needs of every domain there is nothing to race for.
-        of_a_batch = self.queue.left({}, self._domains.quota(groups))
-        return of_a_batch if of_a_batch < groups else self.queue.usable(groups * self._cohort_batches)
+        of_a_batch = queue.left({}, self._domains.quota(groups))
+        return of_a_batch if of_a_batch < groups else queue.usable(groups * self._cohort_batches)
 
     def gives_back(self, group: Group) -> None:
         """A group was dropped for good: its domain may be launched once more in this round."""
@@ -218,4 +230,14 @@ def next_attempt(group: Group, noise: int) -> PromptTicket:
         noise=noise,
         tokens=ticket.tokens,
         domain=ticket.domain,
+        group_size=group.keep,
     )
+
+
+def _sizes_that_race(settings: ControlSettings) -> tuple[int, ...]:
+    """Group sizes whose losers wait apart: where sizes change between the races of tail batching. Not those of a
+    cohort, whose prompts race at any size until they win; ``auto`` may choose one."""
+    races = settings.rounds is RoundKind.TAIL_BATCHING and not settings.tail_batching.cohort_batches
+    if not races or settings.group_sizing.kind is SizingKind.FIXED:
+        return (settings.group_size,)
+    return settings.group_sizing.sizes

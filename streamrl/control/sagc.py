@@ -24,10 +24,10 @@ LengthTable = NDArray[np.float64]
 class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     """All that straggler-aware sizing knows between steps; it is what a checkpoint keeps.
 
-    ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far, where one that trained several
-    batches counts as so many; ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q. ``budget``:
-    of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept it).
-    ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
+    ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far. One that trained several
+    batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
+    ``budget``: of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept
+    it). ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
     """
 
     size: int

@@ -166,7 +166,7 @@ class StepLedger:
             trained_tokens=tally.trained_tokens,
             wait_mean=tally.wait_total / max(tally.waits, 1),
             wait_max=tally.wait_max,
-            straggler_rate=tally.straggler_shares / max(tally.step.count, 1),
+            straggler_rate=tally.straggler_shares / max(tally.samples, 1),
             group_sizes=dict(sorted(tally.group_sizes.items())),
             preemptions=sum(engine.preemptions for engine in engines) - self._preemptions_began,
             trainer_idle=max(1 - (self._trainer_now - self._trainer_began) / seconds, 0.0),

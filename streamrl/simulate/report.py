@@ -124,8 +124,8 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     that were launched would give them; ``trained``: those trained on. Bubble ratios: idle share of ``capacity``
     requests, over the rollout and over the whole step. Staleness: of the oldest token of each trained trajectory.
     ``wait_mean``, ``wait_max``: optimizer steps between the first launch of a prompt and its training.
-    ``straggler_rate``: mean over steps of the share of trained groups whose longest completion is ``straggler_ratio``
-    times the median one or was truncated (what SAGC's budget is about).
+    ``straggler_rate``: mean over trained samples of the share of their step's groups whose longest completion is
+    ``straggler_ratio`` times the median one or was truncated (what SAGC's budget is about).
     """
 
     rounds: str
@@ -251,7 +251,7 @@ class Tally:
     def close(self, row: StepRow, straggled: int, busy_rollout: float, busy_step: float) -> None:
         """One step ended; ``straggled``: groups of its batch; ``busy_...``: integral of running requests over its
         rollout, and over all of it."""
-        self.straggler_shares += straggled / max(row.groups, 1)
+        self.straggler_shares += row.samples * straggled / max(row.groups, 1)
         self.step.add(row.step_s)
         tally = self.kind(row.round_kind)
         tally.step.add(row.step_s)

@@ -426,6 +426,13 @@ class PolicyWorld(World):
 
     # ---- what must hold
 
+    def check(self) -> None:
+        super().check()
+        supply = self.core.supply
+        if self.settings.rounds is TAIL and not self.settings.tail_batching.cohort_batches and not supply.exhausted:
+            again = [group for group in self.core.buffer.groups.values() if group.queued]
+            assert all(group.keep == group.ticket.group_size for group in again), "trained at a size it did not lose at"
+
     def check_end(self) -> None:
         super().check_end()
         if self.finished is not None:

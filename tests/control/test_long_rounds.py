@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
 from control_world import control_settings
 from msgspec.structs import replace
 from policy_world import PolicyWorld
 
-from streamrl.config.scheduling import RoundKind, TailBatching
+from streamrl.buffers.rollout_buffer import PromptTicket
+from streamrl.config.scheduling import GroupSizing, RoundKind, SizingKind, TailBatching
 from streamrl.control import actions as do
-from streamrl.control.engine_cost import LONG
+from streamrl.control.engine_cost import LONG, SHORT
+from streamrl.control.prompt_queue import DomainShares, LoserQueues
 from streamrl.control.rounds.tail_batching import TailBatching as TailBatchingRounds
 from streamrl.control.settings import ControlSettings
 
@@ -45,3 +50,44 @@ def test_a_long_round_takes_whole_batches_once_the_source_is_empty() -> None:
     view = replace(view, live_version=view.trainer_version, queued=28, exhausted=True)
     launch = TailBatchingRounds(settings).launch(view)
     assert launch is not None and (launch.round_kind, launch.groups, launch.target) == (LONG, 16, 16)
+
+
+SIZES = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4, 8), shares=(1.0, 1.0, 1.0), dwell=1)
+
+
+@pytest.mark.parametrize("long_round_batches", [1, 2])
+def test_who_lost_is_trained_in_groups_of_the_size_at_which_it_lost(long_round_batches: int) -> None:
+    """Else a prompt that lost among few would weigh more than those that won against it."""
+    tail = TailBatching(eta_prompts=1.5, long_round_batches=long_round_batches)
+    settings = control_settings(
+        rounds=RoundKind.TAIL_BATCHING,
+        batch_groups=2,
+        group_size=8,
+        steps=90,
+        tail_batching=tail,
+        group_sizing=SIZES,
+        seed=3,
+    )
+    world = PolicyWorld(settings)
+    trained: Counter[int] = Counter()
+    world.begin()
+    while world.core.trainer_version < 80:
+        world.check()
+        trained.update(group.keep for group in world.core.buffer.groups.values() if group.queued)
+        waiting = Counter(ticket.group_size for ticket in world.core.supply.queue.tickets())
+        if world.core.batch.round_kind == SHORT and not world.core.batch.closed:
+            full = [size for size in SIZES.sizes if waiting[size] * size >= 16 * long_round_batches]
+            assert not full, "they wait until that size is chosen again"
+        if not world.goes_on():
+            world.score(world.sampled[0], reward=1.0, tokens=3)
+    assert set(trained) == set(SIZES.sizes)
+
+
+def test_once_no_more_prompts_come_those_of_every_size_fill_a_batch_together() -> None:
+    domains = DomainShares({})
+    queues = LoserQueues(domains, (2, 4))
+    for number, size in enumerate((2, 4, 2, 0)):
+        queues.append(PromptTicket(prompt_id=str(number), group_size=size))
+    assert [ticket.prompt_id for ticket in queues.tickets()] == ["0", "2", "3", "1"], "of no known size: the first one"
+    assert (queues.due(4), queues.due(6), queues.due(8)) == (2, 2, 0)
+    assert len({ticket.prompt_id for ticket in iter(queues.take_any, None)}) == 4
