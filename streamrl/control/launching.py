@@ -104,6 +104,7 @@ class Launching:
             rank_quality=state.lengths.rank_quality,
             due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
             unseated=self._unseated(batch),
+            long_due=bool(due_size) and not batch.round_kind,
         )
 
     def _unseated(self, batch: OpenBatch) -> int:

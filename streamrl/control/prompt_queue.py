@@ -130,10 +130,14 @@ class LoserQueues:
         """At the end. Raises ``ValueError`` for a domain that the recipe does not name."""
         self.of(ticket.group_size).append(ticket)
 
-    def due(self, trajectories: int) -> int:
-        """The size of which most trajectories wait, if they are so many; 0: they are not, or there is one queue."""
-        full = [size for size, queue in self._queues.items() if _fills(queue, trajectories // size)]
-        return max(full, key=lambda size: size * len(self._queues[size]), default=0) if len(self._queues) > 1 else 0
+    def due(self, batch: int, batches: int) -> int:
+        """The size of which most wait, and at least a ``batch`` of trajectories, once so many batches wait in all; 0:
+        they do not, or there is one queue."""
+        waiting = {size: size * len(queue) for size, queue in self._queues.items()}
+        if len(waiting) == 1 or sum(waiting.values()) < batch * batches:
+            return 0
+        full = [size for size, queue in self._queues.items() if _fills(queue, batch // size)]
+        return max(full, key=lambda size: waiting[size], default=0)
 
     def take_any(self) -> PromptTicket | None:
         """A prompt of any size and domain; None when there is none."""

@@ -179,7 +179,7 @@ class RoundSupply:
     def size_due(self, batch_trajectories: int, *, last: bool) -> int:
         """The group size of the long round that can open now; 0: there is none, or every round has the same size.
         ``last``: no step comes after this one, so that one batch is enough."""
-        return self.queue.due(batch_trajectories * (1 if last else self._long_batches))
+        return self.queue.due(batch_trajectories, 1 if last else self._long_batches)
 
     def queued(self, size: int, groups: int, batch: int, *, round_open: bool) -> int:
         """Prompts of the queue that a round of ``groups`` of ``size`` could take now, of which ``batch`` fill its

@@ -78,6 +78,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     source has no more. ``rank_quality``: Spearman's correlation of
     predicted with observed group maxima; 0 where nothing is predicted. ``due``: trajectories of untrained groups by the
     last trainer version that may train them, ascending. ``unseated``: ready groups whose domain has no seat left.
+    ``long_due``: it is the turn of those that lost at ``group_size``, as many batches of them as wait.
     """
 
     trainer_version: int
@@ -100,6 +101,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     due: tuple[tuple[int, int], ...]
     rank_quality: float = 0.0
     unseated: int = 0
+    long_due: bool = False
 
     @property
     def at_barrier(self) -> bool:

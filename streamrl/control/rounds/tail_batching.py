@@ -44,7 +44,7 @@ class TailBatching(StatelessRounds):
         batch = view.batch_trajectories // view.group_size
         waiting = self._waiting(view)
         batches = self._options.long_round_batches
-        if view.steps_left == 1:  # the last chance of those that wait, however few batches they are
+        if view.steps_left == 1 or view.long_due:  # their last chance, however few batches they are; or their turn
             batches = max(1, min(batches, waiting // batch))
         whole = self._whole_batches(min(waiting, batch * batches), batch)
         # Parked losers have tokens of older versions: a long round comes early where the staleness bound asks for it.
