@@ -74,9 +74,9 @@ class Launching:
         batch = self._next_batch() if ahead else state.batch
         held = buffer.held_groups
         due = buffer.versions()
+        steps_left = state.steps - state.trainer_version - int(state.batch.closed)
+        due_size = 0 if batch.round_kind else supply.size_due(settings.batch_trajectories, last=steps_left == 1)
         # One size a round: a refill of another size would not fit the seats.
-        steps_left = state.steps - state.trainer_version - (int(state.batch.closed))
-        due_size = supply.size_due(settings.batch_trajectories, last=steps_left == 1)
         size = batch.group_size or due_size or state.sizer.size
         return RoundView(
             trainer_version=state.trainer_version + ahead,
@@ -104,7 +104,7 @@ class Launching:
             rank_quality=state.lengths.rank_quality,
             due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
             unseated=self._unseated(batch),
-            long_due=bool(due_size) and not batch.round_kind,
+            long_due=bool(due_size),
         )
 
     def _unseated(self, batch: OpenBatch) -> int:

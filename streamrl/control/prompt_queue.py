@@ -136,7 +136,7 @@ class LoserQueues:
         waiting = {size: size * len(queue) for size, queue in self._queues.items()}
         if len(waiting) == 1 or sum(waiting.values()) < batch * batches:
             return 0
-        full = [size for size, queue in self._queues.items() if _fills(queue, batch // size)]
+        full = [size for size, queue in self._queues.items() if queue.usable(batch // size) >= batch // size]
         return max(full, key=lambda size: waiting[size], default=0)
 
     def take_any(self) -> PromptTicket | None:
@@ -156,7 +156,3 @@ class LoserQueues:
         """Forget all."""
         for queue in self._queues.values():
             queue.clear()
-
-
-def _fills(queue: PromptQueue, groups: int) -> bool:
-    return len(queue) >= groups and queue.usable(groups) >= groups
