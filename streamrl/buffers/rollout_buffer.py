@@ -31,7 +31,7 @@ class TrajectoryState(StrEnum):
 
 class PromptTicket(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt that may be launched. ``attempt`` and ``noise`` (-1: a new one) say which draw of it this is;
-    ``tokens``: of the prompt, 0 when unknown; ``group_size``: of its last draw, 0 before the first."""
+    ``tokens``: of the prompt, 0 when unknown; ``group_size``: of its cohort or its last draw, 0 before the first."""
 
     prompt_id: str
     attempt: int = 0

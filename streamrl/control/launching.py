@@ -77,7 +77,7 @@ class Launching:
         steps_left = state.steps - state.trainer_version - int(state.batch.closed)
         due_size = 0 if batch.round_kind else supply.size_due(settings.batch_trajectories, last=steps_left == 1)
         # One size a round: a refill of another size would not fit the seats.
-        size = batch.group_size or due_size or state.sizer.size
+        size = batch.group_size or due_size or supply.cohort_size or state.sizer.size
         return RoundView(
             trainer_version=state.trainer_version + ahead,
             live_version=state.live_version + ahead,
@@ -126,7 +126,7 @@ class Launching:
             if plan.because is not None:
                 actions.append(plan.because)
             if plan.source is Source.COHORT:
-                missing = supply.open_cohort(plan.groups, plan.copies)
+                missing = supply.open_cohort(plan.groups, plan.copies, view.group_size)
                 if missing:
                     self._ask(missing, actions)
                 elif not len(supply.queue):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
+
 from streamrl.buffers.rollout_buffer import Group, PromptTicket
 from streamrl.config.scheduling import RoundKind, SizingKind
 from streamrl.control.events import PromptsDrawn
@@ -19,8 +21,8 @@ OVERDRAWN = 16
 
 
 class KeptSupply(Record, frozen=True):
-    """A ``RoundSupply`` as a record. ``cohort``: the prompts and copies of the one that is being drawn; ``launched``:
-    groups of this round by domain; ``unsorted``: the queue changed since it was sorted."""
+    """A ``RoundSupply`` as a record. ``cohort``: the prompts, copies and group size of the one that is being drawn;
+    ``launched``: groups of this round by domain; ``unsorted``: the queue changed since it was sorted."""
 
     waiting: tuple[PromptTicket, ...] = ()
     queue: tuple[PromptTicket, ...] = ()
@@ -28,7 +30,7 @@ class KeptSupply(Record, frozen=True):
     asked: int = 0
     drawn_prompts: int = 0
     exhausted: bool = False
-    cohort: tuple[int, int] | None = None
+    cohort: tuple[int, int, int] | None = None
     launched: dict[str, int] = {}
     unsorted: bool = False
 
@@ -49,7 +51,8 @@ class RoundSupply:
         self._cohort_batches = settings.tail_batching.cohort_batches
         self._long_batches = settings.tail_batching.long_round_batches
         self._overdrawn = OVERDRAWN * settings.batch_groups
-        self._cohort: tuple[int, int] | None = None
+        self._cohort: tuple[int, int, int] | None = None
+        self._sizes_of_cohorts = _sizes_of_cohorts(settings)
         self._launched: Counter[str] = Counter()
         self._unsorted = False
 
@@ -112,16 +115,17 @@ class RoundSupply:
         self._cohort = kept.cohort
         self._launched, self._unsorted = Counter(kept.launched), kept.unsorted
 
-    def open_cohort(self, prompts: int, copies: int) -> int:
-        """Load ``prompts`` prompts into the queue, each ``copies`` times. Returns how many must be drawn first."""
-        self._cohort = (prompts, copies)
+    def open_cohort(self, prompts: int, copies: int, size: int) -> int:
+        """Load ``prompts`` prompts into the queue, each ``copies`` times, for groups of ``size``. Returns how many must
+        be drawn first."""
+        self._cohort = (prompts, copies, size)
         missing = prompts - len(self.waiting)
         if missing <= 0 or self.exhausted:
-            self._load_cohort(prompts, copies)
+            self._load_cohort(prompts, copies, size)
             return 0
         return missing
 
-    def _load_cohort(self, prompts: int, copies: int) -> None:
+    def _load_cohort(self, prompts: int, copies: int, size: int) -> None:
         """With the shares of the domains in each of its batches, as far as what was drawn has them."""
         self._cohort = None
         batches = max(self._cohort_batches, 1)
@@ -133,6 +137,7 @@ class RoundSupply:
             if ticket is None:
                 break
             loaded[ticket.domain] += 1
+            ticket = msgspec.structs.replace(ticket, group_size=size)
             for _ in range(copies):
                 self.queue.append(ticket)
         self._unsorted = True
@@ -180,6 +185,12 @@ class RoundSupply:
         """The group size of the long round that can open now; 0: there is none, or every round has the same size.
         ``last``: no step comes after this one, so that one batch is enough."""
         return self.queue.due(batch_trajectories, 1 if last else self._long_batches)
+
+    @property
+    def cohort_size(self) -> int:
+        """The group size of the cohort whose prompts wait; 0: none do, or every round has the same size."""
+        first = next(iter(self.queue.tickets()), None) if self._sizes_of_cohorts else None
+        return first.group_size if first is not None and first.group_size in self._sizes_of_cohorts else 0
 
     def queued(self, size: int, groups: int, batch: int, *, round_open: bool) -> int:
         """Prompts of the queue that a round of ``groups`` of ``size`` could take now, of which ``batch`` fill its
@@ -235,9 +246,17 @@ def next_attempt(group: Group, noise: int) -> PromptTicket:
 
 
 def _sizes_that_race(settings: ControlSettings) -> tuple[int, ...]:
-    """Group sizes whose losers wait apart: where sizes change between the races of tail batching. Not those of a
-    cohort, whose prompts race at any size until they win; ``auto`` may choose one."""
+    """Group sizes whose losers wait apart: where sizes change between the races of tail batching."""
     races = settings.rounds is RoundKind.TAIL_BATCHING and not settings.tail_batching.cohort_batches
-    if not races or settings.group_sizing.kind is SizingKind.FIXED:
-        return (settings.group_size,)
-    return settings.group_sizing.sizes
+    return (races and _varying_sizes(settings)) or (settings.group_size,)
+
+
+def _sizes_of_cohorts(settings: ControlSettings) -> tuple[int, ...]:
+    """Group sizes of which a cohort keeps one until it is trained. At another one its last prompts, which are long,
+    would weigh more or less than its first, and it would be more batches, or fewer, than it was drawn for."""
+    packed = settings.rounds is RoundKind.TAIL_BATCHING and settings.tail_batching.cohort_batches > 0
+    return _varying_sizes(settings) if packed or settings.rounds is RoundKind.LENGTH_SORTED else ()
+
+
+def _varying_sizes(settings: ControlSettings) -> tuple[int, ...]:
+    return () if settings.group_sizing.kind is SizingKind.FIXED else settings.group_sizing.sizes

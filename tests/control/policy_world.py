@@ -429,9 +429,12 @@ class PolicyWorld(World):
     def check(self) -> None:
         super().check()
         supply = self.core.supply
-        if self.settings.rounds is TAIL and not self.settings.tail_batching.cohort_batches and not supply.exhausted:
+        of_one_size = self.settings.rounds in (TAIL, SORTED) and not self.settings.length_sorted.single
+        if of_one_size and not supply.exhausted:
             again = [group for group in self.core.buffer.groups.values() if group.queued]
-            assert all(group.keep == group.ticket.group_size for group in again), "trained at a size it did not lose at"
+            assert all(group.keep == group.ticket.group_size for group in again), (
+                "trained at another size than its cohort, or than it lost at"
+            )
 
     def check_end(self) -> None:
         super().check_end()
