@@ -52,13 +52,16 @@ class GroupSizer(Protocol):
         ...
 
 
-def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
-    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with.
+def make_group_sizer(
+    settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int, *, long_batches: int = 1
+) -> GroupSizer:
+    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with;
+    ``long_batches``: that one round may train at once.
 
     Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.config.sizing_rules`` says so earlier).
     """
     if settings.kind is SizingKind.SAGC:
-        return StragglerAwareSize(settings, fixed_size, batch_trajectories)
+        return StragglerAwareSize(settings, fixed_size, batch_trajectories, long_batches=long_batches)
     if settings.kind is SizingKind.RANDOM:
         return RandomSize(settings, batch_trajectories, seed)
     return FixedSize(fixed_size, settings.straggler_ratio)
@@ -161,13 +164,23 @@ class StragglerAwareSize:
     size is kept for ``dwell`` steps at least. ``reuse`` false is the ablation in which a size informs only itself.
     """
 
-    def __init__(self, settings: GroupSizing, start: int, batch_trajectories: int, *, reuse: bool = True) -> None:
+    def __init__(
+        self,
+        settings: GroupSizing,
+        start: int,
+        batch_trajectories: int,
+        *,
+        reuse: bool = True,
+        long_batches: int = 1,
+    ) -> None:
         sagc.check_sizes(settings.sizes, batch_trajectories)
         if start not in settings.sizes:
             raise ValueError(f"group size {start}, which a run starts with, is none of {list(settings.sizes)}: add it")
         self._settings = settings
         self._sizes = settings.sizes
         self._reuse = reuse
+        # Beside what pays for the largest size: a long round's debt must not be forgotten in the step that makes it.
+        self._queue_cap = settings.queue_cap * settings.tradeoff + long_batches - 1
         self._utilities = sagc.utilities_of(settings.sizes)
         first = settings.sizes[-1] if settings.calibration_steps else start
         self._memory = sagc.SizingMemory(size=first, budget=settings.budget, asked=settings.budget)
@@ -195,10 +208,9 @@ class StragglerAwareSize:
             discount=settings.discount,
             reuse=self._reuse or calibrating,
         )
-        cap = settings.queue_cap * settings.tradeoff
-        memory = sagc.spend(memory, rate, batches, tightening=settings.tightening, queue_cap=cap)
+        memory = sagc.spend(memory, rate, batches, tightening=settings.tightening, queue_cap=self._queue_cap)
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
-        reason = self._calibrate(cap) if calibrating else ""
+        reason = self._calibrate() if calibrating else ""
         if self._memory.steps < settings.calibration_steps:
             return self._decided(rate, reason)
         chosen = self._choose()
@@ -224,7 +236,7 @@ class StragglerAwareSize:
         size = new.size if anew else memory.size
         self._memory = msgspec.structs.replace(memory, size=size, asked=new.asked)
 
-    def _calibrate(self, queue_cap: float) -> str:
+    def _calibrate(self) -> str:
         """One step at the largest size is done. After the last one the budget is judged, and the queue made as if that
         budget had been in force from the start."""
         memory, steps = self._memory, self._settings.calibration_steps
@@ -233,7 +245,7 @@ class StragglerAwareSize:
         risks = sagc.risks_of(memory, self._sizes, 0.0)
         budget, reason = sagc.workable_budget(memory.budget, risks, self._settings.tightening)
         memory = msgspec.structs.replace(memory, budget=budget)
-        queue = min(max(memory.overspent, 0.0), queue_cap)
+        queue = min(max(memory.overspent, 0.0), self._queue_cap)
         self._memory = msgspec.structs.replace(memory, queue=queue, held=max(memory.held, self._settings.dwell))
         return reason
 

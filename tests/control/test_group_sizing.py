@@ -365,6 +365,30 @@ def test_a_budget_that_no_size_meets_pins_the_smallest_size_and_recovers() -> No
     assert late.sizes.count(32) < easy.sizes.count(32) / 2, "the cap is what lets it recover"
 
 
+LONG = 4
+"""Batches of a long round, which comes after eight short ones."""
+
+
+def overspent_with_long_rounds(long_batches: int, seed: int) -> float:
+    """Straggler rate above the budget over 72 batches in which every long round is of stragglers."""
+    chosen = sagc_settings(budget=0.6, tradeoff=0.5, sizes=(4, 8, 16))
+    sizer = StragglerAwareSize(chosen, 8, BATCH, long_batches=long_batches)
+    rng = np.random.default_rng(seed)
+    spent = 0.0
+    for number in range(54):
+        is_long = number % 9 == 8
+        groups = straggling(sizer.size, 8) if is_long else sampled_groups(rng, sizer.size, 0.6)
+        batches = LONG if is_long else 1
+        spent += batches * sizer.observe(groups, batches).figures["sizing/straggler_rate"]
+    return spent / (6 * 12) - chosen.budget
+
+
+def test_what_a_long_round_of_several_batches_overspends_is_paid_back() -> None:
+    """A cap made for one batch a step forgets most of it at once."""
+    assert np.mean([overspent_with_long_rounds(LONG, seed) for seed in range(8)]) <= 0.02
+    assert np.mean([overspent_with_long_rounds(1, seed) for seed in range(8)]) > 0.03
+
+
 # ---- calibration
 
 
