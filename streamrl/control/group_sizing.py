@@ -179,7 +179,7 @@ class StragglerAwareSize:
         self._settings = settings
         self._sizes = settings.sizes
         self._reuse = reuse
-        # Beside what pays for the largest size: a long round's debt must not be forgotten in the step that makes it.
+        # Beside what one batch a step needs: a long round's debt would be forgotten in the step that makes it.
         self._queue_cap = settings.queue_cap * settings.tradeoff + long_batches - 1
         self._utilities = sagc.utilities_of(settings.sizes)
         first = settings.sizes[-1] if settings.calibration_steps else start
