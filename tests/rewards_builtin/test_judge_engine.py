@@ -84,8 +84,8 @@ async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(mak
             assert [await reward.call(text) for text in LISTS] == first  # from the cache: the engine is not even woken
             await reward.call.aclose()
             await orders.aclose()
-            assert (await reported(reports, questions=8)).batches == 2
-            assert [event async for event in reports] == []
+            last = [event async for event in reports][-1]  # those before it were due while the answers came
+            assert isinstance(last, JudgeReport) and (last.questions, last.batches) == (8, 2)
         assert await asyncio.to_thread(process.wait, 30) == 0
     assert not path.exists()
 
