@@ -255,21 +255,22 @@ def direction(pairs: Sequence[Paired], regime: Regime, prefix: str, *, bubble: b
 def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefix: str) -> list[Verdict]:
     """Straggler-aware sizing against its budget, the random histogram and the static sizes."""
     by_arm = {pair.arm: pair for pair in pairs if pair.regime == regime}
-    sagc, random = by_arm.get(f"{prefix}sagc"), by_arm.get(f"{prefix}random_sizes")
+    sagc = by_arm.get(f"{prefix}sagc")
     where = f"{regime.name}: {prefix}sagc"
     if sagc is None:
         return [Verdict(where, None, "-")]
-    rate = fmean(cell.per_sample("sizing/straggler_rate") for cell in sagc.cells)
-    budget = fmean(cell.last("sizing/budget") for cell in sagc.cells)
+    controlled, random = (
+        [cell for cell in cells if cell.regime == regime and cell.arm == f"{prefix}{arm}"]
+        for arm in ("sagc", "random_sizes")
+    )
+    rate = fmean(cell.per_sample("sizing/straggler_rate") for cell in controlled)
+    budget = fmean(cell.last("sizing/budget") for cell in controlled)
     found = [
         Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}"),
         Verdict(f"{where} is as accurate as synchronous", sagc.accuracy.mean >= -AS_ACCURATE, _pair_text(sagc)),
     ]
-    if random is not None:
-        pairs_of_seeds = _same_seeds(sagc.cells, random.cells)
-        better = interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
-        figures = f"accuracy {_difference_text(better)}, {ratio_text(_faster(pairs_of_seeds))} times faster"
-        found.append(Verdict(f"{where} is better than random sizes of its histogram", better.low > 0, figures))
+    if random:
+        found += _against_random_sizes(where, budget, _same_seeds(controlled, random))
     static = [pair for pair in by_arm.values() if _is_static(pair, sagc)]
     if static and prefix == "best_":
         best = max(static, key=lambda pair: pair.speed.mean)
@@ -277,6 +278,23 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
         figures = f"{ratio_text(faster)} times faster than {best.arm}"
         found.append(Verdict(f"{where} takes less wall time than the best static size", faster.low > 1, figures))
     return found
+
+
+def _against_random_sizes(where: str, budget: float, pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> list[Verdict]:
+    """What feedback adds to mere mixing: how far the straggler rate of a run is from its budget, and the accuracy."""
+
+    def missed_by(cell: Cell) -> float:
+        return abs(cell.per_sample("sizing/straggler_rate") - budget)
+
+    nearer = interval([missed_by(a) - missed_by(b) for a, b in pairs_of_seeds])
+    own, others = (fmean(map(missed_by, cells)) for cells in zip(*pairs_of_seeds, strict=True))
+    rates = f"misses it by {own:.3f}, random sizes by {others:.3f}: {_difference_text(nearer)}"
+    better = interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
+    figures = f"accuracy {_difference_text(better)}, {ratio_text(_faster(pairs_of_seeds))} times faster"
+    return [
+        Verdict(f"{where} is nearer to its budget than random sizes of its histogram", nearer.high < 0, rates),
+        Verdict(f"{where} is more accurate than random sizes of its histogram", better.low > 0, figures),
+    ]
 
 
 def _is_static(pair: Paired, sagc: Paired) -> bool:
