@@ -155,10 +155,9 @@ class GroupSizing(Section, frozen=True):
     ``sizes``: candidates; each divides the trajectories of a batch. A group straggles when its longest completion is
     ``straggler_ratio`` times its median one or was truncated; the long-term share of such groups stays within
     ``budget``. ``tradeoff`` (V): utility against budget; ``tightening``, ``discount``, ``optimism``, ``dwell`` (steps),
-    ``queue_cap`` (in multiples of V, beside what a long round of several batches adds at once): see
-    ``streamrl.control.group_sizing``. ``calibration_steps``: steps at the largest size first, after which a
-    ``budget`` that no size or every size meets is replaced, and told.
-    ``shares``: of each of ``sizes``, for ``kind = "random"``.
+    ``queue_cap`` (in multiples of V, while no size meets the budget): see ``streamrl.control.group_sizing``.
+    ``calibration_steps``: steps at the largest size first, after which a ``budget`` that no size or every size meets is
+    replaced, and told. ``shares``: of each of ``sizes``, for ``kind = "random"``.
     """
 
     kind: SizingKind = SizingKind.FIXED

@@ -52,16 +52,13 @@ class GroupSizer(Protocol):
         ...
 
 
-def make_group_sizer(
-    settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int, *, long_batches: int = 1
-) -> GroupSizer:
-    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with;
-    ``long_batches``: that one round may train at once.
+def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
+    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with.
 
     Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.config.sizing_rules`` says so earlier).
     """
     if settings.kind is SizingKind.SAGC:
-        return StragglerAwareSize(settings, fixed_size, batch_trajectories, long_batches=long_batches)
+        return StragglerAwareSize(settings, fixed_size, batch_trajectories)
     if settings.kind is SizingKind.RANDOM:
         return RandomSize(settings, batch_trajectories, seed)
     return FixedSize(fixed_size, settings.straggler_ratio)
@@ -171,7 +168,6 @@ class StragglerAwareSize:
         batch_trajectories: int,
         *,
         reuse: bool = True,
-        long_batches: int = 1,
     ) -> None:
         sagc.check_sizes(settings.sizes, batch_trajectories)
         if start not in settings.sizes:
@@ -179,8 +175,6 @@ class StragglerAwareSize:
         self._settings = settings
         self._sizes = settings.sizes
         self._reuse = reuse
-        # Beside what one batch a step needs: a long round's debt would be forgotten in the step that makes it.
-        self._queue_cap = settings.queue_cap * settings.tradeoff + long_batches - 1
         self._utilities = sagc.utilities_of(settings.sizes)
         first = settings.sizes[-1] if settings.calibration_steps else start
         self._memory = sagc.SizingMemory(size=first, budget=settings.budget, asked=settings.budget)
@@ -208,7 +202,14 @@ class StragglerAwareSize:
             discount=settings.discount,
             reuse=self._reuse or calibrating,
         )
-        memory = sagc.spend(memory, rate, batches, tightening=settings.tightening, queue_cap=self._queue_cap)
+        memory = sagc.spend(
+            memory,
+            rate,
+            batches,
+            smallest=self._sizes[0],
+            tightening=settings.tightening,
+            queue_cap=settings.queue_cap * settings.tradeoff,
+        )
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
         reason = self._calibrate() if calibrating else ""
         if self._memory.steps < settings.calibration_steps:
@@ -245,7 +246,7 @@ class StragglerAwareSize:
         risks = sagc.risks_of(memory, self._sizes, 0.0)
         budget, reason = sagc.workable_budget(memory.budget, risks, self._settings.tightening)
         memory = msgspec.structs.replace(memory, budget=budget)
-        queue = min(max(memory.overspent, 0.0), self._queue_cap)
+        queue = max(memory.overspent, 0.0)
         self._memory = msgspec.structs.replace(memory, queue=queue, held=max(memory.held, self._settings.dwell))
         return reason
 

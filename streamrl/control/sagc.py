@@ -120,17 +120,23 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
     return {size: math.log(size / sizes[0]) / span if span else 0.0 for size in sizes}
 
 
-def spend(memory: SizingMemory, rate: float, batches: int, *, tightening: float, queue_cap: float) -> SizingMemory:
+def spend(
+    memory: SizingMemory, rate: float, batches: int, *, smallest: int, tightening: float, queue_cap: float
+) -> SizingMemory:
     """Take the straggler rate of so many batches off the budget: Q grows by what is above it. A long round that trains
     several batches at once holds as many groups more, and more that straggle than the short ones before it.
 
     ``tightening`` works while the run is over its budget, to pay back what the first steps overspent. Always on, it
     would hold the long-term rate that far below the budget. The cap is an anti-windup: without it a stretch in which no
-    size meets the budget would pin the smallest one long after.
+    size meets the budget would pin the smallest one long after. Where size ``smallest`` meets it, debts can be paid
+    back and none is forgotten: where risks are close, a smaller size is chosen at a Q that is above any fixed cap.
     """
     after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
     target = memory.budget - (tightening if after.overspent > 0 else 0.0)
-    return msgspec.structs.replace(after, queue=min(max(memory.queue + batches * (rate - target), 0.0), queue_cap))
+    queue = max(memory.queue + batches * (rate - target), 0.0)
+    if risks_of(memory, [smallest], 0.0)[smallest].mean > memory.budget:
+        queue = min(queue, max(memory.queue, queue_cap))
+    return msgspec.structs.replace(after, queue=queue)
 
 
 def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, queue: float, tradeoff: float) -> int:

@@ -52,11 +52,7 @@ class ControlState:
         self.steps = settings.steps
         self.policy = make_round_policy(settings)
         self.sizer = make_group_sizer(
-            settings.group_sizing,
-            settings.group_size,
-            settings.batch_trajectories,
-            settings.seed,
-            long_batches=settings.tail_batching.long_round_batches,
+            settings.group_sizing, settings.group_size, settings.batch_trajectories, settings.seed
         )
         self.buffer = RolloutBuffer()
         # What is submitted in advance is in flight together with the batch that is being trained.

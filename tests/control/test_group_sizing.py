@@ -369,10 +369,10 @@ LONG = 4
 """Batches of a long round, which comes after eight short ones."""
 
 
-def overspent_with_long_rounds(long_batches: int, seed: int) -> float:
+def overspent_with_long_rounds(seed: int) -> float:
     """Straggler rate above the budget over 72 batches in which every long round is of stragglers."""
     chosen = sagc_settings(budget=0.6, tradeoff=0.5, sizes=(4, 8, 16))
-    sizer = StragglerAwareSize(chosen, 8, BATCH, long_batches=long_batches)
+    sizer = StragglerAwareSize(chosen, 8, BATCH)
     rng = np.random.default_rng(seed)
     spent = 0.0
     for number in range(54):
@@ -384,9 +384,29 @@ def overspent_with_long_rounds(long_batches: int, seed: int) -> float:
 
 
 def test_what_a_long_round_of_several_batches_overspends_is_paid_back() -> None:
-    """A cap made for one batch a step forgets most of it at once."""
-    assert np.mean([overspent_with_long_rounds(LONG, seed) for seed in range(8)]) <= 0.02
-    assert np.mean([overspent_with_long_rounds(1, seed) for seed in range(8)]) > 0.03
+    """A cap on the queue would forget most of it at once."""
+    assert np.mean([overspent_with_long_rounds(seed) for seed in range(8)]) <= 0.02
+
+
+def close_groups(rng: np.random.Generator, size: int) -> list[GroupLengths]:
+    """Risks of 0.49, 0.66 and 0.75 at sizes 4, 8, 16, as on the demo: prompts that hardly ever straggle, or always."""
+    number = BATCH // size
+    spread_G = rng.choice([0.08, 0.65, 2.5], size=number, p=[0.22, 0.40, 0.38])
+    lengths_GL = np.maximum(1, np.round(30 * np.exp(spread_G[:, None] * rng.standard_normal((number, size)))))
+    return [GroupLengths(lengths=tuple(map(int, row)), truncated=(False,) * size) for row in lengths_GL]
+
+
+@pytest.mark.parametrize("tradeoff", [0.5, 1.0])
+def test_the_budget_is_kept_in_the_long_run_where_risks_are_close(tradeoff: float) -> None:
+    """There the smallest size is chosen at a queue of V / 0.26 and one ``dwell`` adds up to 2: a cap of 5 V on it ended
+    at 0.64."""
+    chosen = sagc_settings(budget=0.6, tradeoff=tradeoff, sizes=(4, 8, 16))
+    rates = []
+    for seed in range(4):
+        sizer, rng = StragglerAwareSize(chosen, 8, BATCH), np.random.default_rng(seed)
+        seen = [sizer.observe(close_groups(rng, sizer.size)) for _ in range(400)]
+        rates.append(np.mean([decision.figures["sizing/straggler_rate"] for decision in seen]))
+    assert np.mean(rates) <= 0.61
 
 
 # ---- calibration
