@@ -269,8 +269,8 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
         Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}"),
         Verdict(f"{where} is as accurate as synchronous", sagc.accuracy.mean >= -AS_ACCURATE, _pair_text(sagc)),
     ]
-    if random:
-        found += _against_random_sizes(where, budget, _same_seeds(controlled, random))
+    if pairs_of_seeds := _same_seeds(controlled, random):
+        found += _against_random_sizes(where, budget, pairs_of_seeds)
     static = [pair for pair in by_arm.values() if _is_static(pair, sagc)]
     if static and prefix == "best_":
         best = max(static, key=lambda pair: pair.speed.mean)

@@ -388,6 +388,24 @@ def test_what_a_long_round_of_several_batches_overspends_is_paid_back() -> None:
     assert np.mean([overspent_with_long_rounds(seed) for seed in range(8)]) <= 0.02
 
 
+@pytest.mark.parametrize(
+    ("calm", "queue", "after"),
+    [
+        # Nine of ten groups of the smallest size are calm: its debt can be paid back, and none of it is forgotten.
+        (9.0, 0.5, 0.9),
+        # One of ten is: the queue stops at its cap, and one that is above it stays there.
+        (1.0, 0.5, 0.6),
+        (1.0, 0.8, 0.8),
+    ],
+)
+def test_a_debt_is_forgotten_only_while_the_smallest_size_is_above_the_budget(
+    calm: float, queue: float, after: float
+) -> None:
+    memory = sagc.SizingMemory(size=8, budget=0.6, queue=queue, straggling={4: 10 - calm}, calm={4: calm})
+    spent = sagc.spend(memory, 1.0, 1, smallest=4, tightening=0.0, queue_cap=0.6)
+    assert spent.queue == pytest.approx(after)
+
+
 def close_groups(rng: np.random.Generator, size: int) -> list[GroupLengths]:
     """Risks of 0.49, 0.66 and 0.75 at sizes 4, 8, 16, as on the demo: prompts that hardly ever straggle, or always."""
     number = BATCH // size
