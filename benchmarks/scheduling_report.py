@@ -111,12 +111,13 @@ def _mean(cells: Sequence[Cell], value: Callable[[Cell], float], spec: str) -> s
 def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
     sizes = [shares for cell in cells if (shares := cell.size_shares())]
     mixed = {size: fmean(shares.get(size, 0.0) for shares in sizes) for size in sorted({s for m in sizes for s in m})}
+    alone = "1" if arm == SYNCHRONOUS else "-"
     return [
         arm + ("" if all(cell.on_policy for cell in cells) else " (off-policy)"),
         str(len(cells)),
         _mean(cells, lambda cell: 1000 * cell.seconds / cell.samples, ".1f"),
-        ratio_text(against.speed) if against else "1",
-        ratio_text(against.goodput) if against else "1",
+        ratio_text(against.speed) if against else alone,
+        ratio_text(against.goodput) if against else alone,
         _mean(cells, lambda cell: cell.groups / cell.seconds, ".2f"),
         _mean(cells, lambda cell: cell.trained_tokens / cell.seconds, ".0f"),
         _mean(cells, lambda cell: cell.weighted("util/rollout_bubble_ratio"), ".2f"),
@@ -124,7 +125,7 @@ def _row(arm: str, cells: Sequence[Cell], against: Paired | None) -> list[str]:
         _mean(cells, lambda cell: cell.accuracy, ".3f"),
         _difference_text(against.accuracy) if against else "-",
         _mean(cells, lambda cell: cell.length, ".0f"),
-        ratio_text(against.length) if against else "1",
+        ratio_text(against.length) if against else alone,
         _mean(cells, lambda cell: cell.after_whole_cycles("length/bias"), ".2f"),
         _mean(cells, lambda cell: cell.generated_per_trained, ".2f"),
         _mean(cells, lambda cell: cell.per_sample("sizing/straggler_rate"), ".2f"),
@@ -159,9 +160,8 @@ def regime_table(regime: Regime, cells: Sequence[Cell], pairs: Sequence[Paired])
     by_arm = {pair.arm: pair for pair in pairs if pair.regime == regime}
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for arm in sorted({cell.arm for cell in own}, key=arm_order):
-        if arm == SYNCHRONOUS or arm in by_arm:
-            members = by_arm[arm].cells if arm in by_arm else [cell for cell in own if cell.arm == arm]
-            lines.append(f"| {' | '.join(_row(arm, members, by_arm.get(arm)))} |")
+        members = by_arm[arm].cells if arm in by_arm else [cell for cell in own if cell.arm == arm]
+        lines.append(f"| {' | '.join(_row(arm, members, by_arm.get(arm)))} |")
     return "\n".join(lines)
 
 
@@ -254,30 +254,40 @@ def direction(pairs: Sequence[Paired], regime: Regime, prefix: str, *, bubble: b
 
 def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefix: str) -> list[Verdict]:
     """Straggler-aware sizing against its budget, the random histogram and the static sizes."""
-    by_arm = {pair.arm: pair for pair in pairs if pair.regime == regime}
-    sagc = by_arm.get(f"{prefix}sagc")
     where = f"{regime.name}: {prefix}sagc"
-    if sagc is None:
-        return [Verdict(where, None, "-")]
     controlled, random = (
         [cell for cell in cells if cell.regime == regime and cell.arm == f"{prefix}{arm}"]
         for arm in ("sagc", "random_sizes")
     )
     rate = fmean(cell.per_sample("sizing/straggler_rate") for cell in controlled)
     budget = fmean(cell.last("sizing/budget") for cell in controlled)
-    found = [
-        Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}"),
-        Verdict(f"{where} is as accurate as synchronous", sagc.accuracy.mean >= -AS_ACCURATE, _pair_text(sagc)),
-    ]
+    found = [Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}")]
+    for pair in pairs:
+        if (pair.regime, pair.arm) == (regime, f"{prefix}sagc"):
+            equal = pair.accuracy.mean >= -AS_ACCURATE
+            found.append(Verdict(f"{where} is as accurate as synchronous", equal, _pair_text(pair)))
     if pairs_of_seeds := _same_seeds(controlled, random):
         found += _against_random_sizes(where, budget, pairs_of_seeds)
-    static = [pair for pair in by_arm.values() if _is_static(pair, sagc)]
-    if static and prefix == "best_":
-        best = max(static, key=lambda pair: pair.speed.mean)
-        faster = _faster(_same_seeds(sagc.cells, best.cells))
-        figures = f"{ratio_text(faster)} times faster than {best.arm}"
-        found.append(Verdict(f"{where} takes less wall time than the best static size", faster.low > 1, figures))
+    if prefix == "best_":
+        found += _against_static_sizes(where, controlled, [cell for cell in cells if cell.regime == regime])
     return found
+
+
+def _against_static_sizes(where: str, controlled: Sequence[Cell], cells: Sequence[Cell]) -> list[Verdict]:
+    """Wall time and accuracy against the static size that leaves the least to gain, over the seeds both ran."""
+    static: dict[str, list[tuple[Cell, Cell]]] = {}
+    for arm in sorted({cell.arm for cell in cells if _is_static(cell, controlled[0])}, key=arm_order):
+        if shared := _same_seeds(controlled, [cell for cell in cells if cell.arm == arm]):
+            static[arm] = shared
+    if not static:
+        return []
+    figures = ", ".join(
+        f"{ratio_text(_faster(shared))} times faster than {arm} in {len(shared)} pairs, accuracy "
+        f"{_difference_text(interval([a.accuracy - b.accuracy for a, b in shared]))}"
+        for arm, shared in static.items()
+    )
+    least = min((_faster(shared) for shared in static.values()), key=lambda faster: faster.mean)
+    return [Verdict(f"{where} takes less wall time than the best static size", least.low > 1, figures)]
 
 
 def _against_random_sizes(where: str, budget: float, pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> list[Verdict]:
@@ -297,15 +307,13 @@ def _against_random_sizes(where: str, budget: float, pairs_of_seeds: Sequence[tu
     ]
 
 
-def _is_static(pair: Paired, sagc: Paired) -> bool:
-    """Whether it is the composition of ``sagc`` at a size that stays: one of the sizing arms, or that of the regime."""
+def _is_static(cell: Cell, controlled: Cell) -> bool:
+    """Whether it is the composition of ``controlled`` at a size that stays: a sizing arm, or that of the regime."""
     shape = ("group_sizing.", "rollout.group_size", "rollout.prompts_per_batch")
-    own, controlled = (
-        {key: value for key, value in one.cells[0].overrides.items() if not key.startswith(shape)}
-        for one in (pair, sagc)
+    own, other = (
+        {key: value for key, value in one.overrides.items() if not key.startswith(shape)} for one in (cell, controlled)
     )
-    sized = any(key.startswith("group_sizing.") for key in pair.cells[0].overrides)
-    return own == controlled and not sized
+    return own == other and not any(key.startswith("group_sizing.") for key in cell.overrides)
 
 
 def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:

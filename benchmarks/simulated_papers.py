@@ -1,6 +1,6 @@
 """What the simulator says about the figures of RollPacker, SortedRL and SAGC, and how fast it is. All simulated.
 
-    python benchmarks/simulated_papers.py [rhythm] [eta] [engines] [sorted] [sagc] [speed] [--out FILE]
+    python benchmarks/simulated_papers.py [rhythm] [eta] [engines] [sorted] [sagc] [sizes] [speed] [--out FILE]
 
 No part means all. Takes some minutes on one core; the times that it prints are CPU time.
 """
@@ -235,6 +235,36 @@ def sagc(say: Callable[[str], None], steps: int = 2000, budget: float = 0.4) -> 
         )
 
 
+def sizes(say: Callable[[str], None], steps: int = 400, budget: float = 0.6) -> None:
+    """Wall time of every size, of SAGC and of random sizes with its shares, under each kind of rounds."""
+    race = TailBatching(eta_prompts=1.5, losers=Losers.VERIFY, long_round_batches=4)
+    both = TailBatching(eta_prompts=1.25, eta_responses=1.25, losers=Losers.REGENERATE, long_round_batches=4)
+    kinds: dict[str, dict[str, Any]] = {
+        "synchronous": {},
+        "race of prompts": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": race},
+        "race of prompts and responses": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": both},
+        "length_sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=4)},
+        "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
+    }
+    for name, rounds in kinds.items():
+        controlled = GroupSizing(kind=SizingKind.SAGC, budget=budget, tradeoff=0.5)
+        report = simulate(settings(batch_groups=8, group_sizing=controlled, **rounds), DEMO, steps)
+        batches = {size: report.group_sizes.get(size, 0) * size for size in controlled.sizes}
+        shares = tuple(round(count / sum(batches.values()), 4) for count in batches.values())
+        random = GroupSizing(kind=SizingKind.RANDOM, shares=shares)
+        cases = {
+            "SAGC": report,
+            "random": simulate(settings(batch_groups=8, group_sizing=random, **rounds), DEMO, steps),
+        }
+        for size in controlled.sizes:
+            cases[f"size {size}"] = simulate(settings(batch_groups=64 // size, group_size=size, **rounds), DEMO, steps)
+        told = ", ".join(
+            f"{case} {1000 * one.seconds / one.trained.count:.2f} ({one.straggler_rate:.2f}, {one.length_ratio:.2f})"
+            for case, one in cases.items()
+        )
+        say(f"sizes, {name}, ms a sample (straggler rate, trained over unbiased length): {told}")
+
+
 # ---- engines that are freed late in a round, and sets of them ------------------------------------
 
 
@@ -294,6 +324,7 @@ PARTS: dict[str, Callable[[Callable[[str], None]], None]] = {
     "engines": engine_changes,
     "sorted": sorted_rounds,
     "sagc": sagc,
+    "sizes": sizes,
     "speed": speed,
 }
 
