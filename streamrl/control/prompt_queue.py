@@ -15,6 +15,10 @@ from streamrl.buffers.rollout_buffer import PromptTicket
 OVERFULL = 4
 """A domain whose queue holds so many times its quota opens a long round, whatever the other domains have waiting."""
 
+WAITING_IN_ALL = 1.5
+"""Once so many times the batches of a long round wait in all, those of one size have theirs, though they fill fewer: a
+small long round waits for its longest completion as well, but one that never comes leaves long prompts untrained."""
+
 
 class DomainShares:
     """The dataset's domains and their shares of a batch. Without domains everything is one domain, named ''."""
@@ -131,13 +135,15 @@ class LoserQueues:
         self.of(ticket.group_size).append(ticket)
 
     def due(self, batch: int, batches: int) -> int:
-        """The size of which most wait, and at least a ``batch`` of trajectories, once so many batches wait in all; 0:
-        they do not, or there is one queue."""
-        waiting = {size: size * len(queue) for size, queue in self._queues.items()}
-        if len(waiting) == 1 or sum(waiting.values()) < batch * batches:
+        """The size of which most wait, where those are ``batches`` batches of trajectories, or at least one and
+        ``WAITING_IN_ALL`` times as many wait in all; 0: they are not, or there is one queue."""
+        waiting, wanted = {size: size * len(queue) for size, queue in self._queues.items()}, batch * batches
+        if len(waiting) == 1 or sum(waiting.values()) < wanted:
             return 0
         full = [size for size, queue in self._queues.items() if queue.usable(batch // size) >= batch // size]
-        return max(full, key=lambda size: waiting[size], default=0)
+        most = max(full, key=lambda size: waiting[size], default=0)
+        due = most and (waiting[most] >= wanted or sum(waiting.values()) >= WAITING_IN_ALL * wanted)
+        return most if due else 0
 
     def take_any(self) -> PromptTicket | None:
         """A prompt of any size and domain; None when there is none."""
