@@ -89,7 +89,7 @@ def _against(regime: Regime, arm: str, own: list[Cell], others: list[Cell]) -> P
         speed=_faster(pairs),
         goodput=of_ratios([(a.trained_tokens / a.seconds) / (b.trained_tokens / b.seconds) for a, b in pairs]),
         length=of_ratios([a.length / b.length for a, b in pairs]),
-        accuracy=interval([a.accuracy - b.accuracy for a, b in pairs]),
+        accuracy=_more_accurate(pairs),
         synchronous=others,
     )
 
@@ -262,10 +262,9 @@ def sizing(cells: Sequence[Cell], pairs: Sequence[Paired], regime: Regime, prefi
     rate = fmean(cell.per_sample("sizing/straggler_rate") for cell in controlled)
     budget = fmean(cell.last("sizing/budget") for cell in controlled)
     found = [Verdict(f"{where} keeps its straggler budget", rate <= budget + OF_BUDGET, f"{rate:.3f} of {budget:.3f}")]
-    for pair in pairs:
-        if (pair.regime, pair.arm) == (regime, f"{prefix}sagc"):
-            equal = pair.accuracy.mean >= -AS_ACCURATE
-            found.append(Verdict(f"{where} is as accurate as synchronous", equal, _pair_text(pair)))
+    own = next((pair for pair in pairs if (pair.regime, pair.arm) == (regime, f"{prefix}sagc")), None)
+    equal, figures = (None, "-") if own is None else (own.accuracy.mean >= -AS_ACCURATE, _pair_text(own))
+    found.append(Verdict(f"{where} is as accurate as synchronous", equal, figures))
     if pairs_of_seeds := _same_seeds(controlled, random):
         found += _against_random_sizes(where, budget, pairs_of_seeds)
     if prefix == "best_":
@@ -281,12 +280,13 @@ def _against_static_sizes(where: str, controlled: Sequence[Cell], cells: Sequenc
             static[arm] = shared
     if not static:
         return []
+    faster = {arm: _faster(shared) for arm, shared in static.items()}
     figures = ", ".join(
-        f"{ratio_text(_faster(shared))} times faster than {arm} in {len(shared)} pairs, accuracy "
-        f"{_difference_text(interval([a.accuracy - b.accuracy for a, b in shared]))}"
+        f"{ratio_text(faster[arm])} times faster than {arm} in {len(shared)} pairs, accuracy "
+        f"{_difference_text(_more_accurate(shared))}"
         for arm, shared in static.items()
     )
-    least = min((_faster(shared) for shared in static.values()), key=lambda faster: faster.mean)
+    least = min(faster.values(), key=lambda one: one.mean)
     return [Verdict(f"{where} takes less wall time than the best static size", least.low > 1, figures)]
 
 
@@ -299,7 +299,7 @@ def _against_random_sizes(where: str, budget: float, pairs_of_seeds: Sequence[tu
     nearer = interval([missed_by(a) - missed_by(b) for a, b in pairs_of_seeds])
     own, others = (fmean(map(missed_by, cells)) for cells in zip(*pairs_of_seeds, strict=True))
     rates = f"misses it by {own:.3f}, random sizes by {others:.3f}: {_difference_text(nearer)}"
-    better = interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
+    better = _more_accurate(pairs_of_seeds)
     figures = f"accuracy {_difference_text(better)}, {ratio_text(_faster(pairs_of_seeds))} times faster"
     return [
         Verdict(f"{where} is nearer to its budget than random sizes of its histogram", nearer.high < 0, rates),
@@ -318,6 +318,10 @@ def _is_static(cell: Cell, controlled: Cell) -> bool:
 
 def _faster(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
     return of_ratios([(b.seconds / b.samples) / (a.seconds / a.samples) for a, b in pairs_of_seeds])
+
+
+def _more_accurate(pairs_of_seeds: Sequence[tuple[Cell, Cell]]) -> Interval:
+    return interval([a.accuracy - b.accuracy for a, b in pairs_of_seeds])
 
 
 def _same_seeds(first: Sequence[Cell], second: Sequence[Cell]) -> list[tuple[Cell, Cell]]:

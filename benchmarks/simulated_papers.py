@@ -237,11 +237,11 @@ def sagc(say: Callable[[str], None], steps: int = 2000, budget: float = 0.4) -> 
 
 def sizes(say: Callable[[str], None], steps: int = 400, budget: float = 0.6) -> None:
     """Wall time of every size, of SAGC and of random sizes with its shares, under each kind of rounds."""
-    race = TailBatching(eta_prompts=1.5, losers=Losers.VERIFY, long_round_batches=4)
+    prompts = TailBatching(eta_prompts=1.5, losers=Losers.VERIFY, long_round_batches=4)
     both = TailBatching(eta_prompts=1.25, eta_responses=1.25, losers=Losers.REGENERATE, long_round_batches=4)
     kinds: dict[str, dict[str, Any]] = {
         "synchronous": {},
-        "race of prompts": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": race},
+        "race of prompts": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": prompts},
         "race of prompts and responses": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": both},
         "length_sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=4)},
         "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
@@ -249,8 +249,8 @@ def sizes(say: Callable[[str], None], steps: int = 400, budget: float = 0.6) -> 
     for name, rounds in kinds.items():
         controlled = GroupSizing(kind=SizingKind.SAGC, budget=budget, tradeoff=0.5)
         report = simulate(settings(batch_groups=8, group_sizing=controlled, **rounds), DEMO, steps)
-        batches = {size: report.group_sizes.get(size, 0) * size for size in controlled.sizes}
-        shares = tuple(round(count / sum(batches.values()), 4) for count in batches.values())
+        samples = [report.group_sizes.get(size, 0) * size for size in controlled.sizes]
+        shares = tuple(round(count / sum(samples), 4) for count in samples)
         random = GroupSizing(kind=SizingKind.RANDOM, shares=shares)
         cases = {
             "SAGC": report,

@@ -137,13 +137,17 @@ class LoserQueues:
     def due(self, batch: int, batches: int) -> int:
         """The size of which most wait, where those are ``batches`` batches of trajectories, or at least one and
         ``WAITING_IN_ALL`` times as many wait in all; 0: they are not, or there is one queue."""
-        waiting, wanted = {size: size * len(queue) for size, queue in self._queues.items()}, batch * batches
-        if len(waiting) == 1 or sum(waiting.values()) < wanted:
+        waiting = {size: size * len(queue) for size, queue in self._queues.items()}
+        in_all, wanted = sum(waiting.values()), batch * batches
+        if len(waiting) == 1 or in_all < wanted:
             return 0
-        full = [size for size, queue in self._queues.items() if queue.usable(batch // size) >= batch // size]
-        most = max(full, key=lambda size: waiting[size], default=0)
-        due = most and (waiting[most] >= wanted or sum(waiting.values()) >= WAITING_IN_ALL * wanted)
-        return most if due else 0
+        enough = 0 if in_all >= WAITING_IN_ALL * wanted else wanted
+        full = [
+            size
+            for size, queue in self._queues.items()
+            if waiting[size] >= enough and queue.usable(batch // size) >= batch // size
+        ]
+        return max(full, key=lambda size: waiting[size], default=0)
 
     def take_any(self) -> PromptTicket | None:
         """A prompt of any size and domain; None when there is none."""

@@ -98,6 +98,7 @@ def test_once_no_more_prompts_come_those_of_every_size_fill_a_batch_together() -
     for number, size in enumerate((2, 4, 2, 0)):
         queues.append(PromptTicket(prompt_id=str(number), group_size=size))
     assert [ticket.prompt_id for ticket in queues.tickets()] == ["0", "2", "3", "1"], "of no known size: the first one"
+    assert [queues.due(4, 2), queues.due(6, 1), queues.due(5, 2), queues.due(9, 1), queues.due(4, 3)] == [0, 2, 0, 0, 0]
     assert len({ticket.prompt_id for ticket in iter(queues.take_any, None)}) == 4
 
 
