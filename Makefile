@@ -14,6 +14,8 @@ DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 RECIPE ?= examples/sort/recipe.toml
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
+# Tests of one file stay with one worker, which starts their engine once. On CUDA they would share one GPU: 0, no workers.
+TEST_WORKERS ?= $(if $(filter cuda,$(DEVICE)),0,2)
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 STAMP := $(VENV)/.installed-$(DEVICE)
 
@@ -27,7 +29,7 @@ help:
 demo: venv
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
 
-# One after the other also under make -j: the tests need the machine for themselves.
+# One after the other also under make -j: the tests need the machine for themselves (TEST_WORKERS=0: one at a time, too).
 .NOTPARALLEL:
 test check: lint types pytest
 
@@ -42,7 +44,7 @@ types: venv
 
 pytest: venv
 	@echo "tests: pytest"
-	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib $(PYTEST_FLAGS)
+	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 venv: $(STAMP)
 
