@@ -144,10 +144,8 @@ class IteratorPrompts:
             return
         self._closed = True
         closing = asyncio.run_coroutine_threadsafe(self._close_rows(), self._loop)
-        await asyncio.wait({asyncio.wrap_future(closing)}, timeout=_CLOSE_GRACE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if closing.done():
-            await anyio.to_thread.run_sync(self._thread.join, _CLOSE_GRACE_S)
+        closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        await anyio.to_thread.run_sync(self._thread.join, _CLOSE_GRACE_S)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

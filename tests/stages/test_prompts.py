@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -77,7 +79,7 @@ def module(tmp_path: Path) -> Path:
     path.write_text(
         textwrap.dedent(
             """
-            import asyncio, itertools, sys, threading, time
+            import asyncio, itertools, pathlib, sys, threading, time
             rows = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
             thread = {}
             closed = []
@@ -115,6 +117,15 @@ def module(tmp_path: Path) -> Path:
             def blocks():
                 time.sleep(600)
                 yield rows[0]
+            def waits():
+                here = pathlib.Path(__file__).parent
+                try:
+                    while not (here / "go").exists():
+                        time.sleep(0.01)
+                    yield rows[0]
+                    yield rows[1]
+                finally:
+                    (here / "closed").touch()
             def raises():
                 yield rows[0]
                 raise ValueError("disk gone\\nmore")
@@ -427,6 +438,28 @@ async def test_iterator_that_never_returns_does_not_keep_anybody(tokenizer: Toke
     started = time.monotonic()
     await source.aclose()
     assert time.monotonic() - started < 5
+
+
+def test_iterator_that_returns_after_the_end_is_closed_then(
+    tokenizer: Tokenizer, module: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread ends, too, without a word on tasks that were destroyed."""
+
+    async def draw_and_close() -> None:
+        source = open_prompts(f"{module}:waits", tokenizer, seed=0, shuffle=True)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await source.draw(1)
+        await source.aclose()
+
+    asyncio.run(draw_and_close())
+    (thread,) = (thread for thread in threading.enumerate() if thread.name.endswith(":waits"))
+    (tmp_path / "go").touch()
+    thread.join(5)
+    gc.collect()
+    assert not thread.is_alive()
+    assert (tmp_path / "closed").exists()
+    assert not caplog.text
 
 
 @pytest.mark.asyncio
