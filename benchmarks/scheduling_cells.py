@@ -144,6 +144,7 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
     "tail_wide_elastic4_presubmit": _race(1.5, long_round_batches=4) | PRESUBMIT,
     "tail_wide_elastic4_verify": _race(1.5, losers="verify", long_round_batches=4) | PRESUBMIT,
     "tail_wide_elastic8_verify": _race(1.5, losers="verify", long_round_batches=8) | PRESUBMIT,
+    "tail_widest_elastic4_verify": _race(2.0, losers="verify", long_round_batches=4) | PRESUBMIT,
     "tail_elastic4_verify": _race(losers="verify", long_round_batches=4) | PRESUBMIT,
     "tail_both": _race(losers="regenerate", eta_responses=1.25),
     "tail_both_presubmit": _race(losers="regenerate", eta_responses=1.25) | PRESUBMIT,
