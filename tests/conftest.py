@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +25,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 _PATIENCE_S = 5.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Short names for the temporary folders of pytest-xdist's workers: a Unix socket's path has at most 107 characters,
+    and a vLLM engine's is the folder of its test and 37 more."""
+    if worker := getattr(config, "workerinput", None):
+        config.option.basetemp = str(Path(config.option.basetemp).with_name(worker["workerid"].lstrip("g")))
 
 
 @pytest.fixture(autouse=True)
