@@ -14,8 +14,9 @@ DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 RECIPE ?= examples/sort/recipe.toml
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
-# Tests of one file stay with one worker, which starts their engine once. On CUDA they would share one GPU: 0, no workers.
-TEST_WORKERS ?= $(if $(filter cuda,$(DEVICE)),0,2)
+# 2 takes two thirds of the time on two whole cores (a file's tests stay with one worker, which starts its engine once), and
+# now and then a test that counts or times fails beside another.
+TEST_WORKERS ?= 0
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 STAMP := $(VENV)/.installed-$(DEVICE)
 
@@ -29,7 +30,7 @@ help:
 demo: venv
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
 
-# One after the other also under make -j: the tests need the machine for themselves (TEST_WORKERS=0: one at a time, too).
+# One after the other also under make -j: the tests need the machine for themselves.
 .NOTPARALLEL:
 test check: lint types pytest
 
