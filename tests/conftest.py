@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +26,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 _PATIENCE_S = 5.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Short names for the temporary folders of pytest-xdist's workers: a Unix socket's path has at most 107 characters,
-    and a vLLM engine's is the folder of its test and 37 more."""
-    if worker := getattr(config, "workerinput", None):
-        config.option.basetemp = str(Path(config.option.basetemp).with_name(worker["workerid"].lstrip("g")))
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +48,13 @@ def nothing_left_running() -> Iterator[None]:
     for process in set(_children()) - processes:
         process.kill()
     assert not left, f"the test left running: {', '.join(left)}"
+
+
+@pytest.fixture
+def socket_directory() -> Iterator[Path]:
+    """Short: a Unix socket's path has at most 107 characters, and those of a vLLM engine add 37 to its directory's."""
+    with tempfile.TemporaryDirectory(prefix="srl") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="session")

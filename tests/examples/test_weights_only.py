@@ -20,16 +20,16 @@ pytestmark = [
 EXAMPLE = Path(__file__).parents[2] / "examples" / "weights_only"
 
 
-def test_the_server_samples_what_the_loop_has_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_samples_what_the_loop_has_trained(socket_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     loop = importlib.import_module("train_loop")
     trainer = loop.Trainer(loop.SORT / "model", learning_rate=1e-2)  # a few steps must be seen in what it samples
 
     async def reports(address: str) -> list[object]:
-        found = loop.train_and_push(trainer, address, f"ipc://{tmp_path}/weights", pushes=2)
+        found = loop.train_and_push(trainer, address, f"ipc://{socket_directory}/weights", pushes=2)
         return [report async for report in found]
 
-    with loop.own_server(loop.SORT / "model", tmp_path) as address:
+    with loop.own_server(loop.SORT / "model", socket_directory) as address:
         first, *pushed = asyncio.run(reports(address))
     for report in (first, *pushed):
         assert report.sampled == report.expected, loop.told(report)

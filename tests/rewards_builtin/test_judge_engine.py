@@ -47,8 +47,10 @@ RECIPE = Recipe(
 
 
 @pytest.mark.asyncio
-async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(make, tmp_path: Path, monkeypatch) -> None:
-    topology = plan_topology(RECIPE, tmp_path)
+async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
+    make, tmp_path: Path, socket_directory: Path, monkeypatch
+) -> None:
+    topology = plan_topology(RECIPE, socket_directory)
     path = judge_socket(topology)
     monkeypatch.setenv(JUDGE_SOCKET, str(path))
     monkeypatch.setenv(JUDGE_MODEL, RECIPE.judge.model)

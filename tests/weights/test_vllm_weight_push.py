@@ -80,8 +80,8 @@ async def checksums_of(push: Push) -> dict[str, str]:
 
 
 @pytest.fixture
-def engine_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    return lambda **options: set_engine_variables(monkeypatch.setenv, tmp_path, **options)
+def engine_variables(monkeypatch: pytest.MonkeyPatch, socket_directory: Path) -> Callable[..., None]:
+    return lambda **options: set_engine_variables(monkeypatch.setenv, socket_directory, **options)
 
 
 @pytest.mark.asyncio
