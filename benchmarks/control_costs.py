@@ -3,6 +3,11 @@
     python benchmarks/control_costs.py                  # every section
     python benchmarks/control_costs.py --only sizing
 
+``buffer``: events a second (admitted, scored, dropped, batched, trained, a trajectory each) with 10,000 trajectories in
+flight. The issue asks for 50,000.
+``events``: what the control core takes for an event with 10,000 trajectories in flight, under every kind of rounds,
+driven by simulated engines, which do not count. The issue allows 100 us. An event that launches a whole round is one
+too, and is the worst: it makes an action for each of 1,250 groups.
 ``sizing``: one decision of straggler-aware group sizing, with steps of ``--groups`` groups of the largest size. The
 issue allows 1 ms for 128 groups of 32.
 """
@@ -13,12 +18,42 @@ import argparse
 import random
 import time
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
+from typing import Any
 
-from streamrl.config.scheduling import GroupSizing, SizingKind
+import msgspec
+
+from streamrl.buffers.rollout_buffer import PromptTicket, RolloutBuffer
+from streamrl.config.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
+from streamrl.control.actions import ControlAction
+from streamrl.control.events import ControlEvent
 from streamrl.control.group_sizing import GroupLengths, make_group_sizer
+from streamrl.control.settings import ControlSettings
+from streamrl.simulate.cluster import ROLLPACKER_14B, Engines
+from streamrl.simulate.lengths import ModelledLengths
+from streamrl.simulate.simulation import Simulation
+from streamrl.types import DropReason, FinishReason
 
 Section = Callable[[argparse.Namespace], list[str]]
+
+BATCH_GROUPS, GROUP_SIZE = 1250, 8
+"""10,000 trajectories in flight."""
+SAGC = GroupSizing(kind=SizingKind.SAGC, sizes=(4, 8), budget=0.5)
+KINDS: dict[str, dict[str, Any]] = {
+    "synchronous": {"rounds": RoundKind.SYNCHRONOUS},
+    "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
+    "tail_batching": {"rounds": RoundKind.TAIL_BATCHING},
+    "tail_batching of both": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_responses=1.25)},
+    "length_sorted": {"rounds": RoundKind.LENGTH_SORTED},
+    "length_sorted, partial": {
+        "rounds": RoundKind.LENGTH_SORTED,
+        "length_sorted": LengthSorted(partial=True),
+        "max_staleness": 3,
+    },
+    "auto": {"rounds": RoundKind.AUTO},
+    "synchronous, sagc": {"rounds": RoundKind.SYNCHRONOUS, "group_sizing": SAGC},
+    "tail_batching, sagc": {"rounds": RoundKind.TAIL_BATCHING, "group_sizing": SAGC},
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What decisions of the pure core cost.")
     parser.add_argument("--only", nargs="+", choices=sorted(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each kind of rounds (events)")
     parser.add_argument("--groups", type=int, nargs="+", default=[16, 128])
     return parser.parse_args()
 
@@ -67,14 +103,85 @@ def sizing_costs(options: argparse.Namespace) -> list[str]:
     return lines
 
 
-SECTIONS: dict[str, Section] = {"sizing": sizing_costs}
+def event_costs(options: argparse.Namespace) -> list[str]:
+    """Every kind of rounds, ``--steps`` optimizer steps each."""
+    return [f"an event, {name}: {cost_of_events(changes, options.steps)}" for name, changes in KINDS.items()]
+
+
+def cost_of_events(changes: dict[str, Any], steps: int) -> str:
+    """Of one run's ``ControlState.handle``, the simulated world around it left out."""
+    defaults: dict[str, Any] = {
+        "steps": steps,
+        "batch_groups": BATCH_GROUPS,
+        "group_size": GROUP_SIZE,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": False,
+        "max_failed_share": 1.0,
+        "failure_window": 8,
+    }
+    settings = ControlSettings(**{**defaults, **changes})
+    model = msgspec.structs.replace(ROLLPACKER_14B, engines=Engines(count=160, prompt_tokens=128))
+    simulation = Simulation(settings, model, ModelledLengths(model.lengths, 0))
+    core, handle = simulation.core, simulation.core.handle
+    seconds: list[float] = []
+    most = 0
+
+    def timed(event: ControlEvent) -> list[ControlAction]:
+        nonlocal most
+        began = time.process_time_ns()
+        actions = handle(event)
+        seconds.append((time.process_time_ns() - began) / 1e9)
+        buffer = core.buffer
+        most = max(most, buffer.issued - buffer.trained - buffer.dropped.total())
+        return actions
+
+    core.handle = timed  # type: ignore[method-assign]
+    simulation.run()
+    return (
+        f"mean {1e6 * fmean(seconds):.0f} us, median {1e6 * median(seconds):.0f} us, "
+        f"P99 {1e6 * quantiles(seconds, n=100)[98]:.0f} us, worst {1e3 * max(seconds):.1f} ms, "
+        f"of {len(seconds):,} with up to {most:,} trajectories in flight"
+    )
+
+
+def buffer_costs(options: argparse.Namespace) -> list[str]:
+    """A buffer that is kept at 10,000 trajectories: the oldest group ends, a tenth dropped, and one is admitted."""
+    buffer, events = RolloutBuffer(), 0
+
+    def admit(group: int) -> int:
+        ticket = PromptTicket(prompt_id=f"p{group}")
+        buffer.admit(ticket, group, GROUP_SIZE, keep=GROUP_SIZE, policy_version=group // 1000, round_kind="")
+        return GROUP_SIZE
+
+    for group in range(BATCH_GROUPS):
+        admit(group)
+    began = time.process_time_ns()
+    for group in range(options.repeats * 100):
+        ids = list(buffer.groups[group].members)
+        for trajectory in ids:
+            buffer.score(trajectory, reward=0.5, tokens=400, reason=FinishReason.STOP, oldest=group // 1000)
+        if group % 10:
+            buffer.batch(group, group)
+            buffer.train(group)
+            events += 3 * GROUP_SIZE
+        else:
+            buffer.drop_group(group, DropReason.ZERO_VARIANCE)
+            events += 2 * GROUP_SIZE
+        events += admit(BATCH_GROUPS + group)
+    seconds = (time.process_time_ns() - began) / 1e9
+    assert buffer.accounting().in_flight == BATCH_GROUPS * GROUP_SIZE
+    return [f"buffer, {BATCH_GROUPS * GROUP_SIZE:,} in flight: {events / seconds:,.0f} events a second of {events:,}"]
+
+
+SECTIONS: dict[str, Section] = {"buffer": buffer_costs, "events": event_costs, "sizing": sizing_costs}
 
 
 def main() -> None:
     """Print the sections that were asked for."""
     options = parse_arguments()
     for name in options.only:
-        print("\n".join(SECTIONS[name](options)))
+        print("\n".join(SECTIONS[name](options)), flush=True)
 
 
 if __name__ == "__main__":
