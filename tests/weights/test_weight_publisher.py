@@ -468,11 +468,14 @@ def test_shards_must_cover_each_tensor_once(make_ranks: Callable[[int], Ranks]) 
 
 
 SERVES = """
-import os, sys
+import os, sys, time
 from test_weight_publisher import Ranks, random_bits
 run = Ranks(lambda: sys.argv[1], 1)
 threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 run.commit(run.publish(0, random_bits(0)))
+deadline = time.monotonic() + 5  # one that was joined is listed a moment longer
+while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < deadline:
+    time.sleep(0.01)
 assert len(os.listdir("/proc/self/task")) == threads, "a thread more since a large part was served"
 assert len(os.listdir("/proc/self/fd")) == files, "a file more since a large part was served"
 """
