@@ -14,9 +14,8 @@ DEVICE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 RECIPE ?= examples/sort/recipe.toml
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
-# 2 takes two thirds of the time on two whole cores (a file's tests stay with one worker, which starts its engine once), and
-# now and then a test that counts or times fails beside another.
-TEST_WORKERS ?= 0
+# One has all files that start vLLM (tests/conftest.py), the other the rest; 0 is one test after the other, in half as long again.
+TEST_WORKERS ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
 STAMP := $(VENV)/.installed-$(DEVICE)
 
@@ -45,7 +44,7 @@ types: venv
 
 pytest: venv
 	@echo "tests: pytest"
-	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n $(TEST_WORKERS) $(PYTEST_FLAGS)
 
 venv: $(STAMP)
 

@@ -10,12 +10,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # The suite repeats itself: a change is judged by what it changed. HYPOTHESIS_PROFILE=exploring draws anew each time;
 # tests/control/long_random_runs.py walks for as long as one likes.
@@ -26,6 +29,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 _PATIENCE_S = 5.0
 # Started once and shared by what comes after; torch, numba and multiprocessing end them with the interpreter.
 _SHARED = ("resource_tracker", "forkserver")
+
+
+class OneEngineAtATime(LoadFileScheduling):
+    """A worker has whole files, and one has all that start vLLM: engines beside each other are slow to start and to
+    stop. ``--dist loadgroup`` cannot say it: with pytest 9.2, pytest-xdist 3.8 loses the groups."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "engines" if starts_vllm(self.config.rootpath / file) else file
+
+
+@cache
+def starts_vllm(file: Path) -> bool:
+    return "mark.vllm" in file.read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneEngineAtATime:
+    config.option.loadscopereorder = False  # else the files of most tests come first
+    return OneEngineAtATime(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For several workers: what starts vLLM takes longest, and what comes last leaves the others idle."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not starts_vllm(item.path))
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +76,24 @@ def nothing_left_running() -> Iterator[None]:
     for process in set(_children()) - processes:
         process.kill()
     assert not left, f"the test left running: {', '.join(left)}"
+
+
+@pytest.fixture
+def abandoned_memory() -> Callable[[], set[str]]:
+    """Names of shared memory that was made since the test began and that no process maps: nobody will remove it. What a
+    test beside this one uses is mapped."""
+    memory = Path("/dev/shm")
+    before = set(os.listdir(memory))
+
+    def abandoned() -> set[str]:
+        left = set(os.listdir(memory)) - before
+        for process in psutil.process_iter() if left else ():
+            with suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+                left = {name for name in left if f"{memory / name}\n" not in maps}
+        return left
+
+    return abandoned
 
 
 @pytest.fixture

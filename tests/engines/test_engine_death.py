@@ -26,10 +26,6 @@ pytestmark = [
 ]
 
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-"))}
-
-
 def find(owner: int, title: str) -> int:
     if title == "owner":
         return owner
@@ -55,10 +51,15 @@ async def until_gone(pids: list[int]) -> float:
     ids=["core", "idle-core", "owner"],
 )
 async def test_sigkill_is_reported_at_once_and_leaves_nothing(
-    title: str, cause: str, idle: bool, tiny_options: Callable, hosted: Callable, make_request: Callable[..., Generate]
+    title: str,
+    cause: str,
+    idle: bool,
+    tiny_options: Callable,
+    hosted: Callable,
+    make_request: Callable[..., Generate],
+    abandoned_memory: Callable[[], set[str]],
 ) -> None:
     pytest.importorskip("vllm")
-    before = shared_memory()
     errors: list[str] = []
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = tiny_options(Path(directory))
@@ -88,6 +89,6 @@ async def test_sigkill_is_reported_at_once_and_leaves_nothing(
     assert len(errors) == (0 if idle else 8)
     assert all("engine-0" in error for error in errors)
     with anyio.move_on_after(2):
-        while shared_memory() - before:
+        while abandoned_memory():
             await anyio.sleep(0.05)
-    assert not shared_memory() - before
+    assert not abandoned_memory()

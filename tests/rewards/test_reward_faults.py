@@ -151,12 +151,13 @@ async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says
     pool: Pool, make_trajectory: MakeTrajectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="streamrl.rewards")
+    before, _ = everything_left()
     rewards = await pool.open(Reward(function=f"{KILLERS}:fault_forks_and_hangs", time_limit_s=0.3), processes=1)
     (outcome,) = await rewards.score([make_trajectory("z")])
     assert isinstance(outcome, RewardFailure)
     async with asyncio.timeout(5):
         # The server and the process that took the place of the killed one, whose words come by a pipe of their own.
-        while len(everything_left()[0]) != 2 or "in fault_forks_and_hangs" not in caplog.text:
+        while len(everything_left()[0] - before) != 2 or "in fault_forks_and_hangs" not in caplog.text:
             await rewards.score([make_trajectory("a")])
 
 

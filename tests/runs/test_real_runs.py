@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,19 +113,20 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @pytest.fixture
-def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No process, shared memory or socket directory of the run may be left behind."""
+def nothing_left(
+    abandoned_memory: Callable[[], set[str]], socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """No shared memory or socket directory of the run may be left behind."""
+    monkeypatch.setenv("TMPDIR", str(socket_directory))
 
-    def traces() -> set[str]:
-        return set(os.listdir("/dev/shm")) | {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("streamrl-")}
+    def left() -> set[str]:
+        return abandoned_memory() | {n for n in os.listdir(socket_directory) if n.startswith("streamrl-")}
 
-    before = traces()
     yield
-    left, deadline = traces() - before, time.monotonic() + 10
-    while left and time.monotonic() < deadline:
+    deadline = time.monotonic() + 10
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-        left &= traces()  # what others made meanwhile, in tests beside this one, is not of this run
-    assert not left, f"left behind: {left}"
+    assert not left(), f"left behind: {left()}"
 
 
 @pytest.mark.usefixtures("nothing_left")
