@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -19,7 +18,6 @@ from streamrl.rewards.code.sandbox import Sandbox
 from streamrl.rewards.code.syscalls import drop_capabilities, set_no_new_privileges
 
 MIB = 1 << 20
-_LOOKS = 20
 LIMITS = Limits(
     seconds=10.0, memory_bytes=256 * MIB, file_bytes=2 * MIB, scratch_bytes=4 * MIB, scratch_files=64, processes=1,
     threads=16, open_files=64, stack_bytes=16 * MIB,
@@ -96,12 +94,17 @@ class Host:
 
     @property
     def victim_lives(self) -> bool:
-        """Neither ended nor stopped. A signal that was sent may still be on its way to it."""
-        for _ in range(_LOOKS):
-            if self.victim.poll() is not None or psutil.Process(self.victim.pid).status() == psutil.STATUS_STOPPED:
+        """Neither ended nor stopped, once no signal that was sent is still on its way to it."""
+        process = Path(f"/proc/{self.victim.pid}/status")
+        while self.victim.poll() is None:
+            status = dict(line.split(":\t", 1) for line in process.read_text().splitlines())
+            if status["State"].startswith(("T", "t")):
                 return False
+            # It wakes from its sleep for each signal: asleep with none pending, it got none.
+            if status["State"].startswith("S") and not int(status["SigPnd"], 16) | int(status["ShdPnd"], 16):
+                return True
             os.sched_yield()
-        return True
+        return False
 
     def fill(self, source: str) -> bytes:
         """The source with what it has to know about this host."""
