@@ -277,7 +277,7 @@ class Service:
         return False
 
     async def until_back(self) -> None:
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await self.changed.wait()
         self.changed = anyio.Event()
 
@@ -319,7 +319,7 @@ async def test_an_engine_goes_on_as_soon_as_it_has_committed_whatever_the_others
     fast.let.set()
     async with anyio.create_task_group() as group:
         group.start_soon(publisher.push, announced(5, 4))
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while "resume" not in fast.told:
                 await anyio.lowlevel.checkpoint()
         assert slow.told == [], "it generates while it fetches"

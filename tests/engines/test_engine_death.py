@@ -80,7 +80,7 @@ async def test_sigkill_is_reported_at_once_and_leaves_nothing(
             await anyio.sleep(0.2)  # let the requests reach the engine
             began = time.monotonic()
             os.kill(find(host.pid, title), signal.SIGKILL)
-            with pytest.raises(EngineError, match=cause), anyio.fail_after(5):
+            with pytest.raises(EngineError, match=cause), anyio.fail_after(30):
                 await engine.checksums()
             reported = time.monotonic() - began
             gone = await until_gone(pids)
@@ -88,7 +88,7 @@ async def test_sigkill_is_reported_at_once_and_leaves_nothing(
             assert reported < 3
     assert len(errors) == (0 if idle else 8)
     assert all("engine-0" in error for error in errors)
-    with anyio.move_on_after(2):
+    with anyio.move_on_after(30):
         while abandoned_memory():
             await anyio.sleep(0.05)
     assert not abandoned_memory()

@@ -69,7 +69,7 @@ async def test_requests_of_a_tainted_engine_go_elsewhere_until_it_is_whole_again
             assert [engine.load().waiting + engine.load().running for engine in (sound, tainted)] == [1, 1]
             assert (await publisher.push(announced(5, 4))).behind == 1
         assert sorted(completion.finish_reason for completion in ended) == [FinishReason.ABORT, FinishReason.LENGTH]
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             first = await sample("other")
             second = await sample("another")
         assert {first.finish_reason, second.finish_reason} == {FinishReason.LENGTH}
@@ -77,7 +77,7 @@ async def test_requests_of_a_tainted_engine_go_elsewhere_until_it_is_whole_again
         with pytest.raises(EngineError, match="last engine that serves"):
             await pool.drain("engine-0")
         assert (await publisher.push(announced(6, 5))).behind == 1
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             while "engine-1" in pool_drained(pool):
                 await anyio.lowlevel.checkpoint()
         assert (await publisher.push(announced(7, 6))).behind == 0

@@ -264,7 +264,7 @@ async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile
         await give.send(FinishedTrajectory(trajectory=trajectory(4, group=1), group_size=1))
         await anyio.wait_all_tasks_blocked()  # it was refused: the conversation is over
         await give.aclose()
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             outcomes = [outcome async for outcome in take]
     assert [o.outcome.trajectory.id.sample for o in outcomes] == [0, 1, 2, 3, 4]
 
@@ -506,7 +506,7 @@ async def test_functions_that_end_whoever_loads_them_are_refused_instead_of_aski
         scored, take = memory_stream(8)
         stage = RewardStage(settings(), [open_worker])
         group.start_soon(stage.run, trajectories, scored)
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             if deadly_loads == 1:
                 await stage.load(1, (Reward(function="other:function"),), lambda: None)
             else:
