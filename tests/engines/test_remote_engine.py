@@ -42,7 +42,7 @@ async def test_load_is_reported_after_a_change_of_state(served: Callable, make_r
         await remote.pause(PauseMode.KEEP, clear_cache=False)
         for _ in range(3):
             group.start_soon(remote.generate, make_request(max_tokens=8))
-        with anyio.fail_after(30):
+        with anyio.fail_after(5):
             while remote.load().waiting != 3:
                 await anyio.sleep(0.01)
         await remote.resume()

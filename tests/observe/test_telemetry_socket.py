@@ -145,7 +145,7 @@ def test_nobody_listens_and_close_is_quick(publisher: TelemetryPublisher) -> Non
     publisher.close()
     publisher.close()
     publisher.publish("step", {"step": 1})
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 2
 
 
 def test_the_last_message_before_close_arrives(publisher: TelemetryPublisher) -> None:
