@@ -19,8 +19,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streamrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FILE = 400
 LONGEST_FUNCTION = 80
+LARGEST_CLASS = 250
+# Classes above the limit, with the size each may not exceed: lower a number when its class shrinks, add none.
+LARGE_CLASSES = {
+    "streamrl/comm/weights/node_mirror.py:NodeMirror": 279,
+    "streamrl/comm/weights/received_part.py:ReceivedPart": 274,
+    "streamrl/control/controller.py:Controller": 322,
+    "streamrl/control/publisher.py:WeightPublisher": 359,
+    "streamrl/control/run_report.py:RunReport": 335,
+    "streamrl/control/state.py:ControlState": 325,
+    "streamrl/engines/engine_pool.py:EnginePool": 303,
+    "streamrl/learning/trainer.py:TorchTrainer": 332,
+    "streamrl/processes/supervisor.py:Supervisor": 353,
+    "streamrl/rewards/call_pool.py:CallPool": 295,
+    "streamrl/simulate/rollout.py:SimulatedRollout": 255,
+    "streamrl/simulate/simulation.py:Simulation": 264,
+    "streamrl/stages/reward.py:RewardStage": 267,
+}
 
 # Top-level modules and `config` are the base; it imports msgspec and the standard library only, besides itself.
 BASE = {"", "types", "errors", "messages", "run_events", "stage_messages", "seeds", "whole_files", "config"}
@@ -175,14 +191,16 @@ def test_base_imports_msgspec_and_the_standard_library_only() -> None:
 
 def test_sizes() -> None:
     def wrong(path: Path) -> Iterator[str]:
-        lines = len(path.read_text().splitlines())
-        if lines > LONGEST_FILE:
-            yield f": {lines} lines, at most {LONGEST_FILE}"
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > LONGEST_FUNCTION:
-                    yield f":{node.lineno}: {node.name} has {length} lines, at most {LONGEST_FUNCTION}"
+                most = LONGEST_FUNCTION
+            elif isinstance(node, ast.ClassDef):
+                most = LARGE_CLASSES.get(f"{name_of(path)}:{node.name}", LARGEST_CLASS)
+            else:
+                continue
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > most:
+                yield f":{node.lineno}: {node.name} has {length} lines, at most {most}"
 
     assert_none(problems(wrong))
 
