@@ -184,10 +184,13 @@ def token_weight(normalization: LossNormalization, trained_tokens: int) -> float
     return 1.0 / max(1, trained_tokens) if normalization is LossNormalization.SEQUENCE_MEAN else 1.0
 
 
-def loss_denominator(normalization: LossNormalization, *, samples: int, trained_tokens: int, max_tokens: int) -> float:
-    """What the un-normalised sum of a whole batch (all ranks, groups without signal included) is divided by."""
+def loss_denominator(
+    normalization: LossNormalization, *, samples: float, trained_tokens: float, max_tokens: int
+) -> float:
+    """What the un-normalised sum of a whole batch (all ranks, groups without signal included) is divided by. Of one of
+    several updates on a batch: its share of the counts, which need not be whole."""
     if normalization is LossNormalization.TOKEN_MEAN:
-        return float(max(1, trained_tokens))
+        return trained_tokens or 1.0
     if normalization in {LossNormalization.SEQUENCE_MEAN, LossNormalization.SEQUENCE_SUM}:
-        return float(max(1, samples))
-    return float(max(1, samples * max_tokens))
+        return samples or 1.0
+    return samples * max_tokens or 1.0

@@ -303,8 +303,8 @@ class TorchTrainer:
         tokens, samples, computed = process_group.all_reduce([loss_tokens, loss_samples, computed], self._device)
         denominator = loss_denominator(
             options.objective.loss_normalization,
-            samples=round(samples),
-            trained_tokens=round(tokens),
+            samples=samples,
+            trained_tokens=tokens,
             max_tokens=options.max_tokens,
         )
         gradient_L = self._weights.collect_gradient()

@@ -15,8 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
-from sample_groups import close_of, make_groups  # noqa: E402
+from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient, stepped_gradients  # noqa: E402
+from sample_groups import make_groups  # noqa: E402
 
 from streamrl.config.algorithms import ObjectiveSettings, objective_settings, why_not_streaming  # noqa: E402
 from streamrl.config.objective import (  # noqa: E402
@@ -214,7 +214,7 @@ def started(
         off_policy=off_policy,
         max_tokens=CAPPED,
         max_grad_norm=1e9,
-        streaming=not why_not_streaming(settings, 1),
+        streaming=not why_not_streaming(settings, options.get("updates_per_batch", 1)),
         **options,
     )
     if trainer._reference is not None:
@@ -324,12 +324,17 @@ def test_the_cohort_compares_with_earlier_batches(start_trainer: StartTrainer, t
     assert len(trainer._cohort) == 1
 
 
-def test_several_updates_on_a_batch(start_trainer: StartTrainer, tiny_model: str) -> None:
-    groups = varied_groups()
-    trainer = start_trainer(updates_per_batch=2, streaming=False, max_tokens=CAPPED, learning_rate=1e-3)
-    for group in groups:
-        trainer.train_group(group)
-    report = trainer.close_batch(close_of(groups, 1))
-    assert trainer._optimizer.steps == 2
-    assert report.policy_version == 1
-    assert report.metrics["policy/mismatch_abs_mean"] > 0
+@pytest.mark.parametrize("updates", [2, 3])
+@pytest.mark.parametrize("normalization", list(LossNormalization))
+def test_updates_on_shares_of_a_batch_add_up_to_the_whole(
+    start_trainer: StartTrainer, tiny_model: str, normalization: LossNormalization, updates: int
+) -> None:
+    """19 samples divide by neither. While no weight moves, the mean of the updates' gradients is the batch's."""
+    groups, objective = make_groups(0, [4, 3, 5, 2, 4, 1], seed=4), Objective(loss_normalization=normalization)
+    assert sum(sample.trained_tokens for group in groups for sample in group.samples) % updates
+    [whole] = stepped_gradients(started(start_trainer, tiny_model, objective, learning_rate=0.0), groups)
+    trainer = started(start_trainer, tiny_model, objective, learning_rate=0.0, updates_per_batch=updates)
+    shares = stepped_gradients(trainer, groups)
+    assert len(shares) == trainer._optimizer.steps == updates
+    mean = {name: sum(share[name] for share in shares) / updates for name in whole}
+    assert relative_error(mean, whole) < 2e-6
