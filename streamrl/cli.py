@@ -16,12 +16,15 @@ from pathlib import Path
 
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.observe.printable import printable
+from streamrl.observe.screen import open_screen
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the console script exits with the value returned."""
+    if arguments is None:
+        open_screen()
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:

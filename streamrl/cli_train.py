@@ -17,7 +17,7 @@ from streamrl.config.objective_text import streaming_notice
 from streamrl.config.recipe import EngineKind, Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.config.transport_rules import insecure_notice
-from streamrl.observe.printable import log_to
+from streamrl.observe.printable import log_file, log_to
 from streamrl.observe.stdout import StdoutReporter
 from streamrl.run import Pipeline, recipe_of_run
 from streamrl.run_events import RunFinished, RunStarted, StartProgress
@@ -75,6 +75,7 @@ class _Run:
         try:
             async with self._make() as pipeline:
                 self._pipeline = pipeline
+                logging.getLogger().addHandler(log_file(pipeline.run_directory / "logs" / "supervisor.log"))
                 async for event in pipeline.events():
                     self._report(event)
                     if isinstance(event, RunStarted):

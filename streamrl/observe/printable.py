@@ -6,6 +6,7 @@ An escape sequence can rewrite what a terminal shows, and a line break can forge
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TextIO
 
 LONGEST_RECORD = 64 << 10
@@ -38,8 +39,18 @@ class PrintableFormatter(logging.Formatter):
         return printable(text).replace("\n", "\n  ")
 
 
-def log_to(stream: TextIO, level: int, layout: str = "%(asctime)s %(levelname)s %(name)s: %(message)s") -> None:
+_LAYOUT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def log_to(stream: TextIO, level: int, layout: str = _LAYOUT) -> None:
     """Send the records of this process from ``level`` on to ``stream``, unless somebody has seen to them already."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(PrintableFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def log_file(path: Path) -> logging.Handler:
+    """A handler that appends records to ``path``, which is made with the first of them."""
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(PrintableFormatter(_LAYOUT))
+    return handler
