@@ -8,6 +8,7 @@ from pathlib import Path
 
 from streamrl.comm.telemetry import TelemetrySubscriber
 from streamrl.comm.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
+from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.config.load import load_recipe
 from streamrl.config.topology import metrics_endpoint, read_topology
 from streamrl.errors import StreamRLError
@@ -21,6 +22,10 @@ def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
     """Show messages until the run has ended or Ctrl-C; 1 where it ended without saying so. ``where``: a run's
     directory, or the endpoint of its metrics. Any number of watchers may look at one run. ``keys``: where the keys of
     an observer are, for a run that has keys. Raises ``StreamRLError``."""
+    if "://" not in where and not Path(where).is_dir():
+        raise StreamRLError(
+            f"{where} is neither a run's directory (such as runs/latest) nor an endpoint (ipc://, tcp://)"
+        )
     endpoint = endpoint_of(Path(where)) if Path(where).is_dir() else where
     if keys is not None:
         os.environ.update({KEYS_DIRECTORY: str(keys), KEY_ROLE: KeyRole.OBSERVER.value})
@@ -30,7 +35,7 @@ def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
             for message in follow(subscriber.receive, PATIENCE_S):
                 if message is None:
                     if _is_gone(endpoint):
-                        print(f"the run has ended: there is no {endpoint} any more", file=sys.stderr)
+                        print(f"the run has ended: no process listens at {endpoint}", file=sys.stderr)
                         return 1
                     if not quiet:
                         print(f"nothing comes from {endpoint}; still waiting", file=sys.stderr, flush=True)
@@ -61,6 +66,5 @@ def endpoint_of(run_directory: Path) -> str:
 
 
 def _is_gone(endpoint: str) -> bool:
-    """Whether nobody can come there again: a run's own socket is removed with it."""
-    path = endpoint.removeprefix("ipc://")
-    return path != endpoint and not Path(path).exists()
+    """Whether the run at an ipc ``endpoint`` has ended; one on tcp may be out of reach for a while."""
+    return endpoint.startswith("ipc://") and not has_ipc_listener(endpoint)

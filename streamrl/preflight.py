@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.comm.transport_keys import transport_environment
+from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.config.arithmetic import estimate_memory, gib
 from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.config.recipe import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
@@ -229,6 +230,12 @@ def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
         yield f"{path}: {socket_path} is longer than {LONGEST_SOCKET_PATH} bytes: choose a shorter path"
     elif not os.access(socket_path.parent, os.W_OK | os.X_OK):
         yield f"{path}: nothing can be made in {socket_path.parent}: choose a directory that exists and can be written"
+    else:
+        try:
+            if has_ipc_listener(f"ipc://{socket_path}"):
+                yield f"{path}: another process listens at {socket_path}: end that process, or choose another path"
+        except StreamRLError as error:
+            yield f"{path}: {error}"
 
 
 def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:

@@ -164,9 +164,15 @@ class StreamConnection:
             received = True
             peer = bytes(message.pop(0).buffer) if self._binds else b""
             known = self.end.peer is not None and self.end.peer.peer == peer
-            if known or accept_strangers:
-                origin = Origin(peer, None if known else self._connection_of(message))
-                self.end.on_message(origin, [frame.buffer for frame in message])
+            if known:
+                self.end.on_message(Origin(peer, None), [frame.buffer for frame in message])
+            elif accept_strangers:
+                try:
+                    connection = self._connection_of(message)
+                except zmq.ZMQError:  # a peer of ZMTP 1.0 or 2.0, or noise that libzmq takes for one: no metadata
+                    self.end.strangers += 1
+                    continue
+                self.end.on_message(Origin(peer, connection), [frame.buffer for frame in message])
         return received
 
     def _connection_of(self, message: Sequence[zmq.Frame]) -> int | None:

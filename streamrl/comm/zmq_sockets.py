@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket as sockets
+import stat
 import time
 from collections.abc import Iterator
 
@@ -78,8 +79,8 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None = None
     Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
     where a stranger is not refused.
     """
-    if transport_of(endpoint) == "ipc":
-        _refuse_live_ipc_path(endpoint)
+    if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
+        raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
     gate = guard_listener(socket, endpoint, admits)
     try:
         socket.bind(endpoint)
@@ -141,18 +142,26 @@ def _bind_remedy(number: int | None) -> str:
             return "check the address"
 
 
-def _refuse_live_ipc_path(endpoint: str) -> None:
-    """libzmq unlinks a path and takes it over even while another process listens there; ask before."""
+def has_ipc_listener(endpoint: str) -> bool:
+    """Whether a process listens at an ipc ``endpoint``; False where nothing is, or the socket of a process that ended.
+
+    Raises ``StreamRLError`` where the path is anything but a socket: libzmq would unlink it before binding, as it
+    unlinks the socket of another process.
+    """
     address = endpoint.removeprefix("ipc://")
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    elif os.path.lexists(address) and not stat.S_ISSOCK(os.lstat(address).st_mode):
+        raise StreamRLError(f"{endpoint} is a file or directory, not a socket: choose a path where nothing is")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
-            probe.connect("\0" + address[1:] if address.startswith("@") else address)
+            probe.connect(address)
         except BlockingIOError:
-            pass  # its backlog is full, so somebody listens
+            pass  # the listener's backlog is full
         except OSError:
-            return  # no such file, or a file that a killed process left behind
-    raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
+            return False
+    return True
 
 
 def ipc_path_identity(endpoint: str) -> tuple[int, int] | None:

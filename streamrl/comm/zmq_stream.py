@@ -60,6 +60,11 @@ class _ZmqStream(ABC):
         """Where the stream is; with the real port after binding ``tcp://HOST:*``."""
         return self._connection.endpoint
 
+    @property
+    def strangers(self) -> int:
+        """Messages dropped because no handshake with this stream's peer preceded them, or none of streamrl's."""
+        return self._connection.end.strangers
+
     async def __aenter__(self) -> Self:
         self._tasks = anyio.create_task_group()
         self._connection.open()

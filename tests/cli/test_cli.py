@@ -183,6 +183,12 @@ def test_port_in_use(project: Path) -> None:
     ]
 
 
+def test_a_metrics_socket_in_the_place_of_a_file(project: Path) -> None:
+    (project / "results.jsonl").write_text("kept")
+    (found,) = problems(project, f"metrics.endpoint=ipc://{project}/results.jsonl")
+    assert found.startswith(f"metrics.endpoint: ipc://{project}/results.jsonl is a file or directory, not a socket")
+
+
 def test_too_little_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.preflight.available_memory", lambda: 1 << 30)
     monkeypatch.setattr("streamrl.preflight.installed_device", lambda: "cpu")

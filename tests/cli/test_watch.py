@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import msgspec
@@ -42,7 +43,13 @@ def test_nobody_waits_for_a_run_that_has_ended(
     monkeypatch.setattr("streamrl.cli_watch.PATIENCE_S", 0.1)
     run = run_at(tmp_path / "one")
     assert main(["watch", str(run)]) == 1
-    assert f"the run has ended: there is no ipc://{run}/s.metrics any more" in capsys.readouterr().err
+    assert f"the run has ended: no process listens at ipc://{run}/s.metrics" in capsys.readouterr().err
+    with socket.socket(socket.AF_UNIX) as killed:  # what a run leaves behind that was killed with its supervisor
+        killed.bind(f"{run}/s.metrics")
+    assert main(["watch", str(run)]) == 1
+    assert "the run has ended" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "nope")]) == 1
+    assert "nope is neither a run's directory" in capsys.readouterr().err
 
 
 def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_how_to_go_on(tmp_path: Path) -> None:

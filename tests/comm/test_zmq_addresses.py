@@ -40,6 +40,15 @@ async def test_a_live_ipc_path_is_not_taken_over_and_a_dead_one_is(tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
+async def test_a_path_that_is_no_socket_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("hours of work")
+    (tmp_path / "link").symlink_to("results.jsonl")
+    for name in ("results.jsonl", "link"):
+        with pytest.raises(StreamRLError, match=f"{name} is a file or directory, not a socket: choose a path"):
+            await zmq_receiver(int, f"ipc://{tmp_path}/{name}", bind=True).__aenter__()
+    assert (tmp_path / "link").read_text() == "hours of work"
+
+
 @pytest.mark.parametrize(
     ("endpoint", "message"),
     [

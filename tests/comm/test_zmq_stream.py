@@ -112,6 +112,52 @@ async def shake_hands(dealer: zmq.Socket[bytes]) -> None:
     assert (await answer(dealer))[0] is Kind.CREDIT
 
 
+# ---- below the handshake -------------------------------------------------------------------------
+
+OLD_PEERS = {
+    "noise that looks like ZMTP 1.0": bytes(range(1, 200)),
+    "ZMTP 1.0, three messages": b"\x01\x00" + 3 * b"\x02\x00x",
+    "ZMTP 2.0, dealer": b"\xff" + bytes(8) + b"\x7f\x01\x05" + b"\x00\x00" + b"\x00\x05hello",
+}
+
+
+def say_raw(endpoint: str, content: bytes) -> socket.socket:
+    """A connection that has sent ``content`` below ZMTP; the caller closes it."""
+    kind, _, address = endpoint.partition("://")
+    connection = socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET)
+    host, _, port = address.rpartition(":")
+    connection.connect(address if kind == "ipc" else (host, int(port)))
+    connection.sendall(content)
+    return connection
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("in_use", [False, True])
+async def test_bytes_of_an_older_zeromq_peer_are_dropped_and_counted(
+    new_endpoint: NewEndpoint, transport: str, in_use: bool
+) -> None:
+    async with zmq_receiver(int, new_endpoint(transport), bind=True) as receives:
+        if not in_use:
+            await strangers_are_counted(receives)
+        async with zmq_sender(int, receives.endpoint, bind=False) as sends:
+            await sends.send(1)
+            assert await receives.receive() == 1
+            if in_use:
+                await strangers_are_counted(receives)
+            await sends.send(2)
+            assert await receives.receive() == 2
+
+
+async def strangers_are_counted(receives: Any) -> None:
+    before = receives.strangers
+    connections = [say_raw(receives.endpoint, content) for content in OLD_PEERS.values()]
+    with anyio.fail_after(10):
+        while receives.strangers < before + len(OLD_PEERS):
+            await anyio.sleep(0.01)
+    for connection in connections:
+        connection.close()
+
+
 # ---- handshake -----------------------------------------------------------------------------------
 
 

@@ -258,7 +258,7 @@ def test_refuses_streams_of_negative_length_that_add_up() -> None:
         decode_patch(with_header(encoded, header), U16, COUNT, "layer", base)
 
 
-@pytest.mark.parametrize("threshold", [0, 0x3C01, 0x3C7F, 0x8000, 0x13C00])
+@pytest.mark.parametrize("threshold", [-128, 0, 0x3C01, 0x3C7F, 0x8000, 0x13C00, 2**32, 2**64 - 128])
 def test_refuses_thresholds_that_are_no_exponents(threshold: int) -> None:
     base, encoded = a_delta()
     header = header_of(encoded)

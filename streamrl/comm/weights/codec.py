@@ -149,8 +149,8 @@ def decode_patch(
     if header.codec is not Codec.CLASSES:
         return _complete_patch(_read_planes(header, body, bit_dtype, tensor))
     held = _base_for(base, bit_dtype, count, tensor)
-    thresholds = np.array(header.thresholds, dtype=np.uint32)
     streams = _read_streams(header, body, bit_dtype, tensor)
+    thresholds = np.array(header.thresholds, dtype=np.uint32)  # after the check: numpy raises for more than 32 bits
     positions, values = split_form(count).join_changes(held, thresholds, streams, tensor)
     return WeightPatch(positions, values)
 
