@@ -24,7 +24,7 @@ def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
     an observer are, for a run that has keys. Raises ``StreamRLError``."""
     if "://" not in where and not Path(where).is_dir():
         raise StreamRLError(
-            f"{where} is neither a run's directory (such as runs/latest) nor an endpoint (ipc://, tcp://)"
+            f"{where} is neither the directory of a run nor an endpoint: write runs/latest, tcp://HOST:PORT or ipc://PATH"
         )
     endpoint = endpoint_of(Path(where)) if Path(where).is_dir() else where
     if keys is not None:

@@ -159,7 +159,7 @@ class ControlServer:
             return ControlRefused(problems=(f"{operation} changes the run and needs its key ({KEY_FILE})",))
         if not isinstance(request.operation, READ_ONLY):
             asked = described(request.operation)
-            log.info("control socket: pid %d asked, with the key, for %s", peer_process(stream), asked)
+            log.warning("control socket: pid %d asked, with the key, for %s", peer_process(stream), asked)
         try:
             return await self._carry_out(request.operation)
         except RecipeError as error:

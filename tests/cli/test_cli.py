@@ -528,7 +528,7 @@ def test_watch_as_json(publisher: TelemetryPublisher, capsys: pytest.CaptureFixt
 
 def test_watch_says_that_the_endpoint_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "nonsense"]) == 1
-    assert "write tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
+    assert "tcp://HOST:PORT or ipc://PATH" in capsys.readouterr().err
 
 
 # ---- the program ---------------------------------------------------------------------------------

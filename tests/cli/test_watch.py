@@ -49,7 +49,7 @@ def test_nobody_waits_for_a_run_that_has_ended(
     assert main(["watch", str(run)]) == 1
     assert "the run has ended" in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "nope")]) == 1
-    assert "nope is neither a run's directory" in capsys.readouterr().err
+    assert "nope is neither the directory of a run" in capsys.readouterr().err
 
 
 def test_what_a_run_says_at_its_end_counts_from_where_it_was_resumed_and_tells_how_to_go_on(tmp_path: Path) -> None:
