@@ -10,6 +10,7 @@ the prefix go through the rest of the model once for all that continue it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +30,9 @@ BUCKET_RATIO, BUCKET_SLACK = 1.25, 8
 LONG_PREFIX = 32
 """A prefix this long and longer than what continues it is attended once; the queries of a shorter one are repeated in
 every continuation, where plain causal attention without a mask is faster."""
+
+FLASH_DEVICES = ("cuda",)
+"""Device types with torch's variable-length flash kernel, which takes 16-bit values."""
 
 Places = NDArray[np.int64]
 
@@ -107,7 +111,7 @@ def packed_layout(sequences: Sequence[PackedSequence], device: torch.device) -> 
         buckets=shapes,
         queries=queries,
         keys=_spread([i.keys for b in buckets for i in b], buckets, total, device, own=False) if repeated else queries,
-        flash=_flash_boundaries(sequences, keys, device) if device.type == "cuda" else None,
+        flash=_flash_boundaries(sequences, keys, device) if device.type in FLASH_DEVICES else None,
         longest=max(len(item) for item in keys),
     )
 
@@ -239,7 +243,9 @@ def packed_attention(
         raise StreamRLError(f"its attention caps scores at {softcap}, which no packed kernel here does")
     window = packed.longest if sliding_window is None else min(sliding_window, packed.longest)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packed.flash is not None and query.dtype in (torch.bfloat16, torch.float16):
+    if packed.flash is not None and value.dtype in (torch.bfloat16, torch.float16):
+        # Under autocast rope and norms have multiplied queries and keys by float32 tables.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         return _flash_attention(query, key, value, packed.flash, packed.longest, scaling, window)[None], None
     queries = spread_rows(query, packed.queries)
     keys = spread_rows(key, packed.keys)
@@ -281,6 +287,12 @@ def _flash_attention(
 
     if flash.keys_K is not None:
         key, value = key.index_select(0, flash.keys_K), value.index_select(0, flash.keys_K)
+    heads_each = query.shape[1] // key.shape[1]
+    grouping: dict[str, Any] = {}
+    if heads_each > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        grouping = {"enable_gqa": True}
+    elif heads_each > 1:  # torch 2.11
+        key, value = (x.repeat_interleave(heads_each, dim=1) for x in (key, value))
     output = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -291,7 +303,7 @@ def _flash_attention(
         longest,
         scale=scaling,
         window_size=(window - 1 if window < longest else -1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouping,
     )
     assert isinstance(output, Tensor)
     return output

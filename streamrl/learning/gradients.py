@@ -18,7 +18,9 @@ from streamrl.learning.packing import MicroBatch
 from streamrl.learning.policy import PackedPolicy, compute_context
 
 LOGITS_IN_A_CHUNK = 1 << 24
-"""Logits that exist at once (64 MiB of float32): the head runs over so many trained positions at a time."""
+"""Logits that exist at once (64 MiB of float32): the head runs over so many trained positions at a time. On CUDA as
+many as a 64th of the card holds: each chunk reads the head again, and adds to its gradient."""
+CARD_SHARE = 64
 NAMED_SAMPLES = 8
 
 
@@ -111,8 +113,15 @@ def accumulate(
 def chunks(policy: PackedPolicy, tokens: int) -> list[slice]:
     """Ranges of predicting positions whose logits may exist at once; one at least."""
     vocabulary = policy.hugging_face.config.get_text_config().vocab_size
-    size = max(1, LOGITS_IN_A_CHUNK // vocabulary)
+    size = max(1, logits_at_once(policy.hugging_face.device) // vocabulary)
     return [slice(start, start + size) for start in range(0, max(1, tokens), size)]
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Float32 logits that the head makes at a time on this device."""
+    if device.type != "cuda":
+        return LOGITS_IN_A_CHUNK
+    return max(LOGITS_IN_A_CHUNK, torch.cuda.get_device_properties(device).total_memory // CARD_SHARE // 4)
 
 
 def _through_head(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from reference_policy import reference_logprobs, reference_model, relative_error  # noqa: E402
 
@@ -91,32 +92,91 @@ def test_buckets_hold_nearly_equal_lengths_and_one_prefix_length() -> None:
     assert shared.buckets == ((1, 64, 64), (2, 6, 70))
 
 
-def test_flash_boundaries_describe_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of CUDA, replaced by its definition: causal from the bottom right of each pair of boundaries."""
+class FlashKernel:
+    """The kernel of CUDA by its definition: causal from the bottom right of each pair of boundaries."""
 
-    def by_definition(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *_: Any, **options: Any) -> Any:
-        assert options["window_size"] == (-1, 0)
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+        scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        self.calls += 1
+        assert {x.dtype for x in (query, key, value)} == {value.dtype}
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max()) and window_size == (-1, 0)
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         parts = []
-        for index in range(len(starts_q) - 1):
-            rows, seen = (slice(int(s[index]), int(s[index + 1])) for s in (starts_q, starts_k))
-            scores = torch.einsum("qhd,khd->hqk", q[rows], k[seen]) * options["scale"]
+        for index in range(len(cu_seq_q) - 1):
+            rows, seen = (slice(int(s[index]), int(s[index + 1])) for s in (cu_seq_q, cu_seq_k))
+            scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key[seen].float()) * scale
             hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            parts.append(torch.einsum("hqk,khd->qhd", weights, v[seen]))
-        return torch.cat(parts)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, value[seen].float()))
+        return torch.cat(parts).to(value.dtype)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_definition)
-    sequences = [PackedSequence(0, 40), PackedSequence(40, 3, 0), PackedSequence(43, 9, 0), PackedSequence(52, 7)]
-    layout = packed_layout(sequences, CPU)
+
+class FlashKernelWithoutGroups(FlashKernel):
+    """As torch 2.11 has it: as many heads of keys as of queries, and no ``enable_gqa``."""
+
+    def __call__(  # type: ignore[override]
+        self, query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+        scale: float, window_size: tuple[int, int],
+    ) -> Any:  # fmt: skip
+        bounds = (cu_seq_q, cu_seq_k, max_q, max_k)
+        return super().__call__(query, key, value, *bounds, scale=scale, window_size=window_size)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0,
+}  # fmt: skip
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Granite", "SmolLM3", "Olmo2")
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sixteen_bit_attention_is_one_flash_call_a_layer(
+    family: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rope and norms of queries and keys multiply by float32 tables, also under autocast."""
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 59, 8)
-    expected, _ = attention.packed_attention(torch.nn.Identity(), query, key, value, None, packed=layout, scaling=0.4)
-    keys = [torch.arange(40), torch.cat([torch.arange(40), torch.arange(40, 43)])]
-    keys += [torch.cat([torch.arange(40), torch.arange(43, 52)]), torch.arange(52, 59)]
-    flash = attention._flash_boundaries(sequences, [places.numpy() for places in keys], CPU)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    got = attention._flash_attention(*rows, flash, layout.longest, 0.4, layout.longest)
-    torch.testing.assert_close(got, expected[0])
+    sizes = SMALL | ({"head_dim": 8} if family == "Qwen3" else {})
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    policy, row = load_policy(str(tmp_path), CPU), groups_of(SHAPES[:2])
+    kernel = FlashKernel()
+    monkeypatch.setattr(attention, "FLASH_DEVICES", ("cpu",))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    with torch.autocast("cpu", torch.bfloat16, enabled=compute == "bfloat16"):
+        logprobs, gradients = packed_gradients(policy, row)
+    assert kernel.calls == (SMALL["num_hidden_layers"] if compute == "bfloat16" else 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    expected = torch.cat([reference_logprobs(model, item.sample) for item in row])
+    (expected @ mixture(len(expected))).backward()
+    torch.testing.assert_close(logprobs, expected.detach(), atol=2e-5 if compute == "float32" else 0.15, rtol=0)
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    assert relative_error(gradients, wanted) < (3e-6 if compute == "float32" else 0.1)
+
+
+@pytest.mark.parametrize("kernel", [FlashKernel(), FlashKernelWithoutGroups()], ids=["grouped", "torch 2.11"])
+def test_the_flash_kernel_is_given_the_same_attention(monkeypatch: pytest.MonkeyPatch, kernel: FlashKernel) -> None:
+    """Shared prompts, and two heads of keys for four of queries, by each of torch's signatures."""
+    sequences = [PackedSequence(0, 40), PackedSequence(40, 3, 0), PackedSequence(43, 9, 0), PackedSequence(52, 7)]
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(1, 4, 59, 8).bfloat16(), torch.randn(2, 1, 2, 59, 8).bfloat16()
+
+    def attend(layout: Any) -> Any:
+        return attention.packed_attention(torch.nn.Identity(), query, key, value, None, packed=layout, scaling=0.4)[0]
+
+    expected = attend(packed_layout(sequences, CPU))
+    monkeypatch.setattr(attention, "FLASH_DEVICES", ("cpu",))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    torch.testing.assert_close(attend(packed_layout(sequences, CPU)), expected, atol=8e-3, rtol=0)
+    assert kernel.calls == 1
 
 
 def test_checkpointed_layers_keep_less_and_give_the_same_bits(tiny_model: str) -> None:

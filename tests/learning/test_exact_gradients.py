@@ -7,6 +7,7 @@ Samples are stale, truncated, masked in the middle (an environment's turn), and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -305,6 +306,17 @@ def test_long_sequences_in_chunks_give_the_same_gradient(
     trainer = started(start_trainer, tiny_model, objective)
     reference = Reference(tiny_model, objective_settings(objective), varied_groups())
     assert relative_error(stepped_gradient(trainer, varied_groups()), reference.gradient()) < 2e-5
+
+
+def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrl.learning import gradients
+
+    for total_memory, expected in ((80 << 30, 80 << 22), (2 << 30, 1 << 24)):
+        monkeypatch.setattr(
+            "torch.cuda.get_device_properties", lambda _, t=total_memory: SimpleNamespace(total_memory=t)
+        )
+        assert gradients.logits_at_once(torch.device("cuda", 0)) == expected
+    assert gradients.logits_at_once(torch.device("cpu")) == 1 << 24
 
 
 def test_the_cohort_compares_with_earlier_batches(start_trainer: StartTrainer, tiny_model: str) -> None:
