@@ -1,0 +1,121 @@
+"""Bytes that one trainer rank holds at its peak, predicted from sizes alone, and how its parameters are gathered.
+
+Activations and logits are not counted: they depend on the rows. Two ways to gather parameters over several ranks:
+``batch``: whole parameters and gradients on every rank while a batch is open, one reduction at its close. ``layer``:
+each layer is gathered for its own forward and backward, and its gradient reduced in every row (FSDP2 as it is meant).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
+REMAINDER_BYTES = 2  # the rest of the float32 master
+GRADIENT_BYTES = 4
+SHADOW_BYTES = 2  # published bits beside the weights, on a device
+GIB = 1 << 30
+
+
+class Gathered(StrEnum):
+    """When every rank holds whole parameters. ``auto``: for a batch where that fits, else layer by layer."""
+
+    AUTO = "auto"
+    BATCH = "batch"
+    LAYER = "layer"
+
+
+class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bytes of a rank depend on.
+
+    ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
+    ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters. ``moment_bytes``: of the
+    optimizer, for a trained parameter on this device. ``masters_on_host``: masters and optimizer lie in host memory.
+    ``sixteen_bit``: the forward computes in bfloat16. ``on_device``: weights lie on a GPU.
+    """
+
+    parameters: int
+    outside: int
+    layer: int
+    ranks: int = 1
+    trained: int = 0
+    moment_bytes: int = 8
+    masters_on_host: bool = False
+    sixteen_bit: bool = False
+    on_device: bool = False
+    reference: bool = False
+
+
+class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one rank at its peak. ``gathered``: whole parameters, and what gathers and reduces them, for a time."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    shadow: int
+    casts: int
+    gathered: int
+    reference: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all of them."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
+def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
+    """The peak of one rank, without activations. ``gathered`` (not ``auto``) matters with several ranks only."""
+    ranks, compute = sizes.ranks, 2 if sizes.sixteen_bit else 4
+    shard = -(-sizes.parameters // ranks)
+    masters = -(-sizes.trained // ranks) if sizes.trained else shard
+    # Adapters: float32 masters of their own, and the published base below each adapted weight, at most all of them.
+    stored = shard * FORWARD_BYTES + (masters * 4 + shard * 2 if sizes.trained else 0)
+    if not sizes.trained and not sizes.masters_on_host:
+        stored += shard * REMAINDER_BYTES
+    alone, by_batch = ranks == 1, ranks > 1 and gathered is Gathered.BATCH
+    return RankBytes(
+        parameters=stored,
+        gradients=(masters + (shard if sizes.trained and not alone else 0)) * GRADIENT_BYTES,
+        optimizer=0 if sizes.masters_on_host else masters * sizes.moment_bytes,
+        shadow=shard * SHADOW_BYTES if sizes.on_device else 0,
+        casts=sizes.parameters * 2 if alone and sizes.sixteen_bit else 0,
+        gathered=0 if alone else _gathered_bytes(sizes, compute, by_batch=by_batch),
+        reference=_reference_bytes(sizes, by_batch=by_batch),
+    )
+
+
+def _gathered_bytes(sizes: TrainingSizes, compute: int, *, by_batch: bool) -> int:
+    """Whole parameters, their gradients, and the buffer from which a group of them is reduced."""
+    outside = sizes.outside * (compute + GRADIENT_BYTES)
+    if by_batch:
+        whole = sizes.parameters * (compute + GRADIENT_BYTES)
+        return whole + max(sizes.outside, sizes.layer) * GRADIENT_BYTES
+    # While a layer is reduced the one before it is gathered; what lies outside of layers is reduced after them.
+    return outside + max(sizes.layer * 2 * (compute + GRADIENT_BYTES), sizes.outside * GRADIENT_BYTES)
+
+
+def _reference_bytes(sizes: TrainingSizes, *, by_batch: bool) -> int:
+    if not sizes.reference:
+        return 0
+    whole = sizes.ranks == 1 or by_batch
+    return FORWARD_BYTES * (sizes.parameters if whole else -(-sizes.parameters // sizes.ranks))
+
+
+def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: int = 0) -> tuple[Gathered, str]:
+    """How parameters are gathered where ``room`` bytes of a rank are free, and a sentence that says why.
+
+    ``beside``: bytes that activations and logits take.
+    """
+    whole, by_layer = (bytes_per_rank(sizes, g).total + beside for g in (Gathered.BATCH, Gathered.LAYER))
+    if sizes.ranks == 1:
+        return Gathered.BATCH, f"one rank holds everything: {whole / GIB:.2f} GiB"
+    if wanted is not Gathered.AUTO:
+        chosen, why = wanted, "as training.gathered says"
+    elif whole <= room:
+        chosen, why = Gathered.BATCH, f"which fits {room / GIB:.2f} GiB"
+    else:
+        chosen, why = Gathered.LAYER, f"as {whole / GIB:.2f} GiB for whole batches do not fit {room / GIB:.2f} GiB"
+    times = {Gathered.BATCH: "once a batch", Gathered.LAYER: "layer by layer"}[chosen]
+    needed = whole if chosen is Gathered.BATCH else by_layer
+    return chosen, f"parameters are gathered {times}: {needed / GIB:.2f} GiB a rank, {why}"

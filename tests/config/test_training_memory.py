@@ -1,0 +1,37 @@
+"""What a trainer rank takes, and how that decides how parameters are gathered."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.config.training_memory import Gathered, TrainingSizes, bytes_per_rank, choose_gathered
+
+SEVEN_B = TrainingSizes(
+    parameters=7_600_000_000, outside=1_090_000_000, layer=233_000_000, ranks=8, sixteen_bit=True, on_device=True
+)
+ROOM = 72 << 30
+
+
+def test_layer_by_layer_falls_with_ranks_and_whole_batches_do_not() -> None:
+    by_layer, by_batch = (
+        [bytes_per_rank(msgspec.structs.replace(SEVEN_B, ranks=n), kind).total for n in (8, 16, 32, 1024)]
+        for kind in (Gathered.LAYER, Gathered.BATCH)
+    )
+    assert by_layer == sorted(by_layer, reverse=True) and by_layer[0] < 32e9 and by_layer[-1] < 12e9
+    assert min(by_batch) > 6 * SEVEN_B.parameters
+
+
+def test_parameters_are_gathered_for_a_batch_where_that_fits() -> None:
+    def chosen(sizes: TrainingSizes, wanted: Gathered = Gathered.AUTO, room: int = ROOM) -> tuple[Gathered, str]:
+        return choose_gathered(wanted, sizes, room, beside=4 << 30)
+
+    assert chosen(SEVEN_B) == (
+        Gathered.BATCH,
+        "parameters are gathered once a batch: 68.22 GiB a rank, which fits 72.00 GiB",
+    )
+    larger = msgspec.structs.replace(SEVEN_B, parameters=32_800_000_000, layer=488_000_000, ranks=16)
+    kind, reason = chosen(larger)
+    assert kind is Gathered.LAYER
+    assert "layer by layer" in reason and "whole batches do not fit 72.00 GiB" in reason
+    assert chosen(SEVEN_B, Gathered.LAYER)[0] is Gathered.LAYER
+    assert chosen(msgspec.structs.replace(SEVEN_B, ranks=1), Gathered.LAYER)[0] is Gathered.BATCH
