@@ -43,13 +43,6 @@ class StalePolicy(StrEnum):
     REGENERATE = "regenerate"
 
 
-class Order(StrEnum):
-    """Which of the ready groups are trained first, among those that the staleness bound leaves free to wait."""
-
-    FIFO = "fifo"
-    SHORTEST_FIRST = "shortest_first"
-
-
 class Rollout(Section, frozen=True):
     """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories.
 
@@ -67,7 +60,6 @@ class Rollout(Section, frozen=True):
     max_staleness: Natural = 0
     in_flight: InFlight = InFlight.KEEP
     when_stale: StalePolicy = StalePolicy.WAIT
-    order: Order = Order.FIFO
     dynamic_sampling: bool | None = None
     presubmit: bool = False
 
@@ -154,8 +146,8 @@ class GroupSizing(Section, frozen=True):
 
     ``sizes``: candidates; each divides the trajectories of a batch. A group straggles when its longest completion is
     ``straggler_ratio`` times its median one or was truncated; the long-term share of such groups stays within
-    ``budget``. ``tradeoff`` (V): utility against budget; ``tightening``, ``discount``, ``optimism``, ``dwell`` (steps),
-    ``queue_cap`` (in multiples of V, while no size meets the budget): see ``streamrl.control.group_sizing``.
+    ``budget``. ``tradeoff`` (V): utility against budget; ``tightening``, ``discount``, ``optimism``, ``dwell`` (steps):
+    see ``streamrl.control.group_sizing``. Where no size meets the budget the smallest is taken, and the run says so.
     ``calibration_steps``: steps at the largest size first, after which a ``budget`` that no size or every size meets is
     replaced, and told. ``shares``: of each of ``sizes``, for ``kind = "random"``.
     """
@@ -169,7 +161,6 @@ class GroupSizing(Section, frozen=True):
     discount: Share = 0.95
     optimism: NaturalFloat = 1.0
     dwell: Positive = 5
-    queue_cap: PositiveFloat = 5.0
     calibration_steps: Natural = 0
     shares: tuple[float, ...] = ()
 

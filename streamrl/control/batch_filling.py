@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.buffers.rollout_buffer import Group, oldest_first
 from streamrl.buffers.slots import last_version
-from streamrl.config.scheduling import Order, SizingKind, StalePolicy
+from streamrl.config.scheduling import SizingKind, StalePolicy
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
 from streamrl.control.round_supply import next_attempt
@@ -54,9 +54,7 @@ class BatchFilling:
         state, batch = self._state, self._state.batch
         joined = False
         view = state.launching.view()
-        for group in sorted(
-            asking, key=_shortest_first if state.settings.order is Order.SHORTEST_FIRST else oldest_first
-        ):
+        for group in sorted(asking, key=oldest_first):
             if batch.seats <= 0:
                 break
             candidate = Candidate(
@@ -127,7 +125,3 @@ class BatchFilling:
                 state.lengths.lost(group, longest)
                 state.drop_group(group, state.policy.losing, actions)
                 state.supply.requeue(group, replays=state.policy.replays, noise=state.launching.noise_of(group))
-
-
-def _shortest_first(group: Group) -> tuple[int, int]:
-    return group.longest, group.group_id

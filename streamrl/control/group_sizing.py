@@ -5,6 +5,7 @@ Contract: asked once for each round with ``size``; told once for each step with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,11 +25,13 @@ class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of the next round's groups, why, and figures for metrics (``sizing/...``)."""
+    """The size of the next round's groups, why, and figures for metrics (``sizing/...``). ``notify``: the user reads
+    the reason also where the size stays."""
 
     size: int
     reason: str
     figures: dict[str, float]
+    notify: bool = False
 
 
 class GroupSizer(Protocol):
@@ -208,14 +211,16 @@ class StragglerAwareSize:
             batches,
             smallest=self._sizes[0],
             tightening=settings.tightening,
-            queue_cap=settings.queue_cap * settings.tradeoff,
+            tradeoff=settings.tradeoff,
         )
         self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
         reason = self._calibrate() if calibrating else ""
         if self._memory.steps < settings.calibration_steps:
             return self._decided(rate, reason)
         chosen = self._choose()
-        return self._decided(rate, f"{reason}; {chosen}" if reason else chosen)
+        warning = self._warning()
+        decision = self._decided(rate, "; ".join(text for text in (reason, warning, chosen) if text))
+        return msgspec.structs.replace(decision, notify=bool(warning))
 
     def snapshot(self) -> dict[str, object]:
         return _builtins(self._memory)
@@ -253,7 +258,11 @@ class StragglerAwareSize:
     def _choose(self) -> str:
         memory, settings = self._memory, self._settings
         risks = sagc.risks_of(memory, self._sizes, settings.optimism)
-        best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=settings.tradeoff)
+        if sagc.is_out_of_reach(memory, self._sizes[0]):
+            # The queue is at its cap, where the utility of the largest size outweighs a risk that hardly differs.
+            best = self._sizes[0]
+        else:
+            best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=settings.tradeoff)
         standing = f"queue {memory.queue:.2f}, risk {risks[best].low:.2f} at size {best}, budget {memory.budget:g}"
         if best == memory.size:
             return f"stays {best}: {standing}"
@@ -261,6 +270,18 @@ class StragglerAwareSize:
             return f"stays {memory.size} for {settings.dwell} steps, {memory.held} of them done: {standing}"
         self._memory = msgspec.structs.replace(memory, size=best, held=0)
         return f"{memory.size} to {best}: {standing}"
+
+    def _warning(self) -> str:
+        """What the user is told, once, where no size meets the budget."""
+        memory, smallest = self._memory, self._sizes[0]
+        if memory.told or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest):
+            return ""
+        self._memory = msgspec.structs.replace(memory, told=True)
+        risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
+        return (
+            f"no size meets group_sizing.budget = {memory.budget:g}: size {smallest} straggles in {risk:.2f} of its "
+            f"groups; the least budget that it could meet is {math.ceil(risk * 20) / 20:g}"
+        )
 
     def _decided(self, rate: float | None, reason: str) -> SizingDecision:
         memory = self._memory

@@ -61,14 +61,14 @@ class LengthWatch:
             self._predictor.observe(group.ticket.prompt_id, group.ticket.tokens, longest, cut=True)
 
     def step(self, batches: int = 1) -> Explain | None:
-        """So many batches were trained: the group sizing decides. Why, where the size changes."""
+        """Let the group sizing decide after ``batches`` were trained. Returns why, where the user is to read it."""
         if self._predictor is not None:
             self.rank_quality = self._predictor.rank_quality()
         before = self._sizer.size
         decision = self._sizer.observe(self._complete, batches)
         self.sizing_figures = decision.figures
         self._complete = []
-        if decision.size == before:
+        if decision.size == before and not decision.notify:
             return None
         return Explain(subject="group_size", reason=decision.reason, figures=decision.figures)
 

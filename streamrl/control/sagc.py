@@ -21,6 +21,10 @@ LengthTable = NDArray[np.float64]
 """``_GL``: lengths of G groups of equally many members L, by sample number; infinite where a member was truncated."""
 
 
+QUEUE_CAP = 5.0
+"""Largest queue, in multiples of V, while no size meets the budget."""
+
+
 class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     """All that straggler-aware sizing knows between steps; it is what a checkpoint keeps.
 
@@ -28,6 +32,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
     ``budget``: of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept
     it). ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
+    ``told``: the user has read that no size meets the budget.
     """
 
     size: int
@@ -39,6 +44,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     straggling: dict[int, float] = {}
     calm: dict[int, float] = {}
     asked: float = 0.0
+    told: bool = False
 
     @property
     def overspent(self) -> float:
@@ -120,8 +126,15 @@ def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
     return {size: math.log(size / sizes[0]) / span if span else 0.0 for size in sizes}
 
 
+def is_out_of_reach(memory: SizingMemory, smallest: int) -> bool:
+    """Whether no size meets the budget: the mean risk of size ``smallest`` is above it, and risk cannot fall with the
+    size. False while no group told anything of that size."""
+    seen = memory.straggling.get(smallest, 0.0) + memory.calm.get(smallest, 0.0)
+    return seen >= 1 and risks_of(memory, [smallest], 0.0)[smallest].mean > memory.budget
+
+
 def spend(
-    memory: SizingMemory, rate: float, batches: int, *, smallest: int, tightening: float, queue_cap: float
+    memory: SizingMemory, rate: float, batches: int, *, smallest: int, tightening: float, tradeoff: float
 ) -> SizingMemory:
     """Take the straggler rate of so many batches off the budget: Q grows by what is above it. A long round that trains
     several batches at once holds as many groups more, and more that straggle than the short ones before it.
@@ -134,8 +147,8 @@ def spend(
     after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
     target = memory.budget - (tightening if after.overspent > 0 else 0.0)
     queue = max(memory.queue + batches * (rate - target), 0.0)
-    if risks_of(memory, [smallest], 0.0)[smallest].mean > memory.budget:
-        queue = min(queue, max(memory.queue, queue_cap))
+    if is_out_of_reach(memory, smallest):
+        queue = min(queue, max(memory.queue, QUEUE_CAP * tradeoff))
     return msgspec.structs.replace(after, queue=queue)
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from streamrl.config.algorithms import WITHIN_GROUPS, objective_settings
 from streamrl.config.recipe import Recipe
-from streamrl.config.scheduling import GroupSizing, LengthSorted, Order, RoundKind, StalePolicy, TailBatching
+from streamrl.config.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,6 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     dynamic_sampling: bool
     max_failed_share: float
     failure_window: int
-    order: Order = Order.FIFO
     presubmit: bool = False
     policy: str = ""
     tail_batching: TailBatching = TailBatching()
@@ -56,7 +55,6 @@ def control_settings(recipe: Recipe) -> ControlSettings:
         max_staleness=recipe.rollout.max_staleness,
         when_stale=recipe.rollout.when_stale,
         dynamic_sampling=recipe.dynamic_sampling,
-        order=recipe.rollout.order,
         presubmit=recipe.rollout.presubmit,
         policy=recipe.rollout.policy,
         tail_batching=recipe.tail_batching,

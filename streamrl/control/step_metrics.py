@@ -23,18 +23,19 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
-    """``reward/*`` over trained samples and within groups."""
+    """``reward/*`` over trained samples and within groups. A group of one has no deviation: a batch of such groups has
+    neither ``reward/group_std_mean`` nor ``reward/zero_std_ratio``."""
     rewards = [s.reward for s in batch]
-    groups = [[s.reward for s in members] for members in _groups(batch)]
-    deviations = [pstdev(g) for g in groups]
+    deviations = [pstdev([s.reward for s in members]) for members in _groups(batch) if len(members) > 1]
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "reward/group_std_mean": fmean(deviations),
-        "reward/zero_std_ratio": sum(d == 0 for d in deviations) / len(groups),
     }
+    if deviations:
+        metrics["reward/group_std_mean"] = fmean(deviations)
+        metrics["reward/zero_std_ratio"] = sum(d == 0 for d in deviations) / len(deviations)
     for name in sorted({name for s in batch for name in s.reward_parts}):
         values = [s.reward_parts[name] for s in batch if name in s.reward_parts]
         metrics[f"reward/func/{name}/mean"] = fmean(values)

@@ -17,7 +17,6 @@ from streamrl.config.scheduling import (
     GroupSizing,
     LengthSorted,
     Losers,
-    Order,
     RoundKind,
     SizingKind,
     StalePolicy,
@@ -114,7 +113,6 @@ def random_settings(composition: str, sizing: str, random: Random) -> ControlSet
     every = random.randint(0, 2)
     return control_settings(
         **{
-            "order": random.choice(list(Order)),
             "presubmit": random.random() < 0.5,
             "dynamic_sampling": size > 1 and random.random() < 0.5,
             "batch_groups": groups,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.config.load import load_recipe
-from streamrl.config.scheduling import LengthSorted, Losers, Order, RoundKind, StalePolicy, TailBatching
+from streamrl.config.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
 from streamrl.control import events as on
 from streamrl.control.outcome_events import event_of
 from streamrl.control.settings import control_settings as settings_of
@@ -67,7 +67,6 @@ class ControlMachine(RuleBasedStateMachine):
     @initialize(
         rounds=st.sampled_from(list(ROUNDS)),
         when_stale=st.sampled_from(list(StalePolicy)),
-        order=st.sampled_from(list(Order)),
         dynamic=st.booleans(),
         presubmit=st.booleans(),
         groups=st.integers(1, 4),
@@ -82,7 +81,6 @@ class ControlMachine(RuleBasedStateMachine):
         self,
         rounds: str,
         when_stale: StalePolicy,
-        order: Order,
         dynamic: bool,
         presubmit: bool,
         groups: int,
@@ -95,7 +93,6 @@ class ControlMachine(RuleBasedStateMachine):
     ) -> None:
         chosen: dict[str, object] = {
             "when_stale": when_stale,
-            "order": order,
             "dynamic_sampling": dynamic and size > 1,
             "presubmit": presubmit,
             "batch_groups": groups,

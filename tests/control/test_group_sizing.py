@@ -353,16 +353,37 @@ def test_a_budget_that_no_size_meets_pins_the_smallest_size_and_recovers() -> No
     chosen = sagc_settings(budget=0.3, dwell=1, tradeoff=2.0)
     sizer = StragglerAwareSize(chosen, 8, BATCH)
     hard = simulate(sizer, 200, lambda _: 0.8)
-    # What is left is optimism: a larger size is looked at again once what was known of it is forgotten.
-    assert hard.sizes[50:].count(4) > 0.9 * 150
-    assert hard.largest_queue == chosen.queue_cap * chosen.tradeoff
+    assert hard.sizes[10:] == [4] * 190
+    assert hard.largest_queue == sagc.QUEUE_CAP * chosen.tradeoff
     easy = simulate(sizer, 100, lambda _: 0.15, seed=1)
-    # Every size meets it now; the queue is empty again after its cap over the slack of a step, 10 / 0.28.
+    # Every size meets it now, and what was seen of them before is forgotten.
     assert easy.sizes[60:] == [32] * 40
-    uncapped = StragglerAwareSize(sagc_settings(budget=0.3, dwell=1, tradeoff=2.0, queue_cap=1000.0), 8, BATCH)
-    simulate(uncapped, 200, lambda _: 0.8)
-    late = simulate(uncapped, 100, lambda _: 0.15, seed=1)
-    assert late.sizes.count(32) < easy.sizes.count(32) / 2, "the cap is what lets it recover"
+
+
+@pytest.mark.parametrize("truncated", [0.0, 0.2, 0.35, 0.4])
+@pytest.mark.parametrize("spread", [0.8, 1.3, 1.6, 2.0])
+def test_heavier_tails_never_choose_larger_groups(spread: float, truncated: float) -> None:
+    """Above the budget at every size the queue stays at its cap, and what decided was the utility of size 16."""
+    rng, budget = np.random.default_rng(7), 0.4
+    lengths = np.ceil(100 * np.exp(rng.normal(0, 0.5, (4000, 1)) + rng.normal(0, spread, (4000, 16)))).astype(int)
+    cap = np.quantile(lengths, 1 - truncated) if truncated else np.inf
+    sizer = StragglerAwareSize(sagc_settings(sizes=(4, 8, 16), budget=budget), 8, BATCH)
+    chosen, rates, told = list[int](), list[float](), list[str]()
+    for _ in range(300):
+        drawn = rng.permutation(lengths)[: BATCH // sizer.size, : sizer.size]
+        groups = [GroupLengths(lengths=tuple(row.tolist()), truncated=tuple((row >= cap).tolist())) for row in drawn]
+        chosen.append(sizer.size)
+        decision = sizer.observe(groups)
+        rates.append(decision.figures["sizing/straggler_rate"])
+        told += [decision.reason] if decision.notify else []
+    risk = decision.figures["sizing/risk_4"]
+    if risk > budget + 0.05:
+        assert chosen[100:].count(4) >= 0.9 * 200
+        assert len(told) == 1
+        assert told[0].startswith("no size meets group_sizing.budget = 0.4: size 4 straggles in 0.")
+    elif risk < budget - 0.05:
+        assert abs(np.mean(rates) - budget) <= 0.02 or set(chosen[100:]) == {16}
+        assert not told
 
 
 LONG = 4
@@ -402,7 +423,7 @@ def test_a_debt_is_forgotten_only_while_the_smallest_size_is_above_the_budget(
     calm: float, queue: float, after: float
 ) -> None:
     memory = sagc.SizingMemory(size=8, budget=0.6, queue=queue, straggling={4: 10 - calm}, calm={4: calm})
-    spent = sagc.spend(memory, 1.0, 1, smallest=4, tightening=0.0, queue_cap=0.6)
+    spent = sagc.spend(memory, 1.0, 1, smallest=4, tightening=0.0, tradeoff=0.12)
     assert spent.queue == pytest.approx(after)
 
 

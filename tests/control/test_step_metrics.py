@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from streamrl.config.scheduling import RoundKind, StalePolicy
 from streamrl.control.actions import LaunchGroup
+from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.events import PromptsDrawn, RunBegan
 from streamrl.control.publisher import PushReport
 from streamrl.control.reward_window import RewardWindow
@@ -21,7 +22,7 @@ from streamrl.control.run_report import RunReport
 from streamrl.control.sampled_work import SampledWork
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.control.step_metrics import discard_metrics, length_metrics, unbiased_mean
+from streamrl.control.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
 from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
 from streamrl.control.wait_reason import WaitReason
 from streamrl.messages import EngineLoad
@@ -86,6 +87,20 @@ def scored(
 
 def lost(trajectory_id: TrajectoryId, tokens: int, *, cancelled: bool = True) -> TrajectoryLost:
     return TrajectoryLost(id=trajectory_id, group_size=2, cancelled=cancelled, reason="cancelled", tokens=tokens)
+
+
+# ---- signal within groups --------------------------------------------------------------------------
+
+
+def test_a_group_of_one_says_nothing_about_signal() -> None:
+    """SortedRL trains single trajectories: no alarm may call that a batch without signal."""
+    single = reward_metrics([scored(identity(group, 0), 10, reward=group) for group in range(4)])
+    assert single["reward/std"] > 0
+    assert not {"reward/zero_std_ratio", "reward/group_std_mean"} & single.keys()
+    alarms = Alarms(alarm_rules(0.05))
+    assert not [message for step in range(20) for message in alarms.check(step, single)]
+    mixed = reward_metrics([scored(identity(group, sample), 10) for group in range(3) for sample in range(group + 1)])
+    assert mixed["reward/zero_std_ratio"] == 1.0
 
 
 # ---- what rewards cost -----------------------------------------------------------------------------

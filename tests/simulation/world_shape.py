@@ -27,7 +27,6 @@ from streamrl.config.scheduling import (
     InFlight,
     LengthSorted,
     Losers,
-    Order,
     Rollout,
     RoundKind,
     StalePolicy,
@@ -174,7 +173,6 @@ def _rollout(random: Random) -> Rollout:
         prompts_per_batch=random.randint(1, 4),
         group_size=random.choice((1, 2, 4)),
         in_flight=random.choice(list(InFlight)),
-        order=random.choice(list(Order)),
         dynamic_sampling=random.random() < 0.3,
         **random.choice(ROUNDS),  # type: ignore[arg-type]
     )

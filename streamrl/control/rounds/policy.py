@@ -163,7 +163,7 @@ class RoundPolicy(Protocol):
         ...
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """Asked for each ready group, in the order of ``rollout.order``, while the open batch has seats.
+        """Asked for each ready group, oldest first, while the open batch has seats.
 
         A group that is refused is asked for again when a group was dropped or the batch changes, not each time that
         another one becomes ready.

@@ -14,7 +14,7 @@ REWARDS: tuple[Metric, ...] = (
         "reward/zero_std_ratio",
         "share",
         SHARE,
-        "Groups of the batch whose rewards are all equal: no signal.",
+        "Groups of two and more in the batch whose rewards are all equal: no signal.",
         "no-signal",
     ),
     Metric("reward/func/<name>/mean", "reward", MEAN, "What one reward function returned, before its weight."),
