@@ -9,15 +9,20 @@ Heavy modules are imported by the command that needs them: ``streamrl --help`` m
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.observe.printable import printable
 from streamrl.observe.screen import open_screen
 
+Failure = TypeVar("Failure", bound=BaseException)
+_LACKING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO)
+"""What a machine lacks, also where no file is named."""
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -28,10 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
     try:
+        _check_surroundings()
         return run(options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (StreamRLError, BrokenPipeError, BaseExceptionGroup) as error:
+    except (StreamRLError, OSError, BaseExceptionGroup) as error:
         if BaseExceptionGroup("", [error]).subgroup(BrokenPipeError):  # `streamrl train ... | head`
             sys.stderr.close()
             return EXIT_FAILED
@@ -41,11 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report_error(error: BaseException) -> int:
     """Print what went wrong, the cause first and without a traceback, and return the exit code.
 
-    Raises ``error`` again when it is no failure that streamrl names: that is a bug, and its traceback is wanted.
+    Raises ``error`` again when it is neither a failure that streamrl names nor of a file or of what this machine lacks:
+    that is a bug, and its traceback is wanted.
     """
-    cause = first_named(error)
+    cause = first_of(StreamRLError, error) or first_of(OSError, error)
     if cause is None:
         raise error
+    if isinstance(cause, OSError):
+        if cause.filename is None and cause.errno not in _LACKING:
+            raise error
+        _complain(f"error: {f'{cause.filename}: ' if cause.filename else ''}{cause.strerror}")
+        return EXIT_FAILED
     if isinstance(cause, RecipeError):
         count = len(cause.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
@@ -55,13 +67,23 @@ def report_error(error: BaseException) -> int:
     return EXIT_FAILED
 
 
-def first_named(error: BaseException) -> StreamRLError | None:
-    """The error itself, or the first one in a group, that streamrl raised on purpose."""
-    if isinstance(error, StreamRLError):
+def first_of(kind: type[Failure], error: BaseException) -> Failure | None:
+    """The error itself, or the first one in a group, that is of ``kind``."""
+    if isinstance(error, kind):
         return error
     if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(first_named, error.exceptions)), None)
+        return next(filter(None, (first_of(kind, inner) for inner in error.exceptions)), None)
     return None
+
+
+def _check_surroundings() -> None:
+    """Raise ``RecipeError`` where no command could look up a relative path, or a process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise RecipeError(["the current directory was deleted: change to another"]) from None
+    if sys.platform == "linux" and not Path("/proc/self").exists():
+        raise RecipeError(["/proc is not there: mount it (mount -t proc proc /proc)"])
 
 
 def _complain(text: str) -> None:

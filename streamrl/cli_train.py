@@ -17,7 +17,7 @@ from streamrl.config.objective_text import streaming_notice
 from streamrl.config.recipe import EngineKind, Recipe
 from streamrl.config.topology import plan_topology
 from streamrl.config.transport_rules import insecure_notice
-from streamrl.observe.printable import log_file, log_to
+from streamrl.observe.printable import also_log_to, log_to
 from streamrl.observe.stdout import StdoutReporter
 from streamrl.run import Pipeline, recipe_of_run
 from streamrl.run_events import RunFinished, RunStarted, StartProgress
@@ -44,9 +44,15 @@ def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
     return anyio.run(_follow_it, recipe, make, backend_options={"use_uvloop": sys.platform != "win32"})
 
 
+def _drain_signals() -> list[signal.Signals]:
+    """SIGHUP, of a terminal that goes away, where it is not ignored (nohup)."""
+    hung_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+    return [signal.SIGINT, signal.SIGTERM, *hung_up]
+
+
 async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
     # Open to the end: a signal that comes while the second one is obeyed must not cut the clean-up short.
-    with StdoutReporter() as report, anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with StdoutReporter() as report, anyio.open_signal_receiver(*_drain_signals()) as signals:
         async with anyio.create_task_group() as tasks:
             run = _Run(recipe, make, report, tasks.cancel_scope)
             tasks.start_soon(run.obey, signals)
@@ -75,22 +81,22 @@ class _Run:
         try:
             async with self._make() as pipeline:
                 self._pipeline = pipeline
-                logging.getLogger().addHandler(log_file(pipeline.run_directory / "logs" / "supervisor.log"))
-                async for event in pipeline.events():
-                    self._report(event)
-                    if isinstance(event, RunStarted):
-                        self._started.set()
-                        if self._recipe.engines.kind is EngineKind.SIMULATED:
-                            self._report.line(f"  engines  {SIMULATED_SENTENCE}")
-                        if notice := streaming_notice(self._recipe):
-                            self._report.line(f"  streaming {notice}")
-                    self.finished = self.finished or isinstance(event, RunFinished)
+                with also_log_to(pipeline.run_directory / "logs" / "supervisor.log"):
+                    async for event in pipeline.events():
+                        self._report(event)
+                        if isinstance(event, RunStarted):
+                            self._started.set()
+                            if self._recipe.engines.kind is EngineKind.SIMULATED:
+                                self._report.line(f"  engines  {SIMULATED_SENTENCE}")
+                            if notice := streaming_notice(self._recipe):
+                                self._report.line(f"  streaming {notice}")
+                        self.finished = self.finished or isinstance(event, RunFinished)
         finally:
             self._pipeline = None
             self._started.set()
 
     async def obey(self, signals: AsyncIterator[signal.Signals]) -> None:
-        """First SIGINT or SIGTERM: drain. The second, or one before there is a run: end at once."""
+        """First SIGINT, SIGTERM or SIGHUP: drain. The second, or one before there is a run: end at once."""
         draining = False
         async for number in signals:
             if draining or self._pipeline is None:

@@ -100,7 +100,8 @@ def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
     problems += _memory(recipe, model)
     problems += _engine_sets(recipe, model)
     problems += judge_problems(recipe)
-    problems += _run_directory(Path(recipe.run.directory))
+    problems += _unusable("run.directory", recipe.run.directory) or _run_directory(Path(recipe.run.directory))
+    problems += _unusable("TMPDIR", tempfile.gettempdir())
     problems += _checkpoint(recipe)
     problems += _free_space(recipe)
     if problems:
@@ -280,6 +281,15 @@ def _free_space(recipe: Recipe) -> Iterator[str]:
 
 def _existing(directory: Path) -> Path:
     return next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+
+
+def _unusable(name: str, path: str) -> list[str]:
+    """Whether a path has no text that could stand in a file or a message of a run."""
+    try:
+        str(Path(path).absolute()).encode()
+    except UnicodeEncodeError:
+        return [f"{name}: {os.fsencode(Path(path).absolute())!r} is not UTF-8: choose another directory"]
+    return [f"{name}: {path!r} has a NUL: remove it"] if "\0" in path else []
 
 
 def _run_directory(directory: Path) -> Iterator[str]:

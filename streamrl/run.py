@@ -100,8 +100,10 @@ class Pipeline:
         try:
             await self._open_directory()
             return await self._start()
-        except BaseException:
+        except BaseException as error:
             self._let_go()
+            if isinstance(error, OSError) and error.filename is None:  # of a write
+                error.filename = str(self.run_directory if self._resumes else self.recipe.run.directory)
             raise
 
     async def _open_directory(self) -> None:

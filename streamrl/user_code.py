@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -40,7 +41,8 @@ def printable(text: str) -> str:
 def load_user_object(spec: str) -> object:
     """The object that ``spec`` names.
 
-    The directory of a ``file.py`` is put first on ``sys.path``, as Python does for a script.
+    The directory of a ``file.py`` is put first on ``sys.path``, as Python does for a script; for a ``module`` the
+    current directory is put last.
     Raises ``RecipeError`` with one problem when the spec has no name, the file is missing, the import raises
     (``SystemExit`` included) or the name is not there.
     """
@@ -48,6 +50,8 @@ def load_user_object(spec: str) -> object:
     if not colon or not source or not name:
         raise RecipeError([f'"{spec}" does not name an object: write "module:name" or "path/to/file.py:name"'])
     is_file = source.endswith(".py")
+    if not is_file and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: nothing there replaces a module of Python's or of a package
     if is_file and not Path(source).is_file():
         raise RecipeError([f'"{spec}": there is no file {Path(source).absolute()}: correct the path'])
     try:

@@ -259,11 +259,11 @@ def open_journal(
 
     Everything from the newest base on is checked before anything is changed; then a new segment is begun under the
     next epoch. Blocks for about a second for each 300 MB. ``durability``: ``process`` does not flush, and survives
-    kills but not a power cut. ``waiting_bytes``: when ``room`` waits. ``interval_s``: between two groups, at least.
-    ``disk`` and ``lane`` are for tests and simulations.
+    kills but not a power cut. ``run_id``: of a new journal; one that is there keeps its own. ``waiting_bytes``: when
+    ``room`` waits. ``interval_s``: between two groups, at least. ``disk`` and ``lane`` are for tests and simulations.
 
-    Raises ``JournalRefused`` (another process writes it, it belongs to another run, a later streamrl wrote it),
-    ``JournalDamaged`` and ``JournalFailed``.
+    Raises ``JournalRefused`` (another process writes it, a later streamrl wrote it), ``JournalDamaged`` and
+    ``JournalFailed``.
     """
     disk = disk or LocalDisk()
     lock = take_lock(disk, directory)
@@ -276,7 +276,7 @@ def open_journal(
     return Journal(writer, partial(disk.close, lock), recovered.last_sequence, waiting_bytes, lane), recovered
 
 
-def read_journal(directory: Path, *, run_id: str | None = None, disk: Disk | None = None) -> Recovered:
-    """What the journal in ``directory`` holds, changing nothing; its run may be going on. ``run_id`` None: of any run.
-    Raises as ``open_journal``."""
-    return read_only(disk or LocalDisk(), directory, run_id)
+def read_journal(directory: Path, *, disk: Disk | None = None) -> Recovered:
+    """What the journal in ``directory`` holds, changing nothing; its run may be going on. Raises as
+    ``open_journal``."""
+    return read_only(disk or LocalDisk(), directory)

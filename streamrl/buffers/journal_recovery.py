@@ -94,12 +94,12 @@ def _holder(disk: Disk, path: Path) -> str:
 def recover(disk: Disk, directory: Path, run_id: str, durability: Durability) -> tuple[SegmentWriter, Recovered]:
     """Check what a journal holds, and begin a new segment behind it. The lock is held. Raises ``JournalDamaged``,
     ``JournalRefused``, ``JournalFailed``."""
-    chain = _read_chain(disk, directory, run_id)
+    chain = _read_chain(disk, directory)
     tail = _check_chain(disk, chain)
     if durability is Durability.FSYNC:
         _flush_unsynced(disk, chain)
     epoch = chain[-1].header.epoch + 1 if chain else 1
-    writer = SegmentWriter(disk, directory, run_id, epoch, durability)
+    writer = SegmentWriter(disk, directory, chain[-1].header.run_id if chain else run_id, epoch, durability)
     begun = writer.start(
         chain[-1].header.segment + 1 if chain else 1,
         last_sequence=tail.last_sequence,
@@ -110,9 +110,9 @@ def recover(disk: Disk, directory: Path, run_id: str, durability: Durability) ->
     return writer, Recovered(disk, epoch, [*_cut_at(chain, tail.synced_end), begun], tail, chain)
 
 
-def read_only(disk: Disk, directory: Path, run_id: str | None) -> Recovered:
+def read_only(disk: Disk, directory: Path) -> Recovered:
     """What a journal holds now, without a lock, without a change; somebody may be writing it. Raises as ``recover``."""
-    chain = _read_chain(disk, directory, run_id)
+    chain = _read_chain(disk, directory)
     tail = _check_chain(disk, chain)
     return Recovered(disk, chain[-1].header.epoch if chain else 0, _cut_at(chain, tail.end), tail, chain)
 
@@ -121,7 +121,7 @@ def _cut_at(chain: list[Segment], end: int) -> list[Segment]:
     return [*chain[:-1], msgspec.structs.replace(chain[-1], end=end)] if chain else []
 
 
-def _read_chain(disk: Disk, directory: Path, run_id: str | None) -> list[Segment]:
+def _read_chain(disk: Disk, directory: Path) -> list[Segment]:
     """The segments without a gap up to the last one, oldest first; at least from the newest beginning on."""
     with failing(directory, "listing"):
         numbers = {n for name in disk.names(directory) if (n := segment_number(name)) is not None}
@@ -129,7 +129,7 @@ def _read_chain(disk: Disk, directory: Path, run_id: str | None) -> list[Segment
     number = max(numbers, default=0)
     while number in numbers:
         try:
-            segment = _read_segment(disk, directory, number, run_id, chain[0] if chain else None)
+            segment = _read_segment(disk, directory, number, chain[0] if chain else None)
         except JournalDamaged:
             if any(later.header.begins for later in chain):
                 break  # older than anything that is needed
@@ -141,7 +141,7 @@ def _read_chain(disk: Disk, directory: Path, run_id: str | None) -> list[Segment
     return chain
 
 
-def _read_segment(disk: Disk, directory: Path, number: int, run_id: str | None, following: Segment | None) -> Segment:
+def _read_segment(disk: Disk, directory: Path, number: int, following: Segment | None) -> Segment:
     path = segment_path(directory, number)
     with failing(path, "reading its header"):
         descriptor = disk.open(path)
@@ -158,10 +158,8 @@ def _read_segment(disk: Disk, directory: Path, number: int, run_id: str | None, 
         ) from None
     except FrameError as error:
         raise JournalDamaged(path, 0, error.reason) from error
-    if run_id is not None and header.run_id != run_id:
-        raise JournalRefused(
-            f"{path} belongs to run {header.run_id!r}, this is run {run_id!r}; give each run its own directory"
-        )
+    if following and header.run_id != following.header.run_id:
+        raise JournalDamaged(path, 0, f"it is of run {header.run_id!r}, what follows of {following.header.run_id!r}")
     if header.segment != number or (following and header.epoch > following.header.epoch):
         raise JournalDamaged(path, 0, f"it is segment {header.segment} of epoch {header.epoch} under another name")
     return Segment(path, header, header_seed(raw), following.header.previous_end if following else size)

@@ -12,7 +12,13 @@ from streamrl.config.rewards import Reward
 
 Broken = Iterator[tuple[str, str]]
 
-CORES = re.compile(r"^\d+(-\d+)?(,\d+(-\d+)?)*$")
+_CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+
+
+def are_cores(text: str) -> bool:
+    """Whether ``text`` is such as ``0``, ``0-3`` or ``0,2,4-7``."""
+    ranges = [_CORES.fullmatch(part) for part in text.split(",")]
+    return all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges)
 
 
 def judges_are_there(recipe: Recipe) -> Broken:
@@ -87,7 +93,7 @@ def _asked(reward: Reward) -> int:
 def judge_cores(recipe: Recipe) -> Broken:
     """``cores`` is a list of them, and says how many threads there are."""
     judge = recipe.judge
-    if judge.cores and not CORES.match(judge.cores):
+    if judge.cores and not are_cores(judge.cores):
         yield "judge.cores", f'"{judge.cores}" is not a list of cores: write "0", "0-3" or "0,2,4-7"'
     if judge.cores and judge.threads:
         yield "judge.threads", f"{judge.threads} beside judge.cores, which say how many there are: leave one out"

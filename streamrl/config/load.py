@@ -61,7 +61,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise RecipeError([f"{path}: no such file; give the path of a recipe (TOML)"]) from None
     except UnicodeDecodeError as error:
@@ -180,7 +180,11 @@ def _absolute_to_here(path: str) -> str:
 
 def _absolute(path: str, directory: Path) -> Path:
     try:
-        return Path(directory, Path(path).expanduser()).resolve()
+        resolved = Path(directory, Path(path).expanduser()).resolve()
+        str(resolved).encode()
+        return resolved
+    except UnicodeEncodeError:
+        raise RecipeError([f"the path {path[:200]!r} below {directory!a} is not UTF-8: choose another"]) from None
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a home of nobody, links in a circle
         raise RecipeError([f"the path {path[:200]!r} cannot be resolved ({error}): correct it"]) from error
 

@@ -17,6 +17,8 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NaturalFloat = Annotated[float, Meta(ge=0)]
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(gt=0, le=4096)]
+"""Of processes and the like: more than any cluster has is a mistake, and the plan of a run would take for ever."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

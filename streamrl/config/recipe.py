@@ -14,6 +14,7 @@ from msgspec import Meta
 from streamrl.config.algorithms import METHODS
 from streamrl.config.judge import Judge
 from streamrl.config.objective import (
+    Count,
     Natural,
     NaturalFloat,
     Objective,
@@ -119,7 +120,7 @@ class Training(Section, frozen=True):
     the model at once. ``activation_checkpointing``: activations are computed again in the backward, for memory.
     ``compile``: layers by torch.compile; the start takes longer."""
 
-    ranks: Positive = 1
+    ranks: Count = 1
     device: str = "auto"
     threads: Natural = 0
     optimizer: OptimizerKind = OptimizerKind.ADAMW
@@ -169,8 +170,8 @@ class EngineShape(Section, frozen=True):
     of one engine, so that the set runs as many as the first. ``rounds``: kinds of rounds that it always serves, such
     as ``["long"]``; empty: which set serves a round is decided from what is measured."""
 
-    count: Positive
-    tensor_parallel: Positive = 1
+    count: Count
+    tensor_parallel: Count = 1
     max_running: Natural = 0
     kv_tokens: Natural = 0
     cores: tuple[str, ...] = ()
@@ -194,8 +195,8 @@ class Engines(Section, frozen=True):
     ``fatal_deaths`` deaths is dropped (0: never)."""
 
     kind: EngineKind = EngineKind.VLLM
-    count: Positive = 1
-    tensor_parallel: Positive = 1
+    count: Count = 1
+    tensor_parallel: Count = 1
     max_running: Positive = 256
     max_context: Natural = 0
     kv_tokens: Natural = 0
@@ -240,7 +241,7 @@ class Evaluation(Section, frozen=True):
     """
 
     prompts: str = ""
-    samples: Positive = 1
+    samples: Count = 1
     store_samples: bool = True
     every: Natural = 0
     limit: Natural = 0

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.config.objective import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share
+from streamrl.config.objective import Count, Natural, NaturalFloat, Positive, PositiveFloat, Section, Share
 
 COMBINE_WEIGHTS = "weights"
 COMBINE_SEPARATE = "separate"
@@ -92,6 +92,6 @@ class RewardLimits(Section, frozen=True):
     combine: str = COMBINE_WEIGHTS
     max_failed_share: Share = 0.2
     window: Positive = 256
-    workers: Positive = 1
-    processes: Positive = 16
+    workers: Count = 1
+    processes: Count = 16
     concurrency: Positive = 64

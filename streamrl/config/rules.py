@@ -32,6 +32,7 @@ from streamrl.config.recipe import Launch, Lora, OptimizerKind, Recipe, ReleaseK
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45
 """The journal takes 64 bytes, and ``-YYYYMMDD-HHMMSS-NN`` follows the name."""
+MOST_IN_FLIGHT = 1 << 20
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -178,9 +179,23 @@ def _engine_cores(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "engines.cores",
             f'has {len(cores)} entries for {count} engines: give one for each, such as ["0-3", "4-7"], or none',
         )
-    for index, entry in enumerate(cores):
-        if not judge_rules.CORES.match(entry):
-            yield f"engines.cores.{index}", f'"{entry}" is not a list of cores: write "0", "0-3" or "0,2,4-7"'
+    places = {f"engines.cores.{index}": entry for index, entry in enumerate(cores)}
+    for number, shape in enumerate(recipe.engines.sets):
+        places |= {f"engines.sets.{number}.cores.{index}": entry for index, entry in enumerate(shape.cores)}
+    for place, entry in places.items():
+        if not judge_rules.are_cores(entry):
+            yield place, f'"{entry}" is not a list of cores: write "0", "0-3" or "0,2,4-7"'
+
+
+def _in_flight(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.max_in_flight > MOST_IN_FLIGHT:
+        yield (
+            "rollout",
+            (
+                f"{recipe.max_in_flight} completions would be in flight at once, at most {MOST_IN_FLIGHT}: lower "
+                "prompts_per_batch, group_size or max_staleness"
+            ),
+        )
 
 
 def _engine_context(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -289,7 +304,8 @@ RULES = (
     Rule(("training.updates_per_batch", "rollout.prompts_per_batch"), _updates),
     Rule(("training.device", "training.ranks", "training.optimizer"), _devices),
     Rule(("engines.dtype",), _engine_dtype),
-    Rule(("engines.cores", "engines.count"), _engine_cores),
+    Rule(("engines.cores", "engines.count", "engines.sets"), _engine_cores),
+    Rule((*_ROUNDS, "rollout", "group_sizing"), _in_flight),
     Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), prepared_engine_sets),

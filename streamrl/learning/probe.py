@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,9 @@ def check_packing(policy: PackedPolicy) -> None:
         raise StreamRLError(
             f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
         )
+    for name, weight in model.named_parameters():
+        if not all(math.isfinite(bound) for bound in weight.aminmax()):
+            raise StreamRLError(f"{kind}: the weight {name} has NaN or infinite values: repair or replace the model")
     vocabulary = model.config.get_text_config().vocab_size
     tokens_T = torch.arange(1, 1 + sum(_ALONE), device=model.device) * vocabulary // (1 + sum(_ALONE))
     try:

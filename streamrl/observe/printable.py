@@ -6,6 +6,8 @@ An escape sequence can rewrite what a terminal shows, and a line break can forge
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -49,8 +51,14 @@ def log_to(stream: TextIO, level: int, layout: str = _LAYOUT) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def log_file(path: Path) -> logging.Handler:
-    """A handler that appends records to ``path``, which is made with the first of them."""
+@contextmanager
+def also_log_to(path: Path) -> Iterator[None]:
+    """Append the records of this process to ``path``, too, which is made with the first of them."""
     handler = logging.FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(PrintableFormatter(_LAYOUT))
-    return handler
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -26,7 +26,7 @@ def open_screen() -> None:
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         raw = _Screen(descriptor, "w", closefd=False)
         encoding = getattr(getattr(sys, name), "encoding", "utf-8")  # None where the descriptor was closed
-        lines = descriptor == 2 or raw.isatty()
+        lines = descriptor == 2 or raw.isatty() or getattr(getattr(sys, name), "write_through", False)
         stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=lines)
         setattr(sys, name, stream)
 

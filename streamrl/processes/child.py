@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from streamrl.config.recipe import Recipe
 from streamrl.config.topology import ProcessPlan, Role, Topology, read_topology
 from streamrl.config.transport_rules import insecure_notice
 from streamrl.observe.printable import log_to
+from streamrl.observe.screen import open_screen
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
 from streamrl.processes.stacks import write_stacks_when_asked
 from streamrl.processes.stand_by import Prepare, import_for, stand_by
@@ -79,6 +81,7 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_stacks_when_asked()
+    open_screen()
     log_to(sys.stderr, logging.INFO)
     code = 0
     try:
@@ -88,7 +91,8 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     except BaseException as error:  # noqa: BLE001 - it is told to the supervisor, and the process ends
         code = exit_code_of(error)
         if code != 0:
-            write_reason(run_directory, plan.name, reason_of(plan.role, error))
+            with suppress(OSError):  # of a full disk: the exit code says so
+                write_reason(run_directory, plan.name, reason_of(plan.role, error))
             traceback.print_exception(error)
     logging.shutdown()
     sys.stdout.flush()

@@ -153,7 +153,7 @@ def open_guardian(python: str, run_directory: Path, traces: RunTraces) -> ChildP
     """Start the guardian. It carries no marker, so that it never sweeps itself."""
     traces.run_directory = str(run_directory)
     keep_traces(traces)
-    arguments = [python, "-m", "streamrl.processes.guardian", as_argument(traces), str(os.getpid())]
+    arguments = [python, "-P", "-m", "streamrl.processes.guardian", as_argument(traces), str(os.getpid())]
     return _start("guardian", None, arguments, run_directory, dict(os.environ))
 
 

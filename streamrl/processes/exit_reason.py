@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from streamrl.errors import UNDECODABLE, EngineError, StreamBroken
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.whole_files import write_whole
 
+DISK_FULL_EXIT_CODE = 74
+"""No room on the disk, where no reason can be left either. EX_IOERR of sysexits.h."""
 TERMINATED_CODE = 128 + signal.SIGTERM
 _LONGEST_MESSAGE = 2000
 _MAY_PASS = (StreamBroken, EngineError, OSError, MemoryError)
@@ -64,7 +67,9 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_verdict(self) -> bool:
         """Whoever is started in its place would end the run as well."""
-        return self.reason is not None and self.reason.kind is ExitKind.VERDICT
+        return self.exit_code == DISK_FULL_EXIT_CODE or (
+            self.reason is not None and self.reason.kind is ExitKind.VERDICT
+        )
 
     @property
     def is_consequence(self) -> bool:
@@ -79,6 +84,8 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
             how = f"{self.name} was killed by {_signal_name(-self.exit_code)}"
         else:
             how = f"{self.name} ended with exit code {self.exit_code}"
+            if self.exit_code == DISK_FULL_EXIT_CODE:
+                how += " because the disk is full (free space, then resume the run: what it acknowledged is kept)"
             if self.exit_code == REWARD_RESTART_EXIT_CODE:
                 how += " (it asked to be replaced, and no restarts are left)"
         return f"{how}: {self.reason.message}" if self.reason else how
@@ -127,8 +134,10 @@ def reason_path(run_directory: Path, name: str) -> Path:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Exit code for the exception that ended a process: that of a ``SystemExit``, or 1."""
+    """Exit code for the exception that ended a process: that of a ``SystemExit``, of a full disk, or 1."""
     for leaf in _leaves(error):
+        if getattr(leaf, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+            return DISK_FULL_EXIT_CODE
         if isinstance(leaf, SystemExit):
             return leaf.code if isinstance(leaf.code, int) else int(leaf.code is not None)
     return 1

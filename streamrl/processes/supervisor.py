@@ -62,7 +62,7 @@ class Supervisor:
         socket_directory: Path,
         python: str = sys.executable,
         *,
-        entry: Sequence[str] = ("-m", "streamrl.processes"),
+        entry: Sequence[str] = ("-P", "-m", "streamrl.processes"),
         restarts: int = 20,
         others_end_s: float = 30.0,
         resumes: bool = False,

@@ -118,7 +118,7 @@ class ForkLink:
         with theirs:
             number = str(theirs.fileno())
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "streamrl.rewards.fork_server", number, str(os.getpid())],
+                [sys.executable, "-P", "-m", "streamrl.rewards.fork_server", number, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=passed_environment(self._rewards),

@@ -55,7 +55,7 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
     """Inspections of the first rewards, what stopped the process at the next one, and the seconds it had."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given = [msgspec.json.encode(reward).decode() for reward in rewards]
-        command = [sys.executable, "-m", "streamrl.rewards.inspect", "--seconds", str(timeout_s), "--", *given]
+        command = [sys.executable, "-P", "-m", "streamrl.rewards.inspect", "--seconds", str(timeout_s), "--", *given]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

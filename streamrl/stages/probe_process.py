@@ -15,7 +15,10 @@ def answer_of(module: str, arguments: Sequence[str], timeout_s: float) -> tuple[
     """What ``python -m module`` wrote, and its exit code; None where it was late. Nothing of its group is left."""
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
+            [sys.executable, "-P", "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            start_new_session=True,
         )
         try:
             child.wait(timeout_s)

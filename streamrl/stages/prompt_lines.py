@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from streamrl.errors import RecipeError
+from streamrl.errors import RecipeError, StreamRLError
 from streamrl.stages.prompt_rows import decode_row
 
 
@@ -17,15 +18,11 @@ class LineRows:
 
     def __init__(self, path: Path) -> None:
         self._file = _open_file(path)
-        self._offsets = array("Q")
-        self._numbers = array("Q")
-        for offset, number, _ in _lines(self._file):
-            self._offsets.append(offset)
-            self._numbers.append(number)
-        if not self._offsets:
+        self._seen = _stamp(self._file)
+        self._offsets, self._numbers, self._digest = _index(self._file)
+        if not self._numbers:
             self._file.close()
             raise RecipeError([f"prompts {path} is empty: add rows"])
-        self._offsets.append(self._file.tell())
 
     @property
     def size(self) -> int:
@@ -41,7 +38,14 @@ class LineRows:
         return f"line {self._numbers[index]}"
 
     def row(self, index: int) -> dict[str, Any]:
-        """The object of a line. Raises ``BadRow``."""
+        """The object of a line. Raises ``BadRow``; ``StreamRLError`` where the file was edited in place."""
+        if (now := _stamp(self._file)) != self._seen:
+            if _index(self._file) != (self._offsets, self._numbers, self._digest):
+                raise StreamRLError(
+                    f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume "
+                    "the run, or begin another"
+                )
+            self._seen = now
         start, end = self._offsets[index], self._offsets[index + 1]
         return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
 
@@ -55,6 +59,23 @@ def _open_file(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise RecipeError([f"prompts {path} cannot be read ({error.strerror}): correct the path"]) from error
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
+    """Offsets of lines and of the end, numbers of lines, and a checksum of them all."""
+    offsets, numbers, digest = array("Q"), array("Q"), 0
+    file.seek(0)
+    for offset, number, line in _lines(file):
+        offsets.append(offset)
+        numbers.append(number)
+        digest = zlib.crc32(line, digest)
+    offsets.append(file.tell())
+    return offsets, numbers, digest
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:

@@ -90,6 +90,8 @@ def open_rows(spec: PromptSpec) -> RowStore:
         from streamrl.stages.prompt_tasks import TaskRows
 
         return TaskRows(spec)
+    if spec.path.exists() and not (spec.path.is_file() or spec.path.is_dir()):
+        raise RecipeError([f"prompts {spec.path} is not a regular file: write its rows to one"])
     if spec.kind is SourceKind.LINES:
         spec.take()
         return LineRows(spec.path)

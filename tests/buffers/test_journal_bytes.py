@@ -58,7 +58,7 @@ def disk_with(files: Files) -> SimulatedDisk:
 def outcome(files: Files, payloads: list[bytes]) -> str | int:
     """Name of the refusal, or how many records came back, each of them as it was written, and none missing before."""
     try:
-        recovered = read_journal(DIRECTORY, run_id=RUN, disk=disk_with(files))
+        recovered = read_journal(DIRECTORY, disk=disk_with(files))
         records = list(recovered.records())
     except (JournalDamaged, JournalRefused) as error:
         return type(error).__name__ if str(DIRECTORY) in str(error) else f"no path in {error}"
@@ -287,7 +287,7 @@ def written_today() -> bytes:
 
 def test_what_format_1_wrote_can_be_read() -> None:
     disk = disk_with({DIRECTORY / "000002.journal": FORMAT_1})
-    recovered = read_journal(DIRECTORY, run_id="old", disk=disk)
+    recovered = read_journal(DIRECTORY, disk=disk)
     assert [tuple(record) for record in recovered.records()] == [
         (10, 9, b"base", True),
         (11, 1, b"first", False),
@@ -297,15 +297,24 @@ def test_what_format_1_wrote_can_be_read() -> None:
     assert written_today() == FORMAT_1, "the bytes changed: raise JOURNAL_FORMAT, and keep reading this"
 
 
-def test_a_later_format_and_another_run_are_refused_by_name() -> None:
+def test_a_later_format_is_refused_by_name() -> None:
     later = bytearray(FORMAT_1)
     later[8] = 2
     with pytest.raises(NewerFormat):
         decode_header(later)
     with pytest.raises(JournalRefused, match=r"000002\.journal: journal format 2, this streamrl reads 1; resume with"):
         read_journal(DIRECTORY, disk=disk_with({DIRECTORY / "000002.journal": bytes(later)}))
-    with pytest.raises(JournalRefused, match="belongs to run 'old', this is run 'new'; give each run its own"):
-        read_journal(DIRECTORY, run_id="new", disk=disk_with({DIRECTORY / "000002.journal": FORMAT_1}))
+
+
+def test_a_run_whose_directory_was_renamed_keeps_its_id() -> None:
+    disk = disk_with({DIRECTORY / "000002.journal": FORMAT_1})
+    for name in ("new", "newer"):
+        _, recovered = open_journal(DIRECTORY, run_id=name, disk=disk, lane=World_lane)
+        assert [record.payload for record in recovered.records()] == [b"base", b"first", b""]
+        disk = disk.killed()
+    newest = max(name for name in disk.names(DIRECTORY) if name.endswith(".journal"))
+    descriptor = disk.open(DIRECTORY / newest)
+    assert decode_header(disk.read(descriptor, HEADER_BYTES, 0)).run_id == "old"
 
 
 def test_a_run_id_that_does_not_fit_is_refused() -> None:
@@ -338,7 +347,7 @@ def test_a_missing_segment_is_named() -> None:
     assert [path.name for path in names] == [f"{n:06d}.journal" for n in (1, 2, 3, 4)]
     assert outcome({path: files[path] for path in names[1:]}, payloads) == len(payloads), "its base stands for it"
     with pytest.raises(JournalDamaged, match=r"000003\.journal is damaged at byte 0: the segment is missing"):
-        read_journal(DIRECTORY, run_id=RUN, disk=disk_with({p: files[p] for p in names if p != names[2]}))
+        read_journal(DIRECTORY, disk=disk_with({p: files[p] for p in names if p != names[2]}))
     renamed = {**{p: files[p] for p in names[:3]}, names[3]: files[names[2]]}
     with pytest.raises(JournalDamaged, match="it is segment 3 of epoch 2 under another name"):
-        read_journal(DIRECTORY, run_id=RUN, disk=disk_with(renamed))
+        read_journal(DIRECTORY, disk=disk_with(renamed))

@@ -50,7 +50,7 @@ def test_every_acknowledged_record_survives_kill_9(tmp_path: Path) -> None:
         acknowledged = max([acknowledged, *map(int, rest)])
         assert writer.wait() == -signal.SIGKILL
         writer.stdout.close()
-    journal = read_journal(tmp_path / "journal", run_id=RUN)
+    journal = read_journal(tmp_path / "journal")
     assert journal.last_sequence >= acknowledged > 0
     check(journal.records(), journal.last_sequence)
 
@@ -62,7 +62,7 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(tmp_path: Path) ->
         assert writer.stdout.readline().startswith(b"opened")
         with pytest.raises(JournalRefused, match=f"is being written by process {writer.pid}; end that run first"):
             open_journal(tmp_path / "journal", run_id=RUN)
-        assert read_journal(tmp_path / "journal", run_id=RUN).epoch == 1, "reading is allowed"
+        assert read_journal(tmp_path / "journal").epoch == 1, "reading is allowed"
     finally:
         writer.kill()
         writer.communicate()
@@ -122,7 +122,7 @@ def refused(writer: subprocess.Popen[bytes], journal: Path, said: bytes) -> int:
     assert lines[-1].startswith(b"failed journal " + bytes(journal))
     assert re.search(said, lines[-1]), lines[-1]
     acknowledged = max(int(line) for line in lines[1:-1])
-    found = read_journal(journal, run_id=RUN)
+    found = read_journal(journal)
     assert found.last_sequence >= acknowledged
     check(found.records(), found.last_sequence)
     return acknowledged

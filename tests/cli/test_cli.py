@@ -359,6 +359,7 @@ class ScriptedPipeline:
     """Stands in for the pipeline: plays ``script``; an exception in it is raised, at a signal it waits for a drain."""
 
     script: ClassVar[list[RunEvent | BaseException | Interrupt]] = []
+    run_directory: ClassVar[Path] = Path()
     impatient: ClassVar[bool] = False
     cleaned: ClassVar[bool] = False
 
@@ -449,7 +450,7 @@ def test_how_a_run_may_end(
     assert capsys.readouterr().err == error
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_drains_and_two_end_the_run(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.toml_text import toml_value
+from streamrl.processes.exit_reason import Death
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 STREAMRL = shlex.join([sys.executable, "-m", "streamrl"])
@@ -64,3 +66,65 @@ def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2]
     log = (run / "logs" / "supervisor.log").read_text()
     assert log.count("stdout cannot be written (No space left on device)") == 1
+
+
+def refused(command: str, **environment: str) -> str:
+    """What ``command`` said when it refused its input in words."""
+    done = shell(command, **environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_places_without_a_name_or_without_text_are_refused_in_words(tmp_path: Path) -> None:
+    dry_run = f"{STREAMRL} train {shlex.join(arguments(tmp_path, run__directory='runs'))} --dry-run"
+    assert "run.directory: " in (said := refused(f"cd {tmp_path}; mkdir $'caf\\xe9'; cd $'caf\\xe9'; {dry_run}"))
+    assert "is not UTF-8" in said
+    gone = f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {dry_run}"
+    assert "the current directory was deleted: change to another" in refused(gone)
+    null = f"""{STREAMRL} train {EXAMPLE} --set 'run.directory="a\\u0000b"' --dry-run"""
+    assert "run.directory: " in (said := refused(null)) and "NUL" in said
+    assert "is not UTF-8" in refused(f"mkdir {tmp_path}/$'\\xe9'; TMPDIR={tmp_path}/$'\\xe9' {dry_run}")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts")
+def test_a_system_without_proc_is_refused_in_words(tmp_path: Path) -> None:
+    dry_run = f"{STREAMRL} train {shlex.join(arguments(tmp_path))} --dry-run"
+    assert "/proc is not there: mount it" in refused(f"unshare -m sh -c {shlex.quote(f'umount -l /proc; {dry_run}')}")
+
+
+def test_a_module_in_the_current_directory_replaces_none_of_pythons(tmp_path: Path) -> None:
+    for name in ("queue", "types", "msgspec"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')\n")
+    (tmp_path / "own_rewards.py").write_text("def reward(completion):\n    return 1.0\n")
+    given = shlex.join(arguments(tmp_path, rewards__0__function="own_rewards:reward"))
+    done = shell(f"cd {tmp_path}; {Path(sys.executable).parent / 'streamrl'} train {given} --dry-run")
+    assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
+
+
+@pytest.mark.timeout(20)
+def test_prompts_that_are_no_regular_file_are_refused(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "rows.parquet"):
+        os.mkfifo(tmp_path / name)
+        given = shlex.join(arguments(tmp_path, prompts__train=str(tmp_path / name)))
+        assert "is not a regular file" in refused(f"timeout -s KILL 8 {STREAMRL} train {given} --dry-run")
+
+
+def test_a_file_of_the_run_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    recipe = load_recipe(EXAMPLE, arguments(tmp_path)[2::2])
+    (run := tmp_path / "runs" / "sort-1").mkdir(parents=True)
+    (run / "recipe.toml").write_text(dump_recipe(recipe))
+    (run / "lock").mkdir()
+    done = shell(f"{STREAMRL} resume {run}")
+    assert done.returncode == 1 and done.stderr == f"error: {run}/lock: Is a directory\n"
+
+
+def test_where_the_disk_is_full_a_child_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    child = (
+        "import errno, sys; from pathlib import Path; from streamrl.processes.child import leave\n"
+        "from streamrl.config.topology import ProcessPlan, Role\n"
+        "def work(): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "leave(ProcessPlan(role=Role.CONTROLLER, index=0), Path('/proc/self'), work)"
+    )
+    code = shell(f"{shlex.join([sys.executable, '-c', child])} >/dev/full 2>&1").returncode
+    death = Death(name="controller", exit_code=code, detected_s=0.0)
+    assert death.is_verdict and "the disk is full" in death.describe() and "resume" in death.describe()

@@ -17,6 +17,8 @@ from streamrl.config.recipe import Engines, Evaluation, Model, Prompts, Recipe, 
 from streamrl.config.scheduling import InFlight, Rollout, RoundKind
 from streamrl.errors import RecipeError
 
+DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
+
 GOOD = """\
 [model]
 path = "model"
@@ -384,7 +386,6 @@ def test_bad_overrides(tmp_path: Path, override: str, expected: str) -> None:
 # ---- round trip ----------------------------------------------------------------------------------
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)
-positive = st.integers(1, 1 << 40)
 positive_float = st.floats(1e-300, 1e300)
 
 
@@ -399,10 +400,10 @@ positive_float = st.floats(1e-300, 1e300)
         ),
         rollout=st.builds(
             Rollout,
-            prompts_per_batch=positive,
+            prompts_per_batch=st.integers(1, 99),
             group_size=st.integers(2, 99),
             rounds=st.just(RoundKind.CONTINUOUS),
-            max_staleness=positive,
+            max_staleness=st.integers(1, 99),
             in_flight=st.sampled_from(InFlight),
         ),
         sampling=st.builds(Sampling, temperature=st.floats(0.01, 2), top_p=st.floats(1e-9, 1)),
@@ -452,3 +453,26 @@ def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
     table = tomllib.loads(GOOD) | {section: junk}
     checked = check_recipe_table(table, Origin("demo.toml", {}))
     assert checked.problems or msgspec.convert(checked.values, Recipe)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("engines.count=1000000", "engines.count: 1000000 is not allowed: must be an integer > 0 and <= 4096"),
+        ("training.ranks=1000000", "training.ranks: 1000000 is not allowed: must be an integer > 0 and <= 4096"),
+        ("rollout.group_size=100000000", "rollout: 3200000000 completions would be in flight at once, at most 1048576"),
+        ("rollout.max_staleness=1000000000", "completions would be in flight at once"),
+        ('engines.cores=["3-1"]', 'engines.cores.0: "3-1" is not a list of cores'),
+        ('engines.cores=["0-99999999999"]', 'engines.cores.0: "0-99999999999" is not a list of cores'),
+        ('judge.cores="3-1"', 'judge.cores: "3-1" is not a list of cores'),
+    ],
+)
+def test_counts_that_no_machine_has_are_refused(override: str, problem: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(DEMO, [override])
+    assert problem in str(refused.value)
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_bytes(b"\xef\xbb\xbf" + DEMO.read_bytes())
+    assert load_recipe(tmp_path / "recipe.toml").run.name == "sort"

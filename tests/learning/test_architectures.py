@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,16 @@ def test_what_packing_cannot_repeat_is_refused_at_load(family: str, tmp_path: Pa
     with pytest.raises(StreamRLError, match=reason) as refusal:
         load_policy(path, CPU)
     assert f"model {path!r} cannot be trained" in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_weight_that_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
+    model = own_model(save_model(transformers.LlamaConfig(**SHAPE), tmp_path))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3, 1] = value  # of a token that the probe does not try
+    model.save_pretrained(tmp_path)
+    with pytest.raises(StreamRLError, match=r"the weight model\.embed_tokens\.weight has NaN or infinite values"):
+        load_policy(str(tmp_path), CPU)
 
 
 def test_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

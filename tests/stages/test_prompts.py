@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import textwrap
 import threading
 import time
@@ -501,3 +502,18 @@ def test_check_draws_the_first_row_in_another_process(
         assert "row 1 has a prompt of 3 tokens, at most 2 fit" in problem
         (problem,) = check_prompts(f"{module}:{name}", tokenizer, {"exact": ("level",)}, timeout_s=3.0)
         assert 'row 1 has no column "level", which the reward exact needs' in problem
+
+
+@pytest.mark.asyncio
+async def test_rows_that_are_edited_while_they_are_read_are_not_trained(tmp_path: Path) -> None:
+    file, tokenizer = tmp_path / "rows.jsonl", load_tokenizer(str(write_model(tmp_path / "model")))
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    source = open_prompts(str(file), tokenizer, seed=0, shuffle=False)
+    await source.draw(2)
+    os.utime(file, (1, 1))  # other times, the same rows
+    await source.draw(2)
+    with file.open("r+") as edited:  # of equal length, in place
+        edited.write('{"prompt": "c"}')
+    with pytest.raises(StreamRLError, match="was changed while this run reads it"):
+        await source.draw(2)
+    await source.aclose()
