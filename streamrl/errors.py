@@ -7,6 +7,8 @@ Every message names the thing, its value and the remedy.
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 
 UNDECODABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
@@ -55,6 +57,12 @@ class VersionLeft(WeightError):
 
 class RewardFailureLimit(StreamRLError):
     """More rewards failed than the recipe allows."""
+
+
+class DiskFull(StreamRLError):
+    """No room on a disk. A process that ends by it is not started again."""
+
+    errno = errno.ENOSPC
 
 
 class RunStalled(StreamRLError):

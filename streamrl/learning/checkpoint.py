@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as _load
 from torch.distributed.checkpoint.state_dict_saver import save as _save
 
-from streamrl.errors import UNDECODABLE, StreamRLError
+from streamrl.errors import UNDECODABLE, DiskFull, StreamRLError
 from streamrl.learning import durable_files
 from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.process_group import all_gather_bytes
@@ -218,7 +218,7 @@ def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: in
     make_directory(directory.parent)
     free = shutil.disk_usage(directory.parent).free
     if free - size < min_free_bytes:
-        raise StreamRLError(
+        raise DiskFull(
             f"checkpoint {str(directory)!r} takes {size / GIB:.2f} GiB and {free / GIB:.2f} GiB are free there: less "
             f"than {min_free_bytes / GIB:.2f} GiB (checkpoint.min_free_gib) would be left; make room, keep fewer "
             "(checkpoint.keep, keep_best, keep_every), or lower min_free_gib"

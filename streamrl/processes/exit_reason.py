@@ -136,8 +136,11 @@ def reason_path(run_directory: Path, name: str) -> Path:
 def exit_code_of(error: BaseException) -> int:
     """Exit code for the exception that ended a process: that of a ``SystemExit``, of a full disk, or 1."""
     for leaf in _leaves(error):
-        if getattr(leaf, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
-            return DISK_FULL_EXIT_CODE
+        cause: BaseException | None = leaf
+        while cause is not None:
+            if getattr(cause, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+                return DISK_FULL_EXIT_CODE
+            cause = cause.__cause__
         if isinstance(leaf, SystemExit):
             return leaf.code if isinstance(leaf.code, int) else int(leaf.code is not None)
     return 1

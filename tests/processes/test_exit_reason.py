@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from pathlib import Path
 
 import pytest
 
+from streamrl.buffers.journal_errors import JournalFailed
 from streamrl.config.topology import Role
-from streamrl.errors import EngineError, StreamBroken
+from streamrl.errors import DiskFull, EngineError, StreamBroken
 from streamrl.processes.exit_reason import (
+    DISK_FULL_EXIT_CODE,
     Death,
     ExitKind,
     ExitReason,
@@ -88,7 +91,15 @@ def test_the_cause_inside_a_group_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(SystemExit(75), 75), (SystemExit(None), 0), (SystemExit("no"), 1), (ValueError("x"), 1)],
+    [
+        (SystemExit(75), 75),
+        (SystemExit(None), 0),
+        (SystemExit("no"), 1),
+        (ValueError("x"), 1),
+        (OSError(errno.ENOSPC, "full"), DISK_FULL_EXIT_CODE),
+        (DiskFull("no room for a checkpoint"), DISK_FULL_EXIT_CODE),
+        (JournalFailed(Path("journal"), "flushing", OSError(errno.EDQUOT, "quota")), DISK_FULL_EXIT_CODE),
+    ],
 )
 def test_exit_code(error: BaseException, code: int) -> None:
     assert exit_code_of(error) == code
