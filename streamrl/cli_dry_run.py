@@ -11,6 +11,7 @@ from streamrl.config.arithmetic import arithmetic_lines, process_lines
 from streamrl.config.load import dump_recipe
 from streamrl.config.recipe import Recipe
 from streamrl.config.topology import plan_topology
+from streamrl.engines.gpus import gpu_placement
 from streamrl.errors import RecipeError
 from streamrl.preflight import CheckedModel, check_model, preflight, resumed
 from streamrl.stages.prompt_spec import SourceKind, read_spec
@@ -30,6 +31,9 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
     print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
     print("\n# what would be started\n")
     print("\n".join(process_lines(recipe, topology, arguments)))
+    if gpus := gpu_placement(recipe).lines():
+        print("\n# memory of the GPUs\n")
+        print("\n".join(gpus))
     preflight(recipe, kept)
     print("\nall checks passed; nothing was started")
     return 0

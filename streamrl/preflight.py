@@ -22,7 +22,8 @@ from streamrl.config.recipe import EngineKind, Launch, OptimizerKind, Recipe, Tr
 from streamrl.config.rules import broken_rules
 from streamrl.config.topology import RENDEZVOUS, Role, plan_topology
 from streamrl.engines.engine_devices import device_problems
-from streamrl.engines.engine_options import has_cuda_driver, installed_device, max_context, model_config
+from streamrl.engines.engine_options import installed_device, max_context, model_config
+from streamrl.engines.gpus import facts_of, gpu_placement, visible_gpus
 from streamrl.engines.judge_options import judge_problems
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.learning.durable_files import read_digests, surviving
@@ -93,7 +94,7 @@ def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
     of_rewards = list(_rewards_and_prompts(recipe, model))
     problems += of_rewards + ([_live_rewards(recipe, kept)] if of_rewards and kept and kept.changed_live else [])
     problems += _other_code(recipe)
-    problems += _trainer_device(recipe)
+    problems += _devices(recipe)
     problems += _installation(recipe)
     problems += _ports(recipe)
     problems += _keys(recipe)
@@ -155,10 +156,16 @@ def _other_code(recipe: Recipe) -> Iterator[str]:
         yield from (f"rollout.policy: {problem}" for problem in problems_of_object(spec, USER_CODE_TIMEOUT_S))
 
 
-def _trainer_device(recipe: Recipe) -> Iterator[str]:
-    local = recipe.transport.training is Launch.LOCAL
-    if local and recipe.training.device == "cuda" and not has_cuda_driver():
+def _devices(recipe: Recipe) -> Iterator[str]:
+    placement = gpu_placement(recipe)
+    yield from placement.problems
+    if placement.gpus:
+        return
+    if recipe.transport.training is Launch.LOCAL and recipe.training.device.startswith("cuda"):
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
+    vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
+    if vllm and recipe.transport.engines is Launch.LOCAL and installed_device() == "cuda":
+        yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
 
 
 def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:
@@ -240,24 +247,16 @@ def _ipc_problem(path: str, socket_path: Path) -> Iterator[str]:
 
 
 def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
-    if model is None or installed_device() != "cpu":
+    if model is None or visible_gpus():
         return
     elsewhere = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if not process.local}
-    estimate = estimate_memory(recipe, model.facts, model.context, _judge_facts(recipe)).by_process
+    estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model)).by_process
     needed, available = sum(size for name, size in estimate.items() if name not in elsewhere), available_memory()
     if needed > available:
         yield (
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
             "engines.max_running, training.micro_batch_tokens or training.ranks, or take a smaller model"
         )
-
-
-def _judge_facts(recipe: Recipe) -> ModelFacts | None:
-    """None where there is no judge, or none that can be read: ``judge_problems`` says so."""
-    try:
-        return read_model_facts(Path(recipe.judge.model)) if recipe.judge.model else None
-    except ModelDirectoryError:
-        return None
 
 
 def _engine_sets(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:

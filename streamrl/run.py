@@ -29,6 +29,7 @@ from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.config.load import dump_recipe, load_recipe
 from streamrl.config.recipe import JournalKind, Recipe
 from streamrl.config.topology import control_socket, plan_topology, rewards_endpoint
+from streamrl.engines.gpus import gpu_placement
 from streamrl.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
 from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import going_on, preflight, resumed
@@ -138,7 +139,8 @@ class Pipeline:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
-        topology = plan_topology(self.recipe, sockets)
+        placement = await anyio.to_thread.run_sync(gpu_placement, self.recipe)
+        topology = placement.placed(plan_topology(self.recipe, sockets))
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
         self._supervisor.before_controller_start.append(self._await_controller)
         async with AsyncExitStack() as entered:

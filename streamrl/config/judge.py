@@ -39,7 +39,7 @@ class Judge(Section, frozen=True):
     this share of what they can (1: always), or when a question has waited for ``longest_wait_s``. ``max_running``:
     questions that it answers at once; ``max_context``: the longest question and answer in tokens (0: what the model
     can, 4096 at most). ``dtype``: as ``engines.dtype``. ``threads``: on a CPU (0: a quarter of the host's), or
-    ``cores``: such as ``"6-7"``. ``gpu_memory_share``: of each device, beside that of the actor's engines.
+    ``cores``: such as ``"6-7"``. ``gpu_memory_share``: of its GPU.
     ``restarts``: how often it is started again when it died."""
 
     model: str = ""

@@ -181,7 +181,7 @@ class EngineShape(Section, frozen=True):
 class Engines(Section, frozen=True):
     """``count`` vLLM engines, each of ``tensor_parallel`` workers, which run ``max_running`` requests at once.
     ``dtype`` ``auto``: float32 on a CPU, bfloat16 on CUDA. ``cores``: of each engine on a CPU, such as ``["0-3",
-    "4-7"]``; ``gpu_memory_share``: of each device that an engine may take. ``max_context`` 0: prompt and completion
+    "4-7"]``; ``gpu_memory_share``: of a GPU, for all engines on it. ``max_context`` 0: prompt and completion
     limits of this recipe decide. ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what
     becomes of engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared
     beside this one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1

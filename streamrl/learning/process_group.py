@@ -18,13 +18,14 @@ from streamrl.learning.rendezvous import meet_at, stay_on_interface
 
 LEAVE_TIMEOUT = timedelta(seconds=10)
 TORCHRUN = "env://"
-"""Rendezvous of ranks that torchrun started: torch reads MASTER_ADDR and MASTER_PORT; LOCAL_RANK chooses the device."""
+"""Rendezvous of ranks that torchrun started: torch reads MASTER_ADDR and MASTER_PORT."""
 PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timeout")
 """How gloo, whose errors have no class of their own, says that another rank died or hangs."""
 
 
 def choose_device(options: TrainerOptions) -> torch.device:
-    """The device of this rank: ``auto`` is CUDA where there is one, one device a rank. Raises ``StreamRLError``."""
+    """The device of this rank: ``auto`` is CUDA where there is one. A rank of a run sees its own GPU only.
+    Raises ``StreamRLError``."""
     name = options.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,8 +34,7 @@ def choose_device(options: TrainerOptions) -> torch.device:
             raise StreamRLError(
                 'training.device is "cuda" and this machine has no CUDA device: set it to "cpu" or "auto"'
             )
-        index = int(os.environ["LOCAL_RANK"]) if options.rendezvous == TORCHRUN else options.rank
-        device = torch.device("cuda", index % torch.cuda.device_count())
+        device = torch.device("cuda", options.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device(name)

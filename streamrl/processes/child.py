@@ -23,7 +23,7 @@ import msgspec
 
 from streamrl.comm.transport_keys import transport_environment
 from streamrl.config.recipe import Recipe
-from streamrl.config.topology import ProcessPlan, Role, Topology, read_topology
+from streamrl.config.topology import CUDA_DEVICES, CUDA_ORDER, ProcessPlan, Role, Topology, read_topology
 from streamrl.config.transport_rules import insecure_notice
 from streamrl.observe.printable import log_to
 from streamrl.observe.screen import open_screen
@@ -109,7 +109,7 @@ def load_context(plan: ProcessPlan, run_directory: Path, *, resumes: bool = Fals
     # The controller's own stream never leaves the host, so its endpoint is always a file in that directory.
     steps = topology.endpoint(Role.CONTROLLER.value, "steps")
     return ChildContext(
-        plan=plan,
+        plan=next((one for one in topology.processes if one.name == plan.name), plan),
         recipe=recipe,
         topology=topology,
         run_directory=run_directory,
@@ -122,6 +122,9 @@ def run_role(context: ChildContext) -> None:
     """Run the role's coroutine to its end. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
     # Also for what this process starts: vLLM's workers pull weights themselves.
     os.environ.update(transport_environment(context.recipe, context.plan.role))
+    if context.plan.gpus:  # before anything opens a device; numbered as NVML does
+        os.environ.setdefault(CUDA_ORDER, "PCI_BUS_ID")
+        os.environ[CUDA_DEVICES] = ",".join(context.plan.gpus)
     if notice := insecure_notice(context.recipe):
         log.warning("%s", notice)
     anyio.run(_until_terminated, role_main(context.plan.role), context, backend_options={"use_uvloop": True})

@@ -8,7 +8,6 @@ from pathlib import Path
 from streamrl.comm.weights.vllm_names import engine_environment
 from streamrl.config.recipe import EngineKind
 from streamrl.config.topology import ProcessPlan, Role
-from streamrl.engines.engine_devices import CUDA_DEVICES
 from streamrl.engines.engine_host import WatchedEngine, serve_controllers
 from streamrl.engines.engine_options import EngineOptions, engine_options
 from streamrl.messages import EngineEvent, EngineOrder
@@ -19,7 +18,12 @@ from streamrl.processes.parent_death import RUN_MARKER
 
 async def run_engine_process(context: ChildContext) -> None:
     """Serve one engine until the orders end. It outlives its controller, for a while."""
-    options = engine_options(context.recipe, context.plan.index, context.socket_directory)
+    options = engine_options(
+        context.recipe,
+        context.plan.index,
+        context.socket_directory,
+        gpu_memory_share=context.plan.gpu_memory_share,
+    )
     simulated = context.recipe.engines.kind is EngineKind.SIMULATED
     engine = _simulated(options, context.socket_directory) if simulated else _vllm(options)
     name = context.plan.name
@@ -32,8 +36,7 @@ def import_engine(run_directory: Path) -> None:
     context = load_context(ProcessPlan(role=Role.ENGINE, index=0), run_directory)
     environment = engine_options(context.recipe, 0, context.socket_directory).environment
     os.environ.update(engine_environment())
-    # What names the devices of engine 0 is not for the one whose place is taken, and is read later.
-    os.environ.update({name: value for name, value in environment.items() if name != CUDA_DEVICES})
+    os.environ.update(environment)
     from streamrl.engines.vllm_fork import import_vllm
 
     import_vllm()

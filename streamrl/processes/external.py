@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.recipe import Recipe, TransportKind
-from streamrl.config.topology import RENDEZVOUS, ProcessPlan, Role, plan_topology
+from streamrl.config.topology import RENDEZVOUS, Role, plan_topology
+from streamrl.engines.gpus import gpu_placement
 from streamrl.errors import RecipeError
 from streamrl.processes.child import ChildContext, run_role
 
@@ -41,8 +42,9 @@ def torchrun_rank(environment: Mapping[str, str], ranks: int) -> int | None:
 def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_directory: Path | None = None) -> None:
     """Run engine or trainer rank ``index`` of ``recipe`` until the run ends. Blocking; for the main thread.
 
-    None: the rank that torchrun gave, else 0. Trainer ranks under torchrun meet where torchrun says. Ranks of the run
-    in ``run_directory`` go on from its newest checkpoint, where it has one.
+    None: the rank that torchrun gave, else 0. It gets GPUs as if engines, then ranks, filled hosts like this one in
+    their order. Trainer ranks under torchrun meet where torchrun says. Ranks of the run in ``run_directory`` go on from
+    its newest checkpoint, where it has one.
     Raises ``RecipeError`` when the recipe does not let such a process be started by hand, ``Terminated`` on SIGTERM.
     """
     counts = {Role.ENGINE: recipe.engines.count, Role.TRAINER: recipe.training.ranks}
@@ -56,15 +58,18 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
         raise RecipeError([f"serve: {role.value} {index} is not in this recipe: it has 0 to {counts[role] - 1}"])
     if recipe.transport.kind is not TransportKind.TCP:
         raise RecipeError([f'transport.kind: {recipe.transport.kind.value} is private to one run; set it to "tcp"'])
+    placement = gpu_placement(recipe, by_hand=True)
+    if placement.problems:
+        raise RecipeError(placement.problems)
     socket_directory = Path(tempfile.mkdtemp(prefix="streamrl-"))
-    topology = plan_topology(recipe, socket_directory)
+    topology = placement.placed(plan_topology(recipe, socket_directory))
     if given is not None:
         # One more place to meet would be one more to get wrong: torchrun already agreed on one.
         topology = msgspec.structs.replace(topology, endpoints=topology.endpoints | {RENDEZVOUS: "env://"})
     try:
         run_role(
             ChildContext(
-                plan=ProcessPlan(role=role, index=index, local=False),
+                plan=next(one for one in topology.processes if (one.role, one.index) == (role, index)),
                 recipe=recipe,
                 topology=topology,
                 run_directory=(run_directory or Path(recipe.run.directory)).resolve(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from streamrl.config.topology import RENDEZVOUS, ProcessPlan, Role
 from streamrl.learning.durable_files import newest_checkpoint
 from streamrl.learning.loading import import_architecture
@@ -27,6 +29,8 @@ async def run_trainer_process(context: ChildContext) -> None:
         resume_from=str(newest or ""),
     )
     open_controller = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
+    if context.plan.gpus:
+        options = msgspec.structs.replace(options, device="cuda")  # the only one that it sees
     trainer = TorchTrainer(options)
     if recipe.core_restarts:
         await serve_controllers(trainer, open_controller)

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.config.rewards import Reward
+from streamrl.config.topology import CUDA_DEVICES, CUDA_ORDER
 
 _NEEDED = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP"),
         *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "STREAMRL_RUN_MARKER"),
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-        *(JUDGE_SOCKET, JUDGE_MODEL),
+        *(JUDGE_SOCKET, JUDGE_MODEL, CUDA_DEVICES, CUDA_ORDER),
     }
 )
 _PREFIXES = ("LC_",)

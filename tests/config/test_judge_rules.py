@@ -93,7 +93,6 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     assert "has no chat template, so it takes no chats: set chat = false" in problem
     recipe = load(tmp_path, own + ASKING + "[rewards.options]\nchat = false\n")
     assert not list(judge_problems(recipe, device="cpu"))
-    assert "are more than the devices have" in next(judge_problems(recipe, device="cuda"))
     assert list(judge_problems(load(tmp_path, own + "max_context = 2048\n" + ASKING), device="cpu")) == [
         "judge.max_context: 2048 is more than the model's 1024 positions: lower it"
     ]

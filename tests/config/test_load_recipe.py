@@ -204,7 +204,6 @@ RULES = [
         '[training]\ndevice = "cpu"\noptimizer = "adamw_offloaded"\n',
         'training.optimizer: "adamw_offloaded" has no effect on device = "cpu"',
     ),
-    ('[training]\ndevice = "cuda:0"\nranks = 2\n', 'training.device: "cuda:0" puts all 2 ranks on one device'),
     ('[engines]\ndtype = "int8"\n', 'engines.dtype: "int8" is not allowed: must be one of "auto", "float32"'),
     ('[engines]\ncount = 2\ncores = ["0"]\n', "engines.cores: has 1 entries for 2 engines"),
     ('[engines]\ncores = ["all"]\n', 'engines.cores.0: "all" is not a list of cores'),

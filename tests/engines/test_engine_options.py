@@ -102,18 +102,14 @@ def test_workers_share_the_heads_and_each_has_cores_of_its_own(
         engine_options(both, 3, "/s", device="cpu")
 
 
-def test_each_engine_of_a_set_has_devices_of_its_own(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+def test_engines_of_a_set_on_cuda_sleep_and_take_the_share_that_they_were_given(model_directory: Path) -> None:
     both = recipe(model_directory, count=4, sets=(EngineShape(count=2, tensor_parallel=2),), kv_tokens=1000)
-    options = [engine_options(both, index, "/s", device="cuda") for index in range(6)]
-    assert [o.environment["CUDA_VISIBLE_DEVICES"] for o in options] == ["4", "5", "6", "7", "4,5", "6,7"]
+    options = [engine_options(both, index, "/s", device="cuda", gpu_memory_share=0.2) for index in range(6)]
     assert options[0].sleeps and (options[0].cache_blocks, options[0].block_tokens) == (64, 16)
     assert options[4].cache_blocks == 0, "of the second set vLLM decides"
     assert list(device_problems(both, CONFIG, device="cuda")) == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    shared = recipe(model_directory, count=2)
-    assert "CUDA_VISIBLE_DEVICES" not in engine_options(shared, 0, "/s", device="cuda").environment
-    assert not engine_options(shared, 0, "/s", device="cuda").sleeps
+    alone = engine_options(recipe(model_directory, count=2), 0, "/s", device="cuda")
+    assert (options[0].gpu_memory_share, alone.gpu_memory_share, alone.sleeps) == (0.2, 0.85, False)
 
 
 def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(

@@ -1,0 +1,179 @@
+"""Which GPUs engines, ranks, judge and reward workers get, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from streamrl.config.judge import Judge
+from streamrl.config.placement import Demand, Gpu, Placement, place
+from streamrl.config.recipe import Engines, EngineShape, Launch, Model, Prompts, Recipe, Reward, Training, Transport
+from streamrl.config.rewards import RewardLimits
+from streamrl.config.topology import plan_topology
+
+GIB = 1 << 30
+SMALL = Demand(engine=2 * GIB, rank=8 * GIB)
+
+
+def gpus(count: int, *, hosts: int = 1) -> list[Gpu]:
+    return [Gpu(str(number), 80 * GIB, host) for host in range(hosts) for number in range(count)]
+
+
+def recipe(count: int = 1, ranks: int = 1, *, device: str = "auto", judge: str = "", **engines: Any) -> Recipe:
+    return Recipe(
+        model=Model(path="m"),
+        prompts=Prompts(train="t.jsonl"),
+        rewards=(Reward(function="a:b"),),
+        judge=Judge(model=judge),
+        reward_limits=RewardLimits(workers=2),
+        training=Training(ranks=ranks, device=device),
+        engines=Engines(count=count, **engines),
+    )
+
+
+def names(found: Placement) -> dict[str, str]:
+    assert found.problems == []
+    return {name: ",".join(gpu.name for gpu in one.gpus) for name, one in found.tenants.items()}
+
+
+@pytest.mark.parametrize(
+    ("made", "there", "engines", "ranks"),
+    [
+        (recipe(4, 4), 8, "0 1 2 3", "4 5 6 7"),
+        (recipe(3, 2, tensor_parallel=2), 8, "0,1 2,3 4,5", "6 7"),
+        (recipe(1, 1), 8, "0", "1"),
+        (recipe(1, 1), 2, "0", "1"),
+        (recipe(1, 1), 1, "0", "0"),
+        (recipe(2, 1), 1, "0 0", "0"),
+        (recipe(2, 1), 2, "0 1", "0"),
+        (recipe(3, 1), 2, "0 1 0", "0"),
+        (recipe(6, 4), 8, "0 1 2 3 4 5", "6 7 0 1"),
+        (recipe(1, 1, device="cpu"), 1, "0", ""),
+        (recipe(1, 1, device="cuda:0"), 2, "0", "0"),
+    ],
+)
+def test_engines_and_ranks_share_a_gpu_only_where_there_are_too_few(
+    made: Recipe, there: int, engines: str, ranks: str
+) -> None:
+    expected = {f"engine-{number}": name for number, name in enumerate(engines.split())}
+    expected |= {f"trainer-{number}": name for number, name in enumerate(ranks.split())}
+    assert names(place(made, gpus(there), SMALL)) == expected
+
+
+def test_engines_of_one_gpu_divide_its_share_and_the_processes_know() -> None:
+    made = recipe(2, 1)
+    found = place(made, gpus(1), SMALL)
+    assert found.lines() == ["  GPU 0      76.0 of 80.0 GiB: engine-0 34.0, engine-1 34.0, trainer-0 8.0"]
+    plans = {one.name: one for one in found.placed(plan_topology(made, Path("/s"))).processes}
+    assert [(plans[name].gpus, plans[name].gpu_memory_share) for name in ("engine-0", "engine-1", "trainer-0")] == [
+        (("0",), 0.425),
+        (("0",), 0.425),
+        (("0",), 0.0),
+    ]
+    assert plans["controller"].gpus == plans["reward-0"].gpus == ()
+
+
+def test_judge_and_reward_models_have_gpus_of_their_own_or_go_where_most_is_left() -> None:
+    demand = Demand(rank=20 * GIB, rewards=16 * GIB)
+    made = recipe(1, 1, judge="j")
+    wide = names(place(made, gpus(8), demand))
+    assert wide == {"engine-0": "0", "trainer-0": "1", "judge-0": "2", "reward-0": "3", "reward-1": "4"}
+    narrow = place(made, gpus(2), demand)
+    assert names(narrow) == wide | {"judge-0": "1", "reward-0": "1", "reward-1": "1"}
+    assert (
+        narrow.lines()[1] == "  GPU 1      76.0 of 80.0 GiB: trainer-0 20.0, judge-0 24.0, reward-0 16.0, reward-1 16.0"
+    )
+
+
+def test_prepared_sets_have_the_same_gpus_and_the_memory_of_one_set() -> None:
+    found = place(recipe(4, 4, sets=(EngineShape(count=2, tensor_parallel=2),)), gpus(8), SMALL)
+    expected = {f"engine-{number}": str(number) for number in range(4)} | {"engine-4": "0,1", "engine-5": "2,3"}
+    assert names(found) == expected | {f"trainer-{number}": str(number + 4) for number in range(4)}
+    assert found.used(found.gpus[0]) == int(0.85 * 80 * GIB)
+
+
+def test_processes_started_by_hand_fill_one_host_after_another() -> None:
+    by_hand = Transport(engines=Launch.EXTERNAL, training=Launch.EXTERNAL)
+
+    def spots(count: int, ranks: int, **engines: int) -> dict[str, tuple[int, str]]:
+        made = msgspec.structs.replace(recipe(count, ranks, **engines), transport=by_hand)
+        assert place(made, gpus(8), SMALL).tenants == {}, "the run itself starts none of them"
+        found = place(made, gpus(8, hosts=3), SMALL, by_hand=True)
+        return {name: (found.tenants[name].gpus[0].host, text) for name, text in names(found).items()}
+
+    two_hosts = {f"engine-{number}": (number // 8, str(number % 8)) for number in range(16)}
+    assert spots(16, 2) == two_hosts | {"trainer-0": (2, "0"), "trainer-1": (2, "1")}
+    wide = spots(3, 1, tensor_parallel=3)
+    assert wide == {"engine-0": (0, "0,1,2"), "engine-1": (0, "3,4,5"), "engine-2": (1, "0,1,2"), "trainer-0": (0, "6")}
+
+
+@pytest.mark.parametrize(
+    ("made", "there", "demand", "problem"),
+    [
+        (
+            recipe(2, 1),
+            1,
+            Demand(rank=20 * GIB),
+            (
+                "memory: GPU 0 has 80.0 GiB, and engine-0 34.0, engine-1 34.0, trainer-0 20.0 need 88.0: "
+                "set engines.gpu_memory_share = 0.75 or less"
+            ),
+        ),
+        (
+            recipe(1, 0, judge="j", device="cpu"),
+            1,
+            SMALL,
+            (
+                "memory: GPU 0 has 80.0 GiB, and engine-0 68.0, judge-0 24.0 need 92.0: "
+                "set engines.gpu_memory_share = 0.7 or less"
+            ),
+        ),
+        (
+            recipe(1, 1),
+            2,
+            Demand(rank=99 * GIB),
+            (
+                "memory: GPU 1 has 80.0 GiB, and trainer-0 99.0 need 99.0: use more GPUs or fewer engines, a smaller "
+                'model, lora.rank, or training.optimizer = "adamw_offloaded"'
+            ),
+        ),
+        (
+            recipe(2, 1, device="cpu"),
+            1,
+            Demand(engine=38 * GIB),
+            (
+                "memory: engine-0 may take 34.0 GiB of GPU 0, and its weights and one request need 38.0: raise "
+                "engines.gpu_memory_share or tensor_parallel, or lower count"
+            ),
+        ),
+        (
+            recipe(1, 3),
+            2,
+            SMALL,
+            'training.ranks: 3 need a GPU each, and device = "auto" leaves 2 of 2: lower it, or write "cuda"',
+        ),
+        (
+            recipe(1, 1, device="cuda:4"),
+            2,
+            SMALL,
+            'training.ranks: 1 need a GPU each, and device = "cuda:4" leaves 0 of 2: lower it, or write "cuda"',
+        ),
+        (
+            recipe(3, 1, tensor_parallel=2),
+            4,
+            SMALL,
+            "engines.tensor_parallel: engines 3x2 need 3 x 2 GPUs, and there are 4: lower count or tensor_parallel",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence_with_a_remedy(
+    made: Recipe, there: int, demand: Demand, problem: str
+) -> None:
+    assert place(made, gpus(there), demand).problems == [problem]
+
+
+def test_a_gpu_whose_memory_is_not_known_is_used_and_not_reckoned_with() -> None:
+    assert names(place(recipe(), [Gpu("0", 0)], SMALL)) == {"engine-0": "0", "trainer-0": "0"}

@@ -1,0 +1,53 @@
+"""A process of a run that notes which GPUs it sees: ``shows_gpus.py <role> --index i --run-directory DIR``.
+
+Everything is the real process up to what the role would start. It notes in ``DIR/seen/<name>``: the GPUs of a process
+that it starts itself, those of a reward's processes, and an engine's share of their memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+
+import anyio
+
+from streamrl.config.topology import Role
+from streamrl.engines.engine_options import EngineOptions
+from streamrl.processes import child, engine_process
+from streamrl.rewards.environment import passed_environment
+
+
+async def show(context: child.ChildContext) -> None:
+    shares: list[float] = []
+    if context.plan.role is Role.ENGINE:
+        engine_process._vllm = lambda options: note(options, shares)  # type: ignore[assignment, return-value]
+        with contextlib.suppress(NotStarted):
+            await engine_process.run_engine_process(context)
+    environment = passed_environment(context.recipe.rewards) if context.plan.role is Role.REWARD else dict(os.environ)
+    script = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER'))"
+    seen = (await anyio.run_process([sys.executable, "-c", script], env=environment)).stdout.decode()
+    partial = context.run_directory / f"seen-{context.plan.name}"
+    partial.write_text(json.dumps([*seen.split(), *shares]))
+    partial.rename(context.run_directory / "seen" / context.plan.name)
+    await anyio.sleep_forever()
+
+
+class NotStarted(Exception):
+    pass
+
+
+def note(options: EngineOptions, shares: list[float]) -> None:
+    shares.append(options.gpu_memory_share)
+    raise NotStarted
+
+
+def main() -> None:
+    child.role_main = lambda role: show
+    plan, directory, resumes = child.parse_arguments(lambda role, directory: None)
+    child.leave(plan, directory, lambda: child.run_role(child.load_context(plan, directory, resumes=resumes)))
+
+
+if __name__ == "__main__":
+    main()

