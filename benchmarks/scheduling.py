@@ -1,7 +1,7 @@
 """What is each schedule worth on real engines? Every policy against ``synchronous``, at equal trained samples.
 
     python benchmarks/scheduling.py --out cells --seeds 3
-    python benchmarks/scheduling.py --out cells --regimes heavy:16x8 --arms synchronous tail_packed_presubmit --seeds 5
+    python benchmarks/scheduling.py --out cells --regimes heavy:16x8 --arms synchronous tail_both --seeds 5
     python benchmarks/scheduling.py --out cells --regimes heavy:16x8 --arms size_4 size_16 sagc random_sizes
     python benchmarks/scheduling.py --out cells --report
 

@@ -95,8 +95,6 @@ def cycle_of(regime: Regime, overrides: Mapping[str, object]) -> tuple[int, int]
         return cohort, cohort
     if kind != "tail_batching":
         return 1, 1
-    if cohort := int(number("tail_batching.cohort_batches", 0)):
-        return cohort, cohort
     prompts = int(number("rollout.prompts_per_batch", regime.prompts))
     left_behind = math.ceil(prompts * number("tail_batching.eta_prompts", 1.25)) - prompts
     if not left_behind:
@@ -137,8 +135,6 @@ ROUND_ARMS: dict[str, dict[str, object]] = {
     "tail_prompts": _race(losers="regenerate"),
     "tail_prompts_replay": _race(),
     "tail_prompts_presubmit": _race() | PRESUBMIT,
-    "tail_packed": _race(1.125, cohort_batches=4),
-    "tail_packed_presubmit": _race(1.125, cohort_batches=4) | PRESUBMIT,
     "tail_elastic_presubmit": _race(long_round_batches=2) | PRESUBMIT,
     "tail_elastic4_presubmit": _race(long_round_batches=4) | PRESUBMIT,
     "tail_wide_elastic4_presubmit": _race(1.5, long_round_batches=4) | PRESUBMIT,

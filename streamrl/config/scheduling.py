@@ -88,8 +88,6 @@ class TailBatching(Section, frozen=True):
     """RollPacker's rounds (arXiv 2509.21009, section 4). ``eta_prompts``, ``eta_responses``: how many more prompts, and
     responses of a prompt, a short round launches than it keeps; ``eta_responses`` above 1 censors length inside of a
     group. ``long_round_batches``: batches of queued prompts that one long round trains at once, as so many steps.
-    ``cohort_batches`` above 0: a packed race; so many batches of prompts are drawn at once and raced in order of
-    predicted length, and the last round waits for all that is left.
     ``domain_column``: a prompt column; every round keeps the dataset's shares of its values (see ``domains``).
     """
 
@@ -97,7 +95,6 @@ class TailBatching(Section, frozen=True):
     eta_responses: Factor = 1.0
     losers: Losers = Losers.REPLAY
     long_round_batches: Positive = 1
-    cohort_batches: Natural = 0
     domain_column: str = ""
     domains: dict[str, PositiveFloat] = {}
 

@@ -135,14 +135,6 @@ def races(recipe: Recipe) -> Broken:
             "tail_batching.eta_prompts",
             '1 with eta_responses = 1 races nothing: raise one of them, or set rounds = "synchronous"',
         )
-    if tail.cohort_batches:
-        if tail.losers is Losers.RESUME:
-            yield "tail_batching.losers", '"resume" does not fit cohort_batches: set "replay" or "regenerate"'
-        if tail.long_round_batches > 1:
-            yield (
-                "tail_batching.long_round_batches",
-                f"{tail.long_round_batches} has no effect with cohort_batches, whose last round takes the rest: set 1",
-            )
     if bool(tail.domain_column) != bool(tail.domains):
         yield (
             "tail_batching.domains",

@@ -101,7 +101,6 @@ class Launching:
             free_slots=state.slots.free,
             steps_left=steps_left,
             when_stale=settings.when_stale,
-            rank_quality=state.lengths.rank_quality,
             due=tuple((last_version(version, settings.max_staleness), count) for version, count in due),
             unseated=self._unseated(batch),
             long_due=bool(due_size),

@@ -1,7 +1,7 @@
 """Which prompts will be long? A prediction of a group's longest completion, made before the group is launched.
 
-The packed race launches prompts in order of it (docs: rollpacker.md, scheduling-model.md 4, "10g"). Only the *order*
-matters there, so everything is learned on the logarithm of the length, in three nested averages:
+``length_sorted`` rounds launch prompts in order of it. Only the *order* matters there, so everything is learned on the
+logarithm of the length, in three nested averages:
 
 1. the level of all recent groups, which follows a policy whose completions grow or shrink;
 2. the offset of prompts with about as many tokens (a longer task is often a longer answer);
@@ -15,15 +15,12 @@ Pure: no clock, no chance; the same observations give the same predictions.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
 
 import msgspec
 
 PROMPTS_REMEMBERED = 65_536
 """Prompts with a history of their own; the one that was seen longest ago is forgotten first (about 10 MB)."""
 
-_WINDOW = 256  # recent predictions that the rank quality is measured on
 _LEVEL_STEP = 0.01  # the level averages about the last 100 groups
 _BUCKET_STEP = 0.02
 _HISTORY_MOST = 5  # the offset of a prompt averages about so many attempts
@@ -54,7 +51,6 @@ class _State(msgspec.Struct):
     prompts: list[tuple[str, FadingMean]]
     variance: FadingMean
     persistent: FadingMean
-    recent: list[tuple[float, float]]
 
 
 class PromptLengthPredictor:
@@ -67,7 +63,6 @@ class PromptLengthPredictor:
         self._prompts: dict[str, FadingMean] = {}  # in order of last observation
         self._variance = FadingMean(mean=_PRIOR_VARIANCE, count=_PRIOR_COUNT)
         self._persistent = FadingMean(mean=_PRIOR_VARIANCE * _PRIOR_PERSISTENCE, count=_PRIOR_COUNT)
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def predict(self, prompt_id: str, prompt_tokens: int) -> float:
         """Expected longest completion of a group of this prompt in tokens (a geometric mean); 0 before any was seen.
@@ -81,13 +76,11 @@ class PromptLengthPredictor:
 
         ``cut``: it was stopped, so that its longest completion is *above* ``longest``: the conditional mean of a
         normal log length above that point is learned in its place, since to ignore it would make long prompts look
-        short. It does not count for the rank quality.
+        short.
         """
         bucket = _bucket(prompt_tokens)
         predicted = self._log_length(prompt_id, prompt_tokens)
         observed = math.log(max(longest, 1))
-        if self._level.count and not cut:
-            self._recent.append((predicted, observed))
         if cut:
             observed = _mean_above(
                 observed, predicted if self._level.count else observed, math.sqrt(self._variance.mean)
@@ -110,15 +103,6 @@ class PromptLengthPredictor:
         variance = self._variance.mean
         return min(max(self._persistent.mean / variance, 0.0), 1.0) if variance > 0 else 0.0
 
-    @property
-    def seen(self) -> int:
-        """Predictions that the rank quality rests on."""
-        return len(self._recent)
-
-    def rank_quality(self) -> float:
-        """Spearman's rank correlation of the last predictions with what came, -1..1; 0 when they say nothing."""
-        return spearman([p for p, _ in self._recent], [o for _, o in self._recent])
-
     def snapshot(self) -> dict[str, object]:
         """All that was learned, as values that msgspec encodes."""
         state = _State(
@@ -127,7 +111,6 @@ class PromptLengthPredictor:
             prompts=list(self._prompts.items()),
             variance=self._variance,
             persistent=self._persistent,
-            recent=list(self._recent),
         )
         built: dict[str, object] = msgspec.to_builtins(state)
         return built
@@ -139,7 +122,6 @@ class PromptLengthPredictor:
         self._buckets = dict(known.buckets)
         self._prompts = dict(known.prompts)
         self._variance, self._persistent = known.variance, known.persistent
-        self._recent = deque(known.recent, maxlen=_WINDOW)
 
     def _expected(self, bucket: int) -> float:
         """Log length without knowing the prompt."""
@@ -182,31 +164,3 @@ def _mean_above(cut: float, mean: float, deviation: float) -> float:
     if above < 1e-9:  # far out in the tail the mean is just beyond the cut
         return cut + deviation / z
     return mean + deviation * math.exp(-z * z / 2) / math.sqrt(2 * math.pi) / above
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation of two equally long series; ties share their mean rank. 0 where one of them is constant.
-
-    Raises ``ValueError`` when the lengths differ.
-    """
-    if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} values: a rank correlation needs pairs")
-    a, b = _ranks(first), _ranks(second)
-    middle = (len(a) - 1) / 2
-    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
-    return covariance / math.sqrt(spread) if spread > 0 else 0.0
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for place in order[start:end]:
-            ranks[place] = (start + end - 1) / 2
-        start = end
-    return ranks

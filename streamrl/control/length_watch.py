@@ -14,33 +14,28 @@ class KeptLengths(Record, frozen=True):
     """A ``LengthWatch`` as a record. ``complete``: groups that ended since the last step."""
 
     complete: tuple[GroupLengths, ...] = ()
-    rank_quality: float = 0.0
     sizing_figures: dict[str, float] = {}
 
 
 class LengthWatch:
     """Tells each of them what ended, before any filter: what is measured on trained groups alone would miss those that
-    all fail or all succeed. ``rank_quality``: of the predicted lengths, as of the last step;
-    ``sizing_figures``: metrics of the group sizing then."""
+    all fail or all succeed. ``sizing_figures``: metrics of the group sizing as of the last step."""
 
     def __init__(self, policy: RoundPolicy, sizer: GroupSizer, predictor: PromptLengthPredictor | None) -> None:
         self._policy = policy
         self._sizer = sizer
         self._predictor = predictor
         self._complete: list[GroupLengths] = []
-        self.rank_quality = 0.0
         self.sizing_figures: dict[str, float] = {}
 
     def keep(self) -> KeptLengths:
         """All of it."""
-        return KeptLengths(
-            complete=tuple(self._complete), rank_quality=self.rank_quality, sizing_figures=dict(self.sizing_figures)
-        )
+        return KeptLengths(complete=tuple(self._complete), sizing_figures=dict(self.sizing_figures))
 
     def restore(self, kept: KeptLengths) -> None:
         """The inverse."""
         self._complete = list(kept.complete)
-        self.rank_quality, self.sizing_figures = kept.rank_quality, dict(kept.sizing_figures)
+        self.sizing_figures = dict(kept.sizing_figures)
 
     def complete(self, group: Group) -> None:
         """Every member of ``group`` ended."""
@@ -62,8 +57,6 @@ class LengthWatch:
 
     def step(self, batches: int = 1) -> Explain | None:
         """Let the group sizing decide after ``batches`` were trained. Returns why, where the user is to read it."""
-        if self._predictor is not None:
-            self.rank_quality = self._predictor.rank_quality()
         before = self._sizer.size
         decision = self._sizer.observe(self._complete, batches)
         self.sizing_figures = decision.figures

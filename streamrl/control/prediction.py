@@ -26,7 +26,6 @@ from streamrl.control.load_profile import LoadProfile
 
 _FEW_AGAIN = 8  # groups of long rounds, from which on what they have is believed
 _PRIOR_PERSISTENCE = 0.8  # share of the excess tokens of a losing group that its prompt has again when drawn anew
-_DRAWS = 2048  # groups that a packed race is predicted from
 _NODES = 12  # prompts that stand for all in the closed form of a race of responses
 _NORMAL = NormalDist()
 
@@ -36,20 +35,18 @@ class Form(StrEnum):
 
     SYNCHRONOUS = "synchronous"
     TAIL_BATCHING = "tail_batching"
-    PACKED = "packed"
 
 
 class Schedule(msgspec.Struct, frozen=True):
     """A form of rounds with its constants.
 
-    ``eta_prompts``, ``eta_responses``: of a short round; ``cohort_batches``: of a packed race; ``long_batches``:
+    ``eta_prompts``, ``eta_responses``: of a short round; ``long_batches``:
     batches that one long round trains.
     """
 
     form: Form = Form.SYNCHRONOUS
     eta_prompts: float = 1.0
     eta_responses: float = 1.0
-    cohort_batches: int = 0
     long_batches: int = 1
 
     @property
@@ -91,16 +88,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     wait: int = 0
 
 
-def predict(
-    schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape, rank_quality: float = 0.0
-) -> Prediction:
-    """The closed form. ``rank_quality``: of the prediction that a packed race is sorted by (Spearman, 0..1).
-
-    Raises ``ValueError`` before any group was complete.
-    """
+def predict(schedule: Schedule, lengths: LengthEstimate, cost: EngineCost, shape: BatchShape) -> Prediction:
+    """The closed form. Raises ``ValueError`` before any group was complete."""
     profile = LoadProfile(lengths, shape.group_size)
-    if schedule.form is Form.PACKED:
-        return _packed(schedule, profile, cost, shape, rank_quality)
     if schedule.form is Form.TAIL_BATCHING and shape.launched(schedule) > shape.prompts:
         return _race(schedule, profile, cost, shape)
     return _synchronous(schedule, profile, cost, shape)
@@ -247,108 +237,3 @@ def _completion(members: Curve, correlation: float, size: int, responses: int) -
                 tokens[place] += share * (members.lengths[place] + (size - 1) * summed / ended)
     means = tuple(total / share if share > 0 else 0.0 for total, share in zip(tokens, shares, strict=True))
     return Curve(members.lengths, tuple(shares), means, tuple(accumulate(shares)))
-
-
-def _packed(
-    schedule: Schedule, profile: LoadProfile, cost: EngineCost, shape: BatchShape, rank_quality: float
-) -> Prediction:
-    """Cohorts of drawn groups are raced; synchronous rounds of the *same* groups say how typical the draw was."""
-    size = shape.prompts * schedule.cohort_batches
-    cohorts = max(_DRAWS // size, 4)
-    drawn = _draw_groups(profile.lengths.groups, cohorts * size, rank_quality)
-    raced, waited = _Sums(), _Sums()
-    for start in range(0, len(drawn), size):
-        cohort = drawn[start : start + size]
-        for first in range(0, size, shape.prompts):
-            waited.add(
-                _load(cohort[first : first + shape.prompts], [], math.inf, profile, shape), cost, Form.SYNCHRONOUS
-            )
-        _race_cohort(sorted(cohort, key=lambda group: group.score), schedule, profile, cost, shape, raced)
-    typical = _synchronous(schedule, profile, cost, shape)
-    seconds = typical.seconds * raced.seconds / waited.seconds
-    share = raced.trained / waited.trained
-    return Prediction(
-        schedule=schedule,
-        seconds=seconds,
-        goodput=typical.goodput * typical.seconds * share / seconds,
-        length_share=share,
-        generated=raced.generated / raced.trained,
-        wait=schedule.cohort_batches - 1,
-    )
-
-
-class _DrawnGroup(msgspec.Struct, frozen=True):
-    """``score``: what it is sorted by; ``lost``: it was cut before."""
-
-    longest: float
-    tokens: float
-    score: float
-    lost: bool = False
-
-
-class _Sums(msgspec.Struct):
-    """Totals over rounds."""
-
-    seconds: float = 0.0
-    trained: float = 0.0
-    generated: float = 0.0
-
-    def add(self, load: RoundLoad, cost: EngineCost, kind: str) -> None:
-        self.seconds += cost.seconds(load, kind)
-        self.trained += load.trained_tokens
-        self.generated += load.tokens
-
-
-def _race_cohort(
-    waiting: list[_DrawnGroup],
-    schedule: Schedule,
-    profile: LoadProfile,
-    cost: EngineCost,
-    shape: BatchShape,
-    sums: _Sums,
-) -> None:
-    """Rounds race the first of ``waiting``, losers go to its end, and the last P0 are waited for."""
-    while waiting:
-        launched = len(waiting) if len(waiting) <= shape.prompts else min(shape.launched(schedule), len(waiting))
-        racing = sorted(waiting[:launched], key=lambda group: group.longest)
-        winners, losers = racing[: shape.prompts], racing[shape.prompts :]
-        load = _load(winners, losers, winners[-1].longest, profile, shape)
-        sums.add(load, cost, SHORT if losers else LONG)
-        waiting = waiting[launched:] + [msgspec.structs.replace(group, lost=True) for group in losers]
-
-
-def _load(
-    winners: list[_DrawnGroup], losers: list[_DrawnGroup], cut: float, profile: LoadProfile, shape: BatchShape
-) -> RoundLoad:
-    lengths = profile.lengths
-    trained = sum(_tokens_again(g.tokens, lengths, shape) if g.lost else g.tokens for g in winners)
-    wasted = len(losers) * shape.group_size * lengths.members.cut_mean(cut) if losers else 0.0
-    return RoundLoad(
-        longest=winners[-1].longest if losers else max(group.longest for group in winners),
-        tokens=trained + wasted,
-        root_tokens=profile.drawn([min(group.longest, cut) for group in (*winners, *losers)]),
-        requests=(len(winners) + len(losers)) * shape.group_size,
-        trained_tokens=trained,
-    )
-
-
-def _draw_groups(groups: Curve, count: int, rank_quality: float) -> list[_DrawnGroup]:
-    """Groups of the curve and scores of that rank correlation with their longest completions; always the same ones."""
-    correlation = 2 * math.sin(math.pi * min(max(rank_quality, 0.0), 1.0) / 6)
-    noise = math.sqrt(max(1 - correlation * correlation, 0.0))
-    drawn = []
-    for number in range(count):
-        share = _uniform(2 * number)
-        place = groups.at(share)
-        score = correlation * _NORMAL.inv_cdf(share) + noise * _NORMAL.inv_cdf(_uniform(2 * number + 1))
-        drawn.append(_DrawnGroup(groups.lengths[place], groups.tokens[place], score))
-    return drawn
-
-
-def _uniform(number: int) -> float:
-    """A fixed pseudo-random number in (0, 1): the output of splitmix64 at ``number``."""
-    mask = (1 << 64) - 1
-    value = (number + 1) * 0x9E3779B97F4A7C15 & mask
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
-    return ((value ^ (value >> 31)) + 0.5) / 2**64

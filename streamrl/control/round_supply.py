@@ -44,11 +44,10 @@ class RoundSupply:
         self._domains = DomainShares(settings.tail_batching.domains)
         self.waiting = PromptQueue(self._domains)
         self.queue = LoserQueues(self._domains, _sizes_that_race(settings))
-        self.predictor = PromptLengthPredictor() if policy.learns_prompt_lengths else None
+        self.predictor = PromptLengthPredictor() if policy.predicts_lengths else None
         self.asked = 0
         self.drawn_prompts = 0
         self.exhausted = False
-        self._cohort_batches = settings.tail_batching.cohort_batches
         self._long_batches = settings.tail_batching.long_round_batches
         self._overdrawn = OVERDRAWN * settings.batch_groups
         self._cohort: tuple[int, int, int] | None = None
@@ -126,17 +125,12 @@ class RoundSupply:
         return missing
 
     def _load_cohort(self, prompts: int, copies: int, size: int) -> None:
-        """With the shares of the domains in each of its batches, as far as what was drawn has them."""
+        """Queue the prompts that were drawn: ``copies`` of each."""
         self._cohort = None
-        batches = max(self._cohort_batches, 1)
-        quotas, loaded = Counter(self._domains.quota(prompts % batches)), Counter[str]()
-        for _ in range(batches):
-            quotas.update(self._domains.quota(prompts // batches))
         for _ in range(prompts):
-            ticket = self.waiting.take(loaded, quotas) or self.waiting.take({}, None)
+            ticket = self.waiting.take({}, None)
             if ticket is None:
                 break
-            loaded[ticket.domain] += 1
             ticket = msgspec.structs.replace(ticket, group_size=size)
             for _ in range(copies):
                 self.queue.append(ticket)
@@ -157,7 +151,7 @@ class RoundSupply:
         return group.queued
 
     def _sort(self) -> None:
-        if self.predictor is not None and self._unsorted and self._policy.shortest_prompts_first:
+        if self.predictor is not None and self._unsorted:
             predict = self.predictor.predict
             self.queue.sort({t.prompt_id: predict(t.prompt_id, t.tokens) for t in self.queue.tickets()})
         self._unsorted = False
@@ -194,8 +188,7 @@ class RoundSupply:
 
     def queued(self, size: int, groups: int, batch: int, *, round_open: bool) -> int:
         """Prompts of the queue that a round of ``groups`` of ``size`` could take now, of which ``batch`` fill its
-        batch; all once the source can give no others. Before a round opens: what the largest round, or a whole cohort,
-        could take."""
+        batch; all once the source can give no others. Before a round opens: what the largest round could take."""
         if self.exhausted:
             return len(self.queue)
         queue = self.queue.of(size)
@@ -203,11 +196,7 @@ class RoundSupply:
             return len(queue)
         if round_open:
             return queue.left(self._launched, self._domains.quota(groups, batch))
-        if not self._cohort_batches:
-            return queue.usable(groups * self._long_batches)
-        # Without what one batch needs of every domain there is nothing to race for.
-        of_a_batch = queue.left({}, self._domains.quota(groups))
-        return of_a_batch if of_a_batch < groups else queue.usable(groups * self._cohort_batches)
+        return queue.usable(groups * self._long_batches)
 
     def gives_back(self, group: Group) -> None:
         """A group was dropped for good: its domain may be launched once more in this round."""
@@ -247,15 +236,14 @@ def next_attempt(group: Group, noise: int) -> PromptTicket:
 
 def _sizes_that_race(settings: ControlSettings) -> tuple[int, ...]:
     """Group sizes whose losers wait apart: where sizes change between the races of tail batching."""
-    races = settings.rounds is RoundKind.TAIL_BATCHING and not settings.tail_batching.cohort_batches
+    races = settings.rounds is RoundKind.TAIL_BATCHING
     return (races and _varying_sizes(settings)) or (settings.group_size,)
 
 
 def _sizes_of_cohorts(settings: ControlSettings) -> tuple[int, ...]:
     """Group sizes of which a cohort keeps one until it is trained. At another one its last prompts, which are long,
     would weigh more or less than its first, and it would be more batches, or fewer, than it was drawn for."""
-    packed = settings.rounds is RoundKind.TAIL_BATCHING and settings.tail_batching.cohort_batches > 0
-    return _varying_sizes(settings) if packed or settings.rounds is RoundKind.LENGTH_SORTED else ()
+    return _varying_sizes(settings) if settings.rounds is RoundKind.LENGTH_SORTED else ()
 
 
 def _varying_sizes(settings: ControlSettings) -> tuple[int, ...]:

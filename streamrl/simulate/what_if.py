@@ -250,7 +250,6 @@ def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
     races = [replace(plain, eta_prompts=eta) for eta in ETAS]
     races += [replace(plain, eta_prompts=eta, eta_responses=eta) for eta in ETAS[:2]]
     races += [replace(plain, eta_prompts=ETAS[1], long_round_batches=batches) for batches in LONG_ROUNDS]
-    races.append(replace(plain, eta_prompts=1.125, cohort_batches=4))
     if budget.max_staleness > 0:
         races.append(replace(plain, losers=Losers.RESUME))
     for tail in races:
@@ -298,10 +297,9 @@ def _races_prompts(recipe: Recipe) -> bool:
 
 def _race_name(tail: TailBatching) -> str:
     both = f"/{tail.eta_responses:g}" if tail.eta_responses > 1 else ""
-    packed = f" packed {tail.cohort_batches}" if tail.cohort_batches else ""
-    packed += f" long {tail.long_round_batches}" if tail.long_round_batches > 1 else ""
+    long = f" long {tail.long_round_batches}" if tail.long_round_batches > 1 else ""
     losers = "" if tail.losers is Losers.REPLAY else f" {tail.losers}"
-    return f"tail_batching {tail.eta_prompts:.4g}{both}{packed}{losers}"
+    return f"tail_batching {tail.eta_prompts:.4g}{both}{long}{losers}"
 
 
 def _figures(reports: list[SimulationReport]) -> Figures:

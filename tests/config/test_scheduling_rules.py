@@ -61,7 +61,6 @@ FITTING: dict[str, dict[str, object]] = {
         "tail_batching": TailBatching(losers=Losers.RESUME),
     },
     "elastic": {"rollout": TAIL, "tail_batching": TailBatching(long_round_batches=3)},
-    "packed": {"rollout": TAIL, "tail_batching": TailBatching(cohort_batches=4)},
     "domains": {"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind", domains={"math": 1, "code": 2})},
     "sorted": {"rollout": SORTED},
     "partial": {
@@ -124,11 +123,6 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
     ({"tail_batching": TailBatching(eta_prompts=1.5)}, "tail_batching.eta_prompts", 'set rounds = "tail_batching"'),
     ({"length_sorted": LengthSorted(partial=True)}, "length_sorted.partial", 'set rounds = "length_sorted"'),
     ({"rollout": TAIL, "tail_batching": TailBatching(eta_prompts=1)}, "tail_batching.eta_prompts", "races nothing"),
-    (
-        {"rollout": TAIL, "tail_batching": TailBatching(cohort_batches=4, long_round_batches=2)},
-        "tail_batching.long_round_batches",
-        "set 1",
-    ),
     ({"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind")}, "tail_batching.domains", "the share"),
     ({"rollout": SORTED, "length_sorted": LengthSorted(single=True)}, "length_sorted.single", "set single = false"),
     (

@@ -51,8 +51,6 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "max_staleness": 9,
     },
     "elastic": {"rounds": TAIL, "tail_batching": TailBatching(eta_prompts=1.5, long_round_batches=2)},
-    "packed": {"rounds": TAIL, "tail_batching": TailBatching(cohort_batches=3)},
-    "packed, wide": {"rounds": TAIL, "tail_batching": TailBatching(eta_prompts=1.5, cohort_batches=2)},
     "domains": {
         "rounds": TAIL,
         "tail_batching": TailBatching(eta_prompts=1.5, domain_column="domain", domains=DOMAINS),

@@ -67,7 +67,6 @@ class Engine:
         self.version = 0
         self.kinds: list[str] = []
         self.explained: list[Explain] = []
-        self.rank_quality = 0.0
         self.seconds = 0.0
         self.untimed: list[RoundTimed] = []
         self.race_penalty = 1.0
@@ -94,7 +93,6 @@ class Engine:
             steps_left=10_000 - self.version,
             when_stale=StalePolicy.WAIT,
             due=(),
-            rank_quality=self.rank_quality,
         )
         return msgspec.structs.replace(view, **changes)
 
@@ -319,38 +317,6 @@ def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.play(60)
     assert set(engine.kinds) == {"synchronous"}
     assert any("a change needs 900%" in because.reason for because in engine.explained)
-
-
-def test_packs_once_prompts_can_be_told_apart() -> None:
-    engine = tail_bound()
-    engine.rank_quality = 0.9
-    engine.play(60)
-    assert engine.policy.current.form is Form.PACKED
-    assert engine.policy.shortest_prompts_first
-    engine.rank_quality = 0.3
-    engine.play(60)
-    assert engine.policy.current.form is Form.TAIL_BATCHING
-    assert not engine.policy.shortest_prompts_first
-
-
-@pytest.mark.parametrize(("make", "rounds"), [(tail_bound, 40), (uneven, 60), (token_bound, 12)])
-@pytest.mark.parametrize("encoding", ["json", "msgpack"])
-def test_restored_it_goes_on_as_if_it_had_never_stopped(make: Callable[[], Engine], rounds: int, encoding: str) -> None:
-    """Replaced by a restored one after every launch and every round."""
-    codec = getattr(msgspec, encoding)
-    whole, resumed = make(), make()
-
-    def restored(policy: AutoRounds) -> AutoRounds:
-        fresh = AutoRounds(settings(whole.prompts))
-        fresh.restore(codec.decode(codec.encode(policy.snapshot())))
-        return fresh
-
-    resumed.resume = restored
-    for engine in (whole, resumed):
-        engine.play(rounds)
-    assert resumed.kinds == whole.kinds
-    assert resumed.explained == whole.explained
-    assert resumed.policy.snapshot() == whole.policy.snapshot()
 
 
 def test_a_fork_without_the_rounds_that_ran_begins_with_synchronous_ones() -> None:

@@ -43,7 +43,6 @@ ROUNDS: dict[str, dict[str, object]] = {
         "max_staleness": 9,
     },
     "elastic": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(long_round_batches=2)},
-    "packed": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(cohort_batches=3)},
     "sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=2)},
     "sorted, limited": {
         "rounds": RoundKind.LENGTH_SORTED,

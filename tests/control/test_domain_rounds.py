@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from random import Random
-
-import pytest
 from control_world import control_settings
-from policy_world import COMPOSITIONS, DOMAINS, PolicyWorld, random_run
+from policy_world import DOMAINS, PolicyWorld
 
 from streamrl.config.scheduling import RoundKind, TailBatching
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.engine_cost import LONG
-from streamrl.types import DropReason
 
 
 def domain_race(groups: int = 3, steps: int = 12, **options: object) -> PolicyWorld:
@@ -72,13 +68,6 @@ def test_a_race_launches_what_its_batch_needs_of_every_domain() -> None:
     raise AssertionError("the run does not end")
 
 
-def test_packed_races_race_with_domains_too() -> None:
-    world = domain_race(eta_prompts=1.34, cohort_batches=4)
-    world.run_to_end()
-    lost = [a for a in world.answers if isinstance(a, do.CancelGroup) and a.reason is DropReason.LOST_RACE]
-    assert len(lost) >= 6, "every round of the cohort waited for all of its prompts"
-
-
 def test_a_long_round_that_lacks_a_domain_starts_fresh_prompts_of_it_at_once() -> None:
     """The queue is overfull with one domain; the other's place in the round is a fresh prompt's."""
     world = domain_race(steps=30, eta_prompts=1.34)
@@ -94,11 +83,3 @@ def test_a_long_round_that_lacks_a_domain_starts_fresh_prompts_of_it_at_once() -
             easy = [t for t in world.sampled if world.domain_of[t.prompt_id] == "easy"]
             world.score((easy or world.sampled)[0], 1.0, 3)
     assert lacked, "no long round lacked a domain"
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_packed_races_keep_the_shares_and_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tail = TailBatching(eta_prompts=1.5, cohort_batches=2, domain_column="domain", domains={"easy": 1.0, "hard": 1.0})
-    monkeypatch.setitem(COMPOSITIONS, "packed domains", {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": tail})
-    monkeypatch.setitem(COMPOSITIONS["packed domains"], "batch_groups", 3)
-    random_run(Random(seed), "packed domains", "fixed")

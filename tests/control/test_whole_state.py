@@ -15,7 +15,7 @@ from policy_world import COMBINATIONS, PolicyWorld, random_run
 from recovery_world import RecoveryWorld, TwinWorld, shown, through_bytes
 
 from streamrl.buffers.slots import KeptSlots
-from streamrl.config.scheduling import RoundKind, TailBatching
+from streamrl.config.scheduling import LengthSorted, RoundKind
 from streamrl.control import events as on
 from streamrl.control.outstanding import Outstanding
 from streamrl.control.settings import ControlSettings
@@ -133,8 +133,6 @@ def walks() -> Iterator[Walk]:
     """First those that were found to tell most, then any."""
     told_most = [
         (4, ("domains", "random"), False),
-        (12, ("packed, wide", "sagc"), False),
-        (7, ("packed", "fixed"), True),
         (4, ("partial", "fixed"), False),
         (1, ("domains", "fixed"), True),
         (1, ("partial", "sagc"), False),
@@ -143,6 +141,13 @@ def walks() -> Iterator[Walk]:
         (0, ("sorted, single", "fixed"), False),
         (4, ("continuous at 3", "fixed"), False),
         (11, ("wide race", "random"), False),
+        (0, ("race on both axes", "sagc"), True),
+        (0, ("partial", "sagc"), False),
+        (1, ("race on both axes", "fixed"), True),
+        (2, ("synchronous", "random"), True),
+        (7, ("race of responses", "sagc"), False),
+        (12, ("losers resumed", "sagc"), False),
+        (16, ("domains", "fixed"), True),
     ]
     others = [(seed, pair, False) for seed in range(20, 24) for pair in COMBINATIONS]
     for seed, pair, deterministic in (*told_most, *others):
@@ -206,11 +211,11 @@ def compared_alone(sample: int, **rewards: float) -> on.ControlEvent:
 
 
 def lengths_change() -> Walk:
-    """A packed race of two batches of three prompts. Of the losers that wait in the queue the one that was launched
-    last becomes the shortest by what is learnt of its neighbours, and is raced first."""
+    """A cohort of three batches of four prompts, of which six are in flight. Of the prompts that wait in the queue the
+    last becomes the shortest by what is learnt of its neighbours, and is launched first."""
     settings = control_settings(
-        rounds=RoundKind.TAIL_BATCHING,
-        tail_batching=TailBatching(eta_prompts=1.25, cohort_batches=3),
+        rounds=RoundKind.LENGTH_SORTED,
+        length_sorted=LengthSorted(cohort_batches=3, oversubscription=1.5),
         batch_groups=4,
         group_size=1,
         steps=3,

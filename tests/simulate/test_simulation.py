@@ -34,7 +34,6 @@ POLICIES: dict[str, dict[str, Any]] = {
         "tail_batching": TailBatching(losers=Losers.RESUME),
         "max_staleness": 8,
     },
-    "packed": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(cohort_batches=3)},
     "sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=3)},
     "partial": {
         "rounds": RoundKind.LENGTH_SORTED,

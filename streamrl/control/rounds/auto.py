@@ -44,10 +44,8 @@ from streamrl.types import DropReason
 
 FIRST_GROUPS = 20
 LEAST_GAIN = 0.05
-LEAST_RANK_QUALITY = 0.5
 SYNCHRONOUS_HOLD = 4  # rounds between two comparisons while rounds are synchronous
 ETAS = (1.125, 1.25, 1.5)
-PACKED = Schedule(Form.PACKED, 1.125, 1.0, 4)
 _ROUNDS_UNTIMED = 4
 
 SYNCHRONOUS = Schedule()
@@ -74,7 +72,7 @@ class AutoRounds:
 
     on_policy = True
     cut_tokens = 0
-    learns_prompt_lengths = True
+    predicts_lengths = False
 
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.tail_batching
@@ -86,12 +84,11 @@ class AutoRounds:
         self._policies: dict[Schedule, RoundPolicy] = {SYNCHRONOUS: SynchronousRounds(settings)}
         elastic = sorted({1, options.long_round_batches})
         races = [Schedule(Form.TAIL_BATCHING, eta, long_batches=batches) for batches in elastic for eta in ETAS]
-        for schedule in (*races, PACKED):
+        for schedule in races:
             racing = msgspec.structs.replace(
                 options,
                 eta_prompts=schedule.eta_prompts,
                 eta_responses=1.0,
-                cohort_batches=schedule.cohort_batches,
                 long_round_batches=schedule.long_batches,
             )
             self._policies[schedule] = TailBatching(msgspec.structs.replace(settings, tail_batching=racing))
@@ -143,11 +140,6 @@ class AutoRounds:
     def replays(self) -> bool:
         """See ``RoundPolicy``."""
         return self._replays
-
-    @property
-    def shortest_prompts_first(self) -> bool:
-        """Only in a packed race: the queue of losers is served in the order in which they lost."""
-        return self.current.form is Form.PACKED
 
     def observe(self, seen: Observation) -> None:
         """Learn lengths from groups, costs from engines and rounds."""
@@ -210,12 +202,10 @@ class AutoRounds:
             self._kinds[self._decided + 1] = plan.round_kind
 
     def _observe_group(self, group: GroupObserved) -> None:
-        packed = self.current.form is Form.PACKED
         estimate = self._lengths.setdefault(group.size, LengthEstimate())
         if not group.cut:
-            # In a packed race every group ends within its cohort, and what was cut before is not seen twice.
-            estimate.observe(group.lengths, again=group.round_kind == LONG and not packed)
-        elif not packed:
+            estimate.observe(group.lengths, again=group.round_kind == LONG)
+        else:
             estimate.observe_cut(group.lengths, size=group.size, cut_at=group.cut_at)
         load = self._loads.get(self._decided + 1)
         if load is not None:
@@ -265,17 +255,12 @@ class AutoRounds:
         chosen = [SYNCHRONOUS, *races.values()]
         if self.current.form is Form.TAIL_BATCHING and self.current not in chosen:
             chosen.append(self.current)
-        known_order = view.rank_quality >= LEAST_RANK_QUALITY and shape.launched(PACKED) > shape.prompts
-        if self.current == PACKED or (known_order and view.queued == 0):
-            chosen.append(PACKED)
         return chosen
 
     def _compare(self, view: RoundView, lengths: LengthEstimate) -> None:
         shape = self._shape(view)
-        predictions = {
-            schedule: predict(schedule, lengths, self._cost, shape, view.rank_quality)
-            for schedule in self._candidates(view, shape)
-        }
+        candidates = self._candidates(view, shape)
+        predictions = {schedule: predict(schedule, lengths, self._cost, shape) for schedule in candidates}
         now, best = predictions[self.current], max(predictions.values(), key=lambda p: p.goodput)
         gain = best.goodput / now.goodput - 1
         unbiased = predictions[SYNCHRONOUS]
@@ -290,14 +275,14 @@ class AutoRounds:
         verb = "stay with" if chosen is now else f"from {now.schedule.name} to"
         self.current = chosen.schedule
         self._held_until = view.trainer_version + (_cycle(chosen) if chosen.wait else SYNCHRONOUS_HOLD)
-        figures = {"groups_seen": float(lengths.seen), "rank_quality": view.rank_quality, **self._cost.figures()}
+        figures = {"groups_seen": float(lengths.seen), **self._cost.figures()}
         for schedule, prediction in predictions.items():
             figures |= _figures(schedule.name, prediction)
         self._because = Explain(subject="rounds", reason=f"{verb} {chosen.schedule.name}: {reason}", figures=figures)
 
 
 def _cycle(prediction: Prediction) -> int:
-    """Rounds until nothing of what was raced waits: the short ones and their long one, or a cohort."""
+    """Rounds until nothing of what was raced waits: the short ones and their long one."""
     return math.ceil(prediction.wait) + 1
 
 

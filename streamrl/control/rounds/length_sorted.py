@@ -4,7 +4,8 @@ ready.
 A cohort of n batches of prompts is loaded at once and oversubscribes the engines. The batch takes what is ready first,
 hence short completions; then everything that still runs is cut and either sampled again from its start under the next
 weights (on-policy), or goes on from its tokens (partial). No new prompt is drawn until the cohort is trained, so a
-prompt waits for n updates at most, and a partial trajectory has tokens of n versions at most.
+prompt waits for n updates at most, and a partial trajectory has tokens of n versions at most. Where a prompt's history
+or its own length predicts that its completions are short, it is launched earlier (section 3 of the paper).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ SORTED = "sorted"
 
 class LengthSorted(StatelessRounds):
     """On-policy or partial. Groups are admitted whole; with ``single`` each trajectory is a group of its own."""
+
+    predicts_lengths = True
 
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.length_sorted

@@ -75,8 +75,7 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     it. ``round_kind``: of the round that the open batch belongs to, empty before its first launch. ``untrained``:
     groups that run or are ready, ``untrained_trajectories``: what batches would take of those and of held ones;
     ``held``: groups that were stopped. ``queued``: prompts in the queue that a batch could take now; ``exhausted``: the
-    source has no more. ``rank_quality``: Spearman's correlation of
-    predicted with observed group maxima; 0 where nothing is predicted. ``due``: trajectories of untrained groups by the
+    source has no more. ``due``: trajectories of untrained groups by the
     last trainer version that may train them, ascending. ``unseated``: ready groups whose domain has no seat left.
     ``long_due``: it is the turn of those that lost at ``group_size``, as many batches of them as wait.
     """
@@ -99,7 +98,6 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     steps_left: int
     when_stale: StalePolicy
     due: tuple[tuple[int, int], ...]
-    rank_quality: float = 0.0
     unseated: int = 0
     long_due: bool = False
 
@@ -189,13 +187,8 @@ class RoundPolicy(Protocol):
         ...
 
     @property
-    def learns_prompt_lengths(self) -> bool:
-        """Whether lengths of prompts are predicted at all: asked once, when the run begins."""
-        ...
-
-    @property
-    def shortest_prompts_first(self) -> bool:
-        """Whether the queue is served in order of predicted length now."""
+    def predicts_lengths(self) -> bool:
+        """Whether lengths of prompts are predicted, and the queue is served shortest first."""
         ...
 
     @property
@@ -217,11 +210,10 @@ class RoundPolicy(Protocol):
 
 
 class StatelessRounds:
-    """What most policies answer to the last seven questions: nothing special, nothing learnt."""
+    """What most policies answer to the last six questions: nothing special, nothing learnt."""
 
     replays = False
-    learns_prompt_lengths = False
-    shortest_prompts_first = False
+    predicts_lengths = False
     cut_tokens = 0
 
     def observe(self, seen: Observation) -> None:

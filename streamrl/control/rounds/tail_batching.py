@@ -4,9 +4,6 @@ A short round launches ``eta_prompts`` times the prompts of a batch with ``eta_r
 the first responses of a prompt that are *rewarded*, and the first prompts that are complete. Prompts that lose join a
 queue; when a batch of them waits, a long round trains exactly those, without a race. So 1 / (eta_prompts - 1) short
 rounds are followed by a long one, and every prompt is trained.
-
-With ``cohort_batches`` n > 0 it is a packed race: n batches of prompts are drawn at once, each round races those that
-are predicted to be short, losers go to the end, and the last round of the cohort waits for all that is left.
 """
 
 from __future__ import annotations
@@ -32,15 +29,12 @@ class TailBatching(StatelessRounds):
         self._parks = options.losers is Losers.RESUME
         self.on_policy = not self._parks
         self.replays = options.losers in SAME_NOISE
-        self.learns_prompt_lengths = self.shortest_prompts_first = options.cohort_batches > 0
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
             return None
         if view.round_kind:
             return self._go_on(view)
-        if self._options.cohort_batches:
-            return self._open_packed(view)
         batch = view.batch_trajectories // view.group_size
         waiting = self._waiting(view)
         batches = self._options.long_round_batches
@@ -66,23 +60,11 @@ class TailBatching(StatelessRounds):
     def _waiting(self, view: RoundView) -> int:
         return view.held if self._parks else view.queued
 
-    def _open_packed(self, view: RoundView) -> Launch | None:
-        batch = view.seats // view.group_size
-        if not view.queued:
-            if view.exhausted:
-                return None
-            # To the end of a batch, also where it opens in the middle of one because groups were dropped.
-            prompts = batch + (self._options.cohort_batches - 1) * (view.batch_trajectories // view.group_size)
-            return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="")
-        if view.queued <= batch:
-            return self._long(view, view.queued)
-        return self._race(view, min(view.queued, math.ceil(self._options.eta_prompts * batch)), Source.QUEUE)
-
     def _go_on(self, view: RoundView) -> Launch | None:
         """Groups that were dropped are refilled, so that the round can fill its batch."""
         coming = view.untrained - view.unseated
         missing = math.ceil(view.seats / view.group_size) - coming
-        if view.round_kind == SHORT and not self._options.cohort_batches and not view.exhausted:
+        if view.round_kind == SHORT and not view.exhausted:
             racing = math.ceil(self._options.eta_prompts * (view.target // view.group_size))
             wanted = max(racing - view.joined - view.untrained, missing)
             return self._race(view, wanted, Source.FRESH) if wanted > 0 else None
@@ -91,8 +73,6 @@ class TailBatching(StatelessRounds):
         waiting = self._waiting(view)
         if waiting:
             return self._long(view, min(missing, waiting))
-        if self._options.cohort_batches:
-            return None if coming else self._open_packed(view)
         groups, source = self._queue_first(view, missing, Source.FRESH)
         return Launch(groups=groups, source=source, size=view.group_size, round_kind=LONG)
 
