@@ -23,7 +23,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     loss_normalization: LossNormalization = LossNormalization.TOKEN_MEAN
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl_estimator: KlEstimator = KlEstimator.K3
     kl_in: KlPlace = KlPlace.LOSS
     dynamic_sampling: bool = False
 
@@ -37,15 +36,10 @@ METHODS: dict[Algorithm, Method] = {
         surrogate=Surrogate.POLICY_GRADIENT,
         advantages=AdvantageKind.LEAVE_ONE_OUT,
         loss_normalization=LossNormalization.SEQUENCE_SUM,
-        kl_estimator=KlEstimator.K1,
         kl_in=KlPlace.REWARD,
     ),
-    Algorithm.REINFORCE_PLUS_PLUS: Method(
-        advantages=AdvantageKind.BATCH, kl_estimator=KlEstimator.K1, kl_in=KlPlace.REWARD
-    ),
-    Algorithm.REINFORCE_PLUS_PLUS_BASELINE: Method(
-        advantages=AdvantageKind.GROUP_THEN_BATCH, kl_estimator=KlEstimator.K2
-    ),
+    Algorithm.REINFORCE_PLUS_PLUS: Method(advantages=AdvantageKind.BATCH, kl_in=KlPlace.REWARD),
+    Algorithm.REINFORCE_PLUS_PLUS_BASELINE: Method(advantages=AdvantageKind.GROUP_THEN_BATCH),
     Algorithm.GSPO: Method(
         surrogate=Surrogate.SEQUENCE_CLIP,
         loss_normalization=LossNormalization.SEQUENCE_MEAN,
@@ -55,15 +49,15 @@ METHODS: dict[Algorithm, Method] = {
     # The paper leaves the weight without a lower bound and does not print its upper one: 5, as TRL's paper index sets
     # it for ScaleRL (arXiv 2510.13786).
     Algorithm.CISPO: Method(surrogate=Surrogate.TOKEN_WEIGHT, clip_low=1.0, clip_high=4.0),
-    Algorithm.PPO: Method(advantages=AdvantageKind.GAE, kl_estimator=KlEstimator.K1, kl_in=KlPlace.REWARD),
+    Algorithm.PPO: Method(advantages=AdvantageKind.GAE, kl_in=KlPlace.REWARD),
 }
 
 WITHIN_GROUPS = frozenset(
     {AdvantageKind.GROUP_STD, AdvantageKind.GROUP_MEAN, AdvantageKind.LEAVE_ONE_OUT, AdvantageKind.GROUP_THEN_BATCH}
 )
 """Advantages that compare siblings: a group of one, or of equal rewards, has none."""
-WHOLE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.GROUP_THEN_BATCH, AdvantageKind.COHORT})
-"""Advantages that are known when the batch is complete, and not before."""
+WHOLE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.GROUP_THEN_BATCH, AdvantageKind.COHORT, AdvantageKind.GAE})
+"""Advantages that are whitened over the batch: known when it is complete, and not before."""
 
 
 class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +70,7 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
     clip_high: float = 0.2
     dual_clip: float = 0.0
     kl_coefficient: float = 0.0
-    kl_estimator: KlEstimator = KlEstimator.K3
+    kl_estimator: KlEstimator = KlEstimator.K2
     kl_in: KlPlace = KlPlace.LOSS
     entropy_coefficient: float = 0.0
     overlong_buffer: int = 0
@@ -84,9 +78,10 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
     train_truncated: bool = True
     cohort_batches: int = 4
     discount: float = 1.0
-    gae_lambda: float = 0.95
+    gae_lambda: float = 1.0
     value_coefficient: float = 0.5
     value_clip: float = 0.2
+    value_learning_rate: float = 0.0
 
     @property
     def has_critic(self) -> bool:
@@ -105,9 +100,11 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def objective_settings(objective: Objective) -> ObjectiveSettings:
-    """Fill in what the recipe left out, from its algorithm."""
+    """Fill in what the recipe left out, from its algorithm; the KL estimator, from where the KL enters."""
     values = msgspec.structs.asdict(objective)
     method = msgspec.structs.asdict(METHODS[objective.algorithm])
+    in_reward = (objective.kl_in or method["kl_in"]) is KlPlace.REWARD
+    method["kl_estimator"] = KlEstimator.K1 if in_reward else KlEstimator.K2
     names = ObjectiveSettings.__struct_fields__
     return ObjectiveSettings(**{n: method[n] if values[n] is None else values[n] for n in names})
 

@@ -28,7 +28,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Algorithm(StrEnum):
     """Published methods; each sets the fields of ``[objective]`` that the recipe leaves out, as its paper does.
 
-    One exception: GRPO divides by tokens, as most trainers do now; its paper's ``sequence_mean`` is a field away.
+    Two exceptions: GRPO divides by tokens, as most trainers do now, where its paper has ``sequence_mean``; a KL in the
+    loss is ``k2``, whose gradient is that of KL(pi, reference), where GRPO's paper has ``k3``.
     """
 
     GRPO = "grpo"
@@ -63,7 +64,7 @@ class AdvantageKind(StrEnum):
     the others (RLOO, arXiv 2402.14740). ``batch``: mean and deviation of the whole batch (REINFORCE++, arXiv
     2501.03262); ``group_then_batch``: the group's mean, then the batch's deviation (REINFORCE++-baseline). ``cohort``:
     mean and deviation of the last ``cohort_batches`` batches (SortedRL trains a cohort in several, sorted by length).
-    ``gae``: a learned value of each token (PPO, arXiv 1506.02438).
+    ``gae``: a learned value of each token (PPO, arXiv 1506.02438), then mean and deviation of the whole batch.
     """
 
     GROUP_STD = "group_std"
@@ -90,7 +91,8 @@ class LossNormalization(StrEnum):
 
 
 class KlEstimator(StrEnum):
-    """Estimators of KL(pi, reference) from one sample, http://joschu.net/blog/kl-approx.html."""
+    """Estimators of KL(pi, reference) from one sample, http://joschu.net/blog/kl-approx.html. Left out: ``k1`` in the
+    reward, ``k2`` in the loss, which have the gradient of that KL (arXiv 2510.01555)."""
 
     K1 = "k1"
     K2 = "k2"
@@ -112,9 +114,10 @@ class Objective(Section, frozen=True):
     ``clip_low``, ``clip_high``: r is clipped to [1 - clip_low, 1 + clip_high]. ``dual_clip``: bound c > 1 of r where
     A < 0 (arXiv 1912.09729), 0: none. ``kl_coefficient`` > 0 keeps a frozen copy of the initial model as the reference.
     ``overlong_buffer``: DAPO's soft punishment over the last so many tokens before ``sampling.max_tokens``, at most
-    ``overlong_penalty``; ``train_truncated`` false: truncated samples are left out of the loss (DAPO's filtering).
-    ``discount``, ``gae_lambda``, ``value_coefficient``, ``value_clip``: PPO's critic, a linear head on the policy
-    (``value_clip`` 0: not clipped).
+    ``overlong_penalty``; ``train_truncated`` false: tokens of truncated samples are left out of the loss (DAPO's
+    filtering). ``discount``, ``gae_lambda``, ``value_coefficient``, ``value_clip``: PPO's critic, a linear head on the
+    policy (``value_clip`` 0: not clipped) with an AdamW rate of its own, ``value_learning_rate`` (0: 0.04 / the width
+    of the model, which is verl's 1e-5 at 4,096).
     """
 
     algorithm: Algorithm = Algorithm.GRPO
@@ -133,9 +136,10 @@ class Objective(Section, frozen=True):
     train_truncated: bool = True
     cohort_batches: Positive = 4
     discount: Share = 1.0
-    gae_lambda: Share = 0.95
+    gae_lambda: Share = 1.0
     value_coefficient: NaturalFloat = 0.5
     value_clip: NaturalFloat = 0.2
+    value_learning_rate: NaturalFloat = 0.0
 
 
 class Proximal(StrEnum):
@@ -162,14 +166,14 @@ class RatioLevel(StrEnum):
 
 
 class OffPolicy(Section, frozen=True):
-    """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their loss, KL and
-    entropy terms included.
+    """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their surrogate, not
+    KL and entropy terms.
 
     ``truncate``: w = min(w, cap) (truncated importance sampling); ``none``: w is left out. ``mask``: tokens (sequences)
-    whose w is outside [``mask_low``, ``mask_high``] are left out of the loss. ``cap``: of w. ``staleness_discount`` d:
-    weight d ** staleness. ``correct_mismatch``: also for tokens of the very version that is trained, where only engine
-    and trainer differ. ``alarm``: mean absolute logprob difference of engine and trainer on such tokens that raises an
-    alarm; 0: never.
+    whose w is outside [``mask_low``, ``mask_high``] are left out of the surrogate. ``cap``: of w.
+    ``staleness_discount`` d: weight d ** staleness. ``correct_mismatch``: also for tokens of the very version that is
+    trained, where only engine and trainer differ. ``alarm``: mean absolute logprob difference of engine and trainer on
+    such tokens that raises an alarm; 0: never.
     """
 
     proximal: Proximal = Proximal.INTERPOLATED

@@ -85,7 +85,7 @@ def clips(recipe: Recipe) -> Broken:
 
 
 def reference_kl(recipe: Recipe) -> Broken:
-    """KL fields without a coefficient; an estimator that is no penalty where it stands."""
+    """KL fields without a coefficient; an estimator that is no penalty where it stands; policies cut by top-p."""
     objective = recipe.objective
     settings = objective_settings(objective)
     if not settings.has_reference:
@@ -103,6 +103,15 @@ def reference_kl(recipe: Recipe) -> Broken:
                 'or "k3", or kl_in = "reward"'
             ),
         )
+    if settings.has_reference and recipe.sampling.top_p < 1:
+        yield (
+            "objective.kl_coefficient",
+            (
+                f"{shown(objective.kl_coefficient)} has no KL to estimate with sampling.top_p = "
+                f"{shown(recipe.sampling.top_p)}, which cuts policy and reference to different tokens: "
+                "set sampling.top_p = 1, or remove kl_coefficient"
+            ),
+        )
 
 
 def advantage_fields(recipe: Recipe) -> Broken:
@@ -110,7 +119,7 @@ def advantage_fields(recipe: Recipe) -> Broken:
     objective = recipe.objective
     kind = objective_settings(objective).advantages
     owners = {
-        AdvantageKind.GAE: ("discount", "gae_lambda", "value_coefficient", "value_clip"),
+        AdvantageKind.GAE: ("discount", "gae_lambda", "value_coefficient", "value_clip", "value_learning_rate"),
         AdvantageKind.COHORT: ("cohort_batches",),
     }
     for owner, names in owners.items():

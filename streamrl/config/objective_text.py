@@ -20,7 +20,9 @@ def objective_lines(recipe: Recipe) -> list[str]:
     method = _assignments(settings, "surrogate", *_clip_fields(settings), "advantages", "loss_normalization")
     lines = [f"{recipe.objective.algorithm}: {method}"]
     if settings.has_critic:
-        lines.append("critic: " + _assignments(settings, "discount", "gae_lambda", "value_coefficient", "value_clip"))
+        names = ("discount", "gae_lambda", "value_coefficient", "value_clip")
+        own_rate = ("value_learning_rate",) if settings.value_learning_rate else ()
+        lines.append("critic: " + _assignments(settings, *names, *own_rate))
     if settings.advantages is AdvantageKind.COHORT:
         lines.append(_assignments(settings, "cohort_batches"))
     if settings.has_reference:

@@ -1,7 +1,7 @@
 """Corrections for tokens that another policy sampled: the proximal policy, weights, masks. Nothing here has a gradient.
 
 Three policies: ``behavior`` sampled the token (an older version, in another engine), ``proximal`` is what the clipped
-ratio is taken against, and the trainer's own. The loss of a token is multiplied by w = pi_proximal / pi_behavior
+ratio is taken against, and the trainer's own. The surrogate of a token is multiplied by w = pi_proximal / pi_behavior
 (the decoupled objective, AReaL, arXiv 2505.24298, section 5.2). Shapes: ``N`` trained tokens, ``S`` sequences.
 """
 
@@ -16,7 +16,7 @@ from streamrl.config.objective import OffPolicy, Proximal, RatioLevel
 
 
 class Correction(NamedTuple):
-    """``weight_N``: factor of each token's loss, 0 where ``masked_N`` (bool) leaves the token out."""
+    """``weight_N``: factor of each token's surrogate, 0 where ``masked_N`` (bool) leaves the token out."""
 
     weight_N: Tensor
     masked_N: Tensor

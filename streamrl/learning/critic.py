@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from streamrl.learning.options import TrainerOptions
 
+VALUE_STEP = 0.04
+"""About how far the default rate moves a value in a step: 0.04 / 4,096 is 1e-5, the rate of verl's critic."""
+
 
 class ValueHead:
     """``[N, D] -> [N]``, starting at 0. Every rank holds all of it; gradients are summed over the ranks at the close.
 
-    It is trained and saved with the policy and never published.
+    It is trained and saved with the policy and never published. A step of AdamW moves a value by about its rate times
+    ``D``, so that rates for the layers of a policy would leave the head at 0: it has one of its own, not warmed up.
     """
 
     def __init__(self, options: TrainerOptions, hidden: int, device: torch.device) -> None:
@@ -20,7 +26,10 @@ class ValueHead:
         nn.init.zeros_(self._linear.weight)
         nn.init.zeros_(self._linear.bias)
         self._optimizer = torch.optim.AdamW(
-            self._linear.parameters(), betas=(options.beta1, options.beta2), weight_decay=0.0
+            self._linear.parameters(),
+            lr=options.objective.value_learning_rate or VALUE_STEP / hidden,
+            betas=(options.beta1, options.beta2),
+            weight_decay=0.0,
         )
         # Moments exist from the start, so that a checkpoint always has the same tensors.
         for parameter in self._linear.parameters():
@@ -36,18 +45,17 @@ class ValueHead:
         return values_N
 
     def reduce(self) -> float:
-        """Sum gradients over the ranks; returns their squared norm."""
+        """Sum gradients over the ranks; returns their norm."""
         square = 0.0
         for parameter in self._linear.parameters():
             assert parameter.grad is not None
             if dist.get_world_size() > 1:
                 dist.all_reduce(parameter.grad)
             square += float(parameter.grad.double().square().sum())
-        return square
+        return math.sqrt(square)
 
-    def step(self, scale: float, learning_rate: float, times: int = 1) -> None:
+    def step(self, scale: float, times: int = 1) -> None:
         """Move so many times by the gradient times ``scale``, and clear it."""
-        self._optimizer.param_groups[0]["lr"] = learning_rate
         for parameter in self._linear.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(scale)

@@ -62,8 +62,8 @@ class TokenSums:
 class BatchSums:
     """What one rank counted and added up over the open batch.
 
-    ``loss_tokens``, ``loss_samples``: what the loss is divided by; groups without signal count, as their gradient is
-    exactly 0, and so are not computed.
+    ``loss_tokens``, ``samples``: what the loss is divided by; groups without signal count, as their gradient is
+    exactly 0, and so are not computed. Tokens of truncated samples that are left out do not count; the samples do.
     """
 
     groups: int = 0
@@ -71,7 +71,6 @@ class BatchSums:
     trained_tokens: int = 0
     groups_without_signal: int = 0
     loss_tokens: int = 0
-    loss_samples: int = 0
     seconds: float = 0.0
     tokens: TokenSums = field(default_factory=TokenSums)
     differences: list[Tensor] = field(default_factory=list)

@@ -81,10 +81,9 @@ def token_loss(
 ) -> TokenLoss:
     """Loss of each token under ``settings``, corrected for staleness as ``off_policy`` says.
 
-    correction * (surrogate + kl_coefficient * KL - entropy_coefficient * entropy). The correction is for every term:
-    each is an expectation over tokens of the proximal policy (for the KL, DeepSeek-V3.2, arXiv 2512.02556, says the
-    same of its own ratio), and a masked token is left out whole. ``tokens.proximal_N``, when several updates are made
-    on one batch: the trainer's logprobs before the first of them; without it, those of this very forward.
+    correction * surrogate + kl_coefficient * KL - entropy_coefficient * entropy, as in TRL and verl: a token that the
+    correction leaves out is still kept near the reference. ``tokens.proximal_N``, when several updates are made on one
+    batch: the trainer's logprobs before the first of them; without it, those of this very forward.
     """
     own_N = logprobs_N.detach() if tokens.proximal_N is None else tokens.proximal_N
     proximal_N = proximal_logprobs(off_policy.proximal, own_N, tokens.behavior_N, tokens.staleness_N)
@@ -92,6 +91,7 @@ def token_loss(
         off_policy, proximal_N, tokens.behavior_N, tokens.staleness_N, tokens.sequence_N, tokens.sequences
     )
     loss_N, clipped_N = _surrogate_loss(settings, logprobs_N, proximal_N, tokens)
+    loss_N = correction_N * loss_N
     kl_N = torch.zeros_like(own_N)
     if tokens.reference_N is not None:
         kl_N = reference_kl(logprobs_N, tokens.reference_N, settings.kl_estimator)
@@ -99,7 +99,7 @@ def token_loss(
             loss_N = loss_N + settings.kl_coefficient * kl_N
     if settings.entropy_coefficient != 0:
         loss_N = loss_N - settings.entropy_coefficient * entropy_N
-    return TokenLoss(correction_N * loss_N, clipped_N, masked_N, correction_N, kl_N.detach())
+    return TokenLoss(loss_N, clipped_N, masked_N, correction_N, kl_N.detach())
 
 
 def _surrogate_loss(
@@ -142,7 +142,8 @@ def reference_kl(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator
     With d = log policy - log reference: k1 = d (unbiased), k2 = d^2 / 2 (biased, never negative), k3 = exp(-d) - 1 + d
     (unbiased, never negative). A good estimate of the value is not one of the gradient. Differentiated as a loss, k2
     has the gradient of this KL: E[d grad log policy]. k1 has none: E[grad log policy] = 0, noise alone. k3, GRPO's, has
-    that of the other direction, KL(reference, policy), equal to first order where the two are close. In a reward,
+    that of the other direction, KL(reference, policy), equal to first order where the two are close; multiplied by the
+    differentiable ratio (DeepSeek-V3.2, arXiv 2512.02556; TRL's default), it has k2's at a ratio of 1. In a reward,
     which is not differentiated, k1 is exact and k2 and k3 are not
     (https://xihuai18.github.io/reinforcement-learning/2025/12/01/kl-estimators-en.html).
     """

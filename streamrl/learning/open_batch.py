@@ -37,7 +37,6 @@ class OpenBatch:
         sums.groups += 1
         sums.samples += len(group.samples)
         sums.trained_tokens += sum(sample.trained_tokens for sample in group.samples)
-        sums.loss_samples += len(seen)
         sums.loss_tokens += sum(sample.trained_tokens for sample in seen)
         if not has_signal(group, options):
             sums.groups_without_signal += 1

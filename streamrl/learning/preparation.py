@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from streamrl.config.algorithms import WHOLE_BATCH
+from streamrl.config.algorithms import WHOLE_BATCH, WITHIN_GROUPS
 from streamrl.config.objective import AdvantageKind, KlPlace
 from streamrl.learning.advantages import (
     FloatVector,
@@ -60,7 +60,7 @@ def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
 
 
 def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
-    """Whether the loss and its denominator see a sample: truncated ones may be left out (DAPO's overlong filtering)."""
+    """Whether the loss sees the tokens of a sample: truncated ones may be left out (DAPO's overlong filtering)."""
     return options.objective.train_truncated or not sample.truncated
 
 
@@ -77,7 +77,7 @@ def prepare_group(
     """Samples of one group with their advantages; those of ``WHOLE_BATCH`` kinds are not final yet."""
     kind = options.objective.advantages
     penalties = [_penalties(sample, scores.get(sample.id, UNSCORED), options) for sample in group.samples]
-    if kind in (AdvantageKind.BATCH, AdvantageKind.COHORT, AdvantageKind.GAE):
+    if kind in WHOLE_BATCH - WITHIN_GROUPS:
         compared = [shaped_reward(sample, options) for sample in group.samples]
     else:
         # Siblings are compared by what the whole sample earned, so its penalties are one number.

@@ -32,17 +32,17 @@ def policy_metrics(sums: BatchSums, options: TrainerOptions, device: torch.devic
     Token means are over the computed tokens (groups without signal are not computed); where there are none,
     they are absent.
     """
-    counts = [float(n) for n in (sums.groups_without_signal, sums.loss_tokens, sums.loss_samples)]
+    counts = [float(n) for n in (sums.groups_without_signal, sums.loss_tokens, sums.samples)]
     values = all_reduce(counts + sums.tokens.values(), device)
-    without_signal, loss_tokens, loss_samples = values[:3]
+    without_signal, loss_tokens, samples = values[:3]
     total = TokenSums(*values[3:])
     [seconds] = all_reduce([sums.seconds], device, dist.ReduceOp.MAX)
     differences = sums.differences or [torch.zeros(0, device=device)]
     gathered = all_gather_values(torch.cat(differences)).cpu().numpy()
     denominator = loss_denominator(
         options.objective.loss_normalization,
-        samples=int(loss_samples),
-        trained_tokens=int(loss_tokens),
+        samples=samples,
+        trained_tokens=loss_tokens,
         max_tokens=options.max_tokens,
     )
     metrics = {

@@ -241,7 +241,7 @@ class TorchTrainer:
             self.train_pending()
             sums = self._batch.sums
             started = time.perf_counter()
-            stepped = self._step(close, sums.loss_tokens, sums.loss_samples, sums.tokens.computed_tokens)
+            stepped = self._step(close, sums.loss_tokens, sums.samples, sums.tokens.computed_tokens)
             stepped["time/optim_s"] = time.perf_counter() - started
         metrics = policy_metrics(self._batch.sums, self._options, self._device) | stepped
         metrics["optim/skipped_steps_total"] = float(self._skipped_steps)
@@ -272,7 +272,7 @@ class TorchTrainer:
         prepared = self._prepare(self._batch.take_waiting(), proximal=True)
         sums.seconds += time.perf_counter() - started
         # Every token of the batch weighs the same, in whichever update it is.
-        loss_tokens, loss_samples = sums.loss_tokens / updates, sums.loss_samples / updates
+        loss_tokens, samples = sums.loss_tokens / updates, sums.samples / updates
         # Numbered over all ranks: if each began with 0, the first update would have the first group of every rank.
         groups = sorted({item.sample.id.group_id for item in prepared})
         first = process_group.count_before(len(groups), self._device)
@@ -284,7 +284,7 @@ class TorchTrainer:
             self._accumulate(share)
             trained = time.perf_counter()
             computed = sum(item.sample.trained_tokens for item in share)
-            steps.append(self._step(close, loss_tokens, loss_samples, computed))
+            steps.append(self._step(close, loss_tokens, samples, computed))
             if update < updates - 1:
                 self._open_gradients()
             sums.seconds += trained - started
@@ -292,7 +292,7 @@ class TorchTrainer:
         means = {name: sum(step[name] for step in steps) / updates for name in steps[0]}
         return means | {"time/optim_s": optimizing}
 
-    def _step(self, close: CloseBatch, loss_tokens: float, loss_samples: float, computed: float) -> dict[str, float]:
+    def _step(self, close: CloseBatch, loss_tokens: float, samples: float, computed: float) -> dict[str, float]:
         """Reduce the gradients of all ranks, divide, clip, step. The counts are this rank's. Collective."""
         options = self._options
         if options.ranks > 1:
@@ -300,7 +300,7 @@ class TorchTrainer:
             set_gradient_sync(self._policy, True)
             accumulate(self._policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
             set_sharded(self._policy, True)
-        tokens, samples, computed = process_group.all_reduce([loss_tokens, loss_samples, computed], self._device)
+        tokens, samples, computed = process_group.all_reduce([loss_tokens, samples, computed], self._device)
         denominator = loss_denominator(
             options.objective.loss_normalization,
             samples=samples,
@@ -309,9 +309,9 @@ class TorchTrainer:
         )
         gradient_L = self._weights.collect_gradient()
         mean_of_ranks = dist.get_world_size()  # FSDP2 averages over the ranks
-        square = (global_norm(gradient_L) * mean_of_ranks) ** 2 + (self._critic.reduce() if self._critic else 0.0)
-        norm = math.sqrt(square) / denominator
-        if not math.isfinite(norm):
+        norm = global_norm(gradient_L) * mean_of_ranks / denominator
+        value_norm = self._critic.reduce() / denominator if self._critic else 0.0
+        if not math.isfinite(norm + value_norm):
             names = ", ".join(self._batch.sample_ids[:8])
             raise StreamRLError(
                 f"the gradient norm of batch {close.batch_id} is {norm}; samples of rank {options.rank}: {names} "
@@ -324,7 +324,7 @@ class TorchTrainer:
             for _ in range(batches := options.batches_in(close.samples)):
                 self._optimizer.step(gradient_L, rate)
             if self._critic is not None:
-                self._critic.step(clip, rate, batches)
+                self._critic.step(min(1.0, options.max_grad_norm / (value_norm + 1e-6)) / denominator, batches)
             self._weights.refresh_forward()
         else:
             # No group had a signal: a step would only move along old momentum.

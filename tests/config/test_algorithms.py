@@ -39,6 +39,7 @@ def test_every_field_of_the_recipe_overrides_the_method() -> None:
         "gae_lambda": 0.19,
         "value_coefficient": 0.21,
         "value_clip": 0.22,
+        "value_learning_rate": 0.23,
     }
     assert set(fields) == set(ObjectiveSettings.__struct_fields__)
     for algorithm in Algorithm:
@@ -64,6 +65,14 @@ def test_the_document_lists_each_method_as_it_is(algorithm: Algorithm) -> None:
     assert ("dynamic_sampling" in paper) == method.dynamic_sampling
 
 
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_the_kl_estimator_that_is_left_out_has_the_gradient_of_the_kl(algorithm: Algorithm) -> None:
+    assert resolved(algorithm=algorithm, kl_in=KlPlace.LOSS).kl_estimator is KlEstimator.K2
+    assert resolved(algorithm=algorithm, kl_in=KlPlace.REWARD).kl_estimator is KlEstimator.K1
+    methods_with_kl_in_reward = {Algorithm.RLOO, Algorithm.REINFORCE_PLUS_PLUS, Algorithm.PPO}
+    assert (resolved(algorithm=algorithm).kl_estimator is KlEstimator.K1) is (algorithm in methods_with_kl_in_reward)
+
+
 def test_what_needs_other_models_or_trains_without_signal() -> None:
     assert resolved(algorithm=Algorithm.PPO).has_critic
     assert not resolved().has_critic
@@ -82,7 +91,11 @@ def test_what_needs_other_models_or_trains_without_signal() -> None:
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_what_compares_with_the_whole_batch_does_not_stream(algorithm: Algorithm) -> None:
-    whole = {Algorithm.REINFORCE_PLUS_PLUS: "batch", Algorithm.REINFORCE_PLUS_PLUS_BASELINE: "group_then_batch"}
+    whole = {
+        Algorithm.REINFORCE_PLUS_PLUS: "batch",
+        Algorithm.REINFORCE_PLUS_PLUS_BASELINE: "group_then_batch",
+        Algorithm.PPO: "gae",
+    }
     reason = why_not_streaming(resolved(algorithm=algorithm), 1)
     if algorithm in whole:
         assert reason.startswith(f'objective.advantages = "{whole[algorithm]}" ')

@@ -128,7 +128,7 @@ def test_the_lines_say_what_is_asked_for() -> None:
     lines = arithmetic_lines(recipe, held_out=100)
     for expected in (
         "batch       8 prompts x 8 samples = 64 trajectories, 4 optimizer steps, each on its share of the groups",
-        "            critic: discount = 1.0, gae_lambda = 0.95, value_coefficient = 0.5, value_clip = 0.2",
+        "            critic: discount = 1.0, gae_lambda = 1.0, value_coefficient = 0.5, value_clip = 0.2",
         '            reference: kl_coefficient = 0.1, kl_estimator = "k1", kl_in = "reward"',
         "            entropy_coefficient = 0.01",
         "            overlong_buffer = 64, overlong_penalty = 1.0",

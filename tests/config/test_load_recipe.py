@@ -221,8 +221,12 @@ OBJECTIVE_RULES = [
     ('[objective]\nalgorithm = "cispo"\ndual_clip = 3.0\n', "objective.dual_clip: 3.0 has no effect: surrogate ="),
     ('[objective]\nkl_estimator = "k2"\n', 'objective.kl_estimator: "k2" has no effect while kl_coefficient = 0'),
     (
-        '[objective]\nalgorithm = "ppo"\nkl_coefficient = 0.1\nkl_in = "loss"\n',
+        '[objective]\nalgorithm = "ppo"\nkl_coefficient = 0.1\nkl_in = "loss"\nkl_estimator = "k1"\n',
         "objective.kl_estimator: k1 in the loss has a gradient of mean 0",
+    ),
+    (
+        "[objective]\nkl_coefficient = 0.1\n[sampling]\ntop_p = 0.9\n",
+        "objective.kl_coefficient: 0.1 has no KL to estimate with sampling.top_p = 0.9",
     ),
     ("[objective]\ngae_lambda = 0.9\n", 'objective.gae_lambda: 0.9 has no effect with advantages = "group_std"'),
     ("[objective]\ncohort_batches = 2\n", "objective.cohort_batches: 2 has no effect with advantages ="),

@@ -30,18 +30,14 @@ def reference_logprobs(model: Any, sample: Any, temperature: float = 1.0) -> Any
 
 
 def stepped_gradient(trainer: Any, groups: list[TrainingGroup]) -> dict[str, Any]:
-    """Gradient that the optimizer saw last, by tensor, in float64."""
-    return stepped_gradients(trainer, groups)[-1]
+    """Gradient that the optimizer saw, by tensor, in float64."""
+    seen: dict[str, Any] = {}
 
-
-def stepped_gradients(trainer: Any, groups: list[TrainingGroup]) -> list[dict[str, Any]]:
-    """Gradient of each step that the optimizer made on these groups, by tensor, in float64."""
-    seen: list[dict[str, Any]] = []
     step = trainer._optimizer.step
 
     def keep(gradient_L: Any, learning_rate: float) -> None:
         shards = trainer._weights.shards
-        seen.append({s.name: gradient_L[s.place].double().view(s.shape).clone() for s in shards})
+        seen.update({s.name: gradient_L[s.place].double().view(s.shape).clone() for s in shards})
         step(gradient_L, learning_rate)
 
     trainer._optimizer.step = keep

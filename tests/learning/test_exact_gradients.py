@@ -1,14 +1,16 @@
-"""Every objective through the real trainer: the streamed gradient is the whole batch's, in float64, from the papers.
+"""Losses and gradients of every objective through the real trainer, against a float64 reference written out here.
 
-The reference goes one sequence at a time through transformers' own model, with plain formulas and no tensor of tokens.
-Samples are stale, truncated, masked in the middle (an environment's turn), and in groups of different sizes.
+The reference takes one unpadded sequence at a time through transformers' own model and shares no code with
+``streamrl.learning``. The batch has 19 samples in groups of 4, 3, 5, 2, 4 and 1 and a number of tokens that neither 2
+nor 3 divides; tokens of four versions, also inside a sample; two turns; truncated samples; a group of equal rewards.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -16,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient, stepped_gradients  # noqa: E402
-from sample_groups import make_groups  # noqa: E402
+from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
+from sample_groups import close_of, make_groups  # noqa: E402
 
 from streamrl.config.algorithms import ObjectiveSettings, objective_settings, why_not_streaming  # noqa: E402
 from streamrl.config.objective import (  # noqa: E402
@@ -29,61 +31,136 @@ from streamrl.config.objective import (  # noqa: E402
     Objective,
     OffPolicy,
     Proximal,
+    RatioLevel,
     Surrogate,
 )
-from streamrl.learning import trainer as trainer_module  # noqa: E402
-from streamrl.types import TrainingGroup, TrainingSample  # noqa: E402
+from streamrl.learning import gradients  # noqa: E402
+from streamrl.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
 
 pytestmark = pytest.mark.torch
 StartTrainer = Callable[..., Any]
-SIZES = [4, 3, 1, 5, 2]
-OFF_POLICY = OffPolicy(proximal=Proximal.DECOUPLED, cap=1.5)
-INTERPOLATED = OffPolicy(cap=1.5)
-LIMIT = 24
+SIZES = [4, 3, 5, 2, 4, 1]
 CAPPED = 40
+TOLERANCE = 3e-6
+DEFAULT, BEHAVIOR = OffPolicy(cap=1.3), OffPolicy(proximal=Proximal.BEHAVIOR)
 
 
-def varied_groups() -> list[TrainingGroup]:
-    """Groups with stale, truncated and multi-turn samples; behaviour logprobs near the model's own."""
-    groups = []
-    for group in make_groups(0, SIZES, seed=3):
+@pytest.fixture(scope="module")
+def groups(tiny_model: str) -> list[TrainingGroup]:
+    """The batch of the module's docstring; behaviour logprobs are the policy's with noise of deviation 0.4."""
+    model, rng, found, index = reference_model(tiny_model), random.Random(1), [], 0
+    for group in make_groups(0, SIZES, seed=4):
         members = []
-        for index, sample in enumerate(group.samples):
-            mask = bytearray(sample.loss_mask)
-            if index == 1 and sample.trained_tokens > 6:
-                first = mask.index(1)
-                mask[first + 2 : first + 4] = b"\0\0"
-            members.append(
-                msgspec.structs.replace(
-                    sample, loss_mask=bytes(mask), oldest_version=-2 if index % 2 else 0, truncated=index == 2
-                )
+        for sample in group.samples:
+            mask, prompt = bytearray(sample.loss_mask), sample.loss_mask.index(1)
+            if index % 3 == 1 and sample.trained_tokens > 6:
+                mask[prompt + 3 : prompt + 5] = b"\0\0"  # an environment's turn
+            oldest, newest, spans = -(index % 4), -(index % 4), ()
+            if index % 5 == 4:
+                oldest, newest, middle = -3, 0, prompt + sample.trained_tokens // 2
+                spans = (VersionSpan(prompt, middle, -3), VersionSpan(middle, len(mask), 0))
+            sample = msgspec.structs.replace(
+                sample,
+                loss_mask=bytes(mask),
+                oldest_version=oldest,
+                newest_version=newest,
+                version_spans=spans,
+                truncated=index % 6 == 2,
+                reward=1.0 if group.group_id == 3 else sample.reward,
             )
-        groups.append(msgspec.structs.replace(group, samples=tuple(members)))
-    return groups
+            own = iter(reference_logprobs(model, sample).tolist())
+            behavior = float_array([next(own) + rng.gauss(0, 0.4) if trained else 0.0 for trained in mask])
+            members.append(msgspec.structs.replace(sample, behavior_logprobs=behavior))
+            index += 1
+        found.append(msgspec.structs.replace(group, samples=tuple(members)))
+    tokens = sum(sample.trained_tokens for group in found for sample in group.samples)
+    assert tokens % 2
+    assert tokens % 3
+    return found
+
+
+class Scores(NamedTuple):
+    """Of the trained tokens of one sample."""
+
+    logprobs: Any
+    entropy: Any
+    values: Any
+
+
+class Step(NamedTuple):
+    """What one optimizer step began from, and the gradient that it got."""
+
+    weights: dict[str, Any]
+    head: tuple[Any, Any]
+    gradient: dict[str, Any]
 
 
 class Reference:
-    """The loss of a whole batch as the papers write it."""
+    """The loss of a whole batch as the papers write it. ``sums``: tokens, clipped ones, masked ones, corrections."""
 
     def __init__(
-        self, path: str, settings: ObjectiveSettings, groups: list[TrainingGroup], off_policy: OffPolicy = OFF_POLICY
+        self,
+        path: str,
+        groups: list[TrainingGroup],
+        settings: ObjectiveSettings,
+        off_policy: OffPolicy,
+        *,
+        temperature: float = 1.0,
+        updates: int = 1,
     ) -> None:
-        self.off_policy = off_policy
-        self.settings, self.groups = settings, groups
+        self.groups, self.settings, self.off_policy = groups, settings, off_policy
+        self.temperature, self.updates = temperature, updates
         self.model = reference_model(path).double()
-        self.other = noisy_reference(path) if settings.has_reference else None
-        self.head: Any = None
+        self.other = noisy_reference(path) if settings.kl_coefficient else None
+        self.before: dict[Any, Scores] = {}
+        self.loss = self.value_loss = 0.0
+        self.sums = torch.zeros(4)
+        seen = [s for group in groups for s in group.samples if settings.train_truncated or not s.truncated]
+        counts = {LossNormalization.TOKEN_MEAN: sum(s.trained_tokens for s in seen)}
+        counts[LossNormalization.CONSTANT] = sum(SIZES) * CAPPED
+        self.denominator = counts.get(settings.loss_normalization, sum(SIZES))
+        self.seen = {s.id for s in seen}
 
-    def behavior(self, sample: TrainingSample) -> Any:
-        pairs = zip(sample.behavior_logprobs, sample.loss_mask, strict=True)
-        return torch.tensor([logprob for logprob, trained in pairs if trained], dtype=torch.float64)
+    def step(self, update: int, begun: Step) -> dict[str, Any]:
+        """The gradient of one update; its losses are added up."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data, parameter.grad = begun.weights[name].double(), None
+        head = [tensor.double().requires_grad_() for tensor in begun.head]
+        if not update:
+            with torch.no_grad():
+                self.before = {s.id: self.forward(s, head) for group in self.groups for s in group.samples}
+            self.advantages = self.all_advantages()
+        trained = [[sample for sample in group.samples if self.has_gradient(sample)] for group in self.groups]
+        for samples in list(filter(None, trained))[update :: self.updates]:
+            for sample in samples:
+                loss, value_loss = self.losses(sample, self.forward(sample, head), *self.advantages[sample.id])
+                share = sample.trained_tokens if self.settings.loss_normalization == "sequence_mean" else 1
+                loss, value_loss = (part.sum() / share / self.denominator for part in (loss, value_loss))
+                self.loss, self.value_loss = self.loss + loss.item(), self.value_loss + value_loss.item()
+                (self.updates * (loss + self.settings.value_coefficient * value_loss)).backward()
+        gradient = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        if self.settings.advantages is AdvantageKind.GAE:
+            gradient |= {"critic.weight": head[0].grad, "critic.bias": head[1].grad}
+        return gradient
 
-    def penalties(self, sample: TrainingSample) -> Any:
-        behavior = self.behavior(sample)
-        if self.other is None or self.settings.kl_in is KlPlace.LOSS:
-            return torch.zeros_like(behavior)
-        with torch.no_grad():
-            return self.settings.kl_coefficient * (behavior - reference_logprobs(self.other, sample))  # k1
+    def has_gradient(self, sample: TrainingSample) -> bool:
+        """Groups without any such sample are dealt to no update."""
+        s = self.settings
+        always = s.kl_coefficient or s.entropy_coefficient or s.advantages is AdvantageKind.GAE
+        return sample.id in self.seen and bool(always or self.advantages[sample.id][0].any())
+
+    def forward(self, sample: TrainingSample, head: list[Any]) -> Scores:
+        trained = torch.tensor(list(sample.loss_mask[1:])) != 0
+        tokens = torch.tensor(list(sample.token_ids))
+        hidden = self.model.model(tokens[None]).last_hidden_state[0, :-1][trained]
+        logprobs = (self.model.lm_head(hidden) / self.temperature).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return Scores(logprobs.gather(1, tokens[1:, None][trained])[:, 0], entropy, hidden @ head[0] + head[1])
+
+    def kl(self, policy: Any, sample: TrainingSample) -> Any:
+        apart = policy - reference_logprobs(self.other, sample, self.temperature).detach()
+        kinds = {"k1": apart, "k2": apart**2 / 2, "k3": (-apart).exp() - 1 + apart}
+        return self.settings.kl_coefficient * kinds[self.settings.kl_estimator]
 
     def reward(self, sample: TrainingSample) -> float:
         over = sample.trained_tokens - (CAPPED - self.settings.overlong_buffer)
@@ -91,105 +168,92 @@ class Reference:
             return sample.reward
         return sample.reward - self.settings.overlong_penalty * min(1.0, over / self.settings.overlong_buffer)
 
-    def values(self, sample: TrainingSample) -> Any:
-        tokens = torch.tensor(list(sample.token_ids))
-        hidden = self.model.model(tokens[None]).last_hidden_state[0, :-1]
-        chosen = hidden[torch.tensor(list(sample.loss_mask[1:])) != 0]
-        return chosen @ self.head[0] + self.head[1]
-
-    def advantages(self) -> dict[Any, Any]:
-        """Advantage of each trained token, by sample id."""
-        kind, found = self.settings.advantages, {}
+    def all_advantages(self) -> dict[Any, tuple[Any, Any]]:
+        """Advantages and returns of the trained tokens, by sample id."""
+        kind, found, returns = self.settings.advantages, {}, {}
         for group in self.groups:
-            totals = [self.reward(s) - float(self.penalties(s).sum()) for s in group.samples]
-            size = len(totals)
-            mean = sum(totals) / size
-            deviation = (sum((t - mean) ** 2 for t in totals) / (size - 1)) ** 0.5 if size > 1 else 0.0
-            for sample, total in zip(group.samples, totals, strict=True):
-                penalties = self.penalties(sample)
-                to_go = penalties.flip(0).cumsum(0).flip(0)
+            penalties = [self.penalties(sample) for sample in group.samples]
+            totals = [self.reward(s) - p.sum().item() for s, p in zip(group.samples, penalties, strict=True)]
+            size, mean = len(totals), sum(totals) / len(totals)
+            deviation = (sum((t - mean) ** 2 for t in totals) / max(1, size - 1)) ** 0.5
+            for sample, total, penalty in zip(group.samples, totals, penalties, strict=True):
                 if kind is AdvantageKind.GAE:
-                    found[sample.id] = self.gae(sample, penalties)
-                    continue
-                if kind is AdvantageKind.GROUP_STD:
-                    value = (total - mean) / (deviation + 1e-4) if deviation else 0.0
-                elif kind is AdvantageKind.LEAVE_ONE_OUT:
-                    value = total - (sum(totals) - total) / (size - 1) if size > 1 else 0.0
-                elif kind in (AdvantageKind.GROUP_MEAN, AdvantageKind.GROUP_THEN_BATCH):
-                    value = total - mean if size > 1 else 0.0
+                    found[sample.id], returns[sample.id] = self.gae(sample, penalty)
+                elif kind in (AdvantageKind.BATCH, AdvantageKind.COHORT):
+                    found[sample.id] = self.reward(sample) - penalty.flip(0).cumsum(0).flip(0)
                 else:
-                    value = self.reward(sample)
-                    found[sample.id] = value - to_go
-                    continue
-                found[sample.id] = torch.full_like(penalties, value)
-        if kind in (AdvantageKind.BATCH, AdvantageKind.GROUP_THEN_BATCH, AdvantageKind.COHORT):
-            every = torch.cat([v for v in found.values() if len(v)])
-            deviation = every.std(correction=0)
-            found = {key: (v - every.mean()) / (deviation + 1e-8) for key, v in found.items()}
-        return found
+                    others = (sum(totals) - total) / max(1, size - 1)
+                    value = {"group_std": (total - mean) / (deviation + 1e-4), "leave_one_out": total - others}
+                    alone = size == 1 or deviation < 1e-9
+                    found[sample.id] = torch.full_like(penalty, 0.0 if alone else value.get(kind, total - mean))
+        if kind in ("batch", "group_then_batch", "cohort", "gae"):
+            every = torch.cat([values for key, values in found.items() if key in self.seen])
+            found = {key: (values - every.mean()) / every.std(correction=0) for key, values in found.items()}
+        return {key: (values, returns.get(key)) for key, values in found.items()}
 
-    def gae(self, sample: TrainingSample, penalties: Any) -> Any:
-        values = self.values(sample).detach()
-        advantages, running = torch.zeros_like(values), 0.0
+    def penalties(self, sample: TrainingSample) -> Any:
+        behavior = behavior_of(sample)
+        in_reward = self.other is not None and self.settings.kl_in is KlPlace.REWARD
+        return self.kl(behavior, sample) if in_reward else torch.zeros_like(behavior)
+
+    def gae(self, sample: TrainingSample, penalties: Any) -> tuple[Any, Any]:
+        values = self.before[sample.id].values
+        advantages, running, after = torch.zeros_like(values), 0.0, 0.0
         for t in reversed(range(len(values))):
-            last = t == len(values) - 1
-            reward = -float(penalties[t]) + (self.reward(sample) if last else 0.0)
-            after = 0.0 if last else float(values[t + 1])
-            delta = reward + self.settings.discount * after - float(values[t])
+            reward = (self.reward(sample) if t == len(values) - 1 else 0.0) - penalties[t].item()
+            delta = reward + self.settings.discount * after - values[t].item()
             running = delta + self.settings.discount * self.settings.gae_lambda * running
-            advantages[t] = running
-        return advantages
+            advantages[t], after = running, values[t].item()
+        return advantages, advantages + values
 
-    def loss_of(self, sample: TrainingSample, advantages: Any) -> Any:
-        s, logprobs, behavior = self.settings, reference_logprobs(self.model, sample), self.behavior(sample)
-        stale = sample.oldest_version < 0
-        proximal = logprobs.detach()
-        if stale and self.off_policy.proximal is Proximal.INTERPOLATED:
-            proximal = behavior / -sample.oldest_version + (1 + 1 / sample.oldest_version) * proximal
-        weight = (proximal - behavior).exp().clamp(max=self.off_policy.cap) if stale else torch.ones_like(behavior)
-        ratio = (logprobs - proximal).exp()
-        if s.surrogate is Surrogate.TOKEN_WEIGHT:
-            loss = -advantages * logprobs
-        else:  # at r = 1 no clip is active, and a sequence's ratio is the geometric mean of its tokens'
-            ratio = ratio.log().mean().exp().expand(len(ratio)) if s.surrogate is Surrogate.SEQUENCE_CLIP else ratio
-            clipped = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
-            loss = (
-                -torch.minimum(advantages * ratio, advantages * clipped)
-                if s.surrogate is Surrogate.TOKEN_CLIP
-                else -advantages * ratio
-            )
+    def proximal_and_weight(self, sample: TrainingSample) -> tuple[Any, Any, Any]:
+        """The policy that the ratio is taken against; the correction; where it left a token out."""
+        o, own, behavior = self.off_policy, self.before[sample.id].logprobs, behavior_of(sample)
+        age = [-sample.oldest_version] * len(sample.token_ids)
+        for span in sample.version_spans:
+            age[span.start : span.end] = [-span.policy_version] * (span.end - span.start)
+        age = torch.tensor([a for a, trained in zip(age, sample.loss_mask, strict=True) if trained])
+        kept = {Proximal.BEHAVIOR: torch.ones_like(own), Proximal.DECOUPLED: torch.zeros_like(own)}
+        kept = torch.where(age > 0, kept.get(o.proximal, 1 / age.clamp(min=1)), 0.0)
+        proximal = kept * behavior + (1 - kept) * own
+        gap = proximal - behavior
+        w = {"token": gap, "sequence": gap.sum().expand_as(gap), "geometric": gap.mean().expand_as(gap)}
+        w = {level: value.exp() for level, value in w.items()} | {"none": torch.ones_like(gap)}
+        corrected = (age > 0) | o.correct_mismatch
+        masked = corrected & (o.mask != "none") & ((w[o.mask] < o.mask_low) | (w[o.mask] > o.mask_high))
+        weight = w[o.truncate].clamp(max=o.cap if o.truncate != "none" else 1.0) * o.staleness_discount**age
+        return proximal, torch.where(corrected, weight, 1.0).masked_fill(masked, 0.0), masked
+
+    def losses(self, sample: TrainingSample, now: Scores, advantages: Any, returns: Any) -> tuple[Any, Any]:
+        """Of each trained token: the policy's loss and the critic's."""
+        s = self.settings
+        proximal, weight, masked = self.proximal_and_weight(sample)
+        ratio = now.logprobs - proximal
+        ratio = (ratio.mean().expand_as(ratio) if s.surrogate is Surrogate.SEQUENCE_CLIP else ratio).exp()
+        bounded = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+        gain = torch.minimum(ratio * advantages, bounded * advantages)
+        if s.dual_clip:
+            gain = torch.where(advantages < 0, torch.maximum(gain, s.dual_clip * advantages), gain)
+        clipped = gain != ratio * advantages
+        if s.surrogate is Surrogate.POLICY_GRADIENT:
+            gain, clipped = ratio * advantages, torch.zeros_like(masked)
+        elif s.surrogate is Surrogate.TOKEN_WEIGHT:
+            gain, clipped = bounded.detach() * advantages * now.logprobs, bounded != ratio
+        loss = -weight * gain - s.entropy_coefficient * now.entropy
         if self.other is not None and s.kl_in is KlPlace.LOSS:
-            apart = reference_logprobs(self.other, sample).detach() - logprobs
-            loss = loss + s.kl_coefficient * (
-                apart.exp() - 1 - apart if s.kl_estimator is KlEstimator.K3 else apart**2 / 2
-            )
-        if s.entropy_coefficient:
-            loss = loss - s.entropy_coefficient * self.entropy(sample)
-        loss = weight * loss
-        if s.has_critic:
-            values = self.values(sample)
-            returns = advantages + values.detach()
-            loss = loss + s.value_coefficient * 0.5 * (values - returns) ** 2
-        return loss
+            loss = loss + self.kl(now.logprobs, sample)
+        self.sums += torch.tensor([len(loss), clipped.sum(), masked.sum(), weight.sum()])
+        value_loss = torch.zeros_like(loss)
+        if returns is not None:
+            near = self.before[sample.id].values
+            near = near + (now.values - near).clamp(-s.value_clip, s.value_clip)
+            value_loss = torch.maximum((now.values - returns) ** 2, (near - returns) ** 2) / 2
+        return loss, value_loss
 
-    def entropy(self, sample: TrainingSample) -> Any:
-        tokens = torch.tensor(list(sample.token_ids))
-        logprobs = self.model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        return -(logprobs.exp() * logprobs).sum(-1)[torch.tensor(list(sample.loss_mask[1:])) != 0]
 
-    def gradient(self) -> dict[str, Any]:
-        s, advantages = self.settings, self.advantages()
-        seen = [x for g in self.groups for x in g.samples if s.train_truncated or not x.truncated]
-        denominator = {
-            LossNormalization.TOKEN_MEAN: sum(x.trained_tokens for x in seen),
-            LossNormalization.CONSTANT: len(seen) * CAPPED,
-        }.get(s.loss_normalization, len(seen))
-        for sample in seen:
-            loss = self.loss_of(sample, advantages[sample.id]).sum()
-            if s.loss_normalization is LossNormalization.SEQUENCE_MEAN:
-                loss = loss / sample.trained_tokens
-            (loss / denominator).backward()
-        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+def behavior_of(sample: TrainingSample) -> Any:
+    pairs = zip(sample.behavior_logprobs, sample.loss_mask, strict=True)
+    return torch.tensor([logprob for logprob, trained in pairs if trained], dtype=torch.float64)
 
 
 def noisy_reference(path: str) -> Any:
@@ -203,12 +267,9 @@ def noisy_reference(path: str) -> Any:
 
 
 def started(
-    start_trainer: StartTrainer,
-    tiny_model: str,
-    objective: Objective,
-    off_policy: OffPolicy = OFF_POLICY,
-    **options: Any,
+    start_trainer: StartTrainer, path: str, objective: Objective, off_policy: OffPolicy = DEFAULT, **options: Any
 ) -> Any:
+    """A trainer that clips no norm, with a noisy reference model and a value head that is not 0."""
     settings = objective_settings(objective)
     trainer = start_trainer(
         objective=settings,
@@ -218,99 +279,159 @@ def started(
         streaming=not why_not_streaming(settings, options.get("updates_per_batch", 1)),
         **options,
     )
-    if trainer._reference is not None:
-        noisy = dict(noisy_reference(tiny_model).named_parameters())
-        with torch.no_grad():
+    with torch.no_grad():
+        if trainer._reference is not None:
+            noisy = dict(noisy_reference(path).named_parameters())
             for name, parameter in trainer._reference.trained_parameters().items():
                 parameter.copy_(noisy[name])
+        if trainer._critic is not None:
+            trainer._critic._linear.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     return trainer
 
 
-CASES = {algorithm.value: Objective(algorithm=algorithm) for algorithm in Algorithm} | {
-    "grpo with kl and entropy": Objective(kl_coefficient=0.1, entropy_coefficient=0.02),
-    "grpo, sequence mean": Objective(loss_normalization=LossNormalization.SEQUENCE_MEAN),
-    "dapo, overlong shaping and filtering": Objective(
-        algorithm=Algorithm.DAPO, overlong_buffer=20, overlong_penalty=0.7, train_truncated=False
+def steps_of(trainer: Any, groups: list[TrainingGroup]) -> tuple[list[Step], dict[str, float]]:
+    """Train the batch: every optimizer step of it, the critic's with the policy's, and the metrics."""
+    steps: list[Step] = []
+    policy_step, critic = trainer._optimizer.step, trainer._critic
+
+    def keep(gradient_L: Any, learning_rate: float) -> None:
+        weights = {name: p.detach().clone() for name, p in trainer._policy.trained_parameters().items()}
+        head = (critic._linear.weight[0], critic._linear.bias[0]) if critic else (torch.zeros(32), torch.zeros(()))
+        gradient = {s.name: gradient_L[s.place].view(s.shape).clone() for s in trainer._weights.shards}
+        steps.append(Step(weights, (head[0].detach().clone(), head[1].detach().clone()), gradient))
+        policy_step(gradient_L, learning_rate)
+
+    def keep_critic(scale: float, times: int) -> None:
+        linear = critic._linear
+        found = {"critic.weight": scale * linear.weight.grad[0], "critic.bias": scale * linear.bias.grad[0]}
+        steps[-1].gradient.update(found)
+        critic_step(scale, times)
+
+    trainer._optimizer.step = keep
+    if critic:
+        critic_step, critic.step = critic.step, keep_critic
+    for group in groups:
+        trainer.train_group(group)
+    metrics = trainer.close_batch(close_of(groups, trainer.policy_version + 1)).metrics
+    return steps, metrics
+
+
+class Case(NamedTuple):
+    """An objective and what else of a recipe reaches the loss. ``clips``: whether the clip must have had work."""
+
+    objective: Objective
+    off_policy: OffPolicy = DEFAULT
+    options: dict[str, Any] = {}
+    clips: bool = False
+
+
+def objective(algorithm: str = "grpo", **fields: Any) -> Objective:
+    return Objective(algorithm=Algorithm(algorithm), **fields)
+
+
+TWICE, THRICE = {"updates_per_batch": 2}, {"updates_per_batch": 3}
+CASES = {
+    f"{algorithm}, updates {updates}": Case(
+        objective(algorithm), options={"updates_per_batch": updates}, clips=algorithm not in ("rloo", "cispo")
+    )
+    for algorithm in Algorithm
+    for updates in (1, 2, 3)
+} | {
+    "k2 and entropy beside a correction": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02)),
+    "k3, sequence mean": Case(
+        objective(kl_coefficient=0.1, kl_estimator=KlEstimator.K3, loss_normalization=LossNormalization.SEQUENCE_MEAN)
     ),
-    "rloo with kl": Objective(algorithm=Algorithm.RLOO, kl_coefficient=0.1),
-    "reinforce++ with kl": Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS, kl_coefficient=0.1),
-    "reinforce++-baseline with kl": Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS_BASELINE, kl_coefficient=0.1),
-    "ppo with kl": Objective(algorithm=Algorithm.PPO, kl_coefficient=0.1, discount=0.99),
+    "k2 in gspo, entropy, three updates": Case(
+        objective("gspo", kl_coefficient=0.1, entropy_coefficient=0.02, clip_low=0.05, clip_high=0.08),
+        BEHAVIOR,
+        THRICE,
+        clips=True,
+    ),
+    **{
+        f"{estimator} in the reward of {algorithm}": Case(
+            objective(algorithm, kl_coefficient=0.1, kl_estimator=estimator, kl_in=KlPlace.REWARD)
+        )
+        for algorithm, estimator in [
+            ("rloo", KlEstimator.K1),
+            ("reinforce_plus_plus", KlEstimator.K1),
+            ("reinforce_plus_plus_baseline", KlEstimator.K2),
+            ("grpo", KlEstimator.K3),
+        ]
+    },
+    "ppo, gamma, lambda, kl, clipped values": Case(
+        objective("ppo", kl_coefficient=0.1, discount=0.97, gae_lambda=0.8, value_learning_rate=0.1, value_clip=0.1),
+        options=TWICE,
+        clips=True,
+    ),
+    "dual clip": Case(objective(dual_clip=1.4), BEHAVIOR, TWICE, clips=True),
+    "cispo with both bounds": Case(objective("cispo", clip_low=0.3, clip_high=0.2), BEHAVIOR, clips=True),
+    **{
+        f"decoupled, {level} weights and masks": Case(
+            objective(algorithm, kl_coefficient=0.1),
+            OffPolicy(
+                proximal=Proximal.DECOUPLED,
+                truncate=level,
+                cap=1.05,
+                mask=level,
+                mask_low=0.9,
+                mask_high=1.1,
+                correct_mismatch=algorithm == "gspo",
+            ),
+        )
+        for algorithm, level in [
+            ("grpo", RatioLevel.TOKEN),
+            ("dr_grpo", RatioLevel.SEQUENCE),
+            ("gspo", RatioLevel.GEOMETRIC),
+        ]
+    },
+    "masks and staleness without weights": Case(
+        objective("rloo"), OffPolicy(truncate=RatioLevel.NONE, mask=RatioLevel.TOKEN, staleness_discount=0.9)
+    ),
+    **{
+        f"truncated left out of {algorithm}": Case(objective(algorithm, train_truncated=False), options=TWICE)
+        for algorithm in ("dr_grpo", "gspo", "rloo", "ppo")
+    },
+    "overlong shaping and filtering": Case(
+        objective("dapo", overlong_buffer=20, overlong_penalty=0.7, train_truncated=False), clips=True
+    ),
+    "temperature": Case(objective(kl_coefficient=0.1, entropy_coefficient=0.02), options={"temperature": 0.7}),
 }
 
 
+def check(start_trainer: StartTrainer, path: str, groups: list[TrainingGroup], case: Case) -> None:
+    """Gradients, losses and what is reported of corrections are the reference's."""
+    settings, updates = objective_settings(case.objective), case.options.get("updates_per_batch", 1)
+    steps, metrics = steps_of(started(start_trainer, path, case.objective, case.off_policy, **case.options), groups)
+    temperature = case.options.get("temperature", 1.0)
+    reference = Reference(path, groups, settings, case.off_policy, temperature=temperature, updates=updates)
+    assert len(steps) == updates
+    errors = [relative_error(step.gradient, reference.step(update, step)) for update, step in enumerate(steps)]
+    assert max(errors) < TOLERANCE, errors
+    losses = [metrics["optim/loss"], metrics.get("optim/value_loss", 0.0)]
+    assert losses == pytest.approx([reference.loss, reference.value_loss], rel=TOLERANCE, abs=0.05 * TOLERANCE)
+    tokens, *sums = reference.sums.tolist()
+    found = [metrics[f"policy/{key}"] * tokens for key in ("clip_ratio", "masked_ratio", "correction_mean")]
+    assert found == pytest.approx(sums, rel=1e-5)
+    assert bool(sums[0]) or not case.clips, "nothing was clipped"
+    assert bool(sums[1]) is (case.off_policy.mask is not RatioLevel.NONE)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_streamed_gradient_is_that_of_the_whole_batch(
-    start_trainer: StartTrainer, tiny_model: str, name: str
+def test_losses_and_gradients_are_those_of_the_reference(
+    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup], name: str
 ) -> None:
-    groups = varied_groups()
-    trainer = started(start_trainer, tiny_model, CASES[name])
-    reference = Reference(tiny_model, objective_settings(CASES[name]), groups)
-    if trainer._critic is not None:
-        linear = trainer._critic._linear
-        torch.nn.init.normal_(linear.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-        reference.head = (linear.weight.detach()[0].double(), linear.bias.detach().double())
-    assert relative_error(stepped_gradient(trainer, groups), reference.gradient()) < 2e-5
+    check(start_trainer, tiny_model, groups, CASES[name])
 
 
-def test_a_batch_that_is_begun_again_begins_with_no_gradient_of_the_critic(
-    start_trainer: StartTrainer, tiny_model: str
-) -> None:
-    trainer = started(start_trainer, tiny_model, CASES["ppo with kl"], micro_batch_tokens=32)
-    for group in varied_groups():
-        trainer.train_group(group)
-    critic = list(trainer._critic._linear.parameters())
-    assert all(parameter.grad.any() for parameter in critic), "what the controller that died had handed in"
-    trainer.begin_again()
-    assert not any(parameter.grad.any() for parameter in critic)
-
-
-def test_the_default_correction_clips_stale_tokens_and_stays_exact(
-    start_trainer: StartTrainer, tiny_model: str
-) -> None:
-    groups = varied_groups()
-    trainer = started(start_trainer, tiny_model, Objective(), INTERPOLATED)
-    reference = Reference(tiny_model, objective_settings(Objective()), groups, INTERPOLATED)
-    gradient = stepped_gradient(trainer, groups)
-    assert relative_error(gradient, reference.gradient()) < 2e-5
-    unclipped = Reference(
-        tiny_model, objective_settings(Objective(clip_low=0.99, clip_high=99.0)), groups, INTERPOLATED
-    )
-    assert relative_error(gradient, unclipped.gradient()) > 1e-3, "nothing was clipped"
-
-
-def test_a_wrong_normaliser_is_seen(
-    start_trainer: StartTrainer, tiny_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bug of the published stream trainer: a denominator that is not what the batch really held."""
-    groups = varied_groups()
-    right = trainer_module.loss_denominator
-
-    def halved(*arguments: Any, **counts: Any) -> float:
-        return 0.5 * right(*arguments, **counts)
-
-    monkeypatch.setattr(trainer_module, "loss_denominator", halved)
-    trainer = started(start_trainer, tiny_model, Objective())
-    reference = Reference(tiny_model, objective_settings(Objective()), groups)
-    assert relative_error(stepped_gradient(trainer, groups), reference.gradient()) > 0.5
-
-
-def test_long_sequences_in_chunks_give_the_same_gradient(
-    start_trainer: StartTrainer, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+def test_sequences_in_chunks_of_logits_give_the_same(
+    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With so few logits at once every sequence is cut; GSPO needs whole ones all the same."""
-    from streamrl.learning import gradients
-
     monkeypatch.setattr(gradients, "LOGITS_IN_A_CHUNK", 32 * 5)
-    objective = Objective(algorithm=Algorithm.GSPO, entropy_coefficient=0.02)
-    trainer = started(start_trainer, tiny_model, objective)
-    reference = Reference(tiny_model, objective_settings(objective), varied_groups())
-    assert relative_error(stepped_gradient(trainer, varied_groups()), reference.gradient()) < 2e-5
+    check(start_trainer, tiny_model, groups, CASES["k2 in gspo, entropy, three updates"])
 
 
 def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrl.learning import gradients
-
     for total_memory, expected in ((80 << 30, 80 << 22), (2 << 30, 1 << 24)):
         monkeypatch.setattr(
             "torch.cuda.get_device_properties", lambda _, t=total_memory: SimpleNamespace(total_memory=t)
@@ -319,34 +440,32 @@ def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert gradients.logits_at_once(torch.device("cpu")) == 1 << 24
 
 
-def test_the_cohort_compares_with_earlier_batches(start_trainer: StartTrainer, tiny_model: str) -> None:
-    objective = Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS, advantages=AdvantageKind.COHORT, cohort_batches=2)
-    trainer = started(start_trainer, tiny_model, objective, learning_rate=0.0)
-    first, second = varied_groups(), varied_groups()
+def test_a_batch_that_is_begun_again_begins_with_no_gradient_of_the_critic(
+    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
+) -> None:
+    trainer = started(start_trainer, tiny_model, objective("ppo"))
+    for group in groups:
+        trainer.train_group(group)
+    trainer.train_pending()
+    critic = list(trainer._critic._linear.parameters())
+    assert all(parameter.grad.any() for parameter in critic), "what the controller that died had handed in"
+    trainer.begin_again()
+    assert not any(parameter.grad.any() for parameter in critic)
+
+
+def test_the_cohort_compares_with_earlier_batches(
+    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
+) -> None:
+    cohort = objective("reinforce_plus_plus", advantages=AdvantageKind.COHORT, cohort_batches=2)
+    trainer = started(start_trainer, tiny_model, cohort, learning_rate=0.0)
     lower = [
         msgspec.structs.replace(
             group, batch_id=1, samples=tuple(msgspec.structs.replace(s, reward=s.reward - 5.0) for s in group.samples)
         )
-        for group in second
+        for group in groups
     ]
-    before = stepped_gradient(trainer, first)
+    before = stepped_gradient(trainer, groups)
     after = stepped_gradient(trainer, lower)
     # Within its own batch the shift by 5 changes nothing; compared with the cohort every sample got worse.
     assert relative_error(after, before) > 0.5
     assert len(trainer._cohort) == 1
-
-
-@pytest.mark.parametrize("updates", [2, 3])
-@pytest.mark.parametrize("normalization", list(LossNormalization))
-def test_updates_on_shares_of_a_batch_add_up_to_the_whole(
-    start_trainer: StartTrainer, tiny_model: str, normalization: LossNormalization, updates: int
-) -> None:
-    """19 samples divide by neither. While no weight moves, the mean of the updates' gradients is the batch's."""
-    groups, objective = make_groups(0, [4, 3, 5, 2, 4, 1], seed=4), Objective(loss_normalization=normalization)
-    assert sum(sample.trained_tokens for group in groups for sample in group.samples) % updates
-    [whole] = stepped_gradients(started(start_trainer, tiny_model, objective, learning_rate=0.0), groups)
-    trainer = started(start_trainer, tiny_model, objective, learning_rate=0.0, updates_per_batch=updates)
-    shares = stepped_gradients(trainer, groups)
-    assert len(shares) == trainer._optimizer.steps == updates
-    mean = {name: sum(share[name] for share in shares) / updates for name in whole}
-    assert relative_error(mean, whole) < 2e-6

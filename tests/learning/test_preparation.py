@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 from sample_groups import make_groups  # noqa: E402
 
-from streamrl.config.algorithms import ObjectiveSettings  # noqa: E402
-from streamrl.config.objective import AdvantageKind, KlEstimator, KlPlace  # noqa: E402
+from streamrl.config.algorithms import ObjectiveSettings, objective_settings  # noqa: E402
+from streamrl.config.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective  # noqa: E402
 from streamrl.learning.advantages import separate_advantages  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.preparation import (  # noqa: E402
@@ -20,8 +20,10 @@ from streamrl.learning.preparation import (  # noqa: E402
     behavior_of_trained,
     has_signal,
     prepare_group,
+    token_moments,
+    whitened,
 )
-from streamrl.types import TrainingGroup, TrajectoryId  # noqa: E402
+from streamrl.types import TrainingGroup, TrajectoryId, float_array, token_array  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -108,3 +110,27 @@ def test_a_sample_without_trained_tokens_is_left_out_also_where_a_critic_says_no
     scores = {second.id: SampleScores(values=np.zeros(second.trained_tokens, dtype=np.float32))}
     (item,) = prepare_group(group, scores, options_of(advantages=AdvantageKind.GAE))
     assert item.sample is second
+
+
+def test_ppo_credits_the_first_of_many_tokens_as_the_last() -> None:
+    """With the defaults, a value head that knows nothing yet, and 200 tokens: only the reward tells samples apart."""
+    (group,) = make_groups(0, [2], rewards=[[1.0, 0.0]])
+    samples = [
+        msgspec.structs.replace(
+            sample,
+            token_ids=token_array([3] * 201),
+            loss_mask=b"\0" + b"\1" * 200,
+            behavior_logprobs=float_array([0.0] * 201),
+        )
+        for sample in group.samples
+    ]
+    options = TrainerOptions(
+        model_path="", run_id="", weights_endpoint="", objective=objective_settings(Objective(algorithm=Algorithm.PPO))
+    )
+    scores = {sample.id: SampleScores(values=np.zeros(200, np.float32)) for sample in samples}
+    prepared = prepare_group(msgspec.structs.replace(group, samples=tuple(samples)), scores, options)
+    right, wrong = (item.token_advantages for item in whitened(prepared, token_moments(prepared)))
+    assert right is not None
+    assert wrong is not None
+    assert right.tolist() == [1.0] * 200
+    assert wrong.tolist() == [-1.0] * 200
