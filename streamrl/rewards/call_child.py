@@ -7,13 +7,13 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from streamrl.rewards.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
+from streamrl.rewards.clock import Clock
 from streamrl.rewards.values import CallResult
 
 _RECEIVE_BYTES = 1 << 18
@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 class PoolCall(msgspec.Struct):
     """A call that waits for a process or runs in one. ``count``: of completions. ``rank``: smaller goes first.
-    ``lost``: how often its process ended while nobody knew which call was to blame."""
+    ``lost``: how often its process ended while nobody knew which call was to blame. ``again``: a process was exhausted
+    when it ran there, so it runs once more, in a new one."""
 
     function: int
     completion: Any
@@ -36,53 +37,93 @@ class PoolCall(msgspec.Struct):
     asked_at: float
     sent_at: float = 0.0
     lost: int = 0
+    again: bool = False
+
+
+class PrintedOutput:
+    """A pipe for what ``process`` prints: the first 64 KiB go to the log. ``writable``: the end that it gets."""
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._printed = 0
+        self._readable, self.writable = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._readable, False)
+
+    def started(self) -> None:
+        """The process has its end: listen."""
+        os.close(self.writable)
+        asyncio.get_running_loop().add_reader(self._readable, self._read)
+
+    def close(self) -> None:
+        """Log what is there, and give the pipe back."""
+        self._read()
+        asyncio.get_running_loop().remove_reader(self._readable)
+        os.close(self._readable)
+        if self._printed > _LOGGED_BYTES:
+            _log.warning("%s printed %d bytes: only the first were kept", self._process, self._printed)
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(16):  # the loop has other work: what is left is read next time
+                printed = os.read(self._readable, _RECEIVE_BYTES)
+                if not printed:
+                    asyncio.get_running_loop().remove_reader(self._readable)
+                    return
+                if self._printed < _LOGGED_BYTES:
+                    text = printed[: _LOGGED_BYTES - self._printed].decode(errors="replace").rstrip()
+                    _log.info("%s: %s", self._process, text)
+                self._printed += len(printed)
 
 
 class CallChild:
     """``pending``: calls that it has, by sequence number, oldest first. ``on_answer(child, answer)`` is called for each
-    answer. ``forked_at``, ``heard_at``: when it was asked for, when it answered last. Raises ``OSError`` where no
-    descriptors are left."""
+    answer, ``on_broken(child)`` when something else comes. ``forked_at``, ``heard_at``: when it was asked for, when it
+    answered last. Raises ``OSError`` where no descriptors are left."""
 
-    def __init__(self, number: int, *, loop: bool, on_answer: Callable[[CallChild, CallAnswer], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        loop: bool,
+        on_answer: Callable[[CallChild, CallAnswer], None],
+        on_broken: Callable[[CallChild], None],
+    ) -> None:
         self.number = number
         self.loop = loop
         self.pending: dict[int, PoolCall] = {}
         self.expected_s = 0.0
         self.answers = 0
         self.retiring = False
-        self.forked_at = self.heard_at = self.idle_since = time.monotonic()
+        self.forked_at = self.heard_at = self.idle_since = Clock.monotonic()
         self._on_answer = on_answer
+        self._on_broken = on_broken
         self._sequence = 0
         self._unsent: list[CallOrder] = []
         self._outbox = bytearray()
         self._frames: FrameReader[CallAnswer] = FrameReader(CallAnswer)
         self._encoder = msgspec.msgpack.Encoder()
-        self._printed = 0
         self._closed = False
         self._connection, self._their_connection = socket.socketpair()
         self._connection.setblocking(False)
         self._their_page = CallPage.create()
         self.page = CallPage(self._their_page)
-        self._output, self._their_output = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._output, False)
+        self._output = PrintedOutput(f"reward process {number}")
 
     def descriptors(self) -> tuple[int, int, int]:
         """What the forked process gets."""
-        return self._their_connection.fileno(), self._their_page, self._their_output
+        return self._their_connection.fileno(), self._their_page, self._output.writable
 
     def started(self) -> None:
         """The fork server has its descriptors: listen."""
         self._their_connection.close()
         os.close(self._their_page)
-        os.close(self._their_output)
-        events = asyncio.get_running_loop()
-        events.add_reader(self._connection.fileno(), self.drain)
-        events.add_reader(self._output, self._read_output)
+        self._output.started()
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self.drain)
 
     def take(self, call: PoolCall, expected_s: float) -> None:
         """Give it a call; ``flush`` sends."""
         self._sequence += 1
-        call.sent_at = time.monotonic()
+        call.sent_at = Clock.monotonic()
         self.pending[self._sequence] = call
         self.expected_s += expected_s
         self._unsent.append(
@@ -111,7 +152,7 @@ class CallChild:
         if first is None or self.page.running()[0]:
             return False
         since = max(first.sent_at, self.heard_at, self.page.ready_at)
-        return time.monotonic() - since > first.limit_s + grace_s
+        return Clock.monotonic() - since > first.limit_s + grace_s
 
     def drain(self) -> None:
         """Take in all answers that are there."""
@@ -128,12 +169,12 @@ class CallChild:
             try:
                 for answer in self._frames.feed(received):
                     self.answers += 1
-                    self.heard_at = time.monotonic()
+                    self.heard_at = Clock.monotonic()
                     self._on_answer(self, answer)
             except msgspec.MsgspecError as error:  # user code wrote to the socket: the process is of no use any more
                 _log.warning("reward process %d answers in no known way (%s)", self.number, error)
-                self.retiring = True
                 self._stop_listening()
+                self._on_broken(self)
                 return
 
     def close(self) -> None:
@@ -141,19 +182,10 @@ class CallChild:
         if self._closed:
             return
         self._stop_listening()
-        self._read_output()
         self._closed = True
-        asyncio.get_running_loop().remove_reader(self._output)
-        if self._printed > _LOGGED_BYTES:
-            _log.warning("reward process %d printed %d bytes: only the first were kept", self.number, self._printed)
+        self._output.close()
         self._connection.close()
-        os.close(self._output)
         self.page.close()
-
-    def discard(self) -> None:
-        """It was never started."""
-        self.started()
-        self.close()
 
     def _write(self) -> None:
         events = asyncio.get_running_loop()
@@ -172,15 +204,3 @@ class CallChild:
         events = asyncio.get_running_loop()
         events.remove_reader(self._connection.fileno())
         events.remove_writer(self._connection.fileno())
-
-    def _read_output(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            for _ in range(16):  # the loop has other work: what is left is read next time
-                printed = os.read(self._output, _RECEIVE_BYTES)
-                if not printed:
-                    asyncio.get_running_loop().remove_reader(self._output)
-                    return
-                if self._printed < _LOGGED_BYTES:
-                    text = printed[: _LOGGED_BYTES - self._printed].decode(errors="replace").rstrip()
-                    _log.info("reward process %d: %s", self.number, text)
-                self._printed += len(printed)

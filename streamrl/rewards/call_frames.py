@@ -1,8 +1,8 @@
 """What the reward worker and its call processes tell each other.
 
 Over a socket pair: frames of a length (4 bytes, little endian) and MessagePack. Calls travel many to a frame. Beside
-it one page of shared memory says which call runs now and since when, so that nothing is sent when a call begins and
-whoever is killed in the middle of one is known.
+it one page of shared memory says which call runs now, so that nothing is sent when a call begins and the call that a
+killed process was running is known.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import struct
-import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +18,15 @@ import msgspec
 
 from streamrl.config.rewards import Reward
 from streamrl.errors import UNDECODABLE
+from streamrl.rewards.clock import Clock
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CheckedValue, failed
 from streamrl.types import RewardFailureKind
 
 LARGEST_FRAME = 1 << 30
 _LENGTH = struct.Struct("<I")
-_SEQUENCE, _STARTED, _REVOKED, _READY = range(4)
+_SEQUENCE, _BEGUN, _REVOKED, _READY = range(4)
+_ALL = (1 << 64) - 1
 
 Received = TypeVar("Received")
 
@@ -43,12 +44,14 @@ class CallOrder(msgspec.Struct, frozen=True, array_like=True):
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
     """One value for each completion of the call. ``retire``: this process has grown too large or too old, or holds a
-    coroutine that does not end: give it no more calls."""
+    coroutine that does not end: give it no more calls. ``exhausted``: the call raised because this process had no
+    memory, threads or descriptors left, which another process may have."""
 
     sequence: int
     seconds: float
     values: list[CheckedValue]
     retire: bool = False
+    exhausted: bool = False
 
 
 class LoadRewards(msgspec.Struct, frozen=True, tag=True):
@@ -168,12 +171,14 @@ _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEv
 
 
 class CallPage:
-    """The shared page of one call process: since when it takes calls, the call that runs now, since when, and which
-    calls were taken back."""
+    """The shared page of one call process: whether it takes calls, the call that runs now, and which calls were taken
+    back. Times are the worker's own: a clock in the process may be one that user code has replaced."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
         self._words = memoryview(self._map).cast("Q")
+        self._seen = (0, 0)
+        self._seen_at = self._ready_at = 0.0
 
     @staticmethod
     def create() -> int:
@@ -184,16 +189,18 @@ class CallPage:
 
     def show_ready(self) -> None:
         """Functions are loaded; calls begin from now on."""
-        self._words[_READY] = time.monotonic_ns()
+        self._words[_READY] = 1
 
     @property
     def ready_at(self) -> float:
-        """When that was, on the clock of ``time.monotonic``; 0.0: not yet."""
-        return self._words[_READY] / 1e9
+        """When the worker saw that first; 0.0: not yet."""
+        if not self._ready_at and self._words[_READY]:
+            self._ready_at = Clock.monotonic()
+        return self._ready_at
 
     def begin(self, sequence: int) -> None:
-        """A call runs from now on. The time goes first: a reader that sees the new call sees its time."""
-        self._words[_STARTED] = time.monotonic_ns()
+        """A call, or one step of a coroutine, runs from now on."""
+        self._words[_BEGUN] += 1
         self._words[_SEQUENCE] = sequence
 
     def end(self) -> None:
@@ -201,14 +208,14 @@ class CallPage:
         self._words[_SEQUENCE] = 0
 
     def running(self) -> tuple[int, float]:
-        """Sequence number of the call that runs (0: none), and since how many seconds."""
-        words = self._words
-        sequence, started = words[_SEQUENCE], words[_STARTED]
-        if sequence == 0 or words[_SEQUENCE] != sequence:
-            return 0, 0.0
-        return sequence, (time.monotonic_ns() - started) / 1e9
+        """Sequence number of the call that runs (0: none), and how many seconds ago the worker saw it first."""
+        seen = (self._words[_SEQUENCE], self._words[_BEGUN])
+        now = Clock.monotonic()
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        return seen[0], now - self._seen_at
 
-    def revoke(self, through: int) -> None:
+    def revoke(self, through: int = _ALL) -> None:
         """Calls up to ``through`` that have not begun must not begin."""
         self._words[_REVOKED] = through
 

@@ -4,9 +4,10 @@
 what a function does                          what becomes of it
 ============================================  =====================================================================
 outlives its limit, blocks, deadlocks         its process and all that it started are killed; the call timed out
-exits, crashes, runs out of memory            the call raised; what was queued behind it goes to another process
+exits, crashes                                the call raised; what was queued behind it goes to another process
+runs out of memory, threads or descriptors    the call is run once more, in a new process
 a coroutine swallows its cancellation         the call timed out; its process gets no more calls and is killed
-leaks                                         its process is replaced between two calls
+leaks memory, threads or descriptors          its process is replaced between two calls
 its module is imported anew and does not end  its process is killed; what it was given goes to another process
 ============================================  =====================================================================
 
@@ -21,7 +22,6 @@ import heapq
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterable, Sequence
 
 from streamrl.config.rewards import Reward
@@ -29,6 +29,7 @@ from streamrl.errors import StreamRLError
 from streamrl.rewards.call_child import CallChild, PoolCall
 from streamrl.rewards.call_frames import CallAnswer, ChildEnded, answered_values
 from streamrl.rewards.call_process import late_message
+from streamrl.rewards.clock import Clock
 from streamrl.rewards.fork_link import LOAD_LIMIT_S, ForkLink
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallResult, CheckedValue, failed
@@ -136,6 +137,8 @@ class CallPool:
 
     def _place_for(self, call: PoolCall, *, loop: bool) -> CallChild | None:
         children = [c for c in self._children.values() if c.loop is loop and not c.retiring]
+        if call.again and not loop:
+            children = [c for c in children if not c.answers and not c.pending]
         if loop:
             return children[0] if children else self._fork(loop=True)
         expected = self._expected.get(call.function, _UNKNOWN_S)
@@ -151,25 +154,29 @@ class CallPool:
 
     def _on_answer(self, child: CallChild, answer: CallAnswer) -> None:
         self._bad_starts = 0
-        child.retiring = child.retiring or answer.retire
+        first = not child.retiring  # whom it exhausts afterwards is not to blame
+        child.retiring = child.retiring or answer.retire or answer.exhausted
         call = child.pending.pop(answer.sequence, None)
-        if call is not None:
+        if call is not None and answer.exhausted and not (first and call.again):
+            call.again = call.again or first
+            self._enqueue(call)
+        elif call is not None:
+            most_s = Clock.monotonic() - call.sent_at  # user code may have replaced the clock of its process
+            seconds = answer.seconds if 0.0 <= answer.seconds <= most_s else most_s
             before = self._expected.get(call.function)
             child.expected_s -= before if before is not None else _UNKNOWN_S
             if not child.pending:
                 child.expected_s = 0.0
-            self._expected[call.function] = (
-                answer.seconds if before is None else before + 0.1 * (answer.seconds - before)
-            )
-            self._finish(call, answered_values(answer, call.count), answer.seconds)
+            self._expected[call.function] = seconds if before is None else before + 0.1 * (seconds - before)
+            self._finish(call, answered_values(answer, call.count), seconds)
         if child.retiring:
             self._retire(child)
         elif not child.pending:
-            child.idle_since = time.monotonic()
+            child.idle_since = Clock.monotonic()
         self._soon()
 
     def _finish(self, call: PoolCall, values: tuple[CheckedValue, ...], seconds: float) -> None:
-        waited = max(time.monotonic() - call.asked_at - seconds, 0.0)
+        waited = max(Clock.monotonic() - call.asked_at - seconds, 0.0)
         call.on_done(CallResult(values, seconds, waited, call.limit_s))
 
     def _retire(self, child: CallChild) -> None:
@@ -197,9 +204,9 @@ class CallPool:
     def _watch_start(self, child: CallChild) -> None:
         """It imports the functions anew where they have threads, which may take as long as it took at first. No call
         waits for it while another process has nothing to do."""
-        if time.monotonic() - child.forked_at > LOAD_LIMIT_S:
+        if Clock.monotonic() - child.forked_at > LOAD_LIMIT_S:
             self._kill(child, explain=True)
-            self._count_bad_start(f"it was not ready within {LOAD_LIMIT_S:g} s")
+            self._count_start(f"it was not ready within {LOAD_LIMIT_S:g} s", ready=False)
         elif child.pending and any(
             other.page.ready_at and not other.pending and not other.retiring and other.loop is child.loop
             for other in self._children.values()
@@ -216,8 +223,8 @@ class CallPool:
         elif sequence and seconds > _SLOW_S and len(child.pending) > 1:
             self._give_back(child.take_back())
         elif child.stands_still(_GRACE_S):
+            self._blame(child, f"left its process so that it began no other call within {_GRACE_S:g} s")
             self._kill(child, explain=True)
-            self._count_bad_start(f"it began no call for {_GRACE_S:g} s longer than one may take")
 
     def _watch_loop(self, child: CallChild) -> None:
         sequence, seconds = child.page.running()
@@ -225,7 +232,7 @@ class CallPool:
         if call is not None and seconds > call.limit_s:
             self._end_late(child, [sequence], seconds, late_message(call.limit_s))
             return
-        now, ready_at = time.monotonic(), child.page.ready_at
+        now, ready_at = Clock.monotonic(), child.page.ready_at
         late = [key for key, c in child.pending.items() if now - max(c.sent_at, ready_at) > c.limit_s + _GRACE_S]
         if not late:
             return
@@ -255,7 +262,7 @@ class CallPool:
             if busy:
                 self._fork(loop=False)
         elif len(plain) > self._kept:
-            idle = [c for c in plain if not c.pending and time.monotonic() - c.idle_since > _IDLE_S]
+            idle = [c for c in plain if not c.pending and Clock.monotonic() - c.idle_since > _IDLE_S]
             for child in idle[: len(plain) - self._kept]:
                 self._kill(child)
 
@@ -265,7 +272,7 @@ class CallPool:
         if self.failed_for_good.done():
             return None
         self._next_child += 1
-        child = CallChild(self._next_child, loop=loop, on_answer=self._on_answer)
+        child = CallChild(self._next_child, loop=loop, on_answer=self._on_answer, on_broken=self._on_broken)
         self._children[child.number] = child
         self._link.fork(child, self._memory_bytes)
         return child
@@ -290,25 +297,30 @@ class CallPool:
         if (dead := self._dying.pop(event.child, None)) is not None:
             dead.close()
             return
-        child = self._children.get(event.child)
+        child = self._children.pop(event.child, None)
         if child is None:
             return
         child.drain()
-        self._children.pop(child.number, None)
+        self._count_start(describe_end(event.status), ready=child.page.ready_at > 0)
         self._blame(child, f"ended its process ({describe_end(event.status)})")
-        if not child.answers:
-            self._count_bad_start(describe_end(event.status))
         child.close()
         self._soon()
 
-    def _blame(self, child: CallChild, message: str) -> None:
+    def _on_broken(self, child: CallChild) -> None:
+        """User code wrote to the socket. Plain calls are answered in order, so it was the oldest."""
+        if child.number in self._children:
+            oldest = next(iter(child.pending), 0)
+            self._blame(child, "wrote to its channel", None if child.loop else oldest)
+            self._kill(child)
+
+    def _blame(self, child: CallChild, message: str, guilty_sequence: int | None = None) -> None:
         """The call in progress failed; others are run again, and no more than twice where nobody knows who it was."""
         sequence, seconds = child.page.running()
-        guilty = child.pending.pop(sequence, None)
+        guilty = child.pending.pop(sequence if guilty_sequence is None else guilty_sequence, None)
         if guilty is not None:
             self._finish(guilty, failed(RewardFailureKind.RAISED, message, guilty.count), seconds)
         for call in child.pending.values():
-            call.lost += guilty is None and child.loop
+            call.lost += guilty is None and child.page.ready_at > 0
             if call.lost > _MOST_LOST:
                 text = f"{message}, as it did {_MOST_LOST} times before"
                 self._finish(call, failed(RewardFailureKind.RAISED, text, call.count), 0.0)
@@ -316,32 +328,29 @@ class CallPool:
                 self._enqueue(call)
         child.pending.clear()
 
-    def _count_bad_start(self, reason: str) -> None:
-        self._bad_starts += 1
+    def _count_start(self, reason: str, *, ready: bool) -> None:
+        """A process ended. Where it had become ready it is a call that ended it, and others can be started."""
+        self._bad_starts = 0 if ready else self._bad_starts + 1
         if self._bad_starts >= _MOST_BAD_STARTS and not self.failed_for_good.done():
             self.failed_for_good.set_exception(
                 StreamRLError(
-                    f"{self._bad_starts} reward processes in a row ended before they answered anything (the last: "
+                    f"{self._bad_starts} reward processes in a row ended before they could take a call (the last: "
                     f"{reason}): look for the reason in the log of the reward worker"
                 )
             )
 
-    def _on_lost(self, *, for_good: bool) -> None:
+    def _on_lost(self) -> None:
         """The fork server is gone, and with it all processes."""
         if self._closed:
             return
         children, self._children = list(self._children.values()), {}
+        self._count_start("their server ended", ready=any(child.page.ready_at for child in children))
         for child in children:
             child.drain()
             self._blame(child, "ended the server of all reward processes")
         for child in (*children, *self._dying.values()):
             child.close()
         self._dying.clear()
-        if for_good and not self.failed_for_good.done():
-            message = (
-                "the server of the reward processes ended again and again: look for the reason in the worker's log"
-            )
-            self.failed_for_good.set_exception(StreamRLError(message))
         self._soon()
 
 

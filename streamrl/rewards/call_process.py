@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import gc
 import inspect
 import math
+import operator
 import os
 import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,17 +26,20 @@ from typing import Any, NoReturn
 import msgspec
 
 from streamrl.rewards.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
+from streamrl.rewards.clock import Clock
 from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CheckedValue, check_returned, failed
 from streamrl.types import RewardFailureKind
 from streamrl.user_code import describe_error
 
 _MOST_CALLS = 20_000  # then it is replaced: what user code leaks in small portions goes with it
-_MEMORY_LOOK_S = 0.2
-_LARGE_SHARE = 0.5  # of the memory that it may have: replaced between two calls rather than failing in one
+_LOOK_EACH, _LOOK_EVERY = 32, 16  # it is looked at after each of the first calls, later after some
+_MOST_THREADS = 32
+_MOST_CAUSES = 8
 _STOP_GRACE_S = 1.0  # for a coroutine to end once it was cancelled
 _CPU_MARGIN_S = 5
 _CORES = os.cpu_count() or 1
+_exit = os._exit  # user code may replace it
 # Small: what is left of a large block that was not filled makes the heap crawl up by as much as came in, call for call.
 _RECEIVE_BYTES = 1 << 16
 
@@ -43,42 +47,67 @@ _RECEIVE_BYTES = 1 << 16
 def limit_process(memory_bytes: int) -> None:
     """No core dumps, and at most ``memory_bytes`` more address space than now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = _statm()[0] + memory_bytes
+    limit = _held()[0] + memory_bytes
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
         limit = min(limit, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _statm() -> tuple[int, int]:
-    """Address space and resident memory of this process, in bytes."""
-    fields = Path("/proc/self/statm").read_bytes().split()
-    page = resource.getpagesize()
-    return int(fields[0]) * page, int(fields[1]) * page
+def _held() -> tuple[int, int, int, int]:
+    """Address space and resident memory of this process in bytes, its threads, its descriptors."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    resident = int(fields[21]) * resource.getpagesize()
+    return int(fields[20]), resident, int(fields[17]), len(os.listdir("/proc/self/fd"))
 
 
 class _Age:
-    """Whether the process should be replaced."""
+    """Whether the process should be replaced between two calls, rather than failing in one: it had many calls, or holds
+    so much more than after the first that half of what it may have is gone."""
 
     def __init__(self, memory_bytes: int) -> None:
-        self._large = _statm()[1] + int(_LARGE_SHARE * memory_bytes)
+        self._memory_bytes = memory_bytes
         self._calls = 0
-        self._looked_at = time.monotonic()
+        self._most: tuple[int, ...] = ()
 
     def is_old(self) -> bool:
         """Asked once after each call."""
         self._calls += 1
-        now = time.monotonic()
-        if now - self._looked_at > _MEMORY_LOOK_S:
-            self._looked_at = now
-            if _statm()[1] > self._large:
-                return True
-        return self._calls >= _MOST_CALLS
+        if self._calls > _LOOK_EACH and self._calls % _LOOK_EVERY:
+            return False
+        try:
+            held = _held()
+        except (OSError, MemoryError):  # there is not even what looking takes
+            return True
+        if not self._most:
+            addresses, resident, threads, descriptors = held
+            self._most = (
+                (addresses + resource.getrlimit(resource.RLIMIT_AS)[0]) // 2,
+                resident + self._memory_bytes // 2,
+                threads + _MOST_THREADS,
+                (descriptors + resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2,
+            )
+        return self._calls >= _MOST_CALLS or any(map(operator.gt, held, self._most))
 
 
 def describe_raised(error: BaseException) -> CheckedValue:
     """The failure that an exception of user code is."""
     return failed(RewardFailureKind.RAISED, describe_error(error))[0]
+
+
+def _is_exhausted(error: BaseException) -> bool:
+    """Whether user code raised because the process had no memory, threads or descriptors left."""
+    cause: BaseException | None = error
+    for _ in range(_MOST_CAUSES):  # of a chain that may be a circle
+        if cause is None:
+            break
+        if isinstance(cause, OSError):
+            if cause.errno in (errno.EMFILE, errno.ENOMEM):
+                return True
+        elif isinstance(cause, MemoryError) or "can't start new thread" in describe_error(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def count_of(order: CallOrder) -> int:
@@ -119,20 +148,25 @@ class SyncServer:
         if self._page.revoked(order.sequence):  # after it was shown to begin: the worker looks in the other order
             self._page.end()
             return
-        started = time.perf_counter()
+        exhausted = False
+        started = Clock.perf_counter()
         try:
             returned = function.call(order.completion, **order.arguments)
             if inspect.isawaitable(returned):  # a decorator that hides an async function
                 returned = self._finish(returned)
-            seconds = time.perf_counter() - started
+            seconds = Clock.perf_counter() - started
             values = check_returned(returned, count, per_group=function.signature.per_group)
         except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
-            seconds = time.perf_counter() - started
+            seconds = Clock.perf_counter() - started
             values = (describe_raised(error),) * count
+            exhausted = _is_exhausted(error)
             del error
         if os.getpid() != self._pid:  # the function forked, and this is the copy
-            os._exit(0)
-        answer = CallAnswer(order.sequence, seconds, list(values), self._age.is_old())
+            _exit(0)
+        retire = exhausted or self._age.is_old()
+        if retire:
+            self._page.revoke()  # the next call would fail too
+        answer = CallAnswer(order.sequence, seconds, list(values), retire, exhausted)
         self._connection.sendall(to_frame(self._encoder, answer))
         self._page.end()
 
@@ -147,7 +181,7 @@ class SyncServer:
 
     def _allow_cpu(self, limit_s: float) -> None:
         """The kernel ends a call that burns more CPU than its limit allows, even where the worker is gone or busy."""
-        needed = math.ceil(time.process_time() + limit_s * _CORES) + _CPU_MARGIN_S
+        needed = math.ceil(Clock.process_time() + limit_s * _CORES) + _CPU_MARGIN_S
         if needed > self._cpu_limit_s:
             self._cpu_limit_s = needed + 60
             resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_limit_s, resource.RLIM_INFINITY))
@@ -178,6 +212,13 @@ class _Stepped:
                 given, step = error, self._inner.throw
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Its timers go on whatever user code does to the clock."""
+
+    def time(self) -> float:
+        return Clock.monotonic()
+
+
 class LoopServer:
     """Runs coroutines side by side. A call past its limit is answered and cancelled; if it does not end, the process
     asks to be replaced."""
@@ -205,7 +246,7 @@ class LoopServer:
                     for order in orders:
                         if not self._page.revoked(order.sequence):
                             self._begin(order, calls)
-            os._exit(0)
+            _exit(0)
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -215,13 +256,13 @@ class LoopServer:
             await loop.sock_sendall(self._connection, b"".join(ready))
 
     def _begin(self, order: CallOrder, calls: asyncio.TaskGroup) -> None:
-        started = time.perf_counter()
+        started = Clock.perf_counter()
         task = calls.create_task(self._call(order))
         loop = asyncio.get_running_loop()
 
         def too_late() -> None:
             values = failed(RewardFailureKind.TIMED_OUT, late_message(order.limit_s), count_of(order))
-            self._answer(order, time.perf_counter() - started, values)
+            self._answer(order, Clock.perf_counter() - started, values)
             task.remove_done_callback(ended)
             task.cancel()
             loop.call_later(_STOP_GRACE_S, stopped)
@@ -232,19 +273,20 @@ class LoopServer:
 
         timer = loop.call_later(order.limit_s, too_late)
 
-        def ended(task: asyncio.Task[tuple[CheckedValue, ...]]) -> None:
+        def ended(task: asyncio.Task[tuple[tuple[CheckedValue, ...], bool]]) -> None:
             timer.cancel()
-            seconds = time.perf_counter() - started
+            seconds = Clock.perf_counter() - started
             if task.cancelled():
                 message = "CancelledError: it was cancelled by itself"
-                values = failed(RewardFailureKind.RAISED, message, count_of(order))
+                values, exhausted = failed(RewardFailureKind.RAISED, message, count_of(order)), False
             else:
-                values = task.result()
-            self._answer(order, seconds, values)
+                values, exhausted = task.result()
+            self._answer(order, seconds, values, exhausted=exhausted)
 
         task.add_done_callback(ended)
 
-    async def _call(self, order: CallOrder) -> tuple[CheckedValue, ...]:
+    async def _call(self, order: CallOrder) -> tuple[tuple[CheckedValue, ...], bool]:
+        """Its values, and whether the process was exhausted."""
         function = self._functions[order.function]
         count = count_of(order)
 
@@ -253,16 +295,22 @@ class LoopServer:
 
         try:
             returned = await _Stepped(inner().__await__(), self._page, order.sequence)
-            return check_returned(returned, count, per_group=function.signature.per_group)
+            return check_returned(returned, count, per_group=function.signature.per_group), False
         except asyncio.CancelledError:
             raise  # by us, or by itself: the callback sees which
         except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
-            return (describe_raised(error),) * count
+            return (describe_raised(error),) * count, _is_exhausted(error)
 
     def _answer(
-        self, order: CallOrder, seconds: float, values: tuple[CheckedValue, ...], *, retire: bool = False
+        self,
+        order: CallOrder,
+        seconds: float,
+        values: tuple[CheckedValue, ...],
+        *,
+        retire: bool = False,
+        exhausted: bool = False,
     ) -> None:
-        answer = CallAnswer(order.sequence, seconds, list(values), retire or self._age.is_old())
+        answer = CallAnswer(order.sequence, seconds, list(values), retire or self._age.is_old(), exhausted)
         self._answers.append(to_frame(self._encoder, answer))
         self._written.set()
 
@@ -291,7 +339,8 @@ def run_call_process(
         gc.freeze()
         page.show_ready()
         if loop:
-            asyncio.run(LoopServer(connection, page, functions, memory_bytes).serve())
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                runner.run(LoopServer(connection, page, functions, memory_bytes).serve())
         else:
             SyncServer(connection, page, functions, memory_bytes).serve()
         code = 0
@@ -300,7 +349,7 @@ def run_call_process(
     except BaseException as error:  # noqa: BLE001 - it is told, and the process ends
         sys.stderr.write(f"a reward process cannot go on: {describe_error(error)}\n")
     finally:
-        os._exit(code)
+        _exit(code)
 
 
 def _seed_generators() -> None:

@@ -9,15 +9,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 from streamrl.config.rewards import Reward
 from streamrl.errors import RecipeError
-from streamrl.rewards.call_child import CallChild
+from streamrl.rewards.call_child import CallChild, PrintedOutput
 from streamrl.rewards.call_frames import (
     ChildEnded,
     ForkChild,
@@ -28,35 +26,31 @@ from streamrl.rewards.call_frames import (
     ServerOrder,
     decode_event,
 )
+from streamrl.rewards.clock import Clock
 from streamrl.rewards.environment import passed_environment
 from streamrl.rewards.signature import RewardSignature
 
 LOAD_LIMIT_S = 120.0
 _LEAVE_LIMIT_S = 3.0
-_MOST_RESTARTS = 10
 _LARGEST_EVENT = 1 << 20
 
 _log = logging.getLogger(__name__)
 
 
-class OnLost(Protocol):
-    """Told when the server ended by itself. ``for_good``: it is not started again."""
-
-    def __call__(self, *, for_good: bool) -> None: ...
-
-
 class ForkLink:
     """``on_ended``: a call process is gone. ``on_lost``: the server is, and another one is there already."""
 
-    def __init__(self, rewards: Sequence[Reward], on_ended: Callable[[ChildEnded], None], on_lost: OnLost) -> None:
+    def __init__(
+        self, rewards: Sequence[Reward], on_ended: Callable[[ChildEnded], None], on_lost: Callable[[], None]
+    ) -> None:
         self._rewards = list(rewards)
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._preload = True
-        self._restarts_left = _MOST_RESTARTS
         self._encoder = msgspec.msgpack.Encoder()
         self._loaded: asyncio.Future[RewardsLoaded] | None = None
         self._server: subprocess.Popen[bytes] | None = None
+        self._output: PrintedOutput | None = None
         self._control: socket.socket | None = None
 
     async def open(self) -> list[RewardSignature]:
@@ -104,26 +98,38 @@ class ForkLink:
             return
         self._tell(Leave())
         asyncio.get_running_loop().remove_reader(self._control.fileno())
-        deadline = time.monotonic() + _LEAVE_LIMIT_S
-        while server.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110 - ends of processes are polled
+        deadline = Clock.monotonic() + _LEAVE_LIMIT_S
+        while server.poll() is None and Clock.monotonic() < deadline:  # noqa: ASYNC110 - ends of processes are polled
             await asyncio.sleep(0.005)
-        if server.poll() is None:
-            server.kill()
-            server.wait()
+        self._ended()
+
+    def _ended(self) -> int:
+        """Give back what belongs to a server that has ended, or is ended here; its exit code."""
+        assert self._server is not None
+        assert self._control is not None
+        assert self._output is not None
+        asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
-        self._server = self._control = None
+        self._server.kill()
+        status = self._server.wait()
+        self._output.close()
+        self._server = self._control = self._output = None
+        return status
 
     def _start(self) -> None:
+        self._output = PrintedOutput("the server of the reward processes")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             number = str(theirs.fileno())
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "streamrl.rewards.fork_server", number, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
+                stderr=self._output.writable,
                 pass_fds=[theirs.fileno()],
                 env=passed_environment(self._rewards),
                 start_new_session=True,
             )
+        self._output.started()
         self._tell(LoadRewards(self._rewards, self._preload))
         asyncio.get_running_loop().add_reader(self._control.fileno(), self._receive)
 
@@ -157,21 +163,12 @@ class ForkLink:
 
     def _lost(self) -> None:
         """It ended by itself: a user's module exited or crashed while it was imported, or user code killed it."""
-        assert self._control is not None
-        assert self._server is not None
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
-        self._control.close()
-        self._control = None
-        self._server.kill()
-        status = self._server.wait()
-        self._server = None
+        status = self._ended()
         if self._loaded is not None and not self._loaded.done():
             names = ", ".join(reward.label for reward in self._rewards)
             problem = f"the process that imported the rewards {names} ended (exit code {status}): import them by hand"
             self._loaded.set_result(RewardsLoaded([], [problem], 1))
             return
         _log.warning("the server of the reward processes ended (exit code %s)", status)
-        self._restarts_left -= 1
-        if self._restarts_left >= 0:
-            self._start()
-        self._on_lost(for_good=self._restarts_left < 0)
+        self._start()
+        self._on_lost()

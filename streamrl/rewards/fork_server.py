@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from streamrl.rewards.call_frames import (
     decode_order,
 )
 from streamrl.rewards.call_process import run_call_process
+from streamrl.rewards.clock import Clock
 from streamrl.rewards.signature import RewardFunction, load_reward
 
 _PR_SET_PDEATHSIG = 1
@@ -103,13 +103,13 @@ class ForkServer:
     def _kill(self, pid: int, *, explain: bool) -> None:
         """SIGABRT prints the stacks and ends it, also where C code holds the interpreter; SIGKILL follows it."""
         if explain:
-            self._doomed[pid] = time.monotonic() + _EXPLAIN_S
+            self._doomed[pid] = Clock.monotonic() + _EXPLAIN_S
             os.kill(pid, signal.SIGABRT)
         else:
             _kill_group(pid)
 
     def _kill_doomed(self) -> None:
-        now = time.monotonic()
+        now = Clock.monotonic()
         for pid in [pid for pid, at in self._doomed.items() if now >= at]:
             del self._doomed[pid]
             _kill_group(pid)
@@ -147,9 +147,7 @@ class ForkServer:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with(parent)
         own_socket, page_at, printed_to = descriptors
         page = CallPage(page_at)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -195,17 +193,17 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
 
     def _leave(self) -> None:
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = Clock.monotonic() + _LEAVE_S
         for pid in self._children:
             _kill_group(pid)
         self._imported.clear()
-        while time.monotonic() < deadline:
+        while Clock.monotonic() < deadline:
             self._children.clear()
             self._reap()
             self._end_strays()
             if not _own_children():
                 return
-            time.sleep(_LOOK_S)
+            Clock.sleep(_LOOK_S)
 
     def _tell(self, event: ServerEvent) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then the next receive ends this process
@@ -223,6 +221,13 @@ def _kill_group(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def die_with(parent: int) -> None:
+    """End this process when ``parent``, the process that started it, ends or has ended."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
@@ -230,12 +235,10 @@ def _prctl(option: int, value: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Serve over the socket that descriptor ``arguments[0]`` is; ``arguments[1]``: the pid of the worker."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(int(arguments[1]))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != int(arguments[1]):
-        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what user modules print while they are imported goes to the worker's log
+    os.dup2(2, 1)  # what user modules print while they are imported goes to the worker, which logs the first of it
     ForkServer(socket.socket(fileno=int(arguments[0]))).serve()
     os._exit(0)  # a thread that a user's module left behind must not keep this process
 

@@ -22,6 +22,7 @@ import msgspec
 from streamrl.config.rewards import Reward
 from streamrl.errors import UNDECODABLE, RecipeError
 from streamrl.rewards.environment import passed_environment
+from streamrl.rewards.fork_server import die_with
 from streamrl.rewards.signature import RewardSignature, inspect_reward
 
 
@@ -55,7 +56,7 @@ def _inspect_some(rewards: Sequence[Reward], timeout_s: float) -> tuple[list[Rew
     """Inspections of the first rewards, what stopped the process at the next one, and the seconds it had."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         given = [msgspec.json.encode(reward).decode() for reward in rewards]
-        command = [sys.executable, "-P", "-m", "streamrl.rewards.inspect", "--seconds", str(timeout_s), "--", *given]
+        command = [sys.executable, "-P", "-m", "streamrl.rewards.inspect", str(timeout_s), str(os.getpid()), *given]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -110,14 +111,17 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Inspect the rewards after ``--`` and write a ``RewardInspection`` as JSON for each, a line each."""
-    seconds = float(arguments[1])
+    """Inspect the rewards in ``arguments[2:]`` and write a ``RewardInspection`` as JSON for each, a line each.
+    ``arguments[0]``: the seconds that it may take; ``arguments[1]``: the pid of the process that asks."""
+    if sys.platform == "linux":
+        die_with(int(arguments[1]))
+    seconds = float(arguments[0])
     # The default action of SIGALRM ends the process even while the interpreter lock is held, or the parent is dead.
     signal.alarm(math.ceil(seconds) + 1)
     # What the user's module prints must not mix with the answer: it goes to stderr from here on.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    for given in arguments[3:]:
+    for given in arguments[2:]:
         reward = msgspec.json.decode(given, type=Reward)
         try:
             inspection = RewardInspection(spec=reward.function, signature=inspect_reward(reward))

@@ -12,6 +12,8 @@ import msgspec
 from streamrl.types import RewardFailureKind
 from streamrl.user_code import printable
 
+_LONGEST_NAME = 100  # of a part: it is a column of every record
+
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):
     """Why a call gave no value."""
@@ -84,7 +86,10 @@ def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
     for given, part in items:
         name = _part_name(given)
         if name is None:
-            message = f"returned a part called {_shown(given)}: name parts with strings of UTF-8 without a slash"
+            message = (
+                f"returned a part called {_shown(given)}: name parts with strings of UTF-8 without a slash, of at most "
+                f"{_LONGEST_NAME} characters"
+            )
             return CheckedValue(failure=CallFailure(RewardFailureKind.WRONG_TYPE, message))
         if part is None:
             continue
@@ -98,7 +103,7 @@ def _check_parts(value: Mapping[Any, Any]) -> CheckedValue:
 def _part_name(given: Any) -> str | None:
     """A plain string, also of a subclass of it, which does not travel; None: it is no name."""
     name = str.__str__(given) if isinstance(given, str) else "/"
-    return None if "/" in name or name != printable(name) else name
+    return None if "/" in name or len(name) > _LONGEST_NAME or name != printable(name) else name
 
 
 def _shown(given: Any) -> str:

@@ -1,13 +1,19 @@
 """Reward functions that behave, and all the ways in which they do not."""
 
 import asyncio
+import contextlib
+import ctypes
 import functools
 import json
+import mmap
 import os
 import re
+import signal
+import stat
 import sys
 import threading
 import time
+import types
 from fractions import Fraction
 
 import numpy as np
@@ -456,3 +462,93 @@ def takes(completion, *, seconds):
 
 def prepared(completion, *, missing):
     return 1.0
+
+
+# ---- what strikes again and again
+
+
+@fault
+def fault_segfaults():
+    ctypes.string_at(0)
+
+
+@fault
+def fault_kills_server():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+@fault
+def fault_writes_to_its_channel():
+    for descriptor in range(3, 20):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, b"\xff" * 64)
+    return 1.0
+
+
+def ends_itself_when_idle(completion):
+    """Ends the process between two calls, whichever it ran."""
+    threading.Timer(0.001, os._exit, [5]).start()
+    return float(len(completion))
+
+
+def leaks_threads(completion):
+    KEPT.append(threading.Thread(target=threading.Event().wait, daemon=True))
+    KEPT[-1].start()
+    return float(len(completion))
+
+
+def leaks_addresses(completion):
+    KEPT.append(mmap.mmap(-1, 4 << 20))
+    return float(len(completion))
+
+
+def leaks_descriptors(completion):
+    KEPT.append(os.open(os.devnull, os.O_RDONLY))
+    return float(len(completion))
+
+
+def leaks_and_needs_many(completion):
+    """Keeps a few descriptors, and takes more for a moment than a process has that kept those of five calls."""
+    KEPT.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(20))
+    for descriptor in [os.dup(KEPT[-1]) for _ in range(140)]:
+        os.close(descriptor)
+    return float(len(completion))
+
+
+async def leaks_and_needs_many_async(completion):
+    return leaks_and_needs_many(completion)
+
+
+# ---- clocks
+
+
+def patch_clocks():
+    """As freezegun does: also where somebody has imported the functions by name."""
+    frozen = {
+        time.monotonic_ns: lambda: 1 << 62,
+        time.monotonic: lambda: 1e9,
+        time.perf_counter: lambda: 1e9,
+        time.process_time: lambda: 1e9,
+        time.time: lambda: 1e9,
+        time.sleep: lambda seconds: None,
+    }
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.BuiltinFunctionType) and value in frozen:
+                setattr(module, name, frozen[value])
+
+
+def fault_stops_clocks(completion):
+    patch_clocks()
+    if completion == "z":
+        threading.Event().wait()
+    return len(completion)
+
+
+async def fault_stops_clocks_async(completion):
+    patch_clocks()
+    if completion == "z":
+        await asyncio.Event().wait()
+    return len(completion)

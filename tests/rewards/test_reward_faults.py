@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -74,6 +75,9 @@ FAULTS = {
     "fault_os_exit": (RAISED, "ended its process (exit code 0)"),
     "fault_leaks": (RAISED, "MemoryError"),
     "fault_deadlocks": (TIMED_OUT, "0.4 s"),
+    "fault_stops_clocks": (TIMED_OUT, "0.4 s"),
+    "fault_stops_clocks_async": (TIMED_OUT, "0.4 s"),
+    "fault_writes_to_its_channel": (RAISED, "its channel"),
 }
 
 
@@ -145,6 +149,66 @@ async def test_only_the_call_in_progress_pays_when_its_process_ends(
     failed = [(o.trajectory.id.sample, o.kind) for o in outcomes if isinstance(o, RewardFailure)]
     assert failed == [(i, kind) for i in range(200) if i % 50 == 49]
     assert sum(isinstance(o, ScoredTrajectory) for o in outcomes) == 196
+
+
+@pytest.mark.parametrize("name", ["fault_segfaults", "fault_os_exit", "fault_kills_server"])
+async def test_calls_that_crash_one_after_the_other_end_nothing(
+    pool: Pool, make_trajectory: MakeTrajectory, name: str
+) -> None:
+    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}"), processes=1)
+    async with asyncio.TaskGroup() as life, asyncio.timeout(40):
+        watching = life.create_task(rewards.watch())
+        for _ in range(12):
+            (outcome,) = await rewards.score([make_trajectory("z")])
+            assert isinstance(outcome, RewardFailure) and outcome.kind is RAISED, outcome
+        (good,) = await rewards.score([make_trajectory()])
+        assert good.calls[0].value == 3.0
+        watching.cancel()
+
+
+LEAKS = (
+    *("leaks_threads", "leaks_addresses", "leaks_descriptors"),
+    *("leaks_and_needs_many", "leaks_and_needs_many_async"),
+)
+
+
+@pytest.mark.parametrize("name", LEAKS)
+async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_trajectory: MakeTrajectory, name: str) -> None:
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, few[1]))
+    try:
+        rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", memory_mib=300), processes=2)
+        async with asyncio.timeout(30):
+            outcomes = await rewards.score([make_trajectory(sample=i) for i in range(200)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    assert [o.message for o in outcomes if isinstance(o, RewardFailure)] == []
+
+
+async def test_process_that_ends_between_calls_again_and_again_fails_them(
+    pool: Pool, make_trajectory: MakeTrajectory
+) -> None:
+    rewards = await pool.open(Reward(function=f"{KILLERS}:ends_itself_when_idle"), processes=1)
+    async with asyncio.TaskGroup() as life, asyncio.timeout(20):
+        watching = life.create_task(rewards.watch())
+        outcomes = await rewards.score([make_trajectory(sample=i) for i in range(40)])
+        watching.cancel()
+    for outcome in outcomes:
+        assert outcome.calls[0].value == 3.0 if isinstance(outcome, ScoredTrajectory) else outcome.kind is RAISED
+
+
+async def test_what_a_module_prints_while_it_is_imported_is_cut(
+    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    caplog.set_level("INFO", logger="streamrl.rewards")
+    module = tmp_path / "loud.py"
+    module.write_text("print('loud ' * (1 << 20))\ndef plain(completion):\n    return 1.0\n")
+    rewards = await pool.open(Reward(function=f"{module}:plain"), processes=1)
+    (outcome,) = await rewards.score([make_trajectory()])
+    assert isinstance(outcome, ScoredTrajectory)
+    await rewards.aclose()
+    assert "loud" in caplog.text
+    assert len(caplog.text) + len("".join(capfd.readouterr())) < 100 << 10
 
 
 async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says_where_it_was(

@@ -120,3 +120,26 @@ def test_a_run_that_lost_its_journal_names_what_begins_another_from_its_checkpoi
     assert another.returncode == 0, another.stdout + another.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == [2]
+
+
+CRASHES_ON_A_TENTH = """import ctypes, os, zlib
+
+def reward(completion, *, prompt_id):
+    number = zlib.crc32(prompt_id.encode())
+    if number % 10 == 0:
+        ctypes.string_at(0) if number % 20 == 0 else os._exit(3)
+    return len(completion) % 7 / 6
+"""
+
+
+def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: Path) -> None:
+    flags = _flags(tmp_path, run__steps=12, rollout__group_size=8, sampling__max_tokens=8)
+    (tmp_path / "reward.py").write_text(CRASHES_ON_A_TENTH)
+    command = [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/latest/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert "reward-0 ended" not in done.stdout + done.stderr
+    print([key for key in steps[0] if "fail" in key], sum(s.get("rewards/failed", 0) for s in steps))
