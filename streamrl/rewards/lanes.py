@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,7 +14,6 @@ import msgspec
 
 from streamrl.config.rewards import Reward
 from streamrl.rewards.call_child import PoolCall
-from streamrl.rewards.clock import Clock
 from streamrl.rewards.time_limits import TimeLimits
 from streamrl.rewards.values import CallResult, CheckedValue
 from streamrl.types import RewardFailureKind
@@ -63,7 +63,7 @@ class RewardLane:
     ) -> None:
         """``on_done(result)`` is called once with the result of ``function(completion, **arguments)``, after retries:
         now or later, or never where the lane is closed before."""
-        self._ask(LaneCall(completion, arguments, count, key, rank, Clock.monotonic(), on_done))
+        self._ask(LaneCall(completion, arguments, count, key, rank, time.monotonic(), on_done))
 
     def close(self) -> None:
         """Begin no more calls, and tell of none."""
@@ -92,7 +92,7 @@ class RewardLane:
     def _begin(self) -> None:
         while self._waiting and self.running < self._concurrency:
             if self.reward.rate_per_s:
-                now = Clock.monotonic()
+                now = time.monotonic()
                 if now < self._next_start:
                     self._resume_at(self._next_start - now)
                     return

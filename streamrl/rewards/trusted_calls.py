@@ -10,11 +10,11 @@ import asyncio
 import inspect
 import logging
 import math
+import time
 from typing import NamedTuple
 
 from streamrl.rewards.call_child import PoolCall
 from streamrl.rewards.call_process import describe_raised, late_message
-from streamrl.rewards.clock import Clock
 from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, failed
 from streamrl.types import RewardFailureKind
@@ -49,7 +49,7 @@ class TrustedCalls:
 
     def submit(self, call: PoolCall) -> None:
         """``call.on_done`` is called once, now or later."""
-        started = Clock.perf_counter()
+        started = time.perf_counter()
         function = self._functions[call.function]
         if function.signature.is_async:
             self._await(call, function, started)
@@ -65,7 +65,7 @@ class TrustedCalls:
                 values = check_returned(returned, call.count, per_group=function.signature.per_group)
         except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
             values = (describe_raised(error),) * call.count
-        seconds = Clock.perf_counter() - started
+        seconds = time.perf_counter() - started
         if seconds > call.limit_s:
             values = failed(RewardFailureKind.TIMED_OUT, late_message(call.limit_s), call.count)
         _finish(call, values, seconds)
@@ -92,7 +92,7 @@ class TrustedCalls:
             values = failed(RewardFailureKind.RAISED, message, begun.call.count)
         else:
             values = task.result()
-        _finish(begun.call, values, Clock.perf_counter() - begun.started)
+        _finish(begun.call, values, time.perf_counter() - begun.started)
 
     def _look_at(self, at: float) -> None:
         """One timer for all calls, set for the first that may be late: most end long before."""
@@ -100,10 +100,10 @@ class TrustedCalls:
             if self._looking is not None:
                 self._looking.cancel()
             self._looks_at = at
-            self._looking = asyncio.get_running_loop().call_later(at - Clock.perf_counter(), self._look)
+            self._looking = asyncio.get_running_loop().call_later(at - time.perf_counter(), self._look)
 
     def _look(self) -> None:
-        now = Clock.perf_counter()
+        now = time.perf_counter()
         held_s = now - self._looks_at
         self._looking, self._looks_at = None, math.inf
         if held_s > _HELD_S:
@@ -142,5 +142,5 @@ async def _run(call: PoolCall, function: RewardFunction) -> tuple[CheckedValue, 
 
 
 def _finish(call: PoolCall, values: tuple[CheckedValue, ...], seconds: float) -> None:
-    waited = max(Clock.monotonic() - call.asked_at - seconds, 0.0)
+    waited = max(time.monotonic() - call.asked_at - seconds, 0.0)
     call.on_done(CallResult(values, seconds, waited, call.limit_s))

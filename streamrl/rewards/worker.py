@@ -20,6 +20,7 @@ import asyncio
 import logging
 import math
 import os
+import time
 from collections import Counter
 from functools import partial
 
@@ -27,7 +28,6 @@ from streamrl.comm.stream import ReceiveStream, WatchedSendStream, greet
 from streamrl.comm.wakeup import Wakeup
 from streamrl.config.recipe import Recipe
 from streamrl.errors import RecipeError, StreamEnded
-from streamrl.rewards.clock import Clock
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.rewards.exit_timer import ExitTimer
 from streamrl.rewards.fork_link import LOAD_LIMIT_S
@@ -196,14 +196,14 @@ class _Serving:
 
     async def _begin(self, orders: ScoreGroups) -> None:
         """Begin to score what came. Plain trusted functions run here, so between them the loop has its turn."""
-        turn_ends = Clock.perf_counter() + _TURN_S
+        turn_ends = time.perf_counter() + _TURN_S
         for order in orders.groups:
             version = order.reward_version
             self._open_orders[version] += 1
             self._sets[version].begin(order, orders.prompts, partial(self._scored_one, order.order_id, version))
-            if Clock.perf_counter() > turn_ends:
+            if time.perf_counter() > turn_ends:
                 await asyncio.sleep(0)
-                turn_ends = Clock.perf_counter() + _TURN_S
+                turn_ends = time.perf_counter() + _TURN_S
 
     def _scored_one(self, order_id: int, version: int, rewards: tuple[SampleReward, ...]) -> None:
         self._open_orders[version] -= 1

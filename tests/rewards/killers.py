@@ -248,6 +248,10 @@ def mapping_of_text(completion):
     return {"score": 1.0, "style": "good"}
 
 
+def mapping_of_a_long_name(completion):
+    return {"score": 1.0, "n" * 101: 1.0}
+
+
 def mapping_of_half_a_pair(completion):
     return {"score": 1.0, json.loads(HALF_A_PAIR): 1.0}
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamrl.config.rewards import AdaptiveLimit, Reward
@@ -166,3 +170,30 @@ def test_options_are_bound_and_no_columns_any_more(module: Path) -> None:
 def test_a_name_without_a_colon_is_a_built_in_reward() -> None:
     with pytest.raises(RecipeError, match='no built-in reward "no_such_reward"'):
         inspect_reward("no_such_reward")
+
+
+def test_process_that_inspects_ends_with_the_one_that_asked(tmp_path: Path) -> None:
+    """Also one that a module has stopped: no timer of its own would end that."""
+    module = tmp_path / "stops.py"
+    module.write_text(
+        "import os, signal\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    script = (
+        "from streamrl.config.rewards import Reward\n"
+        "from streamrl.rewards.inspect import inspect_in_subprocess\n"
+        f"inspect_in_subprocess([Reward(function={str(module) + ':reward'!r})])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as asking:
+        while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):
+            time.sleep(0.01)
+        inspecting = psutil.Process(int(pid))
+        while inspecting.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        asking.kill()
+    try:
+        inspecting.wait(5)
+    finally:
+        if inspecting.is_running():
+            inspecting.kill()

@@ -127,6 +127,7 @@ FAILURES = [
     ("huge", NOT_FINITE, "inf"),
     ("text", WRONG_TYPE, "a str"),
     ("mapping_of_text", WRONG_TYPE, 'part "style": returned a str'),
+    ("mapping_of_a_long_name", WRONG_TYPE, "at most 100 characters"),
     ("mapping_of_half_a_pair", WRONG_TYPE, r"a part called '\ud83d'"),
     ("mapping_of_nothing", WRONG_TYPE, "not applicable"),
     ("array", WRONG_TYPE, "ndarray"),

@@ -142,4 +142,4 @@ def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: P
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert "reward-0 ended" not in done.stdout + done.stderr
-    print([key for key in steps[0] if "fail" in key], sum(s.get("rewards/failed", 0) for s in steps))
+    assert steps[-1]["reward/func/reward/raised_total"] > 0
