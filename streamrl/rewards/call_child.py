@@ -77,8 +77,8 @@ class PrintedOutput:
 
 class CallChild:
     """``pending``: calls that it has, by sequence number, oldest first. ``on_answer(child, answer)`` is called for each
-    answer, ``on_broken(child)`` when something else comes. ``forked_at``, ``heard_at``: when it was asked for, when it
-    answered last. Raises ``OSError`` where no descriptors are left."""
+    answer, ``on_broken(child)`` when something else comes. ``forked_at``, ``heard_at``, ``killed_at``: when it was
+    asked for, when it answered last, when its end was asked for. Raises ``OSError`` where no descriptors are left."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class CallChild:
         self.expected_s = 0.0
         self.answers = 0
         self.retiring = False
-        self.forked_at = self.heard_at = self.idle_since = Clock.monotonic()
+        self.forked_at = self.heard_at = self.idle_since = self.killed_at = Clock.monotonic()
         self._on_answer = on_answer
         self._on_broken = on_broken
         self._sequence = 0

@@ -213,7 +213,7 @@ class CallPage:
         now = Clock.monotonic()
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
-        return seen[0], now - self._seen_at
+        return seen[0], now - self._seen_at if seen[0] else 0.0
 
     def revoke(self, through: int = _ALL) -> None:
         """Calls up to ``through`` that have not begun must not begin."""

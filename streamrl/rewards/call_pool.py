@@ -42,6 +42,7 @@ _UNKNOWN_S = 1.0  # what a call is expected to take before the first of its func
 _SLOW_S = 0.05  # a call that ran for so long: what is queued behind it goes elsewhere
 _GRACE_S = 2.0  # a process that shows no sign of life for so long after a limit is blocked
 _BLOCKING_S = 0.25
+_MOST_KILL_S = 10.0
 _IDLE_S = 60.0
 _MOST_BAD_STARTS = 5
 _MOST_LOST = 2
@@ -85,11 +86,6 @@ class CallPool:
         if any(self._is_async):
             self._fork(loop=True)
         return signatures
-
-    @property
-    def running(self) -> int:
-        """Calls that are with a process."""
-        return sum(len(child.pending) for child in self._children.values())
 
     def submit(self, call: PoolCall) -> None:
         """``call.on_done`` is called once, later, whatever becomes of it, unless the pool is closed before."""
@@ -197,7 +193,9 @@ class CallPool:
             if not child.page.ready_at:
                 self._watch_start(child)
             elif child.pending or child.page.running()[0]:
-                (self._watch_loop if child.loop else self._watch_calls)(child)
+                self._watch(child)
+        if any(Clock.monotonic() - dying.killed_at > _MOST_KILL_S for dying in self._dying.values()):
+            self._link.kill_server()  # user code has stopped it
         self._grow_or_shrink()
         self._soon()
 
@@ -213,11 +211,13 @@ class CallPool:
         ):
             self._give_back(child.take_back())
 
-    def _watch_calls(self, child: CallChild) -> None:
+    def _watch(self, child: CallChild) -> None:
         sequence, seconds = child.page.running()
         call = child.pending.get(sequence)
         if call is not None and seconds > call.limit_s:
             self._end_late(child, [sequence], seconds, late_message(call.limit_s))
+        elif child.loop:
+            self._watch_loop(child, sequence, seconds)
         elif sequence and call is None and seconds > max(reward.time_limit_s for reward in self._rewards):
             self._kill(child)  # a call that was taken back has begun all the same
         elif sequence and seconds > _SLOW_S and len(child.pending) > 1:
@@ -226,22 +226,15 @@ class CallPool:
             self._blame(child, f"left its process so that it began no other call within {_GRACE_S:g} s")
             self._kill(child, explain=True)
 
-    def _watch_loop(self, child: CallChild) -> None:
-        sequence, seconds = child.page.running()
-        call = child.pending.get(sequence)
-        if call is not None and seconds > call.limit_s:
-            self._end_late(child, [sequence], seconds, late_message(call.limit_s))
-            return
+    def _watch_loop(self, child: CallChild, sequence: int, seconds: float) -> None:
         now, ready_at = Clock.monotonic(), child.page.ready_at
         late = [key for key, c in child.pending.items() if now - max(c.sent_at, ready_at) > c.limit_s + _GRACE_S]
-        if not late:
-            return
-        if call is not None and seconds > _BLOCKING_S:
+        if late and sequence in child.pending and seconds > _BLOCKING_S:
             message = (
                 f"blocked the loop that it shares with others for {seconds:.1f} s: await, or write a plain function"
             )
             self._end_late(child, [sequence], seconds, message)
-        else:
+        elif late:
             limit_s = child.pending[late[0]].limit_s
             self._end_late(child, late, limit_s, late_message(limit_s))
 
@@ -283,6 +276,7 @@ class CallPool:
         back = list(child.take_back()) + list(child.pending.values())
         child.pending.clear()
         self._children.pop(child.number, None)
+        child.killed_at = Clock.monotonic()
         self._dying[child.number] = child
         self._link.kill(child.number, explain=explain)
         self._give_back(back)
@@ -332,12 +326,9 @@ class CallPool:
         """A process ended. Where it had become ready it is a call that ended it, and others can be started."""
         self._bad_starts = 0 if ready else self._bad_starts + 1
         if self._bad_starts >= _MOST_BAD_STARTS and not self.failed_for_good.done():
-            self.failed_for_good.set_exception(
-                StreamRLError(
-                    f"{self._bad_starts} reward processes in a row ended before they could take a call (the last: "
-                    f"{reason}): look for the reason in the log of the reward worker"
-                )
-            )
+            problem = f"{self._bad_starts} reward processes in a row ended before they could take a call"
+            remedy = "look for the reason in the log of the reward worker"
+            self.failed_for_good.set_exception(StreamRLError(f"{problem} (the last: {reason}): {remedy}"))
 
     def _on_lost(self) -> None:
         """The fork server is gone, and with it all processes."""

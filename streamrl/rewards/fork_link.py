@@ -91,6 +91,11 @@ class ForkLink:
         """Kill a call process and all that it started; ``on_ended`` follows. ``explain``: it prints where it was."""
         self._tell(KillChild(child, explain))
 
+    def kill_server(self) -> None:
+        """End a server that does not do what it is told. ``on_lost`` follows."""
+        if self._server is not None:
+            self._server.kill()
+
     async def aclose(self) -> None:
         """End the server and all its processes. Idempotent."""
         server = self._server
