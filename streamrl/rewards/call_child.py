@@ -148,11 +148,12 @@ class CallChild:
 
     def stands_still(self, grace_s: float) -> bool:
         """Whether nothing runs although a call could have begun for as long as it may take and ``grace_s``."""
-        first = next(iter(self.pending.values()), None)
+        sequence, first = next(iter(self.pending.items()), (0, None))
         if first is None or self.page.running()[0]:
             return False
         since = max(first.sent_at, self.heard_at, self.page.ready_at)
-        return Clock.monotonic() - since > first.limit_s + grace_s
+        limit_s = 0.0 if self.page.revoked(sequence) else first.limit_s  # it was taken back while it began
+        return Clock.monotonic() - since > limit_s + grace_s
 
     def drain(self) -> None:
         """Take in all answers that are there."""

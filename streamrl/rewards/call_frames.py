@@ -26,7 +26,6 @@ from streamrl.types import RewardFailureKind
 LARGEST_FRAME = 1 << 30
 _LENGTH = struct.Struct("<I")
 _SEQUENCE, _BEGUN, _REVOKED, _READY = range(4)
-_ALL = (1 << 64) - 1
 
 Received = TypeVar("Received")
 
@@ -215,7 +214,7 @@ class CallPage:
             self._seen, self._seen_at = seen, now
         return seen[0], now - self._seen_at if seen[0] else 0.0
 
-    def revoke(self, through: int = _ALL) -> None:
+    def revoke(self, through: int) -> None:
         """Calls up to ``through`` that have not begun must not begin."""
         self._words[_REVOKED] = through
 

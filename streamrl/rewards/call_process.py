@@ -130,13 +130,15 @@ class SyncServer:
         self._pid = os.getpid()
         self._runner: asyncio.Runner | None = None
         self._cpu_limit_s = 0
+        self._retired = False
 
     def serve(self) -> None:
         """Until the worker closes the connection."""
         while received := self._connection.recv(_RECEIVE_BYTES):
             for orders in self._frames.feed(received):
                 for order in orders:
-                    self._answer(order)
+                    if not self._retired:  # else the worker takes them back
+                        self._answer(order)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
                 sys.stdout.flush()
 
@@ -163,10 +165,8 @@ class SyncServer:
             del error
         if os.getpid() != self._pid:  # the function forked, and this is the copy
             _exit(0)
-        retire = exhausted or self._age.is_old()
-        if retire:
-            self._page.revoke()  # the next call would fail too
-        answer = CallAnswer(order.sequence, seconds, list(values), retire, exhausted)
+        self._retired = exhausted or self._age.is_old()
+        answer = CallAnswer(order.sequence, seconds, list(values), self._retired, exhausted)
         self._connection.sendall(to_frame(self._encoder, answer))
         self._page.end()
 

@@ -179,7 +179,7 @@ async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_traject
     try:
         rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", memory_mib=300), processes=2)
         async with asyncio.timeout(30):
-            outcomes = await rewards.score([make_trajectory(sample=i) for i in range(200)])
+            outcomes = await rewards.score([make_trajectory(sample=i) for i in range(120)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
     assert [o.message for o in outcomes if isinstance(o, RewardFailure)] == []
