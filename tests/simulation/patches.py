@@ -284,7 +284,7 @@ def _parts(world: World, put: Any) -> None:
         rank, directory = options
         return SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
 
-    put(engine_process, "engine_options", lambda recipe, index, sockets: Named(f"engine-{index}"))
+    put(engine_process, "engine_options", lambda recipe, index, sockets, **_: Named(f"engine-{index}"))
     put(engine_process, "_vllm", engine)
     put(trainer_process, "trainer_options", trainer_options)
     put(trainer_process, "TorchTrainer", trainer)
