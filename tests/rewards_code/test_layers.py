@@ -13,6 +13,7 @@ import pytest
 
 from streamrl.errors import RecipeError
 from streamrl.rewards.code import layers, reward, seccomp
+from streamrl.rewards.code.cases import SnippetCase
 from streamrl.rewards.code.layers import LayersFound, available_layers, probe_layers, require_isolation
 from streamrl.rewards.code.sandbox import ALL_LAYERS, Sandbox, SandboxError
 
@@ -84,7 +85,7 @@ async def test_an_unprivileged_user_has_the_same_layers(host: Any, limits: Any) 
         async with Sandbox(interpreter="/usr/bin/python3", user=65534) as sandbox:
             assert await sandbox.layers() == ALL_LAYERS, await sandbox.missing()
             _, output = await sandbox.run_program(host.fill(REACH), b"", limits())
-            report, verdict = await sandbox.run_test(b"def f(x): return x", "assert f(2) == 2", limits())
+            report, verdict = await sandbox.run_test(b"def f(x): return x", SnippetCase("assert f(2) == 2"), limits())
     except SandboxError as error:
         pytest.skip(f"another user cannot read this folder or the system's interpreter: {error}")
     assert [line.split()[1:] for line in output.decode().splitlines()] == [["held"]] * 8, output

@@ -15,11 +15,12 @@ class SandboxError(StreamRLError):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What the judge's process wrote."""
+    """What the judge's process wrote. ``inside``: the test ran in the code's process, by whose word it passed."""
 
     nonce: str
     verdict: str
     message: str
+    inside: bool = False
 
 
 class ZygoteMessage(msgspec.Struct, frozen=True):

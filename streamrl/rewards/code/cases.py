@@ -25,17 +25,6 @@ _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+.-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _INPUT_NAMES = ("input", "stdin")
 _OUTPUT_NAMES = ("output", "stdout", "expected_output")
-# APPS wraps what a function returns in a list, in some of its tasks. The function is taken out of the names: one that
-# is called ``len`` must not be what compares.
-_CALL = """
-_call = globals().pop({name!r}, None) or getattr(Solution(), {name!r})
-from streamrl.rewards.code.results import same_result as _same
-{literals}_given, _expected = _call(*{arguments!r}), {expected!r}
-_wrapped = isinstance(_expected, list) and len(_expected) == 1
-assert _same(_given, _expected, {tolerance!r}) or (_wrapped and _same(_given, _expected[0], {tolerance!r}))
-"""
-# What JSON's infinity and NaN are to ``repr``; in no other test, where the code may have such a name.
-_LITERALS = 'inf, nan = float("inf"), float("nan")\n'
 
 
 class ProgramCase(msgspec.Struct, frozen=True):
@@ -53,7 +42,17 @@ class SnippetCase(msgspec.Struct, frozen=True):
     entry_point: str = ""
 
 
-Case = ProgramCase | SnippetCase
+class CallCase(msgspec.Struct, frozen=True):
+    """A call of a function, or of a method of ``Solution``, and what it has to give."""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+    tolerance: float | None = None
+    setup: str = ""
+
+
+Case = ProgramCase | SnippetCase | CallCase
 
 
 def extract_code(completion: str, *, whole: bool = False) -> str | None:
@@ -180,13 +179,10 @@ def _paired(tests: Mapping[str, Any], setup: str, tolerance: float | None) -> tu
     return tuple(_called(name, a, b, setup, tolerance) for a, b in zip(inputs, outputs, strict=True))
 
 
-def _called(name: str, given: Any, output: Any, setup: str, tolerance: float | None) -> SnippetCase:
+def _called(name: str, given: Any, output: Any, setup: str, tolerance: float | None) -> CallCase:
     """One call. An output is JSON text only where the input is: "12" is a string else (APPS)."""
     expected = _result(output) if isinstance(given, str) else output
-    arguments = _arguments(given)
-    literals = _LITERALS if re.search(r"\b(inf|nan)\b", f"{arguments!r} {expected!r}") else ""
-    test = _CALL.format(name=name, literals=literals, arguments=arguments, expected=expected, tolerance=tolerance)
-    return SnippetCase(test, setup, name)
+    return CallCase(name, _arguments(given), expected, tolerance, setup)
 
 
 def _arguments(value: Any) -> list[Any]:

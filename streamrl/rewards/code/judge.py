@@ -1,19 +1,20 @@
-"""The judge: runs one test against the code, which lives in another process. Only the standard library is loaded."""
+"""The judge: runs one test and calls the code, which lives in another process. Only the standard library is loaded."""
 
 from __future__ import annotations
 
-import builtins
-import functools
+import ast
 import json
 import os
+import re
+import secrets
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-from streamrl.rewards.code import results  # noqa: F401 - tests of calls import it, where no file can be opened
-from streamrl.rewards.code.names import own_names
-from streamrl.rewards.code.peer import TEST_MODULE, ChannelEnded, CodeFailed, Peer
+from streamrl.rewards.code.calls import Channel, Code, CodeFailed, RunInside
+from streamrl.rewards.code.names import TextOfTest
+from streamrl.rewards.code.results import same_result
 
 _MOST_CHARACTERS = 300
 
@@ -21,50 +22,79 @@ _MOST_CHARACTERS = 300
 def prepare(test_fd: int, verdict_fd: int, channel_fd: int) -> Callable[[], int]:
     """What runs the test that ``test_fd`` orders, writes the verdict to ``verdict_fd`` (both JSON), and gives 0.
 
-    The order: ``{"nonce", "setup", "test", "entry_point"}``. The verdict: ``{"nonce", "verdict", "message"}``, with
-    "passed", "failed" (the code is wrong) or "broken" (the test cannot be run with any code).
+    The order: ``{"nonce", "setup", "test", "entry_point", "call", "forgeable"}``, of which ``call`` is null or
+    ``[arguments, expected, tolerance]`` for the function ``entry_point``. The verdict: ``{"nonce", "verdict",
+    "message", "inside"}``, with "passed", "failed" (the code is wrong) or "broken" (the test cannot be run with any
+    code); ``inside``: the test ran in the code's process, which can forge that it passed.
     """
     order = json.loads(os.pread(test_fd, os.fstat(test_fd).st_size, 0))
     os.close(test_fd)
 
     def decide() -> int:
-        verdict, message = _run_test(order, Peer(channel_fd, is_judge=True))
-        answer = {"nonce": order["nonce"], "verdict": verdict, "message": message[:_MOST_CHARACTERS]}
+        verdict, message, inside = _run_test(order, Code(Channel(channel_fd)))
+        answer = {"verdict": verdict, "message": message[:_MOST_CHARACTERS], "inside": inside, "nonce": order["nonce"]}
         os.write(verdict_fd, json.dumps(answer).encode())
         return 0
 
     return decide
 
 
-def _run_test(order: dict[str, Any], peer: Peer) -> tuple[str, str]:
+def _run_test(order: dict[str, Any], code: Code) -> tuple[str, str, bool]:
     try:
-        setup = compile(order["setup"], "setup", "exec", dont_inherit=True)
-        test = compile(order["test"], "test", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        return "broken", f"the test is no Python: {error}"
-    module = types.ModuleType(TEST_MODULE)
-    sys.modules[TEST_MODULE] = module
-    try:
-        entry_point = order["entry_point"]
-        own = functools.partial(own_names, order["setup"], order["test"], entry_point)
-        module.__dict__.update(peer.receive_names(entry_point, own))
-        exec(setup, module.__dict__)
-        exec(test, module.__dict__)
-    except ModuleNotFoundError as error:
-        if error is peer.raised:
-            return "failed", _described(error)
-        return "broken", f"the test needs a module that the sandbox does not have: {error}"
-    except ChannelEnded:
-        return "failed", "the code ended while it was tested"
-    except CodeFailed as error:
-        return "failed", str(error)
-    except builtins.BaseException as error:  # noqa: BLE001 - whatever the test or the code raises: not passed
-        return "failed", _described(error)
-    return "passed", ""
+        trees = [ast.parse(order[part]) for part in ("setup", "test")]
+        programs = [compile(_without_messages(tree), "test", "exec", dont_inherit=True) for tree in trees]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return "broken", f"the test is no Python: {error}", False
+    text = TextOfTest(*trees)
+    if order["call"] is None and text.must_run_inside():
+        return _run_inside(order, code)
+    message = _run_here(order, code, programs, text)
+    if order["call"] is None and code.must_run_inside:
+        return _run_inside(order, code)
+    if message.startswith(ModuleNotFoundError.__name__) and not isinstance(code.raised, ModuleNotFoundError):
+        return "broken", f"the test needs a module that the sandbox does not have: {message}", False
+    return ("failed" if message else "passed"), message, False
 
 
-def _described(error: BaseException) -> str:
+def _run_here(order: dict[str, Any], code: Code, programs: list[types.CodeType], text: TextOfTest) -> str:
+    """What is wrong with the code; empty where nothing is."""
+    entry_point = order["entry_point"]
+    module = types.ModuleType("test")
+    sys.modules["test"] = module
     try:
+        wanted = {*re.findall(r"[^\W\d]\w*", f"{order['setup']}\n{order['test']}"), "Solution", entry_point}
+        names = code.names(wanted, entry_point, lambda defined: text.own_names(entry_point, defined))
+        function = names.pop(entry_point, None) if order["call"] else None
+        module.__dict__.update(names)
+        for program in programs:
+            exec(program, module.__dict__)
+        if order["call"]:
+            arguments, expected, tolerance = order["call"]
+            given = (function or getattr(names["Solution"](), entry_point))(*arguments)
+            # APPS wraps what a function returns in a list, in some of its tasks.
+            answers = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else ())]
+            if not any(same_result(given, answer, tolerance) for answer in answers):
+                return "it gave something else than expected"
+    except (CodeFailed, RunInside) as error:
+        return str(error) or "the code failed"
+    except BaseException as error:  # noqa: BLE001 - whatever the test or the code raises: not passed
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - its text asks the code, which is gone
-        return type(error).__name__
+    return ""
+
+
+def _run_inside(order: dict[str, Any], code: Code) -> tuple[str, str, bool]:
+    if not order["forgeable"]:
+        return "broken", "it handles objects of the code's, and rewards.options.forgeable is false", True
+    try:
+        message = code.run_inside(order["setup"], order["test"], secrets.token_hex(16))
+    except CodeFailed as error:
+        message = str(error)
+    return ("failed" if message else "passed"), message, True
+
+
+def _without_messages(tree: ast.Module) -> ast.Module:
+    """The same without the messages of its asserts: what only a failure shows must not decide where the test runs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            node.msg = None
+    return tree

@@ -12,7 +12,7 @@ import traceback
 import types
 from collections.abc import Callable
 
-from streamrl.rewards.code.peer import ChannelEnded, Peer
+from streamrl.rewards.code.calls import Channel, CodeFailed, serve
 
 _FILE = "solution.py"
 
@@ -27,15 +27,13 @@ def as_module(source_fd: int, channel_fd: int) -> Callable[[], int]:
     """What loads the code as a module and answers the calls of the judge until it is done."""
     source = _prepare(source_fd)
 
-    def serve() -> None:
+    def answer() -> None:
         # Its own __main__ part must not run: the judge calls what it needs.
         module = _execute(source, "solution")
-        peer = Peer(channel_fd, is_judge=False)
-        peer.offer_names(vars(module))
-        with contextlib.suppress(ChannelEnded):
-            peer.serve()
+        with contextlib.suppress(CodeFailed):
+            serve(Channel(channel_fd), module)
 
-    return lambda: _ended(serve)
+    return lambda: _ended(answer)
 
 
 def _prepare(source_fd: int) -> bytes:

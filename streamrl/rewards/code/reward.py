@@ -39,8 +39,9 @@ class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sample instead of counting as wrong. ``memory_mb`` of address space for each process, ``output_mb`` for each file
     and stdout, ``scratch_mb`` of /tmp, ``processes`` (1: none can be started), ``threads``, ``open_files``.
 
-    ``concurrency``: runs at once (0: one for each CPU). ``allow_unsandboxed``: run the code although no layer of
-    isolation holds.
+    ``forgeable`` False: a test that can only run in the code's own process, which can forge that it passed, fails the
+    sample instead. ``concurrency``: runs at once (0: one for each CPU). ``allow_unsandboxed``: run the code although
+    no layer of isolation holds.
     """
 
     column: str = "tests"
@@ -60,6 +61,7 @@ class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     threads: int = 16
     open_files: int = 64
     stack_mb: int = 64
+    forgeable: bool = True
     concurrency: int = 0
     allow_unsandboxed: bool = False
 
@@ -75,12 +77,14 @@ class CaseEnd(enum.StrEnum):
 
 
 class CaseOutcome(msgspec.Struct, frozen=True):
-    """One case: its end, wall and CPU seconds of the code, and a line about what went wrong."""
+    """One case: its end, wall and CPU seconds of the code, and a line about what went wrong. ``inside``: the test ran
+    in the code's process, which can forge that it passed."""
 
     end: CaseEnd
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     message: str = ""
+    inside: bool = False
 
 
 class CodeOutcome(msgspec.Struct, frozen=True):
@@ -173,9 +177,7 @@ class CodeReward:
             if isinstance(case, ProgramCase):
                 report, output = await self._sandbox.run_program(source, case.stdin.encode(), limits)
                 return self._judge_output(report, output, case.stdout)
-            report, verdict = await self._sandbox.run_test(
-                source, case.test, limits, setup=case.setup, entry_point=case.entry_point
-            )
+            report, verdict = await self._sandbox.run_test(source, case, limits, forgeable=self.options.forgeable)
         return _judge_verdict(report, verdict)
 
     def _judge_output(self, report: RunReport, output: bytes, expected: str) -> CaseOutcome:
@@ -210,16 +212,16 @@ def _judge_verdict(report: RunReport, verdict: Verdict) -> CaseOutcome:
     if verdict.verdict == "broken":
         raise ValueError(f"the test case cannot be run with any code: {verdict.message}")
     if verdict.verdict == "passed":
-        return _outcome(CaseEnd.PASSED, report, "")
+        return _outcome(CaseEnd.PASSED, report, "", verdict.inside)
     if report.timed_out:
         return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
     if report.status != 0 and not report.stopped:
-        return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}")
-    return _outcome(CaseEnd.WRONG, report, verdict.message)
+        return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}", verdict.inside)
+    return _outcome(CaseEnd.WRONG, report, verdict.message, verdict.inside)
 
 
-def _outcome(end: CaseEnd, report: RunReport, message: str) -> CaseOutcome:
-    return CaseOutcome(end, report.seconds, report.cpu_seconds, message)
+def _outcome(end: CaseEnd, report: RunReport, message: str, inside: bool = False) -> CaseOutcome:
+    return CaseOutcome(end, report.seconds, report.cpu_seconds, message, inside)
 
 
 def code_reward(**options: Any) -> CodeReward:

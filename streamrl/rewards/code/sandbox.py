@@ -20,6 +20,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.rewards.code.answers import SandboxError, Verdict, ZygoteMessage, read_verdict, read_zygote_message
+from streamrl.rewards.code.cases import CallCase, SnippetCase
 from streamrl.rewards.code.jail import Limits
 
 ALL_LAYERS = ("namespaces", "landlock", "seccomp")
@@ -99,11 +100,17 @@ class Sandbox:
             return _report(reports["code"], files[3]), output
 
     async def run_test(
-        self, source: bytes, test: str, limits: Limits, *, setup: str = "", entry_point: str = ""
+        self, source: bytes, case: SnippetCase | CallCase, limits: Limits, *, forgeable: bool = True
     ) -> tuple[RunReport, Verdict]:
-        """Load ``source`` in one process and run ``test`` against it in another; verdict "none": there was none."""
+        """Load ``source`` in one process and test it from another; verdict "none": there was none. ``forgeable``
+        False: a test that can only run in the process of the code is "broken"."""
         nonce = secrets.token_hex(16)
-        order = {"nonce": nonce, "setup": setup, "test": test, "entry_point": entry_point}
+        order = {"nonce": nonce, "setup": case.setup, "forgeable": forgeable}
+        if isinstance(case, SnippetCase):
+            order |= {"test": case.test, "entry_point": case.entry_point, "call": None}
+        else:
+            call = [case.arguments, case.expected, case.tolerance]
+            order |= {"test": "", "entry_point": case.function, "call": call}
         with _files(source, None, json.dumps(order).encode(), None) as files:
             reports = await self._run("asserts", limits, files)
             report = _report(reports["code"], files[1])

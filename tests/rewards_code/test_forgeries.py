@@ -1,0 +1,235 @@
+"""Tests that are compared outside: no object, patch or message of the code's passes one of them."""
+
+# ruff: noqa: E501 - the programs read better as they are
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from streamrl.rewards.code.reward import CaseEnd, CodeOptions, CodeReward
+from streamrl.rewards.code.sandbox import Sandbox
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reward(sandbox: Sandbox) -> CodeReward:
+    return CodeReward(CodeOptions(whole=True, time_limit_s=3.0), sandbox)
+
+
+HONEST = """
+def add(a, b): return a + b
+def half(x): return x / 2
+def members(x): return {1, 2}
+def text(x): return "abc"
+def squares(n): return [i * i for i in range(n)]
+def count(n): yield from range(n)
+def pair(x): return (x, str(x))
+def table(x): return {"a": [x]}
+def double(xs): xs[:] = [2 * x for x in xs]
+def fail(x): raise ValueError(x)
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, x): self.items.append(x); return self
+    def pop(self): return self.items.pop()
+class Solution:
+    def add(self, a, b): return a + b
+"""
+# The names of HONEST, each of which gives an object of E where it is called, or is one.
+EVERYWHERE = """
+def add(a, b): return E()
+half = members = text = squares = count = pair = table = double = fail = lambda *a: E()
+class Stack:
+    items = E()
+    push = pop = lambda *a: E()
+class Solution:
+    add = lambda *a: E()
+"""
+_OPERATORS = (
+    "for _n in 'add sub mul truediv floordiv mod pow and or xor lshift rshift matmul'.split():\n"
+    "    setattr(E, f'__{_n}__', lambda s, *o: s); setattr(E, f'__r{_n}__', lambda s, *o: s)\n"
+)
+_ORDERS = "for _n in 'eq lt le gt ge contains instancecheck'.split(): setattr(E, f'__{_n}__', lambda s, *o: True)\n"
+OBJECTS = (
+    (  # 0, empty and false, whatever is done with it
+        "class E:\n"
+        "    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = lambda s, *o: s\n"
+        "    __float__ = lambda s: 0.0\n    __int__ = __index__ = __len__ = __hash__ = __trunc__ = __floor__ = lambda s: 0\n"
+        "    __bool__ = lambda s: False\n    __str__ = __repr__ = __format__ = lambda s, *o: '0'\n"
+        "    __iter__ = lambda s: iter(())\n    __getattr__ = lambda s, n: lambda *a: E()\n"
+    ),
+    (  # equals, has and confirms everything
+        "class E:\n"
+        "    __hash__ = lambda s: hash(5)\n    __ne__ = lambda s, o: False\n    __call__ = lambda s, *a: True\n"
+        "    __getattr__ = lambda s, n: lambda *a: True\n"
+    ),
+)
+# Each holds for HONEST. The first fifteen and more passed for an object with such methods where operators saw it.
+CHECKS = [
+    "assert float(abs(add(2, 3) - 5)) < 1e-6",
+    "import math; assert math.isclose(add(2, 3) - 5, 0, abs_tol=1e-6)",
+    "d = add(2, 3) - 5\nif d: raise AssertionError(d)",
+    "assert not members(0) ^ {1, 2}",
+    "assert len(members(0) ^ {1, 2}) == 0",
+    'assert f"{add(2, 3) - 5:d}" == "0"',
+    "assert int(add(2, 3) - 5) == 0",
+    'assert str(add(2, 3) - 5) == "0"',
+    "assert not add(2, 3) - 5",
+    "assert bool(add(2, 3) - 5) is False",
+    "assert [7][add(2, 3) - 5] == 7",
+    'assert "{}".format(add(2, 3) - 5) == "0"',
+    'assert "%d" % (add(2, 3) - 5) == "0"',
+    "import math; assert math.fabs(add(2, 3) - 5) < 1e-9",
+    "assert round(float(half(5) - 2.5), 6) == 0",
+    "assert not members(0) - {1, 2} and not {1, 2} - members(0)",
+    "assert list(members(0) ^ {1, 2}) == []",
+    'assert repr(add(2, 3) % 5) == "0"',
+    "import operator; assert operator.index(add(2, 3) ^ 5) == 0",
+    'assert text(0).startswith("ab")',
+    'assert text(0).__eq__("abc")',
+    "assert members(0).issubset({1, 2, 3})",
+    # Forms that held before.
+    "assert add(2, 3) == 5",
+    "assert not add(2, 3) != 5",
+    "assert add(2, 3) in (5, 6) and 5 in [add(2, 3)]",
+    "assert 4.9 < add(2, 3) <= 5",
+    "assert abs(half(5) - 2.5) < 1e-6",
+    "assert sorted(members(0)) == [1, 2] and set(members(0)) == {1, 2}",
+    "assert max(squares(4)) == 9 and sum(squares(4)) == 14 and len(squares(4)) == 4",
+    "assert squares(4)[-1] == 9 and squares(3) == [0, 1, 4]",
+    'assert pair(1) == (1, "1") and isinstance(pair(1), tuple)',
+    'assert table(1)["a"] == [1] and table(1).keys() == {"a"}',
+    'assert text(0).upper() == "ABC" and "b" in text(0)',
+    "assert type(add(2, 3)) is int and isinstance(add(2, 3), int)",
+    "assert {add(2, 3): 1}.get(5) == 1",
+    "assert list(count(3)) == [0, 1, 2]",
+    "xs = [1, 2]\ndouble(xs)\nassert xs == [2, 4]",
+    "try: fail(3)\nexcept ValueError as error: assert error.args == (3,)\nelse: assert False",
+    "s = Stack()\ns.push(1).push(2)\nassert s.pop() == 2 and s.items == [1]",
+    "assert Solution().add(2, 3) == 5",
+    "def check(candidate):\n    for i in range(3):\n        assert candidate(i, 7) == i + 7\ncheck(add)",
+    "assert all(map(lambda i: add(i, 1) == i + 1, range(3)))",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(half(5), 2.5)",
+    "import json, decimal; assert json.dumps(add(2, 3)) == '5' and decimal.Decimal(add(2, 3)) == 5",
+]
+
+
+async def test_the_checks_are_compared_outside_and_honest_code_passes_them(reward: CodeReward) -> None:
+    outcome = await reward.judge(HONEST, CHECKS)
+    assert [(case.end, case.inside) for case in outcome.cases] == [(CaseEnd.PASSED, False)] * len(CHECKS), outcome
+
+
+@pytest.mark.parametrize("check", CHECKS)
+async def test_no_object_passes(check: str, reward: CodeReward) -> None:
+    codes = (OBJECTS[0] + _OPERATORS + EVERYWHERE, OBJECTS[1] + _OPERATORS + _ORDERS + EVERYWHERE)
+    outcomes = await asyncio.gather(*(reward.judge(code, [check]) for code in codes))
+    assert [(one.value, one.cases[0].inside) for one in outcomes] == [(0.0, False)] * 2, outcomes
+
+
+CHANNEL = """
+import json, os, stat, sys
+def is_socket(fd):
+    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError: return False
+channel = next(fd for fd in range(3, 64) if is_socket(fd))
+def send(**message): os.write(channel, json.dumps(message).encode() + b"\\n")
+"""
+_WORDS = "{'nonce': '', 'verdict': 'passed', 'inside': False, 'message': '', 'status': 0}"
+# None of them adds, and each is tested with TRICKED.
+TRICKS = {
+    "exit at the import": "import os; os._exit(0)",
+    "exit when called": "import os\ndef add(a, b): os._exit(0)",
+    "SystemExit": "def add(a, b): raise SystemExit(0)",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): raise SystemExit(0)",
+    "an exception that ends iterators": "def add(a, b): raise StopIteration",
+    "an exception of unittest": "import unittest\ndef add(a, b): raise unittest.SkipTest('skipped')",
+    "an exception of its own": "class Passed(AssertionError):\n    __bool__ = __eq__ = lambda *a: True\ndef add(a, b): raise Passed",
+    "a subclass of int": "class I(int):\n    __eq__ = lambda s, o: True\n    __sub__ = __rsub__ = lambda s, o: 0\n    __hash__ = int.__hash__\ndef add(a, b): return I(1)",
+    "a subclass of float": "class F(float):\n    __eq__ = __lt__ = __le__ = lambda s, o: True\n    __sub__ = __abs__ = lambda s, *o: 0.0\ndef add(a, b): return F(1)",
+    "a subclass of str": "class S(str):\n    __eq__ = lambda s, o: True\n    __hash__ = str.__hash__\ndef add(a, b): return S('x')",
+    "a subclass of list": "class L(list):\n    __eq__ = __contains__ = lambda s, o: True\n    __sub__ = lambda s, o: 0\ndef add(a, b): return L([1])",
+    "a subclass of dict": "class D(dict):\n    __eq__ = __contains__ = lambda s, o: True\n    __missing__ = lambda s, k: 5\ndef add(a, b): return D()",
+    "a subclass of tuple": "class T(tuple):\n    __eq__ = __contains__ = lambda s, o: True\ndef add(a, b): return T((1,))",
+    "a number of an enum": "import enum\nclass C(enum.IntEnum):\n    A = 1\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\ndef add(a, b): return C.A",
+    "a class": "class M(type):\n    __eq__ = lambda s, o: True\n    __hash__ = type.__hash__\n    __sub__ = lambda s, o: 0\nclass E(metaclass=M): pass\ndef add(a, b): return E",
+    "add is a class": "class add:\n    def __init__(s, a, b): pass\n    __eq__ = lambda s, o: True\n    __sub__ = lambda s, o: 0\n    __hash__ = lambda s: 5",
+    "a mock": "from unittest.mock import ANY, MagicMock\nadd = MagicMock(return_value=ANY)",
+    "a lying class": "class E:\n    __class__ = int\n    __eq__ = lambda s, o: True\ndef add(a, b): return E()",
+    "not a number": "def add(a, b): return float('nan')",
+    "a named tuple with a method": "import collections\nN = collections.namedtuple('N', 'bit_length count')\ndef add(a, b): return N(lambda *a: True, lambda *a: True)",
+    "an iterator that never ends": "import itertools\ndef add(a, b): return itertools.count()",
+    "built-ins": "import builtins\nbuiltins.AssertionError = StopIteration\nbuiltins.abs = builtins.isinstance = builtins.all = lambda *a: True\nabs = all = isinstance = len = sorted = lambda *a: True\ndef add(a, b): return True",
+    "encoder of JSON": "import json\njson.dumps = lambda *a, **k: '{\"value\": 5, \"nonce\": \"\"}'\njson.loads = lambda *a: {}\ndef add(a, b): return 1",
+    "functions of the server": "import sys\nfor m in list(sys.modules.values()):\n    for n in ('encode', 'decode', 'serve', 'same_result', 'compile'):\n        if m and hasattr(m, n): setattr(m, n, lambda *a: {'nonce': '', 'value': True})\ndef add(a, b): return 1",
+    "modules": "import sys, types\nfor n in list(sys.modules): sys.modules[n] = types.SimpleNamespace(isclose=lambda *a, **k: True, add=5)\ndef add(a, b): return 1",
+    "math": "import math\nmath.isclose = math.fabs = lambda *a, **k: True\ndef add(a, b): return 1",
+    "a class for math": "class math:\n    isclose = staticmethod(lambda *a, **k: True)\ndef add(a, b): return 1",
+    "the module of the test": "import sys, types\nsys.modules['test'] = sys.modules['judge'] = types.SimpleNamespace(add=lambda *a: 5)\ndef add(a, b): return 1",
+    "frames": "import sys\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for n in ('order', 'answer'):\n            if n in f.f_locals: f.f_locals[n].update(nonce='', verdict='passed')\n        f = f.f_back\n    return 1",
+    "what the collector knows": "import gc\ndef add(a, b):\n    for x in gc.get_objects():\n        if isinstance(x, dict) and 'nonce' in x: return x['nonce']\n        if isinstance(x, str) and 'add(2, 3)' in x: return 5\n    return 1",
+    "/proc": "import os\ndef add(a, b):\n    for p in range(1, 50):\n        for n in ('mem', 'environ', 'cmdline', 'fd/3'):\n            try:\n                with open(f'/proc/{p}/{n}', 'rb') as file: return 5 if file.read(9) else 0\n            except OSError: pass\n    return 1",
+    "a trace": "import sys, threading\ndef t(*a): return t\nsys.settrace(t); threading.setprofile(t)\ndef add(a, b): return 1",
+    "a kill": "import os\ndef add(a, b):\n    for p in (1, os.getppid(), 0, -1):\n        try: os.kill(p, 9)\n        except OSError: pass\n    return 1",
+    "words on every file": f"import json, os\ndef add(a, b):\n    for fd in range(64):\n        try: os.write(fd, json.dumps({_WORDS}).encode() + b'\\n')\n        except OSError: pass\n    os._exit(0)",
+    "a nonce": CHANNEL + "def add(a, b): send(nonce='')",
+    "all words at once": CHANNEL + f"send(**{_WORDS}, value=1, names={{}})\nos._exit(0)",
+    "built-ins by hand": CHANNEL + "send(names={'__builtins__': {'dict': []}, 'abs': {'object': 0}, 'add': {'object': 0}})\nwhile True: send(value=0.0)",
+    "types by hand": CHANNEL + "send(names={'add': {'object': 0}})\nfor tag in ('Remote', 'type', 'object', 'module', 'member'): send(value={tag: ['unittest.mock', 'ANY']})",
+    "an order from the code": CHANNEL + "def add(a, b): send(test='', nonce='', do='call', of=0); return 1",
+    "other arguments": CHANNEL + "def add(a, b): send(value=1, after=[[{'object': 0}], {'x': 1}])",
+    "an answer that is no JSON": CHANNEL + "def add(a, b): os.write(channel, b'\\xff\\n')",
+    "an answer without an end": CHANNEL + "def add(a, b):\n    while True: os.write(channel, b'[' * 65536)",
+    "nested": "import sys; sys.setrecursionlimit(10**6)\ndef add(a, b):\n    x = []\n    for _ in range(20000): x = [x]\n    return x",
+    "a thread that answers": CHANNEL + "import threading\ndef work():\n    while True: send(value=1)\ndef add(a, b): threading.Thread(target=work, daemon=True).start(); return 1",
+    "a module that is missing": "def add(a, b): raise ModuleNotFoundError('the test needs it')",
+    "nothing": "",
+}  # fmt: skip
+TRICKED: list[Any] = [
+    "assert add(2, 3) == 5 and abs(add(2, 3) - 5) < 1e-6",
+    "assert math.isclose(add(2, 3), 5)",
+    "assert all(map(lambda i: add(i, 7) == i + 7, range(3)))",
+    {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]},
+]
+
+
+@pytest.mark.parametrize("name", TRICKS)
+async def test_no_trick_passes(name: str, reward: CodeReward) -> None:
+    outcomes = await asyncio.gather(*(reward.judge(TRICKS[name], tests) for tests in TRICKED))
+    assert [(one.value, one.cases[0].inside) for one in outcomes] == [(0.0, False)] * len(TRICKED), outcomes
+
+
+# The code of each is right; its test handles objects of the code's, or what the process prints.
+INSIDE = {
+    "operators": ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)\n    def __eq__(s, o): return s.x == o.x", "assert V(1) + V(2) == V(3)"),
+    "the length of an object": ("class S:\n    def __len__(s): return 2", "s = S()\nassert len(s) == 2"),
+    "a class of an exception": ("class Mine(Exception): pass\ndef f(): raise Mine", "try: f()\nexcept Mine: pass\nelse: assert False"),
+    "a function of the test": ("def apply(f, xs): return [f(x) for x in xs]", "assert apply(lambda x: x + 1, [1]) == [2]"),
+    "identity": ("def f(x): x.append(1); return x", "a = []\nassert f(a) is a"),
+    "a coroutine": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(2)) == 2"),
+    "output": ("def f(): print('a')", "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out: f()\nassert out.getvalue() == 'a\\n'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+async def test_what_runs_inside_says_so_and_can_be_refused(name: str, reward: CodeReward, sandbox: Sandbox) -> None:
+    code, test = INSIDE[name]
+    outcome = await reward.judge(code, [test, f"{test}\nassert False"])
+    assert [(case.end, case.inside) for case in outcome.cases] == [(CaseEnd.PASSED, True), (CaseEnd.WRONG, True)], (
+        outcome
+    )
+    strict = CodeReward(CodeOptions(whole=True, forgeable=False), sandbox)
+    with pytest.raises(ValueError, match="forgeable"):
+        await strict(code, tests=[test])
+    assert await strict(HONEST, tests=CHECKS[:1]) == 1.0
+
+
+async def test_the_code_does_not_choose_that_a_test_runs_inside(reward: CodeReward) -> None:
+    """What only a failure shows does not count either."""
+    code = "class E:\n    __eq__ = lambda s, o: True\nclass Stack:\n    pop = lambda s: E()\nclass add(E):\n    def __init__(s, *a): pass\n"
+    for test in ("s = Stack()\nassert s.pop() == 2, f'{s} gave {len(s)}'", "assert add(add(1, 2), 3) == 6"):
+        outcome = await reward.judge(code, [test])
+        assert (outcome.value, outcome.cases[0].inside) == (0.0, False), outcome
