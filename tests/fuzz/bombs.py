@@ -5,7 +5,6 @@ Each must be refused, or cost no more than its target allows (``execution``); no
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from io import BytesIO
@@ -121,10 +120,8 @@ def _files(size: int) -> Iterator[tuple[str, str, list[bytes]]]:
         yield "files.guardian", f"{text[:5]!r} without an end", [text + b"\n"]
         yield "user.recipe", f"{text[:5]!r} without an end", [b"a = " + text[: size // 64]]
         yield "rewards.verdict", f"{text[:5]!r} without an end", [text[:65536]]
-        yield "rewards.peer", f"{text[:5]!r} without an end", [b"", text]
-    nested = {"value": ["ref", 0], "objects": [["tuple", [["ref", n + 1]]] for n in range(50_000)] + [["list", []]]}
-    yield "rewards.peer", "tuples without an end", [b"", json.dumps(nested).encode()]
-    yield "rewards.peer", "a tuple in itself", [b"", b'{"value":["ref",0],"objects":[["tuple",[["ref",0]]]]}']
+        yield "rewards.code", f"{text[:5]!r} without an end", [b"", text]
+    yield "rewards.code", "tuples without an end", [b"", b'{"value":' + b'{"tuple":[' * 900 + b"]}" * 900 + b"}"]
     yield "rewards.call_answers", "a frame that claims", [b"\0", struct.pack("<I", (1 << 30) - 1) + b"x"]
     for claimed in (99_999_999, 1 << 40, (1 << 64) - 1):
         yield "user.safetensors", f"a header of {claimed}", [b"\0" * 8 + b"{}" + bytes(28)]

@@ -129,7 +129,7 @@ BUGS = (
         "    except UNDECODABLE as error:\n",
         "    except msgspec.MsgspecError as error:\n",
     ),
-    Bug("rewards.peer", "rewards.code.values", "AttributeError, RecursionError)", "AttributeError)"),
+    Bug("rewards.code", "rewards.code.values", "AttributeError, RecursionError)", "AttributeError)"),
     Bug(
         "rewards.cases",
         "rewards.code.cases",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import io
 import json
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import datetime
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,9 +18,10 @@ from streamrl.config.rewards import Reward
 from streamrl.rewards import call_frames
 from streamrl.rewards.call_frames import CallAnswer, CallOrder, FrameReader, answered_values
 from streamrl.rewards.code.answers import SandboxError, read_verdict, read_zygote_message
+from streamrl.rewards.code.calls import Channel, Code, CodeFailed, Remote
 from streamrl.rewards.code.cases import read_cases
-from streamrl.rewards.code.peer import ChannelEnded, CodeFailed, Peer
-from streamrl.rewards.code.values import Encoder, MalformedValue
+from streamrl.rewards.code.names import TextOfTest
+from streamrl.rewards.code.values import encode
 from streamrl.rewards.inspect import RewardInspection, read_inspections
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallFailure, CheckedValue
@@ -150,100 +155,51 @@ def zygote_messages() -> Target:
     return Target(name="rewards.zygote", messages=made, run=run, refusals=(SandboxError,))
 
 
-class _Scripted(Peer):
-    """The judge's end of the channel, which reads from memory."""
+class _Scripted(Channel):
+    """The channel of the judge, which reads from memory."""
 
     def __init__(self, incoming: bytes) -> None:
-        super().__init__(-1, is_judge=True)
-        self._incoming = incoming
-
-    def _read(self, size: int) -> bytes:
-        if size > len(self._incoming):
-            raise ChannelEnded("the other process is gone")
-        part, self._incoming = self._incoming[:size], self._incoming[size:]
-        return part
-
-    def _send(self, frame: dict[str, Any]) -> None:
-        json.dumps(frame)
+        self._incoming = io.BytesIO(incoming)
+        self._outgoing = io.BytesIO()
 
 
-def _given_function(number: int) -> int:
-    return number
+class _Point(NamedTuple):
+    x: int
+    y: int
 
 
-def peer_frames() -> Target:
-    """What the code says to the judge: its names, then answers and questions until nothing is left. The first frame
-    says whether names are expected."""
+class _Refused(Exception):
+    """``CodeFailed``, which is no ``Exception``, so that no test catches it."""
+
+
+def code_answers() -> Target:
+    """What the code says to the judge: its names, or the answer to a call. The first frame says which is expected."""
     values: list[Any] = [
-        1,
-        2.5,
-        "x",
-        None,
-        [1, [2, {"a": (3,)}]],
-        {1, "b"},
-        {(1, 2): b"\0"},
-        10**30,
-        1j,
-        range(3),
-        functools.partial(max),
-        frozenset([1]),
-        bytearray(b"x"),
-    ]
-    encoder = Encoder(lambda value: ["remote", 4])
-    answers = [
-        {"value": encoder.encode(value), "after": [[0, ["ref", 0]]], "objects": encoder.objects} for value in values
-    ]
-    raised = [
-        {"raised": [None, ["ValueError", "Exception"], ["ref", 0]], "objects": [["tuple", ["why"]]]},
-        {"raised": [["exception", 3, "Odd", ["Odd", "KeyError"]], ["Odd"], ["ref", 0]], "objects": [["tuple", []]]},
-    ]
-    asked = [
-        {"do": "call", "arguments": [["mine", 0], ["ref", 0], ["ref", 1]], "objects": [["list", [1]], ["dict", []]]},
-        {"do": "getattr", "arguments": [["mine", 0], "name"], "objects": []},
-    ]
-    names = [
-        {
-            "names": {
-                "f": ["remote", 1],
-                "x": ["ref", 0],
-                "math": ["module", "math"],
-                "sqrt": ["member", "math", "sqrt"],
-            },
-            "objects": [["named", [1, 2], "Point", ["x", "y"]], ["deque", [1], 4], ["ordered", [["a", 1]]]],
-        },
-        {
-            "names": {
-                "d": ["decimal", "1e5"],
-                "t": ["datetime", "2020-01-01T00:00:00"],
-                "r": ["range", "0x0", "0x5", "0x1"],
-                "q": ["fraction", "0x1", "0x3"],
-                "k": ["type", "int"],
-                "z": ["timedelta", 1, 2, 3],
-            },
-            "objects": [],
-        },
-    ]
+        1, 2.5, "x", None, [1, [2, {"a": (3,)}]], {1, "b"}, {(1, 2): b"\0"}, 10**2000, 1j, range(3), max,
+        bytearray(b"x"), deque([1], 4), _Point(1, 2), Decimal("1e5"), Fraction(1, 3), datetime(2020, 1, 1),
+    ]  # fmt: skip
+    data = [encode(value, lambda _: {"object": 4}) for value in values]
+    answers: list[Any] = [{"value": one, "after": [[one], {"b": 2}]} for one in data]
+    answers += [{"raised": [["Odd", "KeyError", "Exception"], ["why"]]}, {"raised": [["UnicodeDecodeError"], []]}]
+    names = {"f": {"object": 1}, "x": data[4], "math": {"module": "math"}, "sqrt": {"member": "math"}}
 
     def run(frames: Sequence[bytes]) -> str:
-        peer = _Scripted(b"".join(struct.pack("<I", len(frame)) + frame for frame in frames[1:]))
-        if frames and frames[0] == b"names":
-            return f"{min(3, len(peer.receive_names('f')))} names"
-        shared: list[Any] = [[1, 2]]
+        code = Code(_Scripted(b"".join(frame + b"\n" for frame in frames[1:])))
         try:
-            peer.request("call", _given_function, [shared], {})
+            if frames and frames[0] == b"names":
+                return f"{min(3, len(code.names((), 'f', TextOfTest())))} names"
+            code.ask("call", Remote(code, 0), [1, 2], b={})
+        except CodeFailed as error:
+            raise _Refused(str(error)) from error
         except Exception as error:
-            if error is peer.raised:
+            if error is code.raised:
                 return "raised over there"
             raise
         return "answered"
 
-    def framed(first: bytes, *contents: Any) -> tuple[Seed, ...]:
-        return message(seed(first, PLAIN), *(seed(json.dumps(content).encode(), JSON) for content in contents))
-
-    made = [framed(b"names", content) for content in names]
-    made += [framed(b"", content) for content in (*answers, *raised)]
-    made += [framed(b"", question, answers[0]) for question in asked]
-    return Target(name="rewards.peer", messages=made, run=run, refusals=(MalformedValue, ChannelEnded, CodeFailed))
+    made = [message(seed(b"", PLAIN), seed(json.dumps(answer).encode(), JSON)) for answer in answers]
+    made.append(message(seed(b"names", PLAIN), seed(json.dumps({"names": names}).encode(), JSON)))
+    return Target(name="rewards.code", messages=made, run=run, refusals=(_Refused,))
 
 
 def test_cases() -> Target:
@@ -277,7 +233,7 @@ def targets() -> list[Target]:
         inspections,
         verdicts,
         zygote_messages,
-        peer_frames,
+        code_answers,
         test_cases,
     ]
     return [make() for make in made]

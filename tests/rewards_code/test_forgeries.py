@@ -186,6 +186,12 @@ TRICKS = {
     "nested": "import sys; sys.setrecursionlimit(10**6)\ndef add(a, b):\n    x = []\n    for _ in range(20000): x = [x]\n    return x",
     "a thread that answers": CHANNEL + "import threading\ndef work():\n    while True: send(value=1)\ndef add(a, b): threading.Thread(target=work, daemon=True).start(); return 1",
     "a module that is missing": "def add(a, b): raise ModuleNotFoundError('the test needs it')",
+    "names of the checks": "import unittest.mock as math\nisclose = approx = all = map = lambda *a, **k: True\nadd = lambda a, b: math.ANY",
+    "all names": "class A(Exception): pass\nimport builtins\nfor n in dir(builtins):\n    if n not in ('__build_class__', '__import__'): globals()[n] = lambda *a, **k: True\ndef add(a, b): return True",
+    "an import that fails": "def add(a, b): import numpy.nowhere",
+    "a message that is too long": "def add(a, b): return 'x' * (17 << 20)",
+    "a cycle": "def add(a, b): x = []; x.append(x); return x",
+    "no Python": "def add(a, b) return a + b",
     "nothing": "",
 }  # fmt: skip
 TRICKED: list[Any] = [

@@ -1,4 +1,4 @@
-"""Snippets with asserts: what honest code may do, and what no code can make of a verdict."""
+"""Snippets with asserts: what honest code may do."""
 
 # ruff: noqa: E501, ISC004 - the programs read better as they are
 
@@ -116,137 +116,6 @@ async def test_honest_code_passes(name: str, reward: CodeReward) -> None:
     assert [case.end for case in outcome.cases] == [CaseEnd.PASSED, CaseEnd.WRONG], outcome
 
 
-# The code speaks the protocol of the channel itself.
-CHANNEL = """
-import json, os, stat, struct
-def is_socket(fd):
-    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError: return False
-channel = next(fd for fd in range(3, 64) if is_socket(fd))
-def send(frame):
-    content = json.dumps(frame).encode()
-    os.write(channel, struct.pack("<I", len(content)) + content)
-def receive():
-    size, = struct.unpack("<I", os.read(channel, 4))
-    content = b""
-    while len(content) < size: content += os.read(channel, size - len(content))
-    return json.loads(content)
-"""
-# Each is tested with `assert add(2, 3) == 5` and the like below, and does not add.
-FORGERIES = {
-    "exit 0 at once": "import os; os._exit(0)",
-    "exit 0 by exception": "raise SystemExit(0)",
-    "exit 0 when called": "import os\ndef add(a, b): os._exit(0)",
-    "exit when called": "def add(a, b): raise SystemExit(0)",
-    "an object that equals everything": "class E:\n    __eq__ = lambda s, o: True\n    __ne__ = lambda s, o: False\ndef add(a, b): return E()",
-    "a number that equals everything": "class E(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\ndef add(a, b): return E(1)",
-    "an object that is near everything": """
-class E:
-    def __getattr__(self, name): return lambda *a: 0
-    __sub__ = __rsub__ = __abs__ = __float__ = __round__ = lambda s, *o: 0.0
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __contains__ = lambda s, o: True
-def add(a, b): return E()
-""",
-    "other built-ins": """
-import builtins
-class A(Exception): pass
-for name in dir(builtins):
-    if name not in ("__build_class__", "__import__"): globals()[name] = lambda *a, **k: True
-builtins.AssertionError = builtins.abs = builtins.isinstance = lambda *a: True
-def add(a, b): return True
-""",
-    "an assertion that is no error": "import builtins\nbuiltins.AssertionError = StopIteration\ndef add(a, b): return 0",
-    "frames and garbage": """
-import gc, sys
-def add(a, b):
-    frame = sys._getframe()
-    while frame:
-        for scope in (frame.f_globals, frame.f_locals):
-            for name in ("expected", "result", "passed", "verdict"): scope[name] = True
-        frame = frame.f_back
-    for found in gc.get_objects():
-        if isinstance(found, dict) and "nonce" in found: return found
-        if isinstance(found, str) and "add(" in found: return eval(found.partition("==")[2])
-    return None
-""",
-    "words on every file": """
-import os
-def add(a, b):
-    for fd in range(64):
-        for text in (b'{"verdict": "passed", "nonce": "", "message": ""}', b'{"status": 0}\\n'):
-            try: os.write(fd, text)
-            except OSError: pass
-    os._exit(0)
-""",
-    "an answer of its own": """
-import json, os, struct
-def add(a, b):
-    for value in (["type", "object"], ["mine", 0], ["member", "unittest.mock", "ANY"], ["remote", 0], 5j and 1):
-        frame = json.dumps({"value": value, "objects": [], "after": []}).encode()
-        for fd in range(3, 64):
-            try: os.write(fd, struct.pack("<I", len(frame)) + frame)
-            except OSError: pass
-    return 0
-""",
-    "built-ins by hand": CHANNEL
-    + """
-atoms = [[name, ["remote", 0]] for name in ("abs", "all", "round")]
-send({"names": {"__builtins__": ["ref", 0], "add": ["remote", 0]}, "objects": [["dict", atoms]]})
-while True:
-    receive()
-    send({"value": 0.0, "objects": [], "after": []})
-""",
-    "a class made in the judge": CHANNEL
-    + """
-def add(a, b):
-    named = ["dict", [["__module__", "test"], ["__eq__", ["type", "bool"]]]]
-    table = [["list", ["X", ["ref", 1], ["ref", 2]]], ["tuple", [["type", "object"]]], named, ["dict", []]]
-    send({"do": "call", "arguments": [["type", "type"], ["ref", 0], ["ref", 3]], "objects": table})
-    made = receive().get("value") or [0, 0]
-    table = [["list", []], ["dict", []]]
-    send({"do": "call", "arguments": [["mine", made[1]], ["ref", 0], ["ref", 1]], "objects": table})
-    one = receive().get("value") or [0, 0]
-    send({"value": ["mine", one[1]], "objects": [], "after": []})
-    os._exit(0)
-""",
-    "names of its own for the test": """
-from unittest.mock import ANY
-import unittest.mock as math
-def all(x): return True
-isclose = approx = lambda *a, **k: True
-add = lambda a, b: ANY
-""",
-    "killing the judge": "import os, signal\ndef add(a, b):\n    for p in (1, os.getppid(), -1):\n        try: os.kill(p, 9)\n        except OSError: pass\n    return 0",
-    "a trace": "import sys, threading\nsys.settrace(lambda *a: None); threading.settrace(lambda *a: None)\ndef add(a, b): return 0",
-    "the module of the test": "import sys, types\nsys.modules['test'] = types.SimpleNamespace(add=1)\ndef add(a, b): return sys.modules",
-    "a missing module": "def add(a, b): import numpy.nowhere",
-    "a missing module, by hand": "def add(a, b): raise ModuleNotFoundError('the test needs it')",
-    "nothing": "",
-    "no Python": "def add(a, b) return a + b",
-    "a message that is too long": "def add(a, b): return 'x' * (17 << 20)",
-    "nested": "def add(a, b):\n    x = []\n    for _ in range(200000): x = [x]\n    return x",
-    "a cycle": "def add(a, b): x = []; x.append(x); return x",
-}  # fmt: skip
-CHECKS = [
-    "assert add(2, 3) == 5",
-    "def check(candidate):\n    assert candidate(2, 3) in [5]\ncheck(add)",
-    "assert abs(add(2, 3) - 5) < 1e-6",
-    "assert round(5.0 - add(2, 3)) == 0 and -add(2, 3) < -4",
-    "expected = [add(i, 7) for i in range(3)]\nassert all(a == b for a, b in zip(expected, [7, 8, 9]))",
-]
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-async def test_no_code_makes_its_own_verdict(name: str, reward: CodeReward) -> None:
-    outcomes = [await reward.judge(FORGERIES[name], [check]) for check in CHECKS]
-    assert [outcome.value for outcome in outcomes] == [0.0] * len(CHECKS), outcomes
-    assert "StopIteration" not in str(outcomes)  # it found the channel
-
-
-async def test_the_checks_of_the_forgeries_pass_for_what_is_right(reward: CodeReward) -> None:
-    assert await reward("def add(a, b): return a + b", tests=CHECKS) == 1.0
-
-
 async def test_the_code_does_not_find_what_is_expected(reward: CodeReward) -> None:
     """It looks through all memory that Python can see, before and while it is called, for the number."""
     source = """
@@ -262,22 +131,6 @@ def f(x): look(); return x
     assert [case.end for case in outcome.cases] == [CaseEnd.WRONG]
     assert "Assertion" in outcome.cases[0].message
     assert await reward(source, tests=["assert f(1) == 1"]) == 1.0
-
-
-async def test_what_the_code_may_do_to_objects_of_the_test(reward: CodeReward) -> None:
-    source = """
-def reach(f, node):
-    ways = [lambda: f.__globals__, lambda: f.__code__, lambda: node._hidden, lambda: f.x,
-            lambda: setattr(f, "y", 1), lambda: node.__dict__, lambda: setattr(node, "__class__", int)]
-    got = []
-    for number, way in enumerate(ways):
-        try: way(); got.append(number)
-        except TypeError: pass
-    return got
-"""
-    test = "class Node:\n    _hidden = 1\ndef f(): pass\nassert reach(f, Node()) == []"
-    outcome = await reward.judge(source, [test])
-    assert outcome.value == 1.0, outcome
 
 
 @pytest.mark.parametrize(

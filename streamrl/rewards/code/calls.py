@@ -11,14 +11,12 @@ import builtins
 import importlib
 import io
 import json
-import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import IO, Any
 
-from streamrl.rewards.code.names import MODULES, genuine_member, names_a_class
+from streamrl.rewards.code.names import MODULES, TextOfTest, names_a_class
 from streamrl.rewards.code.values import MALFORMED, PLAIN_ATTRIBUTES, decode, encode
 
-OwnNames = Callable[[Iterable[str]], Mapping[str, Any]]
 _LARGEST_MESSAGE = 16 << 20
 
 
@@ -34,8 +32,8 @@ class Channel:
     """Messages of JSON, a line each, over the socket ``fd``."""
 
     def __init__(self, fd: int) -> None:
-        self._incoming = io.BufferedReader(io.FileIO(fd, "r", closefd=False))
-        self._outgoing = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+        self._incoming: IO[bytes] = io.BufferedReader(io.FileIO(fd, "r", closefd=False))
+        self._outgoing: IO[bytes] = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises ``CodeFailed`` where nobody is at the other end."""
@@ -71,9 +69,9 @@ class Code:
         """Whether the test handed over what is not plain, even where it caught ``RunInside``."""
         self._channel = channel
 
-    def names(self, wanted: Iterable[str], entry_point: str, own: OwnNames) -> dict[str, Any]:
+    def names(self, wanted: Iterable[str], entry_point: str, text: TextOfTest) -> dict[str, Any]:
         """What the code defines, of the names that are ``wanted``. Built-in names stay the test's own, but for
-        ``entry_point``; ``own`` gives what else does, of the names that the code defines itself."""
+        ``entry_point``, and so does what ``text`` says, of the names that the code defines itself."""
         self._channel.send({"names": list(wanted)})
         found: dict[str, Any] = {}
         defined: dict[str, Any] = {}
@@ -94,30 +92,32 @@ class Code:
         for name, value in defined.items():
             if isinstance(value, Remote) and names_a_class(name):
                 value.streamrl_is_class = True
-        return found | defined | dict(own(defined))
+        return found | defined | text.own_names(entry_point, defined)
 
     def ask(self, what: str, remote: Remote, /, *arguments: Any, **named: Any) -> Any:
         """What a call ("call"), an attribute ("get"), "iter" or "next" of it gives. Arguments that the code changed
         are changed here."""
         given = encode([list(arguments), named], self._handle)
         self._channel.send({"do": what, "of": remote.streamrl_handle, "with": given})
+        return self._answer([*arguments, *named.values()], ending=what == "next")
+
+    def run_inside(self, setup: str, test: str, nonce: str) -> bool:
+        """Run the test in the process of the code. Raises what it raises there, by what that process says."""
+        self._channel.send({"setup": setup, "test": test, "nonce": nonce})
+        return bool(self._answer([]) == nonce)
+
+    def _answer(self, given: list[Any], *, ending: bool = False) -> Any:
         answer = self._channel.receive()
         try:
             if "after" in answer:
-                values, others = decode(answer["after"], self._remote)
-                _change([*arguments, *named.values()], [*values, *others.values()])
+                arguments, named = decode(answer["after"], self._remote)
+                _change(given, [*arguments, *named.values()])
             if "raised" not in answer:
                 return decode(answer["value"], self._remote)
-            self.raised = _exception(*decode(answer["raised"], self._remote), ending=what == "next")
+            self.raised = _exception(*decode(answer["raised"], self._remote), ending=ending)
         except MALFORMED as error:
             raise CodeFailed(f"an answer that cannot be read: {type(error).__name__}: {error}") from error
         raise self.raised
-
-    def run_inside(self, setup: str, test: str, nonce: str) -> str:
-        """Run the test in the process of the code; empty where it passed, by what that process says."""
-        self._channel.send({"setup": setup, "test": test, "nonce": nonce})
-        answer = self._channel.receive()
-        return "" if answer.get("nonce") == nonce else str(answer.get("raised"))
 
     def _handle(self, value: Any) -> dict[str, int]:
         if type(value) is Remote:
@@ -189,72 +189,3 @@ def _exception(kinds: list[str], arguments: Any, *, ending: bool) -> BaseExcepti
         except TypeError:  # one that asks for other arguments, as UnicodeDecodeError
             continue
     return RuntimeError("the code raised what is no exception")
-
-
-# -- the process of the code -------------------------------------------------------------------------------------------
-
-
-def serve(channel: Channel, module: types.ModuleType) -> None:
-    """Answer until nobody asks any more: ``CodeFailed``."""
-    given: list[Any] = []
-    handles: dict[int, int] = {}
-
-    def export(value: Any) -> Any:
-        for kind, base in _BASES.items():  # a Counter, a named tuple, an IntEnum
-            if isinstance(value, kind):
-                return encode(base(value), export)
-        if id(value) not in handles:
-            handles[id(value)] = len(given)
-            given.append(value)
-        return {"object": handles[id(value)]}
-
-    def resolve(_: str, handle: int) -> Any:
-        return given[handle]
-
-    def described(error: BaseException) -> list[Any]:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        try:
-            return [kinds, encode(list(error.args), export)]
-        except Exception:  # noqa: BLE001 - arguments that cannot travel, as text
-            return [kinds, [str(error)]]
-
-    names = vars(module)
-    while True:
-        order = channel.receive()
-        answer: dict[str, Any] = {}
-        try:
-            if "names" in order:
-                known = names.keys() & order["names"]
-                answer["names"] = {name: _marked(name, names[name]) or encode(names[name], export) for name in known}
-            elif "test" in order:
-                exec(compile(order["setup"], "setup", "exec", dont_inherit=True), names)
-                exec(compile(order["test"], "test", "exec", dont_inherit=True), names)
-                answer["nonce"] = order["nonce"]
-            else:
-                arguments, named = decode(order["with"], resolve)
-                answer["value"] = encode(_OPERATIONS[order["do"]](given[order["of"]], *arguments, **named), export)
-                after = encode([arguments, named], export)
-                if after != order["with"]:
-                    answer["after"] = after
-        except Exception as error:  # noqa: BLE001 - the test's to see
-            answer["raised"] = described(error)
-        channel.send(answer)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
-    "get": getattr,
-    "iter": iter,
-    "next": next,
-}
-_BASES: dict[type, Callable[[Any], Any]] = {
-    int: int, float: float, str: str.__str__, dict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset,
-}  # fmt: skip
-
-
-def _marked(name: str, value: Any) -> dict[str, str] | None:
-    """What says that a name is a module, or a member of one, which the test's process has itself."""
-    if isinstance(value, types.ModuleType):
-        return {"module": value.__name__}
-    genuine = genuine_member(name, value)
-    return None if genuine is None else {"member": genuine}

@@ -46,50 +46,47 @@ def _run_test(order: dict[str, Any], code: Code) -> tuple[str, str, bool]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return "broken", f"the test is no Python: {error}", False
     text = TextOfTest(*trees)
-    if order["call"] is None and text.must_run_inside():
-        return _run_inside(order, code)
-    message = _run_here(order, code, programs, text)
-    if order["call"] is None and code.must_run_inside:
-        return _run_inside(order, code)
-    if message.startswith(ModuleNotFoundError.__name__) and not isinstance(code.raised, ModuleNotFoundError):
-        return "broken", f"the test needs a module that the sandbox does not have: {message}", False
-    return ("failed" if message else "passed"), message, False
+    inside = order["call"] is None and text.must_run_inside()
+    if not inside:
+        message = _message(lambda: _run_here(order, code, programs, text))
+        inside = order["call"] is None and code.must_run_inside
+    if not inside:
+        if message.startswith(ModuleNotFoundError.__name__) and not isinstance(code.raised, ModuleNotFoundError):
+            return "broken", f"the test needs a module that the sandbox does not have: {message}", False
+    elif order["forgeable"]:
+        message = _message(lambda: code.run_inside(order["setup"], order["test"], secrets.token_hex(16)))
+    else:
+        return "broken", "it handles objects of the code's, and rewards.options.forgeable is false", True
+    return ("failed" if message else "passed"), message, inside
 
 
-def _run_here(order: dict[str, Any], code: Code, programs: list[types.CodeType], text: TextOfTest) -> str:
+def _message(passes: Callable[[], bool]) -> str:
     """What is wrong with the code; empty where nothing is."""
+    try:
+        return "" if passes() else "it gave something else than expected"
+    except (CodeFailed, RunInside) as error:
+        return str(error)
+    except BaseException as error:  # noqa: BLE001 - whatever the test or the code raises: not passed
+        return f"{type(error).__name__}: {error}"
+
+
+def _run_here(order: dict[str, Any], code: Code, programs: list[types.CodeType], text: TextOfTest) -> bool:
     entry_point = order["entry_point"]
     module = types.ModuleType("test")
     sys.modules["test"] = module
-    try:
-        wanted = {*re.findall(r"[^\W\d]\w*", f"{order['setup']}\n{order['test']}"), "Solution", entry_point}
-        names = code.names(wanted, entry_point, lambda defined: text.own_names(entry_point, defined))
-        function = names.pop(entry_point, None) if order["call"] else None
-        module.__dict__.update(names)
-        for program in programs:
-            exec(program, module.__dict__)
-        if order["call"]:
-            arguments, expected, tolerance = order["call"]
-            given = (function or getattr(names["Solution"](), entry_point))(*arguments)
-            # APPS wraps what a function returns in a list, in some of its tasks.
-            answers = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else ())]
-            if not any(same_result(given, answer, tolerance) for answer in answers):
-                return "it gave something else than expected"
-    except (CodeFailed, RunInside) as error:
-        return str(error) or "the code failed"
-    except BaseException as error:  # noqa: BLE001 - whatever the test or the code raises: not passed
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _run_inside(order: dict[str, Any], code: Code) -> tuple[str, str, bool]:
-    if not order["forgeable"]:
-        return "broken", "it handles objects of the code's, and rewards.options.forgeable is false", True
-    try:
-        message = code.run_inside(order["setup"], order["test"], secrets.token_hex(16))
-    except CodeFailed as error:
-        message = str(error)
-    return ("failed" if message else "passed"), message, True
+    wanted = {*re.findall(r"[^\W\d]\w*", f"{order['setup']}\n{order['test']}"), "Solution", entry_point}
+    names = code.names(wanted, entry_point, text)
+    function = names.pop(entry_point, None) if order["call"] else None
+    module.__dict__.update(names)
+    for program in programs:
+        exec(program, module.__dict__)
+    if order["call"] is None:
+        return True
+    arguments, expected, tolerance = order["call"]
+    given = (function or getattr(names["Solution"](), entry_point))(*arguments)
+    # APPS wraps what a function returns in a list, in some of its tasks.
+    answers = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else ())]
+    return any(same_result(given, answer, tolerance) for answer in answers)
 
 
 def _without_messages(tree: ast.Module) -> ast.Module:

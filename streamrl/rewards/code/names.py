@@ -139,19 +139,10 @@ class TextOfTest:
 
     def _bound(self) -> set[str]:
         """Names that the test itself gives a meaning to, somewhere."""
-        names: set[str] = set()
-        for node in self._nodes:
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                names.add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                names.add(node.name)
-            elif isinstance(node, ast.alias):
-                names.add((node.asname or node.name).partition(".")[0])
-        return names
+        stored = {node.id for node in self._nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        binding = [node for node in self._nodes if not isinstance(node, ast.keyword)]
+        named = {getattr(node, field, None) for node in binding for field in ("name", "asname", "arg")}
+        return stored | {str(name).partition(".")[0] for name in named}
 
 
 def _names(trees: Iterable[ast.AST]) -> set[str]:

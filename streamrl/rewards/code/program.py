@@ -11,10 +11,23 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
+from typing import Any
 
-from streamrl.rewards.code.calls import Channel, CodeFailed, serve
+from streamrl.rewards.code.calls import Channel, CodeFailed
+from streamrl.rewards.code.names import genuine_member
+from streamrl.rewards.code.values import decode, encode
 
 _FILE = "solution.py"
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
+    "get": getattr,
+    "iter": iter,
+    "next": next,
+}
+# What is of a subclass, as a Counter or a number of an enum, goes out as a value of the class.
+_BASES: dict[type, Callable[[Any], Any]] = {
+    int: int, float: float, str: str.__str__, dict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset,
+}  # fmt: skip
 
 
 def as_program(source_fd: int) -> Callable[[], int]:
@@ -31,9 +44,68 @@ def as_module(source_fd: int, channel_fd: int) -> Callable[[], int]:
         # Its own __main__ part must not run: the judge calls what it needs.
         module = _execute(source, "solution")
         with contextlib.suppress(CodeFailed):
-            serve(Channel(channel_fd), module)
+            _Answers(vars(module)).serve(Channel(channel_fd))
 
     return lambda: _ended(answer)
+
+
+class _Answers:
+    """Answers what the process of the test asks about the code's ``names``. Nobody trusts them."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._given: list[Any] = []
+        self._handles: dict[int, int] = {}
+
+    def serve(self, channel: Channel) -> None:
+        """Until nobody asks any more: ``CodeFailed``."""
+        while True:
+            order = channel.receive()
+            answer: dict[str, Any] = {}
+            try:
+                self._obey(order, answer)
+            except Exception as error:  # noqa: BLE001 - the test's to see
+                answer["raised"] = self._described(error)
+            channel.send(answer)
+
+    def _obey(self, order: dict[str, Any], answer: dict[str, Any]) -> None:
+        if "names" in order:
+            known = self._names.keys() & order["names"]
+            answer["names"] = {name: self._offered(name, self._names[name]) for name in known}
+        elif "test" in order:
+            for part in ("setup", "test"):
+                exec(compile(order[part], part, "exec", dont_inherit=True), self._names)
+            answer["value"] = order["nonce"]
+        else:
+            arguments, named = decode(order["with"], lambda _, handle: self._given[handle])
+            value = _OPERATIONS[order["do"]](self._given[order["of"]], *arguments, **named)
+            answer["value"] = encode(value, self._export)
+            after = encode([arguments, named], self._export)
+            if after != order["with"]:
+                answer["after"] = after
+
+    def _offered(self, name: str, value: Any) -> Any:
+        """A module, or a member of one, by its name: the process of the test has its own."""
+        if isinstance(value, types.ModuleType):
+            return {"module": value.__name__}
+        genuine = genuine_member(name, value)
+        return encode(value, self._export) if genuine is None else {"member": genuine}
+
+    def _export(self, value: Any) -> Any:
+        for kind, base in _BASES.items():
+            if isinstance(value, kind):
+                return encode(base(value), self._export)
+        if id(value) not in self._handles:
+            self._handles[id(value)] = len(self._given)
+            self._given.append(value)
+        return {"object": self._handles[id(value)]}
+
+    def _described(self, error: Exception) -> list[Any]:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        try:
+            return [kinds, encode(list(error.args), self._export)]
+        except Exception:  # noqa: BLE001 - arguments that cannot travel, as text
+            return [kinds, [str(error)]]
 
 
 def _prepare(source_fd: int) -> bytes:
