@@ -129,7 +129,12 @@ BUGS = (
         "    except UNDECODABLE as error:\n",
         "    except msgspec.MsgspecError as error:\n",
     ),
-    Bug("rewards.code", "rewards.code.values", "AttributeError, RecursionError)", "AttributeError)"),
+    Bug(
+        "rewards.code",
+        "rewards.code.calls",
+        '        except MALFORMED as error:\n            raise CodeFailed(f"an answer that cannot',
+        '        except ValueError as error:\n            raise CodeFailed(f"an answer that cannot',
+    ),
     Bug(
         "rewards.cases",
         "rewards.code.cases",

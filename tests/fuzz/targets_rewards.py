@@ -179,7 +179,7 @@ def code_answers() -> Target:
         bytearray(b"x"), deque([1], 4), _Point(1, 2), Decimal("1e5"), Fraction(1, 3), datetime(2020, 1, 1),
     ]  # fmt: skip
     data = [encode(value, lambda _: {"object": 4}) for value in values]
-    answers: list[Any] = [{"value": one, "after": [[one], {"b": 2}]} for one in data]
+    answers: list[Any] = [{"value": one, "after": [[one], {"dict": [["b", {"dict": []}]]}]} for one in data]
     answers += [{"raised": [["Odd", "KeyError", "Exception"], ["why"]]}, {"raised": [["UnicodeDecodeError"], []]}]
     names = {"f": {"object": 1}, "x": data[4], "math": {"module": "math"}, "sqrt": {"member": "math"}}
 

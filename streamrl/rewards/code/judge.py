@@ -42,10 +42,10 @@ def prepare(test_fd: int, verdict_fd: int, channel_fd: int) -> Callable[[], int]
 def _run_test(order: dict[str, Any], code: Code) -> tuple[str, str, bool]:
     try:
         trees = [ast.parse(order[part]) for part in ("setup", "test")]
-        programs = [compile(_without_messages(tree), "test", "exec", dont_inherit=True) for tree in trees]
+        text = TextOfTest(*trees)
+        programs = [compile(tree, "test", "exec", dont_inherit=True) for tree in trees]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return "broken", f"the test is no Python: {error}", False
-    text = TextOfTest(*trees)
     inside = order["call"] is None and text.must_run_inside()
     if not inside:
         message = _message(lambda: _run_here(order, code, programs, text))
@@ -87,11 +87,3 @@ def _run_here(order: dict[str, Any], code: Code, programs: list[types.CodeType],
     # APPS wraps what a function returns in a list, in some of its tasks.
     answers = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else ())]
     return any(same_result(given, answer, tolerance) for answer in answers)
-
-
-def _without_messages(tree: ast.Module) -> ast.Module:
-    """The same without the messages of its asserts: what only a failure shows must not decide where the test runs."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assert):
-            node.msg = None
-    return tree

@@ -42,10 +42,15 @@ def names_a_class(name: str) -> bool:
 
 
 class TextOfTest:
-    """The syntax tree of a test and of its setup."""
+    """The syntax trees of a test and of its setup. Takes the messages of their asserts away: what only a failure shows
+    must not decide where the test runs."""
 
     def __init__(self, *trees: ast.Module) -> None:
-        self._nodes = [node for tree in trees for node in ast.walk(tree)]
+        self._nodes: list[ast.AST] = [*trees]
+        for node in self._nodes:  # grows while it is read
+            if isinstance(node, ast.Assert):
+                node.msg = None
+            self._nodes.extend(ast.iter_child_nodes(node))
         used = {node.id for node in self._nodes if isinstance(node, ast.Name)} - self._bound()
         self._tested = {name for name in used if not (name in MODULES or name in _MEMBERS or hasattr(builtins, name))}
 
