@@ -279,7 +279,8 @@ def _free_space(recipe: Recipe) -> Iterator[str]:
 
 
 def _existing(directory: Path) -> Path:
-    return next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
+    places = [directory.absolute(), *directory.absolute().parents]
+    return next(path for path in places if path.exists() or path.is_symlink())
 
 
 def _unusable(name: str, path: str) -> list[str]:

@@ -34,6 +34,7 @@ from streamrl.errors import ProcessDied, RecipeError, StreamBroken, StreamRLErro
 from streamrl.observe.crash_bundle import write_crash_bundle
 from streamrl.preflight import going_on, preflight, resumed
 from streamrl.processes.control_operations import ControlOperations
+from streamrl.processes.exit_reason import leaves
 from streamrl.processes.remains import remove_half_written, remove_remains_of
 from streamrl.processes.run_inputs import NOT_RESUMED, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.processes.run_lock import RunLock
@@ -103,8 +104,9 @@ class Pipeline:
             return await self._start()
         except BaseException as error:
             self._let_go()
-            if isinstance(error, OSError) and error.filename is None:  # of a write
-                error.filename = str(self.run_directory if self._resumes else self.recipe.run.directory)
+            for leaf in leaves(error):
+                if isinstance(leaf, OSError) and leaf.filename is None:  # of a write
+                    leaf.filename = str(self.run_directory if self._resumes else self.recipe.run.directory)
             raise
 
     async def _open_directory(self) -> None:

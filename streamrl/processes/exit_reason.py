@@ -98,9 +98,9 @@ def first_cause(deaths: Iterable[Death]) -> Death:
 
 def reason_of(role: Role, error: BaseException) -> ExitReason:
     """Classify the exception that ended a process of ``role``; groups are reduced to the leaf that tells most."""
-    leaves = list(_leaves(error)) or [error]
-    causes = [leaf for leaf in leaves if not _is_consequence(role, leaf)]
-    told = causes[0] if causes else leaves[0]
+    found = list(leaves(error)) or [error]
+    causes = [leaf for leaf in found if not _is_consequence(role, leaf)]
+    told = causes[0] if causes else found[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
     if role is Role.CONTROLLER and causes and not isinstance(told, _MAY_PASS):
         kind = ExitKind.VERDICT
@@ -135,7 +135,7 @@ def reason_path(run_directory: Path, name: str) -> Path:
 
 def exit_code_of(error: BaseException) -> int:
     """Exit code for the exception that ended a process: that of a ``SystemExit``, of a full disk, or 1."""
-    for leaf in _leaves(error):
+    for leaf in leaves(error):
         cause: BaseException | None = leaf
         while cause is not None:
             if getattr(cause, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
@@ -185,10 +185,11 @@ def _says_all(death: Death) -> bool:
     return isinstance(getattr(errors, death.reason.message.partition(":")[0], None), type)
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, or all in a group, but for those of being cancelled."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from leaves(inner)
     elif not isinstance(error, asyncio.CancelledError):
         yield error
 
