@@ -52,6 +52,7 @@ cd {root}; export ROOT={root} BASE={base} RECIPE={recipe}
 python={python}; given=({given} --set run.directory={root}/runs)
 train() {{ exec_ train "$RECIPE" "${{given[@]}}" "$@"; }}
 dry() {{ train --dry-run "$@"; }}
+background() {{ exec $wrap "$python" -m streamrl train "$RECIPE" "${{given[@]}}" "$@"; }}
 resume() {{ exec_ resume "$@"; }}
 exec_() {{ $wrap "$python" -m streamrl "$@"; }}
 steps() {{ cat runs/odd-*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"'; }}
@@ -109,7 +110,7 @@ def resumed(name: str, damage: str, arguments: str = "", *, expects: str = "done
 
 def signalled(name: str, when: str, then: str, *, expects: str = "done", steps: int | None = None) -> Case:
     """A run of 60 steps that gets signals."""
-    script = f"train --set run.steps=60 & pid=$!; {when}; {then}; wait $pid"
+    script = f"background --set run.steps=60 & pid=$!; {when}; {then}; wait $pid"
     return Case(f"signal: {name}", expects, script, steps)
 
 
@@ -120,7 +121,7 @@ def mounted(case: Case, *, unshared: str = "-m") -> Case:
 
 TMPFS = "mkdir -p $ROOT/disk; mount -t tmpfs -o {} none $ROOT/disk;"
 DISK = "--set run.directory=$ROOT/disk/runs"
-EDIT = "train --set run.steps=6 --set prompts.train=$ROOT/rows.jsonl & pid=$!; await 1; {}; wait $pid"
+EDIT = "background --set run.steps=6 --set prompts.train=$ROOT/rows.jsonl & pid=$!; await 1; {}; wait $pid"
 ROWS = "head -4 " + str(RECIPE.parent / "train.jsonl") + " > rows.jsonl;"
 PROMPTS = "--set prompts.train=$ROOT/{}"
 
@@ -280,13 +281,13 @@ def signals() -> Iterator[Case]:
     for name in ("INT", "TERM", "HUP"):
         kill = f"kill -{name} $pid"
         yield signalled(f"{name} after a step", "await 1", kill)
-        yield signalled(f"{name} at once", "sleep 0.3", kill, expects="either")
+        yield signalled(f"{name} as it starts", "until [ -d runs ]; do sleep 0.02; done", kill, expects="either")
     yield signalled("TERM twice", "await 1", "kill -TERM $pid; sleep 0.2; kill -TERM $pid", expects="either")
     yield signalled("HUP, then the terminal is gone", "exec >&-; await 1", "kill -HUP $pid")
     yield Case(
         "signal: HUP under nohup",
         "done",
-        "wrap=nohup; train --set run.steps=6 & pid=$!; await 1; kill -HUP $pid; wait $pid",
+        "wrap=nohup; background --set run.steps=6 & pid=$!; await 1; kill -HUP $pid; wait $pid",
         6,
     )
     yield signalled(
@@ -296,7 +297,7 @@ def signals() -> Iterator[Case]:
     yield Case(
         "signal: KILL, then resume",
         "done",
-        "train --set run.steps=9 & pid=$!; await 2; kill -KILL $pid; wait $pid; sleep 2; resume runs/latest",
+        "background --set run.steps=9 & pid=$!; await 2; kill -KILL $pid; wait $pid; sleep 2; resume runs/latest",
         9,
     )
 

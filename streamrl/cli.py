@@ -190,7 +190,6 @@ def _add_simulation(commands: argparse._SubParsersAction[argparse.ArgumentParser
     simulate.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps that count (default 40)")
     simulate.add_argument("--warm-up", type=int, default=10, metavar="N", help="steps before them (default 10)")
     simulate.add_argument("--seed", type=int, default=0, help="of lengths and rewards")
-    simulate.add_argument("--out", type=Path, metavar="DIR", help="where the pictures go (default: a new directory)")
     simulate.add_argument("--json", action="store_true", help="the reports as a JSON array")
     simulate.set_defaults(run=_simulate)
 
@@ -358,7 +357,6 @@ def _simulate(options: argparse.Namespace) -> int:
             steps=options.steps,
             warm_up=options.warm_up,
             seed=options.seed,
-            out=options.out,
             as_json=options.json,
         )
     )

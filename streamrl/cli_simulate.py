@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLen
 from streamrl.simulate.recording import load_recording
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
-from streamrl.simulate.timeline import Timeline
 
 PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
@@ -41,7 +39,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     warm_up: int
     seed: int
-    out: Path | None
     as_json: bool
 
 
@@ -58,25 +55,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     cluster: str
     took_s: float
-    picture: str
     report: SimulationReport
 
 
 def simulate_recipe(request: Request) -> int:
-    """Simulate each candidate, print the table (or JSON), write the pictures and print their paths."""
+    """Simulate each candidate, print the tables (or JSON)."""
     refuse_impossible_numbers(request.steps, request.warm_up, request.seed)
     chosen = candidates(request)
     name, model, lengths = _world(request)
-    out = request.out or Path(tempfile.mkdtemp(prefix="streamrl-simulate-"))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError([f"--out {out}: {error.strerror}: name a directory that can be written to"]) from error
     console = Console(stderr=True)
     cap = model.lengths.cap if lengths is None else lengths.cap
     for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
         print(f"note: {note}", file=sys.stderr)
-    outcomes = [_simulate_one(candidate, request, name, model, lengths, out, console) for candidate in chosen]
+    outcomes = [_simulate_one(candidate, request, name, model, lengths, console) for candidate in chosen]
     if request.as_json:
         print(msgspec.json.format(msgspec.json.encode(outcomes), indent=2).decode())
         return 0
@@ -84,8 +75,6 @@ def simulate_recipe(request: Request) -> int:
     wide.print(f"cluster {name}: {_cluster_sentence(model)}")
     for table in (speed_table(outcomes), quality_table(outcomes), kinds_table(outcomes)):
         wide.print(table)
-    for outcome in outcomes:
-        print(f"timeline of {outcome.name}: {outcome.picture}")
     return 0
 
 
@@ -134,11 +123,9 @@ def _simulate_one(
     name: str,
     model: ClusterModel,
     lengths: LengthSource | None,
-    out: Path,
     console: Console,
 ) -> Outcome:
     engines = engine_plan(candidate.recipe, model)
-    timeline = Timeline(engines.most_engines(model))
     begun = time.monotonic()
     total = request.steps + request.warm_up
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -157,15 +144,10 @@ def _simulate_one(
             in_flight=candidate.recipe.rollout.in_flight,
             seed=request.seed,
             warm_up=request.warm_up,
-            timeline=timeline,
             progress=progress,
             engines=engines,
         )
-    picture = out / f"{''.join(c if c.isalnum() or c in '-_' else '-' for c in candidate.name)}.svg"
-    picture.write_text(timeline.svg(f"{candidate.name} on cluster {name}, simulated"), encoding="utf-8")
-    return Outcome(
-        name=candidate.name, cluster=name, took_s=time.monotonic() - begun, picture=str(picture), report=report
-    )
+    return Outcome(name=candidate.name, cluster=name, took_s=time.monotonic() - begun, report=report)
 
 
 def _cluster_sentence(model: ClusterModel) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
@@ -15,13 +15,11 @@ from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, 
 from streamrl.simulate.routing import LeastLoaded
 from streamrl.types import TrajectoryId
 
-Watch = Callable[[int, float, int], None]
-
 
 class SimulatedRollout:
     """``requests``: all trajectories that have not ended, those that are being scored included. Whoever changes
     something calls ``settle`` before time goes on. ``aborted``: requests were stopped since it was last set to False;
-    ``watch`` is told (engine, time, running requests). ``engines``: those of the largest set, of which the first
+    ``engines``: those of the largest set, of which the first
     ``serving`` ones serve; ``together``: what runs on all of them; ``fullest``: largest share of a cache that was in
     use when a request ended, since it was last set to 0. ``verifies_losers``: what was cancelled keeps its tokens until
     the same draw is launched again."""
@@ -30,7 +28,6 @@ class SimulatedRollout:
         self,
         model: ClusterModel,
         agenda: Agenda,
-        watch: Watch | None = None,
         *,
         most: int = 0,
         verifies_losers: bool = False,
@@ -42,7 +39,6 @@ class SimulatedRollout:
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
         self._agenda = agenda
-        self._watch = watch
         self._kept: dict[tuple[int, int], float] | None = {} if verifies_losers else None
         self._most_open = 0
         self._routes = LeastLoaded(model.engines.count)
@@ -249,8 +245,6 @@ class SimulatedRollout:
             due = engine.next_event()
             if due < NEVER:
                 self._agenda.add(due, Kind.ENGINE, index, engine.stamp)
-            if self._watch is not None:
-                self._watch(index, now, len(engine.running))
         self._dirty.clear()
 
     def measure(self) -> on.EnginesMeasured:

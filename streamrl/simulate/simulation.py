@@ -29,7 +29,6 @@ from streamrl.simulate.lengths import LengthSource, ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import RewardServers, TrainerClock
-from streamrl.simulate.timeline import Timeline
 from streamrl.types import FinishReason
 
 MEASURE_INTERVAL_S = 0.25
@@ -46,7 +45,6 @@ def simulate(
     in_flight: InFlight = InFlight.KEEP,
     seed: int = 0,
     warm_up: int = 0,
-    timeline: Timeline | None = None,
     progress: Callable[[int], None] | None = None,
     engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
 ) -> SimulationReport:
@@ -58,7 +56,7 @@ def simulate(
     """
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
     source = lengths or ModelledLengths(model.lengths, seed)
-    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, timeline=timeline, engines=engines)
+    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, engines=engines)
     return simulation.run(warm_up, progress)
 
 
@@ -73,16 +71,14 @@ class Simulation:
         *,
         in_flight: InFlight = InFlight.KEEP,
         seed: int = 0,
-        timeline: Timeline | None = None,
         engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
     ) -> None:
         self.core = ControlState(settings)
         self.model = model
         self.agenda = Agenda()
-        watch = timeline.running if timeline is not None else None
         verifies = settings.tail_batching.verifies
         most_engines = engines.most_engines(model)
-        self.rollout = SimulatedRollout(model, self.agenda, watch, most=most_engines, verifies_losers=verifies)
+        self.rollout = SimulatedRollout(model, self.agenda, most=most_engines, verifies_losers=verifies)
         most = model.engines.count * model.engine.max_running
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
@@ -101,7 +97,6 @@ class Simulation:
             self._switch = SimulatedSwitch(self.rollout, model, engines.sets, settings.steps)
         self._start_s = model.engines.start_s if engines.release is ReleaseKind.STOP else 0.0
         self._engines_back = 0.0
-        self._timeline = timeline
         self._answers: deque[on.ControlEvent] = deque()
         self._telling = False
         self._next_prompt = 0
@@ -301,8 +296,6 @@ class Simulation:
         self.rollout.resume(recompute=self._recompute)
         self._trainer.advance(now)
         row = self.ledger.live(now, version, self._trainer.worked_s)
-        if self._timeline is not None:
-            self._timeline.step(row, now)
         if version == self._warm_up:
             self.ledger.begin(now)
         if self._progress is not None:

@@ -23,7 +23,6 @@ from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.routing import LeastLoaded
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
-from streamrl.simulate.timeline import Timeline
 
 POLICIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -55,9 +54,7 @@ def test_every_policy_ends_accounted_for_and_within_its_staleness(name: str) -> 
     chosen = control_settings(**POLICIES[name])
     model = with_part(TINY, "reward", median_s=0.01, sigma=1.0, concurrency=3)
     model = with_part(model, "push", seconds=0.02, pause_s=0.01)
-    simulation = Simulation(
-        msgspec.structs.replace(chosen, steps=30), model, ModelledLengths(model.lengths), timeline=Timeline(2)
-    )
+    simulation = Simulation(msgspec.structs.replace(chosen, steps=30), model, ModelledLengths(model.lengths))
     report = simulation.run()
     accounting = simulation.core.accounting()
     assert report.finished == "finished" and report.steps == 30
