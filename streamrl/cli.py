@@ -1,5 +1,5 @@
-"""``streamrl``: train, resume, check, watch, serve, keys, reward, replay, clean, simulate, calibrate, what-if, bench,
-explain.
+"""``streamrl``: train, resume, check, watch, serve, keys, reward, samples, replay, clean, simulate, calibrate, what-if,
+bench, explain.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.
 

@@ -1,4 +1,4 @@
-"""The command line of ``streamrl replay`` and ``streamrl clean``, without what it takes to run them."""
+"""The command line of ``streamrl samples``, ``replay`` and ``clean``, without what it takes to run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from pathlib import Path
 
 
 def add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """What is asked of a run that has ended, or was killed."""
+    """What is asked of a run that has ended, or was killed; of its completions also while it runs."""
+    samples = commands.add_parser(
+        "samples",
+        help="completions of a run, with their rewards",
+        description="Show the best, the worst and a random completion of training steps and evaluations.",
+    )
+    samples.add_argument("run_directory", metavar="RUN", type=Path, help="the directory of a run, such as runs/latest")
+    samples.add_argument("--step", type=_steps, default=(), metavar="N,...", help="steps (default: the last)")
+    samples.add_argument("--best", action="append_const", dest="kinds", const="best", help="the best one only")
+    samples.add_argument("--worst", action="append_const", dest="kinds", const="worst", help="the worst one only")
+    samples.set_defaults(run=_samples)
+
     replay = commands.add_parser(
         "replay",
         help="what control knew when a run failed: from its crash bundle, or its directory",
@@ -36,6 +47,16 @@ def add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     clean.add_argument("--dry-run", action="store_true", help="say what would be removed")
     clean.set_defaults(run=_clean)
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _samples(options: argparse.Namespace) -> int:
+    from streamrl.cli_samples import show_samples
+
+    return show_samples(options.run_directory, options.step, options.kinds or ("best", "worst", "random"))
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -16,13 +17,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 from rich.console import Console
 
+from streamrl.cli import recipe_file
 from streamrl.cli_reward_arguments import RewardTestRequest
 from streamrl.cli_reward_changes import reward_option
-from streamrl.cli_reward_completions import CompletedGroup, PlainText, groups_from_engine, groups_from_file
+from streamrl.cli_reward_completions import (
+    CompletedGroup,
+    PlainText,
+    groups_from_engine,
+    groups_from_file,
+    recipe_of_model,
+)
 from streamrl.cli_reward_report import RewardReport, rich_report, summarize
-from streamrl.config.load import resolve_function
+from streamrl.config.load import load_recipe, resolve_function
+from streamrl.config.recipe import Recipe
 from streamrl.config.rewards import Reward, RewardLimits
 from streamrl.errors import RecipeError
 from streamrl.observe.printable import log_to, printable
@@ -83,23 +93,46 @@ async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     signature = _signature(reward)
     columns = needed_columns([signature])
-    model = request.engine or request.tokenizer
+    recipe = None if request.completions is not None else _sampling_recipe(request)
+    model = request.tokenizer if recipe is None else recipe.model.path
     tokenizer: Tokenizer = load_tokenizer(model) if model is not None else PlainText()
     source = open_prompts(request.prompts, tokenizer, seed=0, shuffle=False)
     try:
-        if request.completions is not None:
+        if recipe is None:
+            assert request.completions is not None, "without completions there is a recipe"
             groups = await groups_from_file(request.completions, source, request.prompt_count, tokenizer)
             _require_columns(request, [group.prompt for group in groups], columns)
         else:
             prompts = await source.draw(min(request.prompt_count, source.size or request.prompt_count))
             _require_columns(request, prompts, columns)
-            groups = await _sampled(request, prompts)
+            _say(f"starting {recipe.model.path}: {len(prompts)} prompts x {request.samples} completions")
+            groups = await groups_from_engine(recipe, prompts, request.samples)
+            # vLLM's objects are in cycles: one that is left until this process ends complains on stderr.
+            gc.collect()
     finally:
         await source.aclose()
     outcomes, seconds = await _score(reward, groups, tokenizer)
+    bytes_for_tokens = model is None and "token_ids" in signature.provided
     return summarize(
-        reward.label, outcomes, groups, seconds, bytes_for_tokens=model is None and "token_ids" in signature.provided
+        reward.label, outcomes, groups, seconds, decode=tokenizer.decode, bytes_for_tokens=bytes_for_tokens
     )
+
+
+def _sampling_recipe(request: RewardTestRequest) -> Recipe:
+    """What completions are sampled by: a recipe, of which a model alone is named perhaps. Raises ``RecipeError``."""
+    here = Path("recipe.toml")
+    if request.engine is not None:
+        recipe = recipe_of_model(request.engine)
+    elif request.recipe is not None or here.is_file():
+        recipe = load_recipe(recipe_file(request.recipe or here))
+    else:
+        remedy = "name --completions FILE, --engine MODEL or --recipe RECIPE"
+        raise RecipeError([f"there is nothing to score: {remedy}, or start this in a directory with a recipe.toml"])
+    given = {"max_tokens": request.max_tokens, "temperature": request.temperature}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if any(value <= 0 for value in chosen.values()):
+        raise RecipeError(["--max-tokens and --temperature must be above 0: correct them"])
+    return structs.replace(recipe, sampling=structs.replace(recipe.sampling, **chosen))
 
 
 def _signature(reward: Reward) -> RewardSignature:
@@ -118,14 +151,6 @@ def _require_columns(
     for number, prompt in enumerate(prompts, start=1):
         if missing := missing_columns(prompt, columns):
             raise RecipeError([f"prompts {request.prompts}, prompt {number} {line}" for line in missing])
-
-
-async def _sampled(request: RewardTestRequest, prompts: Sequence[Prompt]) -> list[CompletedGroup]:
-    assert request.engine is not None, "the command line asks for completions or an engine"
-    _say(f"starting {request.engine}: {len(prompts)} prompts x {request.samples} completions")
-    return await groups_from_engine(
-        request.engine, prompts, request.samples, max_tokens=request.max_tokens, temperature=request.temperature
-    )
 
 
 def _say(text: str) -> None:

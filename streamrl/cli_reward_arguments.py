@@ -14,7 +14,8 @@ from streamrl.cli_reward_changes import add_changes
 
 class RewardTestRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line asked for. ``prompt_count``: prompts, at most; ``samples``: completions of each, from an
-    engine. ``tokenizer``: a model directory, for rewards that look at token ids of completions from a file."""
+    engine: of the model ``engine``, or of ``recipe`` (None: ``recipe.toml`` of the current directory). ``tokenizer``: a
+    model directory, for rewards that look at token ids of completions from a file."""
 
     function: str
     prompts: str
@@ -23,9 +24,10 @@ class RewardTestRequest(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 8
     completions: Path | None = None
     engine: Path | None = None
+    recipe: Path | None = None
     tokenizer: Path | None = None
-    max_tokens: int = 512
-    temperature: float = 1.0
+    max_tokens: int | None = None
+    temperature: float | None = None
     time_limit_s: float = 30.0
     memory_mib: int = 1024
     environment: tuple[str, ...] = ()
@@ -48,14 +50,17 @@ def add_reward(
     test.add_argument("function", metavar="FUNCTION", help="module:function, file.py:function, or a built-in reward")
     test.add_argument("--prompts", required=True, metavar="PROMPTS", help="what prompts.train of a recipe may say")
     test.add_argument("-n", type=int, default=32, dest="prompt_count", metavar="N", help="prompts (default 32)")
-    given = test.add_mutually_exclusive_group(required=True)
+    given = test.add_mutually_exclusive_group()
     given.add_argument(
         "--completions", type=Path, metavar="FILE", help='JSONL: "completion" with "prompt_id" or "prompt"'
     )
     given.add_argument("--engine", type=Path, metavar="MODEL", help="sample them from this model directory with vLLM")
-    test.add_argument("--samples", type=int, default=8, metavar="G", help="completions of a prompt (--engine; 8)")
-    test.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of a completion (--engine; 512)")
-    test.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of sampling (--engine; 1)")
+    given.add_argument(
+        "--recipe", type=Path, metavar="RECIPE", help="sample them as this recipe does (default: recipe.toml here)"
+    )
+    test.add_argument("--samples", type=int, default=8, metavar="G", help="sampled completions of a prompt (8)")
+    test.add_argument("--max-tokens", type=int, metavar="N", help="of one (default: the recipe's, else 512)")
+    test.add_argument("--temperature", type=float, metavar="T", help="of sampling (default: the recipe's, else 1)")
     test.add_argument("--tokenizer", type=Path, metavar="MODEL", help="for token_ids of completions from a file")
     test.add_argument(
         "--option", action="append", default=[], dest="options", metavar="KEY=VALUE", help="one of rewards.options"

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.engines.engine_options import engine_options
+from streamrl.config.recipe import Model, Prompts, Recipe, Reward
+from streamrl.config.topology import ProcessPlan, Role
 from streamrl.errors import UNDECODABLE, RecipeError
 from streamrl.messages import Generate
 from streamrl.stages.prompts import PromptSource
@@ -173,35 +174,37 @@ def _trajectory(
     )
 
 
-async def groups_from_engine(
-    model: Path, prompts: Sequence[Prompt], samples: int, *, max_tokens: int, temperature: float
-) -> list[CompletedGroup]:
-    """``samples`` completions of each prompt, from a vLLM engine that lives as long as this takes.
+def recipe_of_model(model: Path) -> Recipe:
+    """A recipe of which only the model counts."""
+    return Recipe(
+        model=Model(path=str(model)), prompts=Prompts(train="none.jsonl"), rewards=(Reward(function="none:none"),)
+    )
+
+
+async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples: int) -> list[CompletedGroup]:
+    """``samples`` completions of each prompt, from an engine of ``recipe`` that lives as long as this takes.
 
     Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies.
     """
-    from streamrl.engines.vllm_engine import VllmEngine
+    from streamrl.processes.engine_process import engine_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     at_once = min(_MOST_AT_ONCE, len(prompts) * samples)
-    recipe = Recipe(
-        model=Model(path=str(model)),
-        prompts=Prompts(train="unused.jsonl"),
-        rewards=(Reward(function="unused:unused"),),
-        sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
-        engines=Engines(max_running=at_once, max_context=longest + max_tokens),
-    )
+    context = longest + recipe.sampling.max_tokens
+    engines = structs.replace(recipe.engines, count=1, sets=(), max_running=at_once, max_context=context)
+    recipe = structs.replace(recipe, engines=engines)
     with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
-        engine = VllmEngine(engine_options(recipe, 0, sockets))
+        engine = engine_of(recipe, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))
         places = asyncio.Semaphore(at_once)
 
         async def sample(group: int, index: int, prompt: Prompt) -> Trajectory:
             request = Generate(
                 request_id=f"{group}.{index}",
                 token_ids=prompt.token_ids,
-                max_tokens=max_tokens,
+                max_tokens=recipe.sampling.max_tokens,
                 seed=group * samples + index,
-                temperature=temperature,
+                temperature=recipe.sampling.temperature,
+                top_p=recipe.sampling.top_p,
             )
             async with places:
                 completion = await engine.generate(request)

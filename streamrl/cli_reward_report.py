@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from rich.console import Group
@@ -13,11 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.cli_reward_completions import CompletedGroup
+from streamrl.control.sample_files import sample_of
 from streamrl.observe.printable import printable
+from streamrl.observe.sample_text import sample_block
 from streamrl.rewards.scoring import Outcome
-from streamrl.types import RewardFailure, ScoredTrajectory
+from streamrl.run_events import CompletionSampled
+from streamrl.types import RewardFailure, ScoredTrajectory, TokenArray
 
 _BINS = 10
+_EXAMPLES, _EXAMPLE_TEXT = 5, 400
 _BAR = 40
 _MOST_MESSAGES = 5
 _LATE_SHARE = 0.5
@@ -81,6 +85,7 @@ class RewardReport(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float
     failures: tuple[FailureCount, ...]
     signal: GroupSignal
+    examples: tuple[CompletionSampled, ...] = ()
     bytes_for_tokens: bool = False
 
 
@@ -90,9 +95,10 @@ def summarize(
     groups: Sequence[CompletedGroup],
     seconds: float,
     *,
+    decode: Callable[[TokenArray], str],
     bytes_for_tokens: bool = False,
 ) -> RewardReport:
-    """The report of ``outcomes``: those of each group, in its order."""
+    """The report of ``outcomes``: those of each group, in its order. ``decode``: text of token ids."""
     every = [outcome for group in outcomes for outcome in group]
     by_group = [[o.reward for o in group if isinstance(o, ScoredTrajectory)] for group in outcomes]
     values = [value for group in by_group for value in group]
@@ -112,8 +118,17 @@ def summarize(
         limit_s=max((call.limit_s for call in calls), default=0.0),
         failures=tuple(FailureCount(kind, message, count) for (kind, message), count in failed.most_common()),
         signal=signal_of(by_group),
+        examples=_examples(every, decode),
         bytes_for_tokens=bytes_for_tokens,
     )
+
+
+def _examples(outcomes: Sequence[Outcome], decode: Callable[[TokenArray], str]) -> tuple[CompletionSampled, ...]:
+    """A few completions, from the least value to the greatest."""
+    ordered = sorted((o for o in outcomes if isinstance(o, ScoredTrajectory)), key=lambda scored: scored.reward)
+    count = min(_EXAMPLES, len(ordered))
+    places = [index * (len(ordered) - 1) // max(count - 1, 1) for index in range(count)]
+    return tuple(sample_of(ordered[place], decode, step=0, chosen="") for place in places)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -209,6 +224,8 @@ def rich_report(report: RewardReport, prompts: str) -> Group:
         blocks.append(Text("parts (mean): " + ", ".join(f"{name} {mean:.4g}" for name, mean in report.parts.items())))
     blocks.append(_signal_line(report.signal))
     blocks.append(Text(f"throughput: {report.per_second:,.0f} completions/s"))
+    for sample in report.examples:
+        blocks += [Text(), Text(printable("\n".join(sample_block("", sample.shortened(_EXAMPLE_TEXT)))), "dim")]
     if report.failures:
         blocks += [Text(), _failures(report)]
     if problems := list(problems_of(report)):

@@ -13,9 +13,10 @@ import anyio
 import anyio.abc
 
 from streamrl.config.arithmetic import SIMULATED_SENTENCE
+from streamrl.config.learning_rates import learning_rate_notice
 from streamrl.config.objective_text import streaming_notice
 from streamrl.config.recipe import EngineKind, Recipe
-from streamrl.config.topology import plan_topology
+from streamrl.config.topology import Role, plan_topology
 from streamrl.config.transport_rules import insecure_notice
 from streamrl.observe.printable import also_log_to, log_to
 from streamrl.observe.stdout import StdoutReporter
@@ -88,6 +89,9 @@ class _Run:
                             self._started.set()
                             if self._recipe.engines.kind is EngineKind.SIMULATED:
                                 self._report.line(f"  engines  {SIMULATED_SENTENCE}")
+                            rate, adapters = self._recipe.training.learning_rate, bool(event.trained_parameters)
+                            if notice := learning_rate_notice(rate, event.parameters, adapters=adapters):
+                                self._report.line(f"  warning  {notice}")
                             if notice := streaming_notice(self._recipe):
                                 self._report.line(f"  streaming {notice}")
                         self.finished = self.finished or isinstance(event, RunFinished)
@@ -117,7 +121,8 @@ class _Run:
         by_hand = [process.name for process in processes if not process.local]
         if by_hand:
             self._report.line(f"waiting for {', '.join(by_hand)}: start them with `streamrl serve`")
-        names = ", ".join(process.name for process in processes if process.local and not process.resting)
+        shown = (p for p in processes if p.local and not p.resting and p.role is not Role.CONTROLLER)
+        names = ", ".join(process.name for process in shown)
         while not self._started.is_set():
             self._report(StartProgress(process=names, state="starting", seconds=time.monotonic() - began))
             with anyio.move_on_after(1):

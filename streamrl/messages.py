@@ -277,7 +277,8 @@ TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | 
 
 
 class TrainerReady(Message, frozen=True):
-    """First message of a rank. ``policy_version`` is what it holds (0: the initial weights)."""
+    """First message of a rank. ``policy_version`` is what it holds (0: the initial weights). ``trained_parameters``:
+    of adapters; 0: all are trained."""
 
     rank: int
     ranks: int
@@ -285,6 +286,7 @@ class TrainerReady(Message, frozen=True):
     parameters: int
     state_hash: int
     tokenizer_digest: str = ""
+    trained_parameters: int = 0
 
 
 class StepReport(Message, frozen=True):

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -54,8 +55,8 @@ from streamrl.control.alarms import Alarms, alarm_rules
 from streamrl.control.checkpoints import CheckpointKeeper
 from streamrl.control.controller import Controller
 from streamrl.control.engine_switch import engine_switch
-from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.run_journal import JournalledOutcomes
+from streamrl.control.sample_files import EvaluationSamples
 from streamrl.control.settings import control_settings
 from streamrl.control.spared_engines import SparedEngines
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
@@ -63,10 +64,11 @@ from streamrl.control.weight_audit import WeightAudit
 from streamrl.engines.concurrent_calls import BegunEarly
 from streamrl.engines.engine_options import expected_room, installed_device
 from streamrl.engines.engine_seat import EngineSeat, seated_engines
-from streamrl.messages import TrainingEvent, TrainingOrder
+from streamrl.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.observe.reporter import Reporter
 from streamrl.observe.sinks import JsonlSink, PublishSink
 from streamrl.processes.controller_parts import (
+    Emit,
     Parts,
     engine_release,
     open_engines,
@@ -80,7 +82,14 @@ from streamrl.processes.controller_watch import ControllerWatch
 from streamrl.processes.judge_link import JudgeLink
 from streamrl.processes.reward_workers import change_rewards, open_reward_stage
 from streamrl.processes.run_record import open_record
-from streamrl.run_events import EvaluationFinished, RunEvent, RunFinished, RunStarted, StepFinished
+from streamrl.run_events import (
+    EvaluationFinished,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StartProgress,
+    StepFinished,
+)
 from streamrl.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.stages.prompts import open_prompts
 from streamrl.tokenizer import load_tokenizer, refuse_different_tokenizers
@@ -118,42 +127,36 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             loading = BegunEarly(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
             scoring = BegunEarly(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
             began = anyio.current_time()
+            ready_after = partial(_say_ready, emit, began)
+            training = BegunEarly(nursery, partial(_greetings, trainer, ready_after))
             with watch.waits.waiting_for("the engines to start"):
                 pool, ready, recovery = await open_engines(recipe, seats, steps.send, emit, nursery, resumes=resumes)
+            await ready_after(prepared_sets(recipe)[0].engines)
             start_s = anyio.current_time() - began
             with watch.waits.waiting_for("the trainer ranks to load"):
-                greetings = await trainer.ready()
+                greetings = await training.result()
             await judge.ready(pool.load, min(ready.max_running, recipe.rollout.batch_trajectories))
             tokenizer, rewards = await loading.result(), await scoring.result()
+            await ready_after([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
             digests |= {f"trainer rank {greeting.rank}": greeting.tokenizer_digest for greeting in greetings}
             refuse_different_tokenizers(recipe.model.path, digests)
             nursery.start_soon(trainer.run)
+            version, parameters = greetings[0].policy_version, greetings[0].parameters
             await emit(
                 RunStarted(
                     run_id=run_directory.name,
                     directory=str(run_directory),
                     metrics_endpoint=socket.endpoint,
                     steps=recipe.run.steps,
-                    parameters=greetings[0].parameters,
+                    parameters=parameters,
+                    trained_parameters=greetings[0].trained_parameters,
                 )
             )
-            version = greetings[0].policy_version
             hosts = seated_engines(recipe, seats, pool, steps.send)
             rooms = expected_room(recipe, ready.kv_tokens // recipe.engines.count)
             parts = Parts(
-                tokenizer,
-                rewards,
-                pool,
-                hosts,
-                trainer,
-                ready,
-                start_s,
-                rooms,
-                greetings[0].parameters,
-                emit,
-                watch,
-                recovery,
+                tokenizer, rewards, pool, hosts, trainer, ready, start_s, rooms, parameters, emit, watch, recovery
             )
             await _run_stages(recipe, topology, run_directory, parts, version)
             # Engines end when their orders end; so does everything else that is still open.
@@ -256,6 +259,19 @@ def _alarms(recipe: Recipe) -> Alarms:
 
 
 # ---- connecting ----------------------------------------------------------------------------------
+
+
+async def _say_ready(emit: Emit, began: float, names: Iterable[str]) -> None:
+    seconds = anyio.current_time() - began
+    await emit(StartProgress(process=", ".join(names), state="ready", seconds=seconds))
+
+
+async def _greetings(
+    trainer: TrainerRanks, ready_after: Callable[[Iterable[str]], Awaitable[None]]
+) -> list[TrainerReady]:
+    greetings = await trainer.ready()
+    await ready_after(f"trainer-{greeting.rank}" for greeting in greetings)
+    return greetings
 
 
 def _seats(recipe: Recipe, topology: Topology) -> dict[str, EngineSeat]:

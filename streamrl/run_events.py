@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from streamrl.messages import Message
 
 
 class StartProgress(Message, frozen=True):
-    """While the run starts: what ``process`` does (``loading``, ``waiting for streamrl serve``, ``ready``)."""
+    """While the run starts: what ``process`` (or several, with commas) does: ``starting`` or ``ready``."""
 
     process: str
     state: str
@@ -14,7 +16,8 @@ class StartProgress(Message, frozen=True):
 
 
 class RunStarted(Message, frozen=True):
-    """Every process is ready. ``policy_version``: the step that the run goes on from, 0 unless it was resumed."""
+    """Every process is ready. ``policy_version``: the step that the run goes on from, 0 unless it was resumed.
+    ``trained_parameters``: those of adapters; 0: all are trained."""
 
     run_id: str
     directory: str
@@ -22,6 +25,7 @@ class RunStarted(Message, frozen=True):
     steps: int
     parameters: int
     policy_version: int = 0
+    trained_parameters: int = 0
 
 
 class RunProgress(Message, frozen=True):
@@ -47,6 +51,30 @@ class EvaluationFinished(Message, frozen=True):
     step: int
     policy_version: int
     metrics: dict[str, float]
+
+
+class CompletionSampled(Message, frozen=True):
+    """One completion that step ``step`` trained on, with its ``reward``, and ``rewards`` by function before weights.
+    ``chosen``: which one of the batch (``best``, ``worst``, ``random``)."""
+
+    step: int
+    chosen: str
+    prompt_id: str
+    prompt: str
+    text: str
+    reward: float
+    rewards: dict[str, float]
+    tokens: int
+    finish_reason: str
+
+    def shortened(self, most: int) -> CompletionSampled:
+        """The same with at most ``most`` characters of each text, from its start and its end, where answers stand."""
+        return structs.replace(self, prompt=_shortened(self.prompt, most), text=_shortened(self.text, most))
+
+
+def _shortened(text: str, most: int) -> str:
+    mark = f" [... {len(text) - most} characters ...] "
+    return text if len(text) <= most else text[: most // 2] + mark + text[-(most - most // 2) :]
 
 
 class RunWarning(Message, frozen=True):
@@ -115,6 +143,7 @@ RunEvent = (
     | RunProgress
     | StepFinished
     | EvaluationFinished
+    | CompletionSampled
     | RunWarning
     | RunDecided
     | EngineLost

@@ -10,6 +10,7 @@ import msgspec
 
 from streamrl.config.algorithms import objective_settings
 from streamrl.config.judge import JUDGE_CONTEXT
+from streamrl.config.learning_rates import learning_rate_notice
 from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
 from streamrl.config.recipe import EngineKind, OptimizerKind, Recipe
@@ -197,21 +198,19 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     updates = recipe.training.updates_per_batch
     steps = "one optimizer step" if updates == 1 else f"{updates} optimizer steps, each on its share of the groups"
     objective, *more = objective_lines(recipe)
+    batch = f"{counts.trajectories:,} trajectories"
     lines = [
-        (
-            f"batch       {counts.prompts} prompts x {counts.group_size} samples = {counts.trajectories} trajectories, "
-            f"{steps}"
-        ),
+        f"batch       {counts.prompts} prompts x {counts.group_size} samples = {batch}, {steps}",
         f"objective   {objective}",
         *(f"{'':<12}{line}" for line in more),
         f"off-policy  {off_policy_sentence(recipe)}",
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe, counts)}",
-        f"run         {counts.steps} steps x {counts.trajectories} = {counts.run_trajectories:,} trajectories trained",
+        f"run         {counts.steps} steps x {batch} = {counts.run_trajectories:,} trained",
         *_set_lines(recipe),
         (
-            f"slots       {counts.slots} trajectories in flight at most, {counts.tokens_in_flight:,} tokens; "
-            f"{recipe.engines.count} x {recipe.engines.max_running} = {counts.running_capacity} run at once"
+            f"slots       {counts.slots:,} trajectories in flight at most, {counts.tokens_in_flight:,} tokens; "
+            f"{recipe.engines.count} x {recipe.engines.max_running} = {counts.running_capacity:,} run at once"
         ),
         f"bound       {staleness_sentence(recipe)}",
     ]
@@ -219,6 +218,9 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         lines.append(f"evaluation  {_evaluation_text(recipe, held_out)}")
     lines.append(f"checkpoints {_checkpoint_text(recipe)}")
     if facts is not None:
+        rate, adapters = recipe.training.learning_rate, bool(recipe.lora.rank)
+        if notice := learning_rate_notice(rate, facts.parameters, adapters=adapters):
+            lines.append(f"warning     {notice}")
         lines.append(f"memory      {_memory_text(recipe, facts, counts)}")
     return lines
 
@@ -268,7 +270,8 @@ def _evaluation_text(recipe: Recipe, held_out: int) -> str:
 
 def _checkpoint_text(recipe: Recipe) -> str:
     checkpoint = recipe.checkpoint
-    times = [f"every {recipe.checkpoint_every} steps"] if recipe.checkpoint_every else []
+    own = "" if checkpoint.every or not recipe.checkpoint_every else " (for the journal: checkpoint.every = 0)"
+    times = [f"every {recipe.checkpoint_every} steps{own}"] if recipe.checkpoint_every else []
     times += ["at the end"] if checkpoint.at_end else []
     kept = [f"the last {checkpoint.keep}"]
     kept += [f"the best {checkpoint.keep_best}"] if checkpoint.keep_best else []

@@ -235,9 +235,9 @@ class Evaluation(Section, frozen=True):
     """Held-out ``prompts`` (as ``prompts.train``; empty: none): after every ``every`` steps on the first ``limit`` (0:
     all); before the first step (``at_start``) and after the last one (``at_end``) on all.
 
-    ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k,
-    where a total reward of ``success_reward`` or more is a success. ``store_samples``: write every completion to
-    ``evaluations/`` of the run.
+    ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k.
+    ``reward``: the name of the reward that is the score there (empty: the first one that is no shadow), of which
+    ``success_reward`` or more is a success. ``store_samples``: write every completion to ``evaluations/`` of the run.
     """
 
     prompts: str = ""
@@ -249,6 +249,7 @@ class Evaluation(Section, frozen=True):
     at_end: bool = True
     temperature: PositiveFloat | None = None
     success_reward: float = 1.0
+    reward: str = ""
 
 
 class ResumedRewards(StrEnum):
@@ -354,6 +355,12 @@ class Recipe(Section, frozen=True):
     def on_policy(self) -> bool:
         """Whether every token is trained by the version that sampled it."""
         return trains_on_policy(self.rollout, self.tail_batching, self.length_sorted)
+
+    @property
+    def score(self) -> str:
+        """The name of the reward whose value is the score of an evaluation."""
+        first = next((reward for reward in self.rewards if not reward.shadow), self.rewards[0])
+        return self.evaluation.reward or first.label
 
     @property
     def core_restarts(self) -> int:

@@ -74,6 +74,12 @@ def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 "evaluation.prompts",
                 f"is empty, but evaluation.{name} = {value}: name held-out prompts, or set {name} = {unset}",
             )
+    labels = [reward.label for reward in recipe.rewards]
+    if evaluation.reward and evaluation.reward not in labels:
+        yield (
+            "evaluation.reward",
+            f'"{evaluation.reward}" is no reward of this recipe: write one of {", ".join(labels)}',
+        )
     if evaluation.limit and not evaluation.every:
         yield (
             "evaluation.limit",
@@ -290,7 +296,7 @@ RULES = (
     Rule(("rewards", "judge"), judge_rules.questions_come_in_time),
     Rule(("rewards", "judge", "reward_limits"), judge_rules.batches_come_together),
     Rule(("judge",), judge_rules.judge_cores),
-    Rule(("evaluation",), _evaluation),
+    Rule(("evaluation", "rewards"), _evaluation),
     Rule(("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps"), _checkpoints),
     Rule(("lora",), _lora),
     Rule(("training.updates_per_batch", "rollout.prompts_per_batch"), _updates),

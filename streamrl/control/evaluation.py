@@ -19,13 +19,15 @@ from streamrl.types import Prompt, TrajectoryId
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The held-out prompts and how they are evaluated. ``temperature`` None: the rollout's. ``in_flight``: requests of
-    an evaluation that are open at once: what the engines can run (``EngineReady.max_running`` of the pool)."""
+    """The held-out prompts and how they are evaluated. ``temperature`` None: the rollout's. ``reward``: whose value is
+    the score (empty: the total). ``in_flight``: requests of an evaluation that are open at once: what the engines can
+    run (``EngineReady.max_running`` of the pool)."""
 
     prompts: Sequence[Prompt] = ()
     samples: int = 1
     temperature: float | None = None
     success_reward: float = SUCCESS_REWARD
+    reward: str = ""
     in_flight: int = 256
 
 
@@ -62,7 +64,9 @@ class Evaluation:
         while self._open:
             self._settled = anyio.Event()
             await self._settled.wait()
-        figures = evaluation_metrics(self.outcomes, self._held_out.samples, self._held_out.success_reward)
+        held_out = self._held_out
+        success, reward = held_out.success_reward, held_out.reward
+        figures = evaluation_metrics(self.outcomes, held_out.samples, success, reward=reward)
         return figures | {"time/eval_s": anyio.current_time() - started}
 
     def take(self, outcome: EndedOutcome) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import comb
-from statistics import fmean
+from math import comb, sqrt
+from statistics import fmean, stdev
 
 from streamrl.control.step_metrics import completion_metrics
 from streamrl.stage_messages import EndedOutcome, Scored
 from streamrl.types import ScoredTrajectory
 
 SUCCESS_REWARD = 1.0
-"""A sample with at least this total reward counts as solved in pass@k."""
+"""A sample with at least this score counts as solved in pass@k."""
 ROUNDING = 1e-9
-"""How much less it may be: weights of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
+"""How much less it may be: parts of 0.7, 0.2 and 0.1 add up to 0.9999999999999999."""
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
@@ -30,12 +30,14 @@ def pass_sizes(samples: int) -> list[int]:
 
 
 def evaluation_metrics(
-    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = SUCCESS_REWARD
+    outcomes: Iterable[EndedOutcome], samples: int, success_reward: float = SUCCESS_REWARD, *, reward: str = ""
 ) -> dict[str, float]:
-    """Figures of an evaluation with ``samples`` completions of each prompt.
+    """Figures of an evaluation with ``samples`` completions of each prompt. ``reward``: the name of the reward that is
+    the score (empty: the total), so that rewards which only shape training do not change it.
 
-    avg@k: the mean over prompts of the mean reward of their samples. pass@j: the mean over prompts of ``pass_at_k``. A
-    sample without a reward is counted as failed and is in neither; a prompt with fewer than j rewards is not in pass@j.
+    avg@k: the mean over prompts of the mean score of their samples. pass@j: the mean over prompts of ``pass_at_k``. A
+    sample without a reward is counted as failed and is in neither, nor is one that the named reward does not apply to;
+    a prompt with fewer than j scores is not in pass@j.
     """
     rewarded: list[ScoredTrajectory] = []
     failed = 0
@@ -44,14 +46,20 @@ def evaluation_metrics(
             rewarded.append(outcome.outcome)
         else:
             failed += 1
-    rewards = _rewards_by_prompt(rewarded)
-    metrics = {"eval/held_out/prompts": float(len(rewards)), "eval/held_out/failed": float(failed)}
+    scores = _scores_by_prompt(rewarded, reward)
+    metrics = {"eval/held_out/prompts": float(len(scores)), "eval/held_out/failed": float(failed)}
     if not rewarded:
         return metrics
-    metrics[f"eval/held_out/avg@{samples}"] = fmean(fmean(values) for values in rewards)
+    for name in sorted({name for scored in rewarded for name in scored.reward_parts}):
+        values = [scored.reward_parts[name] for scored in rewarded if name in scored.reward_parts]
+        metrics[f"eval/held_out/func/{name}/mean"] = fmean(values)
+    if scores:
+        means = [fmean(values) for values in scores]
+        metrics[f"eval/held_out/avg@{samples}"] = fmean(means)
+        metrics["eval/held_out/standard_error"] = stdev(means) / sqrt(len(means)) if len(means) > 1 else 0.0
     least = success_reward - ROUNDING
     for k in pass_sizes(samples):
-        solved = [(len(values), sum(v >= least for v in values)) for values in rewards if len(values) >= k]
+        solved = [(len(values), sum(v >= least for v in values)) for values in scores if len(values) >= k]
         if solved:
             metrics[f"eval/held_out/pass@{k}"] = fmean(pass_at_k(n, c, k) for n, c in solved)
     return metrics | {
@@ -61,8 +69,10 @@ def evaluation_metrics(
     }
 
 
-def _rewards_by_prompt(rewarded: Sequence[ScoredTrajectory]) -> list[list[float]]:
-    rewards: dict[int, list[float]] = {}
+def _scores_by_prompt(rewarded: Sequence[ScoredTrajectory], reward: str) -> list[list[float]]:
+    scores: dict[int, list[float]] = {}
     for scored in rewarded:
-        rewards.setdefault(scored.trajectory.id.group_id, []).append(scored.reward)
-    return list(rewards.values())
+        score = scored.reward_parts.get(reward) if reward else scored.reward
+        if score is not None:
+            scores.setdefault(scored.trajectory.id.group_id, []).append(score)
+    return list(scores.values())

@@ -19,6 +19,7 @@ from streamrl.control.publisher import PushReport
 from streamrl.control.recovered_run import RecoveredRun, what_was_restored
 from streamrl.control.reward_window import RewardWindow
 from streamrl.control.run_waits import RunWaits
+from streamrl.control.sample_files import TrainingSamples
 from streamrl.control.sampled_work import SampledWork
 from streamrl.control.state import ControlState
 from streamrl.control.step_metrics import (
@@ -34,6 +35,7 @@ from streamrl.control.trajectory_trace import EnginesLine, StepLine, TrajectoryT
 from streamrl.control.wait_reason import ShellView
 from streamrl.messages import EngineLoad, StepReport
 from streamrl.run_events import (
+    CompletionSampled,
     EvaluationFinished,
     RunDecided,
     RunEvent,
@@ -61,6 +63,7 @@ class _Trained(msgspec.Struct):
     rollout_s: float
     training_s: float
     rollout_bubble: float
+    shown: CompletionSampled | None
 
 
 class RunReport:
@@ -68,7 +71,7 @@ class RunReport:
     same for both bubble ratios; ``engines``: how many there are, of which so many are ``serving``;
     ``rewards_in_flight``: what the reward stage holds; ``recovering``: an earlier life is gone on with, until it began;
     ``loop_lag``: longest time without an answer of this loop since it was asked last.
-    ``trace`` None: nothing is recorded. ``lived_s``: of earlier lives. ``length_limit``: of ``FirstLengths``."""
+    ``trace``, ``samples`` None: not recorded. ``lived_s``: of earlier lives. ``length_limit``: of ``FirstLengths``."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class RunReport:
         rewards_in_flight: Callable[[], int] = lambda: 0,
         loop_lag: Callable[[], float] = lambda: 0.0,
         trace: TrajectoryTrace | None = None,
+        samples: TrainingSamples | None = None,
         clock: Callable[[], float] = time.monotonic,
         lived_s: float = 0.0,
         recovering: bool = False,
@@ -93,7 +97,7 @@ class RunReport:
         self._recovering = recovering
         self._rewards_in_flight = rewards_in_flight
         self._loop_lag = loop_lag
-        self._trace = trace
+        self._trace, self._samples = trace, samples
         self._clock = clock
         self._lived_s = lived_s
         self._started = self._step_started = self._closed_at = self._progressed_at = clock()
@@ -238,6 +242,7 @@ class RunReport:
             rollout_s=rollout_s,
             training_s=now - self._closed_at,
             rollout_bubble=self._idle_share(self._last_rollout, self._closed_rollout, rollout_s),
+            shown=self._samples.take(policy_version, batch) if self._samples is not None else None,
         )
 
     def publishing(self) -> None:
@@ -288,6 +293,8 @@ class RunReport:
             )
             self._trace_step(trained, push, seconds, sampled)
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
+        if trained.shown is not None:
+            await self._emit(trained.shown)
         return metrics
 
     def round_timed(self, policy_version: int) -> RoundTimed | None:
@@ -296,8 +303,7 @@ class RunReport:
 
     async def evaluation_finished(self, policy_version: int, figures: dict[str, float]) -> None:
         """One evaluation. It ran beside the next step, whose time and tokens it is part of."""
-        event = EvaluationFinished(step=policy_version, policy_version=policy_version, metrics=figures)
-        await self._emit(event)
+        await self._emit(EvaluationFinished(step=policy_version, policy_version=policy_version, metrics=figures))
 
     async def warned(self, step: int, message: str) -> None:
         """An alarm was raised by the metrics of ``step``."""
@@ -305,9 +311,8 @@ class RunReport:
 
     async def decided(self, decision: Explain, step: int) -> None:
         """Control changed how it works, from ``step`` on."""
-        await self._emit(
-            RunDecided(step=step, subject=decision.subject, reason=decision.reason, figures=decision.figures)
-        )
+        subject, figures = decision.subject, decision.figures
+        await self._emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
     async def progress(self, state: ControlState, evaluation: Evaluation | None) -> None:
         """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
@@ -329,8 +334,9 @@ class RunReport:
     def close(self) -> None:
         """The run ends: write what is left of the trace. Idempotent."""
         self._work.close(self.elapsed())
-        if self._trace is not None:
-            self._trace.close()
+        for file in (self._trace, self._samples):
+            if file is not None:
+                file.close()
 
     # ---- parts of a step's record ----------------------------------------------------------------
 

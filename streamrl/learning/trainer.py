@@ -118,6 +118,7 @@ class TorchTrainer:
             parameters=self._weights.total_elements,
             state_hash=self._state_hash(),
             tokenizer_digest=tokenizer_digest(options.model_path),
+            trained_parameters=sum(math.prod(s.shape) for s in self._weights.master_shards) if options.lora.rank else 0,
         )
 
     def _load_models(self) -> None:

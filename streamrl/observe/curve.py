@@ -10,15 +10,20 @@ from html import escape
 import msgspec
 
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row of four][column of two]
-_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One line: ``points`` are (step, value), ascending by step. ``marked``: few points, so each gets a mark."""
+    """One line: ``points`` are (step, value), ascending by step. ``marked``: few points, so each gets a mark, and two
+    of them are not joined: nothing was measured between."""
 
     label: str
     points: tuple[tuple[float, float], ...]
     marked: bool = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether a line goes through its points."""
+        return len(self.points) > 2 or not self.marked
 
 
 def finite(curve: Curve) -> Curve:
@@ -27,17 +32,9 @@ def finite(curve: Curve) -> Curve:
     return Curve(curve.label, kept, curve.marked)
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """``▁▂▄▆█``: the means of ``width`` equal parts of ``values``."""
-    kept = [value for value in values if math.isfinite(value)]
-    if not kept:
-        return ""
-    columns = min(width, len(kept))
-    edges = [round(i * len(kept) / columns) for i in range(columns + 1)]
-    means = [sum(kept[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+def has_shape(curves: Sequence[Curve]) -> bool:
+    """Whether there is something to see: two steps, and two values of one of the curves."""
+    return any(len({value for _, value in finite(curve).points}) > 1 for curve in curves)
 
 
 class _Frame(msgspec.Struct, frozen=True):
@@ -72,7 +69,7 @@ def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) 
     """Lines of a plot with a value axis on the left and steps below; empty where there is nothing to show."""
     curves = [finite(curve) for curve in curves]
     frame = _frame(curves)
-    if frame is None:
+    if frame is None or not has_shape(curves):
         return []
     cells = [[0] * width for _ in range(height)]
     for curve in curves:
@@ -94,6 +91,8 @@ def terminal_plot(curves: Sequence[Curve], *, width: int = 60, height: int = 8) 
 def _dense(curve: Curve, frame: _Frame, samples: int) -> list[tuple[float, float]]:
     """Points along the polyline, close enough to leave no gap between dots; shares of the frame."""
     placed = [(frame.across(step), frame.up(value)) for step, value in curve.points]
+    if not curve.joined:
+        return placed
     dense = placed[:1]
     for (x0, y0), (x1, y1) in itertools.pairwise(placed):
         count = max(1, math.ceil(max(x1 - x0, abs(y1 - y0)) * samples))
@@ -188,7 +187,8 @@ def _svg_curve(curve: Curve, frame: _Frame, color: str) -> list[str]:
             f'<circle cx="{_x(frame, step):.1f}" cy="{_y(frame, value):.1f}" r="3.5" fill="{color}"/>'
             for step, value in curve.points
         ]
-        return [f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="2"/>', *marks]
+        line = f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="2"/>'
+        return [line, *marks] if curve.joined else marks
     faint = f'<path d="{_svg_path(curve, frame)}" stroke="{color}" stroke-width="1" opacity="0.3"/>'
     return [faint, f'<path d="{_svg_path(smoothed(curve), frame)}" stroke="{color}" stroke-width="2.2"/>']
 

@@ -36,7 +36,8 @@ _PLACES = """## Where they go
 | `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`control/event_log.py`) |
 | `trace.jsonl` | trajectories, steps and engine loads as measured, for the simulator (`control/trajectory_trace.py`) |
 | `older-trace.jsonl` | what it held when it had grown to 1 GiB and was begun anew, for the last time |
-| `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`control/evaluation_samples.py`) |
+| `samples.jsonl` | best, worst and a random completion of each batch; `streamrl samples RUN` shows them |
+| `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`control/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
 | `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl replay`) |
 | metrics socket | see below |
@@ -60,6 +61,7 @@ A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc end
 | `run` | `state` (`started`, `finished`) and what the run says of itself |
 | `step`, `evaluation` | `step`, `policy_version`, `metrics` (name to value) |
 | `progress` | `step`, `phase`, `finished`, `wanted` |
+| `sample` | a completion that was trained on, now and then: `prompt`, `text`, `reward`, `rewards`, `tokens` |
 | `warning` | `step`, `message`: a metric left its bounds |
 | `decision` | `step`, `subject`, `reason`, `figures`: control changed how it works from `step` on |
 | `stall` | `waits`, `seconds`, `file`: nothing moves any more, and the run is about to end |

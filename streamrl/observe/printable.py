@@ -6,6 +6,7 @@ An escape sequence can rewrite what a terminal shows, and a line break can forge
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,12 +42,21 @@ class PrintableFormatter(logging.Formatter):
         return printable(text).replace("\n", "\n  ")
 
 
+class _AboveProgress(logging.StreamHandler[TextIO]):
+    """Writes to ``stream``; on a terminal to what stands for it now: rich prints above the progress line it draws."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream.isatty():
+            self.stream = sys.stderr
+        super().emit(record)
+
+
 _LAYOUT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def log_to(stream: TextIO, level: int, layout: str = _LAYOUT) -> None:
     """Send the records of this process from ``level`` on to ``stream``, unless somebody has seen to them already."""
-    handler = logging.StreamHandler(stream)
+    handler = _AboveProgress(stream)
     handler.setFormatter(PrintableFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
 

@@ -1,17 +1,29 @@
-"""What the parent process remembers of a run to tell how far it is and to draw its curves."""
+"""What the parent process remembers of a run: how far it is, its curves, and whether it learns."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
 
-from streamrl.observe.curve import Curve, svg_plot, terminal_plot
-from streamrl.observe.step_line import duration
+import msgspec
+
+from streamrl.config.learning_rates import learning_rate_notice
+from streamrl.errors import UNDECODABLE
+from streamrl.observe.curve import Curve, has_shape, svg_plot, terminal_plot
+from streamrl.observe.step_line import HELD_OUT, duration
 from streamrl.run_events import EvaluationFinished, RunResumed, RunStarted, StepFinished
 
 RECENT_STEPS = 20
+_ADVICE = "look at samples (streamrl samples RUN), at no-signal, and at training.learning_rate"
 SUMMARY_STEPS = 10
+"""Steps of a mean: of the reward on the step line, and of its first and last value in the summary."""
+VERDICT_STEP = 20
+FEWEST_PLOTTED = 5
+"""Steps of a run that gets a plot on the terminal: fewer stand on the terminal already."""
 MOST_POINTS = 4096
 """Of a curve: more than any screen shows."""
 
@@ -61,22 +73,39 @@ class RunHistory:
         self._began = self._last = clock()
         self.run_id = ""
         self.steps = 0
-        self.last_step = 0
+        self.last_step = self._first_step = 0
         self.directory: Path | None = None
+        self._parameters, self._adapters = 0, False
+        self._learning_rate = 0.0
+        self._stepped = 0
+        self._judged = False
         self.rewards = ThinnedCurve()
         self.evaluations: dict[str, list[tuple[float, float]]] = {}
+        self._scores: list[tuple[float, float, float]] = []  # step, score of the held-out prompts, standard error
 
     def started(self, event: RunStarted) -> None:
         """Every process is ready: time counts from here."""
         self.run_id = event.run_id
         self.steps = event.steps
-        self.last_step = event.policy_version
+        self._parameters, self._adapters = event.parameters, bool(event.trained_parameters)
         self.directory = Path(event.directory) if event.directory else None  # a watcher has none
+        self._go_on_from(event.policy_version)
         self._began = self._last = self._clock()
 
     def resumed(self, event: RunResumed) -> None:
         """It goes on with that step done."""
-        self.last_step = event.policy_version
+        self._go_on_from(event.policy_version)
+
+    def _go_on_from(self, version: int) -> None:
+        """Take in what ``metrics.jsonl`` holds up to ``version``, where this life of the run has seen nothing yet."""
+        self.last_step = self._first_step = version
+        if self.directory is None or self.rewards.count or not version:
+            return
+        for record in read_records(self.directory / "metrics.jsonl", version):
+            if record["kind"] == "step":
+                self._take_reward(record["step"], record)
+            else:
+                self._take_evaluation(record["step"], record)
 
     def stepped(self, event: StepFinished) -> tuple[float, float]:
         """Take in a step. Returns (seconds of this step, seconds that the remaining steps will take)."""
@@ -86,16 +115,57 @@ class RunHistory:
         self._intervals.append(waited if self._intervals else max(waited, event.metrics.get("time/step_s", 0.0)))
         self._last = now
         self.last_step = event.step
-        if "reward/mean" in event.metrics:
-            self.rewards.add(event.step, event.metrics["reward/mean"])
+        self._stepped += 1
+        self._learning_rate = event.metrics.get("optim/lr", 0.0)
+        self._take_reward(event.step, event.metrics)
         each = sum(self._intervals) / len(self._intervals)
         return event.metrics.get("time/step_s", self._intervals[-1]), each * max(0, self.steps - event.step)
 
+    def shown(self, metrics: dict[str, float]) -> dict[str, float]:
+        """``metrics`` of the step taken in last, as its line shows them: with the mean reward of the last steps, and
+        the score of the last evaluation."""
+        smoothed = {"reward/mean": fmean(self.rewards.last)} if "reward/mean" in metrics else {}
+        return metrics | smoothed | ({HELD_OUT: self._scores[-1][1]} if self._scores else {})
+
     def evaluated(self, event: EvaluationFinished) -> None:
         """Take in an evaluation."""
-        for name, value in event.metrics.items():
-            if name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@"):
-                self.evaluations.setdefault(name, []).append((event.step, value))
+        self._take_evaluation(event.step, event.metrics)
+
+    def _take_reward(self, step: int, metrics: dict[str, Any]) -> None:
+        value = metrics.get("reward/mean")
+        if value is not None and math.isfinite(value):
+            self.rewards.add(step, value)
+
+    def _take_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        for name, value in metrics.items():
+            if name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@") and value is not None:
+                self.evaluations.setdefault(name, []).append((step, value))
+                error = metrics.get(f"{name.rpartition('/')[0]}/standard_error") or 0.0
+                self._scores.append((step, value, error))
+
+    def verdict(self) -> str | None:
+        """One line, once, after step 20 and the evaluation that is due then: whether the run learns, by its held-out
+        score where it was taken twice, else by its reward; else None."""
+        known = self.last_step > VERDICT_STEP or (self._scores[-1][0] if self._scores else self.steps) == VERDICT_STEP
+        if self._judged or not known or self.last_step not in (VERDICT_STEP, VERDICT_STEP + 1):
+            return None
+        if self.rewards.count < VERDICT_STEP:  # a watcher that came late
+            return None
+        self._judged = True
+        if len(self._scores) > 1:
+            what, (_, before, spread), (_, after, more) = "held-out", self._scores[0], self._scores[-1]
+            error = math.hypot(spread, more)
+        else:
+            what, first, last = f"reward (mean of {SUMMARY_STEPS} steps)", self.rewards.first, self.rewards.last
+            before, after = fmean(first), fmean(last)
+            error = math.sqrt((variance(first) + variance(last)) / SUMMARY_STEPS)
+        change = after - before
+        text = f"after {VERDICT_STEP} steps: {what} {before:.3f} -> {after:.3f}, {change:+.3f} ± {error:.3f}: "
+        if change > 2 * error:
+            return f"{text}it learns"
+        rate, adapters = self._learning_rate, self._adapters
+        advice = learning_rate_notice(rate, self._parameters, adapters=adapters) if rate else None
+        return f"{text}{'it gets worse' if change < -2 * error else 'no change beyond noise'}; {advice or _ADVICE}"
 
     def curves(self) -> list[Curve]:
         """Reward over steps, and each evaluation."""
@@ -103,13 +173,14 @@ class RunHistory:
         return reward + [Curve(name, tuple(points), marked=True) for name, points in self.evaluations.items()]
 
     def summary(self, reason: str) -> list[str]:
-        """The last lines of a run."""
+        """The last lines of a run, about all of its lives."""
         seconds = self._clock() - self._began
-        each = f", {duration(seconds / self.rewards.count)} a step" if self.rewards.count else ""
-        lines = ["", f"{reason}: {self.last_step} of {self.steps} steps in {duration(seconds)}{each}"]
+        each = f", {duration(seconds / self._stepped)} a step" if self._stepped else ""
+        lives = f"; {self._stepped} since it was resumed," if self._first_step else ""
+        lines = ["", f"{reason}: {self.last_step} of {self.steps} steps{lives} in {duration(seconds)}{each}"]
         if self.rewards.count:
             count = min(SUMMARY_STEPS, max(1, self.rewards.count // 2))
-            first, last = sum(self.rewards.first[:count]) / count, sum([*self.rewards.last][-count:]) / count
+            first, last = fmean(self.rewards.first[:count]), fmean([*self.rewards.last][-count:])
             lines.append(f"  reward/mean  {first:.3f} -> {last:.3f}  (means of the first and the last {count} steps)")
         for name, points in self.evaluations.items():
             best_step, best = max(points, key=lambda point: point[1])
@@ -117,7 +188,7 @@ class RunHistory:
                 f"  {name}  {points[0][1]:.3f} -> {points[-1][1]:.3f}  (best {best:.3f} at step {best_step:g})"
             )
         lines += self._what_next(reason)
-        return lines + terminal_plot([curve for curve in self.curves() if len(curve.points) > 1])
+        return lines + (terminal_plot(self.curves()) if self.rewards.count >= FEWEST_PLOTTED else [])
 
     def _what_next(self, reason: str) -> list[str]:
         """Where the model is, and how to go on."""
@@ -130,10 +201,38 @@ class RunHistory:
 
     def write_curve(self) -> Path | None:
         """Write ``curve.svg`` in the run directory; None where there is nothing to draw or nowhere to write."""
-        if self.directory is None or not self.curves() or not self.directory.is_dir():
+        curves = self.curves()
+        if self.directory is None or not self.directory.is_dir() or not has_shape(curves):
             return None
         path = self.directory / "curve.svg"
-        path.write_text(
-            svg_plot(self.curves(), title=f"{self.directory.name}: {self.last_step} steps"), encoding="utf-8"
-        )
+        path.write_text(svg_plot(curves, title=f"{self.directory.name}: {self.last_step} steps"), encoding="utf-8")
         return path
+
+
+class _Record(msgspec.Struct):
+    """What every line of ``metrics.jsonl`` is asked for; an evaluation is read whole."""
+
+    kind: str
+    step: int
+    reward: float | None = msgspec.field(name="reward/mean", default=None)
+
+
+def read_records(path: Path, version: int) -> list[dict[str, Any]]:
+    """Steps and evaluations of ``metrics.jsonl`` up to ``version``, ascending; of one that stands there twice, since a
+    run was killed between, the last. Lines that cannot be read are left out."""
+    records: dict[tuple[int, str], dict[str, Any]] = {}
+    decode = msgspec.json.Decoder(_Record).decode
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                try:
+                    record = decode(line)
+                    if record.step <= version:
+                        short = {"kind": record.kind, "step": record.step, "reward/mean": record.reward}
+                        whole = record.kind == "evaluation"
+                        records[record.step, record.kind] = msgspec.json.decode(line) if whole else short
+                except UNDECODABLE:
+                    continue  # half a line of a run that was killed
+    except OSError:
+        return []  # a curve of this life is better than none
+    return [records[key] for key in sorted(records)]

@@ -13,7 +13,13 @@ from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
 from streamrl.whole_files import append_whole
 
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
-_TOPICS = {"RunProgress": "progress", "RunWarning": "warning", "RunDecided": "decision", "StallSeen": "stall"}
+_TOPICS = {
+    "RunProgress": "progress",
+    "CompletionSampled": "sample",
+    "RunWarning": "warning",
+    "RunDecided": "decision",
+    "StallSeen": "stall",
+}
 
 
 class _LineFile:
@@ -79,7 +85,7 @@ class PublishSink:
         )
 
     def record_event(self, record: EventRecord) -> None:
-        """Publish on topic ``run`` (started, finished), ``progress``, ``warning``, ``decision``, else ``event``."""
+        """Publish on topic ``run`` (started, finished), on that of its kind, else on ``event``."""
         if state := _RUN_STATES.get(record.kind):
             self._publisher.publish("run", {"state": state} | record.fields)
         elif topic := _TOPICS.get(record.kind):

@@ -9,14 +9,27 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from textwrap import TextWrapper
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from streamrl.observe.printable import printable
 from streamrl.observe.resumed_lines import resumed_lines
 from streamrl.observe.run_history import RunHistory
-from streamrl.observe.step_line import duration, evaluation_line, round_of, step_line, table_header, table_row
+from streamrl.observe.sample_text import sample_line
+from streamrl.observe.step_line import (
+    LEGEND,
+    duration,
+    evaluation_line,
+    further_columns,
+    round_of,
+    step_line,
+    table_header,
+    table_row,
+)
 from streamrl.run_events import (
+    CompletionSampled,
     EngineBack,
     EngineLost,
     EvaluationFinished,
@@ -45,7 +58,10 @@ class Screen(Protocol):
 
     is_table: bool
 
-    def line(self, text: str) -> None:
+    def width(self) -> int | None:
+        """Characters of a row of the table; None: as many as it takes."""
+
+    def line(self, text: str, *, dim: bool = False) -> None:
         """Print one line that stays."""
 
     def progress(self, text: str, done: int, total: int) -> None:
@@ -65,7 +81,10 @@ class PlainScreen:
         self._clock = clock
         self._printed = clock()
 
-    def line(self, text: str) -> None:
+    def width(self) -> int | None:
+        return None
+
+    def line(self, text: str, *, dim: bool = False) -> None:
         self._stream.write(printable(text) + "\n")
         self._stream.flush()
         self._printed = self._clock()
@@ -86,11 +105,13 @@ class TerminalScreen:
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
         self._console = Console(file=stream, highlight=False)
+        self._wrapper = partial(TextWrapper, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(30),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            BarColumn(20),
             TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
         )
@@ -98,8 +119,13 @@ class TerminalScreen:
         self._task: TaskID | None = None
         self._shown = ""
 
-    def line(self, text: str) -> None:
-        self._console.print(printable(text), markup=False, soft_wrap=True)
+    def width(self) -> int | None:
+        return self._console.width - 1
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        # Long lines break between words; a path that is longer than the terminal stays one word, to be copied.
+        shown = self._wrapper(width=self._console.width - 1).fill(printable(text)) if text else text
+        self._console.print(shown, markup=False, soft_wrap=True, style="dim" if dim else None)
 
     def progress(self, text: str, done: int, total: int) -> None:
         count = f"{done}/{total}" if total else ""
@@ -132,7 +158,7 @@ class StdoutReporter:
         self._history = RunHistory(clock)
         self._rows = 0
         self._round: tuple[str, float] | None = None
-        self._round_varies = False
+        self._moving: frozenset[str] = frozenset()
         self._ready: set[str] = set()
 
     def __enter__(self) -> StdoutReporter:
@@ -158,6 +184,9 @@ class StdoutReporter:
             case EvaluationFinished():
                 self._history.evaluated(event)
                 self._screen.line(evaluation_line(event.step, event.metrics))
+                self._say_verdict()
+            case CompletionSampled():
+                self._screen.line(sample_line(event), dim=True)
             case RunWarning():
                 self._screen.line(f"warning at step {event.step}: {event.message}")
             case StallSeen():
@@ -180,47 +209,61 @@ class StdoutReporter:
         self._screen.line(text)
 
     def _starting(self, event: StartProgress) -> None:
-        text = f"{event.process} {event.state}"
-        if event.state == "ready" and event.process not in self._ready:
-            self._ready.add(event.process)
-            self._screen.line(f"{text} after {duration(event.seconds)}")
-        elif event.state != "ready":
-            plain = text if self._screen.is_table else f"{text} ({duration(event.seconds)})"
-            self._screen.progress(plain, 0, 0)
+        names = event.process.split(", ")
+        if event.state == "ready":
+            new = [name for name in names if name not in self._ready]
+            self._ready.update(new)
+            if new:
+                self._screen.line(f"{', '.join(new)} ready after {duration(event.seconds)}")
+            return
+        if missing := [name for name in names if name not in self._ready]:
+            time_so_far = "" if self._screen.is_table else f" ({duration(event.seconds)})"
+            self._screen.progress(f"waiting for {', '.join(missing)}{time_so_far}", 0, 0)
 
     def _started(self, event: RunStarted) -> None:
         if self._history.run_id == event.run_id:
             return  # its controller was started again
         self._history.started(event)
         resumed = f", from step {event.policy_version}" if event.policy_version else ""
-        self._screen.line(f"run {event.run_id}: {event.steps} steps, {event.parameters:,} parameters{resumed}")
+        trained = f" ({event.trained_parameters:,} of them trained)" if event.trained_parameters else ""
+        self._screen.line(f"run {event.run_id}: {event.steps} steps, {event.parameters:,} parameters{trained}{resumed}")
         if event.directory:
             self._screen.line(f"  files    {event.directory}")
         if event.metrics_endpoint:
             self._screen.line(f"  metrics  streamrl watch {event.metrics_endpoint}")
+        for text in LEGEND:
+            self._screen.line(text)
 
     def _stepped(self, event: StepFinished) -> None:
         step_s, remaining_s = self._history.stepped(event)
-        if self._notice_round(event):
-            self._rows = 0  # another column: the head comes again
-        write = table_row if self._screen.is_table else step_line
-        varies = self._round_varies
-        if self._screen.is_table and self._rows % HEADER_EVERY == 0:
-            self._screen.line(table_header(self._history.steps, show_round=varies))
+        moving = self._moving | self._moved_by(event.metrics)
+        if moving != self._moving:
+            self._moving, self._rows = moving, 0  # another column: the head comes again
+        steps, screen = self._history.steps, self._screen
+        further = further_columns(moving, steps, screen.width())
+        if screen.is_table and self._rows % HEADER_EVERY == 0:
+            screen.line(table_header(steps, further))
         self._rows += 1
-        steps = self._history.steps
-        self._screen.line(write(event.step, steps, event.metrics, step_s, remaining_s, show_round=varies))
+        write = table_row if screen.is_table else step_line
+        screen.line(write(event.step, steps, self._history.shown(event.metrics), step_s, remaining_s, further))
+        self._say_verdict()
 
-    def _notice_round(self, event: StepFinished) -> bool:
-        """Whether kind of round or group size differ from the first step's for the first time: shown from here on."""
-        seen = round_of(event.metrics)
+    def _say_verdict(self) -> None:
+        if verdict := self._history.verdict():
+            self._screen.line(verdict)
+
+    def _moved_by(self, metrics: dict[str, float]) -> frozenset[str]:
+        """Labels of the columns that this step has a reason to show from here on: the round where its kind or group
+        size differs from the first step's, the KL where there is a reference, staleness where something is stale."""
+        seen = round_of(metrics)
         first = self._round = self._round or seen
-        if self._round_varies or seen is None or first is None:
-            return False
-        if seen[0] == first[0] and round(seen[1]) == round(first[1]):
-            return False
-        self._round_varies = True
-        return True
+        differs = seen and first and (seen[0], round(seen[1])) != (first[0], round(first[1]))
+        labels = {"round"} if differs else set()
+        if "policy/reference_kl" in metrics:
+            labels.add("kl")
+        if metrics.get("async/staleness_max", 0.0) > 0:
+            labels.add("stale")
+        return frozenset(labels)
 
     def _stalled(self, event: StallSeen) -> None:
         self._screen.line(f"nothing has moved for {duration(event.seconds)}; the run ends. Waits, the longest first:")

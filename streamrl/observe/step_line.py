@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 ABSENT = "-"
+HELD_OUT = "eval/<set>/avg@<k>"
+"""Name under which ``Column`` finds the score of the last evaluation."""
 
 
 def duration(seconds: float) -> str:
-    """``0.8 s``, ``42 s``, ``3m05s``, ``2h07m``, ``4d03h``."""
+    """``0.8 s``, ``42 s``, ``3m05s``, ``2h07m``, ``4d03h``, ``694d``: at most 6 characters below 10,000 days."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)
@@ -19,7 +22,8 @@ def duration(seconds: float) -> str:
         return f"{whole // 60}m{whole % 60:02d}s"
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    days, rest = divmod(whole, 86_400)
+    return f"{days}d{rest // 3600:02d}h" if days < 100 else f"{days}d"
 
 
 def short_count(value: float) -> str:
@@ -36,34 +40,60 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
-def small(value: float) -> str:
-    """Three digits: ``0.0123``, ``1.5e-07``."""
-    return f"{value:.3g}"
+def _decimals(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.3g}"
 
 
-# The ten fields of the line: label, the metrics in it, how each is written. docs/metrics.md has them in bold.
-LINE: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
-    ("reward", ("reward/mean",), lambda value: f"{value:.3f}"),
-    ("no-signal", ("reward/zero_std_ratio",), percent),
-    ("len", ("completion/length_mean",), lambda value: f"{value:.0f}"),
-    ("cut", ("completion/truncated_ratio",), percent),
-    ("kl", ("policy/kl_rollout",), small),
-    ("entropy", ("policy/entropy",), lambda value: f"{value:.2f}"),
-    ("grad", ("optim/grad_norm",), small),
-    ("stale", ("async/staleness_mean",), lambda value: f"{value:.1f}"),
-    ("tok/s gen/train", ("perf/gen_tok_s", "perf/train_tok_s"), short_count),
-    ("idle engine/trainer", ("util/bubble_ratio", "util/trainer_idle_ratio"), percent),
+class Column(NamedTuple):
+    """One column: ``width`` includes the space before it. ``moves``: it is shown only in a run that moves it."""
+
+    label: str
+    metric: str
+    write: Callable[[float], str]
+    width: int
+    moves: bool = False
+
+
+COLUMNS = (
+    Column("reward", "reward/mean", _decimals, 8),
+    Column("held-out", HELD_OUT, _decimals, 9),
+    Column("len", "completion/length_mean", lambda value: f"{value:.0f}", 6),
+    Column("cut", "completion/truncated_ratio", percent, 5),
+    Column("no-signal", "reward/zero_std_ratio", percent, 10),
+    Column("entropy", "policy/entropy", lambda value: f"{value:.2f}", 8),
 )
+FURTHER = (
+    Column("round", "round/<kind>/group_size", lambda value: f"{value:.0f}", 9, moves=True),
+    Column("kl", "policy/reference_kl", lambda value: f"{value:.2g}", 8, moves=True),
+    Column("stale", "async/staleness_mean", lambda value: f"{value:.1f}", 6, moves=True),
+    Column("tok/s", "perf/train_tok_s", short_count, 7),
+    Column("grad", "optim/grad_norm", lambda value: f"{value:.2g}", 8),
+    Column("engine-idle", "util/bubble_ratio", percent, 12),
+    Column("trainer-idle", "util/trainer_idle_ratio", percent, 13),
+    Column("mismatch", "policy/mismatch_abs_mean", lambda value: f"{value:.1g}", 9),
+)
+"""The most useful first: a terminal shows as many as it has room for. docs/metrics.md has all columns in bold."""
+LEGEND = (
+    "  columns  reward: mean of the last 10 steps; held-out: the last evaluation;",
+    "           cut: completions at max_tokens; no-signal: groups of equal rewards",
+)
+_TIME, _LEFT = 7, 7
 
 
-def field(metrics: Mapping[str, float], names: tuple[str, ...], write: Callable[[float], str]) -> str:
-    """The value of one field of the line; ``-`` for a metric that is absent or not finite."""
-    values = (metrics.get(name) for name in names)
-    return "/".join(ABSENT if value is None or not math.isfinite(value) else write(value) for value in values)
+def further_columns(moving: frozenset[str], steps: int, width: int | None) -> tuple[Column, ...]:
+    """The further columns of a run that moves those labelled ``moving``, as far as ``width`` characters hold them
+    beside the columns that are always shown (None: all)."""
+    room = math.inf if width is None else width - len(table_header(steps))
+    chosen = []
+    for column in FURTHER:
+        if (not column.moves or column.label in moving) and column.width <= room:
+            chosen.append(column)
+            room -= column.width
+    return tuple(chosen)
 
 
 def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
-    """Kind and group size of the round that a step trained (``round/<kind>/group_size``); None where nobody said."""
+    """Kind and group size of the round that a step trained (``round/<kind>/group_size``); None where it is unknown."""
     for name, value in metrics.items():
         section, _, rest = name.partition("/")
         kind, _, what = rest.rpartition("/")
@@ -72,35 +102,56 @@ def round_of(metrics: Mapping[str, float]) -> tuple[str, float] | None:
     return None
 
 
+def _cell(column: Column, metrics: Mapping[str, float], width: int = 0) -> str:
+    """``-`` for a metric that is absent or not finite. ``width``: the kind of a round is cut to it (0: not)."""
+    kind, value = "", metrics.get(column.metric)
+    if column.label == "round" and (seen := round_of(metrics)) is not None:
+        kind, value = seen
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    text = column.write(value)
+    return f"{kind[: width - len(text) - 2] if width else kind} {text}".lstrip()
+
+
 def step_line(
     step: int,
     steps: int,
     metrics: Mapping[str, float],
     step_s: float,
     remaining_s: float,
-    *,
-    show_round: bool = False,
+    further: Sequence[Column] = (),
 ) -> str:
-    """The line of one step, with progress and remaining time. ``show_round``: also the kind of round, group size."""
+    """The line of one step with a label at each value, for files and pipes."""
     head = f"step {step:>{len(str(steps))}}/{steps}"
-    fields = [f"{label} {field(metrics, names, write)}" for label, names, write in LINE]
-    rounds = [f"round {_round_field(metrics, 0)}"] if show_round else []
+    fields = [f"{column.label} {_cell(column, metrics)}" for column in (*COLUMNS, *further)]
     left = f"{duration(remaining_s)} left" if step < steps else "done"
-    return "  ".join([head, *rounds, *fields, duration(step_s), left])
+    return "  ".join([head, *fields, duration(step_s), left])
 
 
-def _round_field(metrics: Mapping[str, float], width: int) -> str:
-    """``short 8``: kind of round and group size; the kind is cut where ``width`` (0: any) is too small for it."""
-    seen = round_of(metrics)
-    if seen is None:
-        return ABSENT
-    kind, size = seen
-    written = f"{size:.0f}"
-    return f"{kind[: width - len(written) - 2] if width else kind} {written}"
+def table_header(steps: int, further: Sequence[Column] = ()) -> str:
+    """The head of the columns that ``table_row`` fills, for a terminal."""
+    labels = "".join(f"{column.label:>{column.width}}" for column in (*COLUMNS, *further))
+    return f"{'step':>{2 * len(str(steps)) + 1}}{labels}{'time':>{_TIME}}{'left':>{_LEFT}}"
+
+
+def table_row(
+    step: int,
+    steps: int,
+    metrics: Mapping[str, float],
+    step_s: float,
+    remaining_s: float,
+    further: Sequence[Column] = (),
+) -> str:
+    """The line of one step as a row under ``table_header``."""
+    cells = "".join(f"{_cell(column, metrics, column.width):>{column.width}}" for column in (*COLUMNS, *further))
+    left = duration(remaining_s) if step < steps else "done"
+    head = f"{f'{step}/{steps}':>{2 * len(str(steps)) + 1}}"
+    return f"{head}{cells}{duration(step_s):>{_TIME}}{left:>{_LEFT}}"
 
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """``eval at step 20: held_out 0.531 pass@8 0.814 (2048 prompts)``; pass@k for the largest k above 1."""
+    """``eval at step 20: held_out 0.531 pass@8 0.814 (2048 prompts)``; pass@k for the largest k above 1; the mean of
+    each reward function where there are several."""
     parts = []
     for name, value in sorted(metrics.items()):
         prefix, _, rest = name.partition("/")
@@ -111,43 +162,8 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
             k = what.removeprefix("avg@")
             solved = metrics.get(f"eval/{collection}/pass@{k}") if k != "1" else None
             share = "" if solved is None else f" pass@{k} {solved:.3f}"
-            parts.append(f"{collection} {value:.3f}{share}{count}")
+            start, end = f"eval/{collection}/func/", "/mean"
+            means = {n[len(start) : -len(end)]: v for n, v in metrics.items() if n.startswith(start)}
+            each = "; " + ", ".join(f"{n} {v:.3f}" for n, v in means.items()) if len(means) > 1 else ""
+            parts.append(f"{collection} {value:.3f}{share}{count}{each}")
     return f"eval at step {step}: " + (", ".join(parts) or "no result")
-
-
-_COLUMNS = (8, 10, 6, 5, 9, 8, 8, 6, 16, 20)
-# With the kind of round the table is as wide as without: the last column's label is shorter.
-_ROUND_COLUMN = 9
-_LAST_LABEL, _LAST_COLUMN = "idle e/t", 11
-
-
-def table_header(steps: int, *, show_round: bool = False) -> str:
-    """The head of the columns that ``table_row`` fills, for a terminal."""
-    width = 2 * len(str(steps)) + 1
-    named = [label for label, _, _ in LINE]
-    sizes = _COLUMNS
-    first = ""
-    if show_round:
-        named[-1], sizes, first = _LAST_LABEL, (*_COLUMNS[:-1], _LAST_COLUMN), f"{'round':>{_ROUND_COLUMN}}"
-    labels = "".join(f"{label:>{size}}" for label, size in zip(named, sizes, strict=True))
-    return f"{'step':>{width}}{first}{labels}{'time':>8}{'left':>8}"
-
-
-def table_row(
-    step: int,
-    steps: int,
-    metrics: Mapping[str, float],
-    step_s: float,
-    remaining_s: float,
-    *,
-    show_round: bool = False,
-) -> str:
-    """The line of one step as a row under ``table_header``."""
-    width = 2 * len(str(steps)) + 1
-    sizes = (*_COLUMNS[:-1], _LAST_COLUMN) if show_round else _COLUMNS
-    first = f"{_round_field(metrics, _ROUND_COLUMN):>{_ROUND_COLUMN}}" if show_round else ""
-    cells = "".join(
-        f"{field(metrics, names, write):>{size}}" for (_, names, write), size in zip(LINE, sizes, strict=True)
-    )
-    left = duration(remaining_s) if step < steps else "done"
-    return f"{f'{step}/{steps}':>{width}}{first}{cells}{duration(step_s):>8}{left:>8}"

@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.comm.telemetry import Telemetry
 from streamrl.run_events import (
+    CompletionSampled,
     EvaluationFinished,
     RunDecided,
     RunEvent,
@@ -24,6 +25,7 @@ _EVENTS: dict[str, type[RunEvent]] = {
     "step": StepFinished,
     "evaluation": EvaluationFinished,
     "progress": RunProgress,
+    "sample": CompletionSampled,
     "warning": RunWarning,
     "decision": RunDecided,
     "stall": StallSeen,

@@ -23,6 +23,7 @@ from streamrl.control.evaluation import HeldOut
 from streamrl.control.publisher import PushedEngine, WeightPublisher
 from streamrl.control.recovered_run import RecoveredRun
 from streamrl.control.run_report import RunReport
+from streamrl.control.sample_files import TrainingSamples
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.control.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.control.weight_canary import canary_of
@@ -173,6 +174,7 @@ def run_report(
         rewards_in_flight=reward.in_flight,
         loop_lag=parts.watch.take_loop_lag,
         trace=trace,
+        samples=TrainingSamples(run_directory / "samples.jsonl", parts.tokenizer.decode),
         lived_s=recovered.elapsed_s if recovered else 0.0,
         recovering=recovered is not None,
         length_limit=0 if siblings_race else recipe.sampling.max_tokens,
@@ -219,5 +221,6 @@ async def read_held_out(recipe: Recipe, parts: Parts) -> HeldOut:
         samples=evaluation.samples,
         temperature=evaluation.temperature,
         success_reward=evaluation.success_reward,
+        reward=recipe.score,
         in_flight=parts.ready.max_running,
     )

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from streamrl.comm.weights.vllm_names import engine_environment
-from streamrl.config.recipe import EngineKind
+from streamrl.config.recipe import EngineKind, Recipe
 from streamrl.config.topology import ProcessPlan, Role
 from streamrl.engines.engine_host import WatchedEngine, serve_controllers
 from streamrl.engines.engine_options import EngineOptions, engine_options
@@ -18,17 +18,16 @@ from streamrl.processes.parent_death import RUN_MARKER
 
 async def run_engine_process(context: ChildContext) -> None:
     """Serve one engine until the orders end. It outlives its controller, for a while."""
-    options = engine_options(
-        context.recipe,
-        context.plan.index,
-        context.socket_directory,
-        gpu_memory_share=context.plan.gpu_memory_share,
-    )
-    simulated = context.recipe.engines.kind is EngineKind.SIMULATED
-    engine = _simulated(options, context.socket_directory) if simulated else _vllm(options)
+    engine = engine_of(context.recipe, context.plan, context.socket_directory)
     name = context.plan.name
     open_controller = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
     await serve_controllers(engine, open_controller)
+
+
+def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:
+    """The engine of ``plan`` in this process, not started yet."""
+    options = engine_options(recipe, plan.index, sockets, gpu_memory_share=plan.gpu_memory_share)
+    return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
 
 
 def import_engine(run_directory: Path) -> None:

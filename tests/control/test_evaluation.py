@@ -15,7 +15,7 @@ from streamrl.config.load import load_recipe
 from streamrl.control.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
-from streamrl.control.evaluation_samples import EvaluationSamples
+from streamrl.control.sample_files import EvaluationSamples
 from streamrl.errors import StreamRLError
 from streamrl.processes.controller_parts import read_held_out
 from streamrl.stage_messages import (

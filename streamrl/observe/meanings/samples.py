@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.observe.metric import MAX, MEAN, P50, P95, SHARE, SUM, Metric
+from streamrl.observe.metric import MAX, MEAN, P50, P95, SHARE, STD, SUM, Metric
 
 SAMPLES: tuple[Metric, ...] = (
     Metric("completion/length_mean", "tokens", MEAN, "Generated tokens of a trained sample.", "len"),
@@ -55,15 +55,19 @@ SAMPLES: tuple[Metric, ...] = (
         "eval/<set>/avg@<k>",
         "reward",
         MEAN,
-        "Total reward over k samples of each held-out prompt, then over prompts (accuracy for 0/1).",
+        "Score over k samples of each held-out prompt, then over prompts (accuracy for 0/1): the value of the first "
+        "reward, or of evaluation.reward.",
+        "held-out",
     ),
+    Metric("eval/<set>/standard_error", "reward", STD, "Of avg@k, over prompts."),
+    Metric("eval/<set>/func/<name>/mean", "reward", MEAN, "What one reward function returned, before its weight."),
     Metric(
         "eval/<set>/pass@<k>",
         "share",
         MEAN,
-        "Probability that at least one of k samples earns success_reward or more, unbiased (arXiv 2107.03374).",
+        "Probability that at least one of k samples scores success_reward or more, unbiased (arXiv 2107.03374).",
     ),
-    Metric("eval/<set>/prompts", "prompts", SUM, "Prompts with at least one reward: those in avg@k."),
+    Metric("eval/<set>/prompts", "prompts", SUM, "Prompts with at least one score: those in avg@k."),
     Metric("eval/<set>/failed", "samples", SUM, "Samples without a reward; in neither avg@k nor pass@k."),
     Metric("eval/<set>/truncated_ratio", "share", SHARE, "Evaluation samples cut by the token limit."),
     Metric("eval/<set>/length_mean", "tokens", MEAN, "Generated tokens of an evaluation sample."),

@@ -37,14 +37,18 @@ SPEED: tuple[Metric, ...] = (
         "Time in which no engine served because another set took over: stop or sleep, start or wake, weights.",
     ),
     Metric(
-        "util/trainer_idle_ratio", "share", SHARE, "Share of the step in which the trainer computed nothing.", "idle t"
+        "util/trainer_idle_ratio",
+        "share",
+        SHARE,
+        "Share of the step in which the trainer computed nothing.",
+        "trainer-idle",
     ),
     Metric(
         "util/bubble_ratio",
         "share",
         SHARE,
         "Idle share of the capacity c (util/capacity) over the whole step: 1 - sum(min(running, c) dt) / (c sum(dt)).",
-        "idle e",
+        "engine-idle",
     ),
     Metric(
         "util/rollout_bubble_ratio",
@@ -67,13 +71,12 @@ SPEED: tuple[Metric, ...] = (
         "Longest time since the last step in which the controller's event loop answered nothing.",
     ),
     Metric("util/capacity", "requests", LAST, "What the bubble ratios count as full: requests that run at once."),
-    Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput.", "train tok/s"),
+    Metric("perf/train_tok_s", "tokens/s", RATE, "Trained tokens per second of wall time: goodput.", "tok/s"),
     Metric(
         "perf/gen_tok_s",
         "tokens/s",
         RATE,
         "Generated tokens per second of wall time, dropped and evaluation ones too.",
-        "gen tok/s",
     ),
     Metric(
         "perf/forward_backward_tok_s",

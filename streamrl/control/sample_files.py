@@ -1,8 +1,10 @@
-"""The completions of an evaluation on disk, so that a figure can be looked into: ``evaluations/step-N.jsonl``."""
+"""Completions on disk, to be read: all of an evaluation (``evaluations/step-N.jsonl``), three of each batch
+(``samples.jsonl``)."""
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,9 +13,64 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
+from streamrl.control.trajectory_trace import cut_torn_line
 from streamrl.errors import StreamRLError
+from streamrl.run_events import CompletionSampled
 from streamrl.stage_messages import EndedOutcome, TrajectoryLost
-from streamrl.types import RewardFailure, TokenArray, Trajectory, TrajectoryId
+from streamrl.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
+from streamrl.whole_files import append_whole
+
+MOST_BYTES = 64 << 20
+"""Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""
+LONGEST_TEXT = 8_000
+"""Characters of a prompt and of a completion there."""
+SHOWN_EVERY = 10
+"""Steps between two completions that the run shows; it shows one of the first step, too."""
+
+
+class TrainingSamples:
+    """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives."""
+
+    def __init__(self, path: Path, decode: Callable[[TokenArray], str], *, most_bytes: int = MOST_BYTES) -> None:
+        self._path, self._decode, self._most_bytes = path, decode, most_bytes
+        if path.exists():
+            cut_torn_line(path)
+        self._file = path.open("ab", buffering=0)
+
+    def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> CompletionSampled | None:
+        """Write those of the batch of ``step``. Returns one to show, now and then."""
+        ordered = sorted(batch, key=lambda scored: scored.reward)
+        one = random.Random(step).choice(ordered)
+        three = (("best", ordered[-1]), ("worst", ordered[0]), ("random", one))
+        chosen = [sample_of(scored, self._decode, step=step, chosen=kind) for kind, scored in three]
+        append_whole(self._file, b"".join(msgspec.json.encode(sample) + b"\n" for sample in chosen))
+        if self._file.tell() > self._most_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_name(f"older-{self._path.name}"))
+            self._file = self._path.open("wb", buffering=0)
+        return chosen[-1] if step == 1 or step % SHOWN_EVERY == 0 else None
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def sample_of(
+    scored: ScoredTrajectory, decode: Callable[[TokenArray], str], *, step: int, chosen: str
+) -> CompletionSampled:
+    """The completion as it is shown to people."""
+    trajectory = scored.trajectory
+    return CompletionSampled(
+        step=step,
+        chosen=chosen,
+        prompt_id=trajectory.prompt.prompt_id,
+        prompt=decode(trajectory.prompt.token_ids),
+        text=decode(_completion_of(trajectory)),
+        reward=scored.reward,
+        rewards=scored.reward_parts,
+        tokens=trajectory.generated_tokens,
+        finish_reason=str(trajectory.finish_reason),
+    ).shortened(LONGEST_TEXT)
 
 
 class EvaluationSamples:
@@ -73,13 +130,17 @@ def _whose(trajectory: TrajectoryId) -> dict[str, Any]:
 
 
 def _texts(trajectory: Trajectory, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:
-    prompt = trajectory.prompt.token_ids
-    completion = prompt[:0]
-    for segment in trajectory.segments:
-        completion.extend(segment.token_ids)
+    prompt, completion = trajectory.prompt.token_ids, _completion_of(trajectory)
     fields: dict[str, Any] = {
         "finish_reason": trajectory.finish_reason,
         "prompt_token_ids": prompt.tolist(),
         "token_ids": completion.tolist(),
     }
     return fields if decode is None else fields | {"prompt_text": decode(prompt), "text": decode(completion)}
+
+
+def _completion_of(trajectory: Trajectory) -> TokenArray:
+    token_ids = trajectory.prompt.token_ids[:0]
+    for segment in trajectory.segments:
+        token_ids.extend(segment.token_ids)
+    return token_ids

@@ -1,0 +1,31 @@
+"""Which learning rates are usual for a model of some size: a rule of thumb, for a warning and not a refusal. Pure."""
+
+from __future__ import annotations
+
+import math
+
+SMALL_MODEL, SMALL_RATE = 1e6, 5e-5
+"""A policy of a million parameters learns at about this rate; larger ones at less, with the root of their size,"""
+LEAST_RATE = 1e-6
+"""down to the rate that the field uses from some billions on."""
+SPREAD = 3.0
+ADAPTER_FACTOR = 10.0
+"""Low-rank adapters take about ten times the rate of all weights."""
+
+
+def usual_learning_rates(parameters: int, *, adapters: bool = False) -> tuple[float, float]:
+    """The least and the greatest usual rate of AdamW for RL on a model of ``parameters``."""
+    rate = max(SMALL_RATE * math.sqrt(SMALL_MODEL / max(parameters, 1)), LEAST_RATE) * (ADAPTER_FACTOR**adapters)
+    return rate / SPREAD, rate * SPREAD
+
+
+def learning_rate_notice(rate: float, parameters: int, *, adapters: bool = False) -> str | None:
+    """One sentence where ``rate`` is outside of the usual range, else None."""
+    low, high = usual_learning_rates(parameters, adapters=adapters)
+    if not parameters or low <= rate <= high:
+        return None
+    what = "adapters of a model" if adapters else "a model"
+    return (
+        f"training.learning_rate = {rate:g} is {'high' if rate > high else 'low'} for {what} of {parameters:,} "
+        f"parameters: as a rule of thumb try {low:.0e} to {high:.0e}"
+    )
