@@ -50,7 +50,10 @@ def add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _steps(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of steps: write it as 0,20") from None
 
 
 def _samples(options: argparse.Namespace) -> int:

@@ -49,8 +49,11 @@ def run_reward_test(request: RewardTestRequest) -> int:
     """Run the test and print the report. Exit code 1 when no completion got a value; raises ``RecipeError``."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     reward = _reward(request)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_the_report_on_stdout():
         report = asyncio.run(_run(request, reward))
+        gc.unfreeze()  # vLLM froze its objects, which are in cycles: one left to the end of this process complains
+        gc.collect()
     if request.as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
@@ -107,8 +110,6 @@ async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:
             _require_columns(request, prompts, columns)
             _say(f"starting {recipe.model.path}: {len(prompts)} prompts x {request.samples} completions")
             groups = await groups_from_engine(recipe, prompts, request.samples)
-            # vLLM's objects are in cycles: one that is left until this process ends complains on stderr.
-            gc.collect()
     finally:
         await source.aclose()
     outcomes, seconds = await _score(reward, groups, tokenizer)

@@ -213,7 +213,7 @@ def shared_environment(socket_directory: str | Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": str(socket_directory),
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         # None of vLLM's own sockets leaves this host, and no pickle comes over them.
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",

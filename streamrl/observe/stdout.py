@@ -108,7 +108,7 @@ class TerminalScreen:
         from rich.table import Column
 
         self._console = Console(file=stream, highlight=False)
-        self._wrapper = partial(TextWrapper, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        self._wrapper = partial(TextWrapper, subsequent_indent="    ", break_on_hyphens=False)
         columns = (
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             BarColumn(20),
@@ -124,7 +124,8 @@ class TerminalScreen:
 
     def line(self, text: str, *, dim: bool = False) -> None:
         # Long lines break between words; a path that is longer than the terminal stays one word, to be copied.
-        shown = self._wrapper(width=self._console.width - 1).fill(printable(text)) if text else text
+        wrapper = self._wrapper(width=self._console.width - 1, break_long_words=dim)
+        shown = wrapper.fill(printable(text)) if text else text
         self._console.print(shown, markup=False, soft_wrap=True, style="dim" if dim else None)
 
     def progress(self, text: str, done: int, total: int) -> None:

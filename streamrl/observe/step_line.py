@@ -41,7 +41,7 @@ def percent(share: float) -> str:
 
 
 def _decimals(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.3g}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.0e}"
 
 
 class Column(NamedTuple):
@@ -131,7 +131,7 @@ def step_line(
 def table_header(steps: int, further: Sequence[Column] = ()) -> str:
     """The head of the columns that ``table_row`` fills, for a terminal."""
     labels = "".join(f"{column.label:>{column.width}}" for column in (*COLUMNS, *further))
-    return f"{'step':>{2 * len(str(steps)) + 1}}{labels}{'time':>{_TIME}}{'left':>{_LEFT}}"
+    return f"{'step':>{max(4, 2 * len(str(steps)) + 1)}}{labels}{'time':>{_TIME}}{'left':>{_LEFT}}"
 
 
 def table_row(
@@ -145,7 +145,7 @@ def table_row(
     """The line of one step as a row under ``table_header``."""
     cells = "".join(f"{_cell(column, metrics, column.width):>{column.width}}" for column in (*COLUMNS, *further))
     left = duration(remaining_s) if step < steps else "done"
-    head = f"{f'{step}/{steps}':>{2 * len(str(steps)) + 1}}"
+    head = f"{f'{step}/{steps}':>{max(4, 2 * len(str(steps)) + 1)}}"
     return f"{head}{cells}{duration(step_s):>{_TIME}}{left:>{_LEFT}}"
 
 

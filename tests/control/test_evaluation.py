@@ -16,7 +16,7 @@ from streamrl.control.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.control.evaluation import Evaluation, HeldOut
 from streamrl.control.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
 from streamrl.control.sample_files import EvaluationSamples
-from streamrl.errors import StreamRLError
+from streamrl.errors import RecipeError, StreamRLError
 from streamrl.processes.controller_parts import read_held_out
 from streamrl.stage_messages import (
     CancelTrajectories,
@@ -133,6 +133,32 @@ def test_what_counts_as_solved_is_a_key_of_the_recipe() -> None:
     held_out = anyio.run(read_held_out, recipe, parts)
     assert (held_out.success_reward, held_out.in_flight) == (0.25, 3)
     assert load_recipe(DEMO).evaluation.success_reward == HeldOut().success_reward
+
+
+def shaped(prompt: int, exact: float | None, brief: float) -> Scored:
+    parts = {"brief": brief} if exact is None else {"exact": exact, "brief": brief}
+    total = sum(parts.values())
+    scored = ScoredTrajectory(trajectory=trajectory(prompt, 0), reward=total, reward_parts=parts)
+    return Scored(outcome=scored)
+
+
+def test_a_reward_that_shapes_changes_neither_the_score_nor_what_is_solved() -> None:
+    outcomes = [shaped(0, 1.0, -0.27), shaped(1, 0.0, -0.1), shaped(2, 1.0, 0.3), shaped(3, None, 9.0)]
+    metrics = evaluation_metrics(outcomes, 1, reward="exact")
+    assert metrics["eval/held_out/avg@1"] == metrics["eval/held_out/pass@1"] == pytest.approx(2 / 3)
+    assert metrics["eval/held_out/standard_error"] == pytest.approx(1 / 3)
+    assert (metrics["eval/held_out/prompts"], metrics["eval/held_out/failed"]) == (3, 0), "one it does not apply to"
+    assert metrics["eval/held_out/func/exact/mean"] == pytest.approx(2 / 3)
+    assert metrics["eval/held_out/func/brief/mean"] == pytest.approx((-0.27 - 0.1 + 0.3 + 9) / 4)
+
+
+def test_the_score_is_the_first_reward_that_is_no_shadow_or_the_one_that_the_recipe_names(tmp_path: Path) -> None:
+    text = "".join(f'[[rewards]]\nfunction = "m:{n}"\nshadow = {s}\n' for n, s in (("a", "true"), ("b", "false")))
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n{text}')
+    assert load_recipe(tmp_path / "r.toml").score == "b"
+    assert load_recipe(tmp_path / "r.toml", ["evaluation.reward=a"]).score == "a"
+    with pytest.raises(RecipeError, match=r'"c" is no reward of this recipe: write one of a, b'):
+        load_recipe(tmp_path / "r.toml", ["evaluation.reward=c"])
 
 
 def test_one_sample_is_the_mean_over_prompts() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+from streamrl.control.evaluation_samples import EvaluationSamples
 
 from streamrl.buffers.journal import Journal, open_journal
 from streamrl.comm.memory_stream import memory_stream
@@ -23,7 +24,6 @@ from streamrl.control.controller import Controller
 from streamrl.control.engine_release import EngineRelease, EngineSizes
 from streamrl.control.engine_switch import SWITCH, EngineSwitch, PreparedEngines
 from streamrl.control.evaluation import HeldOut
-from streamrl.control.evaluation_samples import EvaluationSamples
 from streamrl.control.event_log import EventLog
 from streamrl.control.events import ControlEvent
 from streamrl.control.prompt_shelf import PromptShelf

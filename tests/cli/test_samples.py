@@ -1,0 +1,102 @@
+"""``streamrl samples``: what training and evaluations leave of their completions, and what is shown of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from streamrl.cli import main
+from streamrl.control.sample_files import EvaluationSamples, TrainingSamples
+from streamrl.stage_messages import EndedOutcome, Scored, TrajectoryLost
+from streamrl.types import (
+    FinishReason,
+    Prompt,
+    ScoredTrajectory,
+    Segment,
+    TokenArray,
+    Trajectory,
+    TrajectoryId,
+    float_array,
+    token_array,
+)
+
+
+def decode(token_ids: TokenArray) -> str:
+    return bytes(token_ids.tolist()).decode()
+
+
+def scored(number: int, text: str, reward: float, *, group: int = 1, **parts: float) -> ScoredTrajectory:
+    tokens = token_array(list(text.encode()))
+    segment = Segment(token_ids=tokens, trained=True, behavior_logprobs=float_array([-1.0] * len(tokens)))
+    return ScoredTrajectory(
+        trajectory=Trajectory(
+            id=TrajectoryId(prompt_id=f"p{number}", group_id=group, sample=number),
+            prompt=Prompt(prompt_id=f"p{number}", token_ids=token_array(list(f"question {number}".encode()))),
+            segments=(segment,),
+            finish_reason=FinishReason.STOP,
+        ),
+        reward=reward,
+        reward_parts=parts or {"exact": reward},
+    )
+
+
+BATCH = [
+    scored(1, "so so", 0.5),
+    scored(2, "good\x1b[2J\nand short", 0.73, exact=1.0, brief=-0.27),
+    scored(3, "bad", -1.0),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that was killed in the middle of a line after step 1, went on, and was evaluated after step 2."""
+    for step, batch in ((1, BATCH[:1]), (2, BATCH)):
+        samples = TrainingSamples(tmp_path / "samples.jsonl", decode)
+        samples.take(step, batch)
+        samples.close()
+        with (tmp_path / "samples.jsonl").open("a") as file:
+            file.write('{"type":"Compl')
+    outcomes: list[EndedOutcome] = [Scored(outcome=scored(n, f"held out {n}", n / 10, group=-1 - n)) for n in range(4)]
+    one = TrajectoryId(prompt_id="p9", group_id=-9, sample=0)
+    outcomes.append(TrajectoryLost(id=one, group_size=1, cancelled=False, reason="too long"))
+    anyio.run(EvaluationSamples(tmp_path / "evaluations", decode).write, 2, outcomes)
+    return tmp_path
+
+
+def test_completions_of_training_and_evaluation_with_all_that_is_known_of_them(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["samples", str(run), "--best", "--worst"]) == 0
+    best = "reward 0.730 (exact 1.000, brief -0.270), 18 tokens, stop\n  prompt  question 2\n"
+    assert capsys.readouterr().out.split("\n\n") == [
+        f"training, step 2, best: {best}  text    good\\x1b[2J\n          and short",
+        "training, step 2, worst: reward -1.000, 3 tokens, stop\n  prompt  question 3\n  text    bad",
+        "evaluation, step 2, best: reward 0.300, 10 tokens, stop\n  prompt  question 3\n  text    held out 3",
+        "evaluation, step 2, worst: reward 0.000, 10 tokens, stop\n  prompt  question 0\n  text    held out 0\n",
+    ]
+    assert main(["samples", str(run), "--step", "1,2"]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    which = ("training, step 1", "training, step 2", "evaluation, step 2")
+    kinds = ("best", "worst", "random")
+    assert [block.partition(":")[0] for block in blocks] == [f"{one}, {kind}" for one in which for kind in kinds]
+
+
+def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", str(run), "--step", "7"]) == 1
+    assert "training has steps 1 to 2, evaluations 2" in capsys.readouterr().err
+    assert main(["samples", str(tmp_path / "none")]) == 1
+    assert "has no completions of what was asked for: it has trained no step" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["samples", str(run), "--step", "seven"])
+    assert "'seven' is no list of steps: write it as 0,20" in capsys.readouterr().err
+
+
+def test_a_run_shows_a_completion_now_and_then_and_its_file_stays_small(tmp_path: Path) -> None:
+    samples = TrainingSamples(tmp_path / "samples.jsonl", decode, most_bytes=20_000)
+    shown = [step for step in range(1, 41) if samples.take(step, [scored(1, "x" * 50_000, 1.0)]) is not None]
+    samples.close()
+    assert shown == [1, 10, 20, 30, 40]
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"samples.jsonl", "older-samples.jsonl"} and max(sizes.values()) < 20_000 + 3 * 9_000
