@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -52,8 +51,6 @@ def run_reward_test(request: RewardTestRequest) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_the_report_on_stdout():
         report = asyncio.run(_run(request, reward))
-        gc.unfreeze()  # vLLM froze its objects, which are in cycles: one left to the end of this process complains
-        gc.collect()
     if request.as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:

@@ -173,6 +173,7 @@ class VllmEngine:
         with anyio.CancelScope(shield=True):
             if llm is not None:
                 await self._thread.call(partial(llm.shutdown, timeout=SHUTDOWN_SECONDS))
+                llm.shutdown = bool  # its __del__ calls it again: at the end of the process that is an error on stderr
             del llm
             self._thread.close()
             if self._processes is not None:

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# install.sh VENV COUNT PIP-ARGUMENTS...: pip install of COUNT packages into VENV, with a line now and then that says how
+# far it is: pip itself says nothing for minutes while it unpacks, and its bar needs a terminal.
+set -euo pipefail
+venv=$1 count=$2
+shift 2
+every=${INSTALL_LINE_S:-10} log=$venv/install.log began=$SECONDS
+count_lines() {
+  while sleep "$every" >/dev/null 2>&1; do
+    found=$(grep -c '^Collecting ' "$log" || true)
+    installed=$(find "$venv"/lib/*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l)
+    echo "venv: $((SECONDS - began)) s: $found of $count packages found and fetched, $installed installed"
+  done
+}
+count_lines &
+trap 'kill %1' EXIT
+"$venv/bin/pip" install --disable-pip-version-check --no-input --progress-bar off "$@" >"$log" 2>&1 ||
+  { tail -n 20 "$log" >&2; exit 1; }
