@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -222,6 +223,7 @@ async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples:
                     await asyncio.wait(row)
                 watching.cancel()
         finally:
+            logging.getLogger("vllm").setLevel(logging.CRITICAL)  # it logs its own end as an error
             await engine.aclose()
     return [
         CompletedGroup(prompt, tuple(task.result() for task in row)) for prompt, row in zip(prompts, asked, strict=True)

@@ -63,7 +63,7 @@ class _Trained(msgspec.Struct):
     rollout_s: float
     training_s: float
     rollout_bubble: float
-    shown: CompletionSampled | None
+    shown: list[CompletionSampled]
 
 
 class RunReport:
@@ -95,8 +95,7 @@ class RunReport:
         self._capacity = capacity
         self._engines, self._serving = engines, serving
         self._recovering = recovering
-        self._rewards_in_flight = rewards_in_flight
-        self._loop_lag = loop_lag
+        self._rewards_in_flight, self._loop_lag = rewards_in_flight, loop_lag
         self._trace, self._samples = trace, samples
         self._clock = clock
         self._lived_s = lived_s
@@ -242,7 +241,7 @@ class RunReport:
             rollout_s=rollout_s,
             training_s=now - self._closed_at,
             rollout_bubble=self._idle_share(self._last_rollout, self._closed_rollout, rollout_s),
-            shown=self._samples.take(policy_version, batch) if self._samples is not None else None,
+            shown=self._samples.take(policy_version, batch) if self._samples is not None else [],
         )
 
     def publishing(self) -> None:
@@ -264,8 +263,7 @@ class RunReport:
         rollout, before = self._rollout(), self._last_rollout
         self._last_rollout = rollout
         sampled = rollout.generated_tokens - before.generated_tokens
-        metrics = trained.metrics
-        metrics |= self._time_metrics(trained, push, seconds)
+        metrics = trained.metrics | self._time_metrics(trained, push, seconds)
         metrics |= {
             "util/bubble_ratio": self._idle_share(before, rollout, seconds),
             "util/rollout_bubble_ratio": trained.rollout_bubble,
@@ -276,8 +274,7 @@ class RunReport:
             "perf/samples_s": trained.samples / seconds,
             "perf/groups_s": trained.groups / seconds,
         }
-        verified = rollout.verified_tokens - before.verified_tokens
-        if verified:
+        if verified := rollout.verified_tokens - before.verified_tokens:
             metrics["perf/kept_tok_accepted_ratio"] = (rollout.accepted_tokens - before.accepted_tokens) / verified
         metrics |= self._work_metrics(trained) | control_metrics(state) | self._rewards.take() | dict(engines)
         metrics["reward/in_flight"] = float(self._rewards_in_flight())
@@ -293,8 +290,8 @@ class RunReport:
             )
             self._trace_step(trained, push, seconds, sampled)
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
-        if trained.shown is not None:
-            await self._emit(trained.shown)
+        for sample in trained.shown:
+            await self._emit(sample)
         return metrics
 
     def round_timed(self, policy_version: int) -> RoundTimed | None:

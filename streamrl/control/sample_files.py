@@ -37,8 +37,8 @@ class TrainingSamples:
             cut_torn_line(path)
         self._file = path.open("ab", buffering=0)
 
-    def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> CompletionSampled | None:
-        """Write those of the batch of ``step``. Returns one to show, now and then."""
+    def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> list[CompletionSampled]:
+        """Write those of the batch of ``step``. Returns what to show: one of them now and then."""
         ordered = sorted(batch, key=lambda scored: scored.reward)
         one = random.Random(step).choice(ordered)
         three = (("best", ordered[-1]), ("worst", ordered[0]), ("random", one))
@@ -48,7 +48,7 @@ class TrainingSamples:
             self._file.close()
             self._path.replace(self._path.with_name(f"older-{self._path.name}"))
             self._file = self._path.open("wb", buffering=0)
-        return chosen[-1] if step == 1 or step % SHOWN_EVERY == 0 else None
+        return chosen[-1:] if step == 1 or step % SHOWN_EVERY == 0 else []
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -13,6 +13,7 @@ Bytes: 4 an element of the model (forward), 2 an adapted element (the base); mas
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +69,7 @@ class AdapterWeights(PublishedWeights):
         for module, (lora_a, lora_b, scale) in layers.items():
             self._adapt(module, lora_a, lora_b, scale)
         self.master_shards = local_shards(self._tensors)
+        self.adapter_elements = sum(math.prod(shard.shape) for shard in self.master_shards)
         self.masters: Masters = WholeMasters(torch.cat([local_part(t).flatten() for t in self._tensors.values()]))
         self.gradient_L = torch.zeros_like(self.masters.whole())
         self._tensors = self.as_tensors(self.masters.whole())

@@ -100,6 +100,8 @@ class PublishedWeights(ABC):
     master_shards: list[LocalShard]
     masters: Masters
     gradient_L: Tensor
+    adapter_elements = 0
+    """Elements of all adapters over all ranks, where nothing else is trained."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
         self._parameters = parameters

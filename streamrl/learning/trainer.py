@@ -109,16 +109,15 @@ class TorchTrainer:
 
     def begin_again(self) -> TrainerReady:
         """For the next controller: as after the last step, whatever was handed in since."""
-        options = self._options
         self._open_batch()
         return TrainerReady(
-            rank=options.rank,
-            ranks=options.ranks,
+            rank=self._options.rank,
+            ranks=self._options.ranks,
             policy_version=self._policy_version,
             parameters=self._weights.total_elements,
             state_hash=self._state_hash(),
-            tokenizer_digest=tokenizer_digest(options.model_path),
-            trained_parameters=sum(math.prod(s.shape) for s in self._weights.master_shards) if options.lora.rank else 0,
+            tokenizer_digest=tokenizer_digest(self._options.model_path),
+            trained_parameters=self._weights.adapter_elements,
         )
 
     def _load_models(self) -> None:

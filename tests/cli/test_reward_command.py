@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from streamrl.cli_reward_completions import PlainText
 from streamrl.cli_reward_report import histogram, signal_of, spread
 from streamrl.types import token_array
 
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
 REWARD = """
 import os
 def right(completion, *, answer):
@@ -133,10 +135,27 @@ def test_wrong_input_is_named_with_the_remedy(work: Path, capfd, arguments: tupl
     assert problem in err
 
 
-def test_completions_must_come_from_somewhere(capfd) -> None:
-    with pytest.raises(SystemExit):
-        main(["reward", "test", "exact", "--prompts", "p.jsonl"])
-    assert "one of the arguments --completions --engine is required" in capfd.readouterr().err
+def test_completions_must_come_from_somewhere(work: Path, capfd) -> None:
+    code, out, err = run(capfd, "exact", "--prompts", "p.jsonl")
+    assert (code, out) == (2, "")
+    assert "name --completions FILE, --engine MODEL or --recipe RECIPE, or start this in a directory with a rec" in err
+
+
+def test_completions_come_from_the_recipe_of_the_directory_and_some_are_shown(work: Path, capfd) -> None:
+    """As the README writes it: FUNCTION and --prompts alone. Simulated engines sample here, in the model's tokens."""
+    (work / "recipe.toml").write_text(
+        f'[model]\npath = "{MODEL}"\n[prompts]\ntrain = "p.jsonl"\n[[rewards]]\nfunction = "mine.py:right"\n'
+        '[engines]\nkind = "simulated"\n[sampling]\nmax_tokens = 24\n'
+    )
+    (work / "sorting.jsonl").write_text('{"prompt": "312:"}\n{"prompt": "21:"}\n')
+    (work / "mine.py").write_text("def length(completion):\n    return len(completion) / 100\n")
+    code, out, _ = run(capfd, "mine.py:length", "--prompts", "sorting.jsonl", "--samples", "16")
+    assert code == 0 and "reward length: 32 of 32 completions scored, 2 prompts of sorting.jsonl" in out
+    sample = r"^reward (\d\.\d{3}), (\d+) tokens, (?:stop|length)\n  prompt  (?:312|21):\n  text    "
+    shown = [(float(value), int(tokens)) for value, tokens in re.findall(sample, out, re.MULTILINE)]
+    assert len(shown) == 5 and shown == sorted(shown) and shown[-1][1] <= 24
+    report = json.loads(run(capfd, "mine.py:length", "--prompts", "sorting.jsonl", "--max-tokens", "7", "--json")[1])
+    assert len(report["examples"]) == 5 and all(sample["tokens"] <= 7 for sample in report["examples"])
 
 
 # ---- the numbers, by hand ------------------------------------------------------------------------
