@@ -65,7 +65,7 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	if [ $(DEVICE) = cpu ]; then
 	  command -v gcc >/dev/null 2>&1 || { echo "make: gcc was not found; vLLM's CPU build needs it: install it" >&2; exit 1; }
 	  count=$$(grep -c == requirements/cpu.lock)
-	  echo "venv: $$count locked packages for CPU, about 2.5 GB: 2 to 5 minutes, and as long again where the network is slow"
+	  echo "venv: $$count locked packages for CPU, about 2.5 GB: 2 to 5 minutes, more on a slow disk or network"
 	  if ! requirements/install.sh $(VENV) $$count --no-deps -r requirements/cpu.lock; then
 	    echo "make: the install failed (pip's message is above). If torch==*+cpu is what it did not find: its CPU builds are not" >&2
 	    echo "make: on PyPI; set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and run make again" >&2

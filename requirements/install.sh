@@ -7,7 +7,7 @@ shift 2
 every=${INSTALL_LINE_S:-10} log=$venv/install.log began=$SECONDS
 count_lines() {
   while sleep "$every" >/dev/null 2>&1; do
-    found=$(grep -c '^Collecting ' "$log" || true)
+    found=$(grep -cE '^(Collecting|Processing) ' "$log" || true)
     installed=$(find "$venv"/lib/*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l)
     echo "venv: $((SECONDS - began)) s: $found of $count packages found and fetched, $installed installed"
   done
