@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
@@ -25,43 +25,7 @@ VERDICT_STEP = 20
 FEWEST_PLOTTED = 5
 """Steps of a run that gets a plot on the terminal: fewer stand on the terminal already."""
 MOST_POINTS = 4096
-"""Of a curve: more than any screen shows."""
-
-
-class ThinnedCurve:
-    """A value of each step, in at most ``MOST_POINTS`` points however many steps there are: each is the mean of as many
-    steps. ``first``, ``last``: the values of a few steps."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: list[float] = []
-        self.last: deque[float] = deque(maxlen=SUMMARY_STEPS)
-        self._points: list[tuple[float, float]] = []
-        self._open: list[tuple[float, float]] = []
-        self._width = 1
-
-    def add(self, step: float, value: float) -> None:
-        """The next step."""
-        self.count += 1
-        self.last.append(value)
-        if len(self.first) < SUMMARY_STEPS:
-            self.first.append(value)
-        self._open.append((step, value))
-        if len(self._open) == self._width:
-            self._points.append(_mean(self._open))
-            self._open = []
-        if len(self._points) == MOST_POINTS:
-            self._points = [_mean(self._points[place : place + 2]) for place in range(0, MOST_POINTS, 2)]
-            self._width *= 2
-
-    @property
-    def points(self) -> tuple[tuple[float, float], ...]:
-        """(step, value), ascending by step."""
-        return tuple(self._points + ([_mean(self._open)] if self._open else []))
-
-
-def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
+"""Of a curve: more than any screen shows. From there on every second one of the past is forgotten, again and again."""
 
 
 class RunHistory:
@@ -79,9 +43,12 @@ class RunHistory:
         self._learning_rate = 0.0
         self._stepped = 0
         self._judged = False
-        self.rewards = ThinnedCurve()
-        self.evaluations: dict[str, list[tuple[float, float]]] = {}
-        self._scores: list[tuple[float, float, float]] = []  # step, score of the held-out prompts, standard error
+        self.rewards: dict[int, float] = {}
+        self._counted = 0
+        self._first: list[float] = []
+        self._recent: deque[float] = deque(maxlen=SUMMARY_STEPS)
+        self._score = ""  # the name of the held-out score, and by step its value and standard error
+        self._scores: dict[int, tuple[float, float]] = {}
 
     def started(self, event: RunStarted) -> None:
         """Every process is ready: time counts from here."""
@@ -98,8 +65,11 @@ class RunHistory:
 
     def _go_on_from(self, version: int) -> None:
         """Take in what ``metrics.jsonl`` holds up to ``version``, where this life of the run has seen nothing yet."""
-        self.last_step = self._first_step = version
-        if self.directory is None or self.rewards.count or not version:
+        self.last_step = version
+        if self._stepped:
+            return  # the controller was started again, and this process was there all the time
+        self._first_step = version
+        if self.directory is None or self.rewards or not version:
             return
         for record in read_records(self.directory / "metrics.jsonl", version):
             if record["kind"] == "step":
@@ -124,8 +94,8 @@ class RunHistory:
     def shown(self, metrics: dict[str, float]) -> dict[str, float]:
         """``metrics`` of the step taken in last, as its line shows them: with the mean reward of the last steps, and
         the score of the last evaluation."""
-        smoothed = {"reward/mean": fmean(self.rewards.last)} if "reward/mean" in metrics else {}
-        return metrics | smoothed | ({HELD_OUT: self._scores[-1][1]} if self._scores else {})
+        smoothed = {"reward/mean": fmean(self._recent)} if "reward/mean" in metrics else {}
+        return metrics | smoothed | ({HELD_OUT: [*self._scores.values()][-1][0]} if self._scores else {})
 
     def evaluated(self, event: EvaluationFinished) -> None:
         """Take in an evaluation."""
@@ -133,30 +103,35 @@ class RunHistory:
 
     def _take_reward(self, step: int, metrics: dict[str, Any]) -> None:
         value = metrics.get("reward/mean")
-        if value is not None and math.isfinite(value):
-            self.rewards.add(step, value)
+        if value is None or not math.isfinite(value):
+            return
+        self.rewards[step] = value
+        self._recent.append(value)
+        self._first += [value] if self._counted < SUMMARY_STEPS else []
+        self._counted += 1
+        if len(self.rewards) > MOST_POINTS:
+            self.rewards = dict([*self.rewards.items()][::2])
 
     def _take_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
             if name.startswith("eval/") and name.rpartition("/")[2].startswith("avg@") and value is not None:
-                self.evaluations.setdefault(name, []).append((step, value))
-                error = metrics.get(f"{name.rpartition('/')[0]}/standard_error") or 0.0
-                self._scores.append((step, value, error))
+                self._score = name
+                self._scores[step] = value, metrics.get(f"{name.rpartition('/')[0]}/standard_error") or 0.0
 
     def verdict(self) -> str | None:
         """One line, once, after step 20 and the evaluation that is due then: whether the run learns, by its held-out
         score where it was taken twice, else by its reward; else None."""
-        known = self.last_step > VERDICT_STEP or (self._scores[-1][0] if self._scores else self.steps) == VERDICT_STEP
+        known = self.last_step > VERDICT_STEP or VERDICT_STEP in (self._scores or [self.steps])
         if self._judged or not known or self.last_step not in (VERDICT_STEP, VERDICT_STEP + 1):
             return None
-        if self.rewards.count < VERDICT_STEP:  # a watcher that came late
+        if self._counted < VERDICT_STEP:  # a watcher that came late
             return None
         self._judged = True
         if len(self._scores) > 1:
-            what, (_, before, spread), (_, after, more) = "held-out", self._scores[0], self._scores[-1]
+            what, ((before, spread), *_, (after, more)) = "held-out", self._scores.values()
             error = math.hypot(spread, more)
         else:
-            what, first, last = f"reward (mean of {SUMMARY_STEPS} steps)", self.rewards.first, self.rewards.last
+            what, first, last = f"reward (mean of {SUMMARY_STEPS} steps)", self._first, self._recent
             before, after = fmean(first), fmean(last)
             error = math.sqrt((variance(first) + variance(last)) / SUMMARY_STEPS)
         change = after - before
@@ -168,9 +143,10 @@ class RunHistory:
         return f"{text}{'it gets worse' if change < -2 * error else 'no change beyond noise'}; {advice or _ADVICE}"
 
     def curves(self) -> list[Curve]:
-        """Reward over steps, and each evaluation."""
-        reward = [Curve("reward/mean", self.rewards.points)] if self.rewards.count else []
-        return reward + [Curve(name, tuple(points), marked=True) for name, points in self.evaluations.items()]
+        """Reward over steps, and the held-out score."""
+        scores = tuple((step, score) for step, (score, _) in self._scores.items())
+        curves = [Curve("reward/mean", tuple(self.rewards.items())), Curve(self._score, scores, marked=True)]
+        return [curve for curve in curves if curve.points]
 
     def summary(self, reason: str) -> list[str]:
         """The last lines of a run, about all of its lives."""
@@ -178,17 +154,17 @@ class RunHistory:
         each = f", {duration(seconds / self._stepped)} a step" if self._stepped else ""
         lives = f"; {self._stepped} since it was resumed," if self._first_step else ""
         lines = ["", f"{reason}: {self.last_step} of {self.steps} steps{lives} in {duration(seconds)}{each}"]
-        if self.rewards.count:
-            count = min(SUMMARY_STEPS, max(1, self.rewards.count // 2))
-            first, last = fmean(self.rewards.first[:count]), fmean([*self.rewards.last][-count:])
+        if self._counted:
+            count = min(SUMMARY_STEPS, max(1, self._counted // 2))
+            first, last = fmean(self._first[:count]), fmean([*self._recent][-count:])
             lines.append(f"  reward/mean  {first:.3f} -> {last:.3f}  (means of the first and the last {count} steps)")
-        for name, points in self.evaluations.items():
-            best_step, best = max(points, key=lambda point: point[1])
-            lines.append(
-                f"  {name}  {points[0][1]:.3f} -> {points[-1][1]:.3f}  (best {best:.3f} at step {best_step:g})"
-            )
+        if self._scores:
+            scores = {step: score for step, (score, _) in self._scores.items()}
+            best = max(scores, key=lambda step: scores[step])
+            first, *_, last = (*scores.values(),) * 2
+            lines.append(f"  {self._score}  {first:.3f} -> {last:.3f}  (best {scores[best]:.3f} at step {best})")
         lines += self._what_next(reason)
-        return lines + (terminal_plot(self.curves()) if self.rewards.count >= FEWEST_PLOTTED else [])
+        return lines + (terminal_plot(self.curves()) if self._counted >= FEWEST_PLOTTED else [])
 
     def _what_next(self, reason: str) -> list[str]:
         """Where the model is, and how to go on."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from streamrl.observe.curve import Curve, round_ticks, smoothed, svg_plot, terminal_plot
 from streamrl.observe.printable import log_to
-from streamrl.observe.run_history import MOST_POINTS, ThinnedCurve
+from streamrl.observe.run_history import MOST_POINTS, RunHistory
 from streamrl.observe.stdout import StdoutReporter
 from streamrl.observe.step_line import (
     HELD_OUT,
@@ -376,15 +376,13 @@ def test_the_moving_average_starts_at_the_first_value_and_follows() -> None:
 
 @pytest.mark.parametrize("steps", [3, MOST_POINTS - 1, 5 * MOST_POINTS + 1])
 def test_a_curve_of_many_steps_has_not_many_points(steps: int) -> None:
-    curve = ThinnedCurve()
-    for step in range(steps):
-        curve.add(step, 2.0 * step)
-    assert len(curve.points) <= MOST_POINTS and len(curve.points) > min(steps - 1, MOST_POINTS // 4)
-    assert all(value == 2 * step for step, value in curve.points)
-    moments = [step for step, _ in curve.points]
-    assert moments == sorted(moments) and moments[-1] > 0.99 * (steps - 1) - 1
-    assert (curve.count, curve.first[:3], list(curve.last)[-1]) == (steps, [0.0, 2.0, 4.0], 2.0 * (steps - 1))
-    assert len(curve.first) == len(curve.last) <= 10
+    history = RunHistory(Clock())
+    for step in range(1, steps + 1):
+        history.stepped(StepFinished(step=step, policy_version=step, metrics={"reward/mean": 2.0 * step}))
+    ((*points, last),) = (curve.points for curve in history.curves())
+    assert min(steps - 1, MOST_POINTS // 4) <= len(points) < MOST_POINTS
+    assert all(value == 2 * step for step, value in points) and last == (steps, 2.0 * steps)
+    assert [step for step, _ in points] == sorted({step for step, _ in points})
 
 
 def test_two_points_of_an_evaluation_are_not_joined_and_three_are() -> None:

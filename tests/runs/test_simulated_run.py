@@ -62,7 +62,7 @@ def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     held = [{json.dumps(checksums) for checksums in audit.values()} for audit in audits]
     assert [len(audit) for audit in audits] == [2] * 5 and all(len(versions) == 1 for versions in held)
     assert len(set.union(*held)) == 5, "every version has weights of its own"
-    assert 'sample at step 1: reward' in done.stdout and "engine-0, engine-1 ready after" in done.stdout
+    assert "sample at step 1: reward" in done.stdout and "engine-0, engine-1 ready after" in done.stdout
     shown = [sys.executable, "-m", "streamrl", "samples", str(files), "--best"]
     found = subprocess.run(shown, capture_output=True, text=True, timeout=30, check=True).stdout
     assert found.startswith("training, step 4, best: reward ") and "\n  text    " in found
