@@ -198,15 +198,15 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
     updates = recipe.training.updates_per_batch
     steps = "one optimizer step" if updates == 1 else f"{updates} optimizer steps, each on its share of the groups"
     objective, *more = objective_lines(recipe)
-    batch = f"{counts.trajectories:,} trajectories"
+    batch = f"{counts.trajectories:,}"
     lines = [
-        f"batch       {counts.prompts} prompts x {counts.group_size} samples = {batch}, {steps}",
+        f"batch       {counts.prompts} prompts x {counts.group_size} samples = {batch} trajectories, {steps}",
         f"objective   {objective}",
         *(f"{'':<12}{line}" for line in more),
         f"off-policy  {off_policy_sentence(recipe)}",
         f"streaming   {streaming_sentence(recipe)}",
         f"training    {_training_text(recipe, counts)}",
-        f"run         {counts.steps} steps x {batch} = {counts.run_trajectories:,} trained",
+        f"run         {counts.steps} steps x {batch} = {counts.run_trajectories:,} trajectories trained",
         *_set_lines(recipe),
         (
             f"slots       {counts.slots:,} trajectories in flight at most, {counts.tokens_in_flight:,} tokens; "

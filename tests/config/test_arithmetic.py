@@ -105,7 +105,11 @@ def test_the_lines() -> None:
         "run         100 steps x 256 = 25,600 trajectories trained",
         "slots       256 trajectories in flight at most, 262,144 tokens; 1 x 256 = 256 run at once",
         "bound       staleness 0: every token is trained by the version that sampled it",
-        "checkpoints every 100 steps and at the end; kept: the last 2",
+        "checkpoints every 100 steps (for the journal: checkpoint.every = 0) and at the end; kept: the last 2",
+        (
+            "warning     training.learning_rate = 1e-06 is low for a model of 300,000 parameters: "
+            "as a rule of thumb try 3e-05 to 3e-04"
+        ),
         (
             "memory      about 3.13 GiB on a CPU host (1.60 GiB an engine, 0.49 GiB a rank, 0.84 GiB standing by); "
             "300,000 parameters"
@@ -115,6 +119,35 @@ def test_the_lines() -> None:
 
 def change(**sections: msgspec.Struct) -> Recipe:
     return msgspec.structs.replace(RECIPE, **sections)
+
+
+@pytest.mark.parametrize(
+    ("rate", "parameters", "rank", "range_"),
+    [
+        (2e-4, 299_136, 0, ""),  # the demo
+        (2e-4, 1_200_000, 0, "is high for a model of 1,200,000 parameters: as a rule of thumb try 2e-05 to 1e-04"),
+        (1e-6, 1_200_000, 0, "is low for a model of 1,200,000 parameters"),
+        (5e-5, 1_200_000, 0, ""),
+        (1e-6, 494_000_000, 0, ""),
+        (1e-6, 7_600_000_000, 0, ""),
+        (
+            1e-5,
+            7_600_000_000,
+            0,
+            "is high for a model of 7,600,000,000 parameters: as a rule of thumb try 3e-07",
+        ),
+        (1e-5, 7_600_000_000, 16, ""),
+        (1e-6, 494_000_000, 16, "is low for adapters of a model of 494,000,000 parameters"),
+    ],
+)
+def test_a_learning_rate_that_is_unusual_for_the_size_is_warned_of(
+    rate: float, parameters: int, rank: int, range_: str
+) -> None:
+    facts = msgspec.structs.replace(FACTS, parameters=parameters)
+    chosen = change(training=Training(learning_rate=rate), lora=Lora(rank=rank))
+    warnings = [line for line in arithmetic_lines(chosen, facts) if line.startswith("warning")]
+    assert len(warnings) == bool(range_)
+    assert not range_ or range_ in warnings[0]
 
 
 def test_the_lines_say_what_is_asked_for() -> None:
