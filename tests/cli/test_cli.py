@@ -105,7 +105,7 @@ def test_recipe_errors_come_together_with_exit_code_2(project: Path, capsys: pyt
         "error: 2 problems; nothing was started\n"
         "  --set: run.steps: 0 is not allowed: must be an integer > 0\n"
         '  --set: rollout.group_sise: unknown key; did you mean "group_size"? Keys of [rollout]: prompts_per_batch, '
-        "group_size, rounds, policy, max_staleness, in_flight, when_stale, order, dynamic_sampling, presubmit\n"
+        "group_size, rounds, policy, max_staleness, in_flight, when_stale, dynamic_sampling, presubmit\n"
     )
 
 
@@ -419,7 +419,7 @@ def test_a_run_that_cannot_stream_says_so(
 def test_a_run_that_is_done(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script(project, monkeypatch, [started(project), STEP, RunFinished(reason="finished", step=1)]) == 0
     assert "finished: 1 of 1 steps" in capsys.readouterr().out
-    assert (project / "curve.svg").exists()
+    assert not (project / "curve.svg").exists(), "one point is no curve"
 
 
 @pytest.mark.parametrize(
@@ -512,9 +512,9 @@ def test_watch_shows_a_run(publisher: TelemetryPublisher, capsys: pytest.Capture
     thread.join()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run run-9: 2 steps, 7 parameters"
-    assert lines[1].startswith("step 1/2  reward 0.250  no-signal -")
-    assert lines[2] == "warning at step 1: look there"
-    assert "finished: 1 of 2 steps" in lines[4]
+    assert lines[3].startswith("step 1/2  reward 0.250  held-out -")
+    assert lines[4] == "warning at step 1: look there"
+    assert "finished: 1 of 2 steps" in lines[6]
 
 
 def test_watch_as_json(publisher: TelemetryPublisher, capsys: pytest.CaptureFixture[str]) -> None:
