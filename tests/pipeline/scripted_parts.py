@@ -12,7 +12,6 @@ from pathlib import Path
 
 import anyio
 import msgspec
-from streamrl.control.evaluation_samples import EvaluationSamples
 
 from streamrl.buffers.journal import Journal, open_journal
 from streamrl.comm.memory_stream import memory_stream
@@ -31,6 +30,7 @@ from streamrl.control.publisher import WeightPublisher
 from streamrl.control.recovered_run import RecoveredRun, recovered_run
 from streamrl.control.run_journal import JournalledOutcomes, RunJournal
 from streamrl.control.run_report import RunReport
+from streamrl.control.sample_files import EvaluationSamples
 from streamrl.control.spared_engines import SparedEngines
 from streamrl.control.state import ControlSettings
 from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
