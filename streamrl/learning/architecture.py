@@ -26,9 +26,11 @@ class LogitScaling(NamedTuple):
 
 
 def logit_scaling(config: Any) -> LogitScaling:
-    """By the names that transformers' configs use: Cohere multiplies, Granite divides, Gemma caps."""
+    """By the names that transformers' configs use: Cohere multiplies, Granite divides, HyperCLOVA X multiplies under
+    Granite's name, Gemma caps."""
     text = config.get_text_config()
-    factor = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
+    factor, scaling = (float(getattr(text, name, None) or 1.0) for name in ("logit_scale", "logits_scaling"))
+    factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
     return LogitScaling(factor, getattr(text, "final_logit_softcapping", None))
 
 

@@ -229,7 +229,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed: PackedLayout,
+    packed: PackedLayout | None = None,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -237,8 +237,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence, for transformers: query ``[1, heads, T, D]``, out ``[1, T, heads, D]``.
 
-    ``sliding_window``: a token sees so many, itself included. Raises ``StreamRLError`` for soft caps of the scores.
+    ``sliding_window``: a token sees so many, itself included. Raises ``StreamRLError`` for soft caps of the scores, and
+    for a model that does not hand on ``packed``.
     """
+    if packed is None:
+        raise StreamRLError("its layers do not hand keyword arguments on to their attention, which has to know the row")
     if softcap is not None:
         raise StreamRLError(f"its attention caps scores at {softcap}, which no packed kernel here does")
     window = packed.longest if sliding_window is None else min(sliding_window, packed.longest)

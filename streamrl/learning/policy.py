@@ -27,6 +27,13 @@ class PackedPolicy(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        kind = f"model type {self.hugging_face.config.model_type!r}"
+        if self.hugging_face.base_model is model:
+            raise StreamRLError(f"{kind} has no inner model that gives hidden states")
+        if not self.hugging_face._can_set_attn_implementation() or not self.hugging_face._supports_attention_backend:
+            raise StreamRLError(
+                f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
+            )
         self.pieces = checkpoint_pieces(self.hugging_face)
         self._scaling = logit_scaling(self.hugging_face.config)
         self._longest = longest_exact_sequence(self.hugging_face.config)

@@ -40,10 +40,6 @@ def check_packing(policy: PackedPolicy) -> None:
     """
     model = policy.hugging_face
     kind = f"model type {model.config.model_type!r}"
-    if not model._can_set_attn_implementation() or not model._supports_attention_backend:
-        raise StreamRLError(
-            f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
-        )
     for name, weight in model.named_parameters():
         if not all(math.isfinite(bound) for bound in weight.aminmax()):
             raise StreamRLError(f"{kind}: the weight {name} has NaN or infinite values: repair or replace the model")

@@ -69,6 +69,8 @@ SUPPORTED: dict[str, Callable[[], Any]] = {
     "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **SMALL_HEADS, **EXPERTS),
     "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4),
     "granite": lambda: transformers.GraniteConfig(**SHAPE, logits_scaling=3.0, residual_multiplier=0.7),
+    "hyperclova x": lambda: transformers.HyperCLOVAXConfig(**SHAPE, logits_scaling=3.0),
+    "phi 2, a bias of the head": lambda: transformers.PhiConfig(**SHAPE),
     "cohere": lambda: transformers.CohereConfig(**SHAPE, logit_scale=0.25, use_qk_norm=True),
     "cohere 2": lambda: transformers.Cohere2Config(**SHAPE, logit_scale=0.25, sliding_window=4),
     "olmo 2": lambda: transformers.Olmo2Config(**SHAPE),
@@ -85,6 +87,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "convolutions over the row": (
         lambda: transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
         r"'lfm2' gives other logprobs on packed rows",
+    ),
+    "keywords that do not reach the attention": (
+        lambda: transformers.NemotronConfig(**SHAPE),
+        r"its layers do not hand keyword arguments on to their attention",
+    ),
+    "no inner model": (
+        lambda: transformers.Llama4TextConfig(**SHAPE, **SMALL_HEADS, num_local_experts=2, intermediate_size_mlp=32),
+        r"'llama4_text' has no inner model that gives hidden states",
+    ),
+    "constants of an activation": (
+        lambda: transformers.ApertusConfig(**SHAPE),
+        r"stored tensors that are no parameters \(model\.layers\.0\.mlp\.act_fn\.beta",
     ),
     "alibi": (
         lambda: transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4),
