@@ -9,13 +9,17 @@ from pathlib import Path
 
 from streamrl.config.arithmetic import arithmetic_lines, process_lines
 from streamrl.config.load import dump_recipe
-from streamrl.config.recipe import Recipe
+from streamrl.config.recipe import EngineKind, Launch, Recipe
 from streamrl.config.topology import plan_topology
+from streamrl.engines.engine_options import engine_options
 from streamrl.engines.gpus import gpu_placement
 from streamrl.errors import RecipeError
 from streamrl.preflight import CheckedModel, check_model, preflight, resumed
+from streamrl.stages.model_probe import problem_of_model
 from streamrl.stages.prompt_spec import SourceKind, read_spec
 from streamrl.stages.prompts import open_rows
+
+PROBE_TIMEOUT_S = 300.0
 
 
 def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
@@ -35,8 +39,21 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
     preflight(recipe, kept)
+    _try_model(recipe)
     print("\nall checks passed; nothing was started")
     return 0
+
+
+def _try_model(recipe: Recipe) -> None:
+    """Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights."""
+    if recipe.engines.kind is not EngineKind.VLLM or recipe.transport.engines is not Launch.LOCAL:
+        print("\nthe model was not tried with vLLM: this host starts no engine of it")
+        return
+    print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
+    problem = problem_of_model(engine_options(recipe, 0, tempfile.gettempdir()), PROBE_TIMEOUT_S)
+    print({None: "not found out", "": "works"}.get(problem, "refused"))
+    if problem:
+        raise RecipeError([f"model.path: {problem}"])
 
 
 def _held_out(recipe: Recipe) -> int:

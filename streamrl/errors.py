@@ -43,6 +43,10 @@ class EngineError(StreamRLError):
     """An engine cannot serve any more."""
 
 
+class ModelRefused(EngineError):
+    """No engine here can serve this model as the recipe says: each that is started would end the same way."""
+
+
 class RequestRefused(StreamRLError):
     """An engine could not serve one request; it goes on with the others."""
 

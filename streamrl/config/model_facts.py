@@ -19,6 +19,15 @@ _LARGEST_SIZE = 1 << 40
 _BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
+# By the name that most configurations use: other names of the same size, by transformers' attribute maps and vLLM.
+_OTHER_NAMES = {
+    "hidden_size": "n_embd d_model",
+    "num_hidden_layers": "n_layer n_layers num_layers",
+    "num_attention_heads": "n_head n_heads num_heads",
+    "max_position_embeddings": "n_positions n_ctx max_seq_len max_sequence_length max_seq_length seq_length",
+}
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a model. ``key_value_bytes``: KV cache of one token in float32, over all layers."""
 
@@ -58,7 +67,7 @@ def read_model_facts(directory: Path) -> ModelFacts:
     """Sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
-    config = _read_config(directory)
+    config = read_model_config(directory)
     parameters, weight_bytes = _count_weights(directory)
     hidden = _size(config, "hidden_size")
     heads = max(1, _size(config, "num_attention_heads"))
@@ -84,7 +93,9 @@ def _size(config: dict[str, Any], key: str) -> int:
     return int(value)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """``config.json``, with the fields of its text model on top, and every size under the name that most models give
+    it. Raises ``ModelDirectoryError`` where the file is missing or no JSON object."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +106,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelDirectoryError("has a config.json that is not a JSON object")
     text = config.get("text_config")
-    return config | text if isinstance(text, dict) else config
+    config |= text if isinstance(text, dict) else {}
+    for name, others in _OTHER_NAMES.items():
+        known = [config[key] for key in (name, *others.split()) if config.get(key) is not None]
+        config[name] = next(iter(known), None)
+    return config
 
 
 def _count_weights(directory: Path) -> tuple[int, int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from streamrl.config.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.config.model_facts import ModelDirectoryError, read_model_config, read_model_facts
 from streamrl.config.model_folder import unsafe_content
 from streamrl.config.recipe import Recipe
 from streamrl.config.threads import engine_threads
@@ -136,23 +135,19 @@ def installed_device() -> str:
 
 
 def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any]:
-    """The model's ``config.json``. Raises ``RecipeError`` about ``field`` when it is missing or not a JSON object, or
-    when the directory holds code or pickles."""
-    path = Path(model_path) / "config.json"
-    if unsafe := unsafe_content(path.parent):
-        raise RecipeError([f"{field}: {path.parent} {unsafe}"])
+    """The model's configuration (``read_model_config``). Raises ``RecipeError`` about ``field`` when it is missing or
+    not a JSON object, or when the directory holds code or pickles."""
+    directory = Path(model_path)
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RecipeError([f"{field}: cannot read {path}: {error}; give a Hugging Face model directory"]) from error
-    if not isinstance(config, dict):
-        raise RecipeError([f"{field}: {path} holds no JSON object; give a Hugging Face model directory"])
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+        if unsafe := unsafe_content(directory):
+            raise ModelDirectoryError(unsafe)
+        return read_model_config(directory)
+    except ModelDirectoryError as error:
+        raise RecipeError([f"{field}: {directory} {error}; give a Hugging Face model directory"]) from error
 
 
 def max_context(recipe: Recipe, config: dict[str, Any]) -> int:
-    """Longest prompt and completion together, in tokens, capped by the model's ``max_position_embeddings``."""
+    """Longest prompt and completion together, in tokens, capped by the positions that the model has."""
     positions = int(config.get("max_position_embeddings") or 0)
     asked = recipe.engines.max_context
     if asked and positions and asked > positions:

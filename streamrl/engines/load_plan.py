@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.comm.weights.bit_patterns import PositionArray
@@ -114,13 +115,16 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
     """
     layers = reloaded_layers(model)
     permutations = permutations_of(model, layers.keys())
-    sources = {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
+    sources = without_values(tensors)
     with ExitStack() as loading:
         for layer in layers.values():
             loading.enter_context(layer.as_loaded(layer.loading))
         parameters = _runtime_parameters(model)
-        with torch.no_grad(), _CopyRecorder(sources, parameters) as recorder:
-            model.load_weights(iter(sources.items()))  # type: ignore[operator]
+        recorder = _CopyRecorder(sources, parameters)
+        loading.enter_context(torch.no_grad())
+        loading.callback(register_module_parameter_registration_hook(recorder.keep).remove)
+        loading.enter_context(recorder)
+        run_loader(model, sources)
         _check_same_memory(model, parameters)
     carry = _Carrier(permutations)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
@@ -131,8 +135,27 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
             routes[name].append(route)
     _check_covered(parameters, routes, recorder.filled, permutations.keys())
     storages = {name: _flat_storage(parameter) for name, parameter in parameters.items() if not parameter.is_meta}
-    rebuilt = {name: layers[name.rpartition(".")[0]] for name, parameter in parameters.items() if parameter.is_meta}
+    owners = {name: name.rpartition(".")[0] for name, parameter in parameters.items() if parameter.is_meta}
+    rebuilt = {name: layers[owner] for name, owner in owners.items() if owner in layers}
     return LoadPlan(tensors=dict(tensors), routes=routes, storages=storages, layers=rebuilt)
+
+
+def without_values(tensors: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """The published ``tensors`` on the meta device."""
+    return {n: torch.empty(t.shape, dtype=_TORCH_TYPES[t.dtype], device="meta") for n, t in tensors.items()}
+
+
+def run_loader(model: torch.nn.Module, sources: Mapping[str, torch.Tensor]) -> None:
+    """Call ``model.load_weights`` with tensors that have no values. Raises ``WeightError`` where it fails."""
+    try:
+        model.load_weights(iter(sources.items()))  # type: ignore[operator]
+    except WeightError:
+        raise
+    except Exception as error:
+        name, what = type(model).__qualname__, f"{type(error).__name__}: {error}"
+        raise WeightError(
+            f"load_weights of {name} needs more than names and shapes, so it has no plan: {what}"
+        ) from error
 
 
 class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,6 +168,16 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._parameters = {p.untyped_storage()._cdata: name for name, p in parameters.items()}
         self._moved: dict[int, _MovedTensor] = {}
+        self._empty: dict[int, torch.Tensor] = {}
+
+    def keep(self, module: torch.nn.Module, name: str, made: torch.nn.Parameter) -> Any:
+        """A parameter that the loader makes anew, and has written nothing to, gets the memory of the one that it
+        replaces: vLLM's transformers backend makes the bias of an output head each time that it loads one."""
+        old = module._parameters.get(name)
+        empty = self._empty.get(made.untyped_storage()._cdata) is not None
+        if not empty or old is None or (old.shape, old.dtype) != (made.shape, made.dtype):
+            return made
+        return torch.nn.Parameter(old.detach(), requires_grad=False)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -166,6 +199,8 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "tensors can be mapped"
                 )
         result = func(*args, **options)
+        if func is torch.ops.aten.empty.memory_format:
+            self._empty[result.untyped_storage()._cdata] = result
         if func in _MOVES:
             self._follow(func, args, options, result)
         return result
@@ -191,6 +226,7 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, written: torch.Tensor) -> None:
         """What a loader changes is no published value any more."""
         storage = written.untyped_storage()._cdata
+        self._empty.pop(storage, None)
         self._sources.pop(storage, None)
         if storage in self._moved:
             self._moved[storage] = msgspec.structs.replace(self._moved[storage], tensor=None)

@@ -7,6 +7,7 @@ Version labels are strings only here: vLLM's ``weight_version`` becomes ``policy
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,7 @@ from streamrl.engines.resident_thread import ResidentThread
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
 from streamrl.engines.vllm_fork import fork_engine_core
 from streamrl.engines.vllm_statistics import EngineStatistics, kv_tokens, stat_loggers
-from streamrl.errors import EngineError, RequestRefused, WeightError
+from streamrl.errors import EngineError, ModelRefused, RequestRefused, WeightError
 from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.types import Completion, FinishReason, TokenArray, VersionSpan, float_array, token_array
 
@@ -72,6 +73,8 @@ class VllmEngine:
         os.environ.update(await anyio.to_thread.run_sync(_plugin_environment))
         try:
             self._llm = await self._thread.call(lambda: _build(self._options, self._statistics))
+        except ModelRefused:
+            raise
         except Exception as error:
             raise EngineError(
                 f"{self._options.name}: vLLM could not load {self._options.model_path}: {error};"
@@ -298,11 +301,10 @@ def merge_checksums(parts: Sequence[dict[str, str]]) -> dict[str, str]:
     return {f"worker{rank}.{name}": digest for rank, part in enumerate(parts) for name, digest in part.items()}
 
 
-def _build(options: EngineOptions, statistics: EngineStatistics) -> Any:
+def engine_config(options: EngineOptions) -> Any:
+    """vLLM's configuration of the engine. Raises ``ModelRefused`` where vLLM has none for this model."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.envs import enable_envs_cache
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     device_arguments: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_share}
     if options.on_cpu:
@@ -331,7 +333,32 @@ def _build(options: EngineOptions, statistics: EngineStatistics) -> Any:
         weight_transfer_config=WeightTransferConfig(backend="streamrl") if options.pushed else None,
         **device_arguments,
     )
-    config = arguments.create_engine_config()
+    try:
+        config = arguments.create_engine_config()
+    except ValueError as error:
+        raise ModelRefused(f"{options.name}: {_why_refused(options, str(error))}") from error
+    if options.on_cpu and not config.model_config.use_mla:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        if size not in sizes:  # vLLM says so by dying with the first request
+            raise ModelRefused(f"the model has attention heads of {size}, and vLLM on a CPU serves only {sizes}")
+    return config
+
+
+def _why_refused(options: EngineOptions, said: str) -> str:
+    """In one sentence, with what to set where that is known."""
+    if found := re.search(r"derived max_model_len \(\w+=(\d+)", said):
+        key = "engines.max_context" if options.pushed else "judge.max_context"
+        return f"the model has {found[1]} positions, and {options.max_context} are asked for: set {key} = {found[1]}"
+    return f"vLLM cannot serve {options.model_path}: {said}"
+
+
+def _build(options: EngineOptions, statistics: EngineStatistics) -> Any:
+    from vllm.envs import enable_envs_cache
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    config = engine_config(options)
     fork_engine_core(spawn_workers=options.on_cpu)
     # Its own loggers off; a factory of ours turns the statistics on.
     llm = AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers(statistics), disable_log_stats=True)

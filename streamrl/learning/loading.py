@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from streamrl.comm.weights.mirror import TensorSpec
 from streamrl.config.model_folder import unsafe_content
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import persistent_buffers
-from streamrl.learning.hugging_face import AutoConfig, AutoModelForCausalLM, disable_progress_bar, without_compiler
+from streamrl.learning.hugging_face import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    disable_progress_bar,
+    without_compiler,
+)
 from streamrl.learning.policy import PackedPolicy
 from streamrl.learning.probe import check_packing
 
@@ -58,12 +65,27 @@ def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
     return policy
 
 
+def published_tensors(model_path: str) -> dict[str, TensorSpec]:
+    """What engines would be given of the model in a directory, by its name, without its weights. Raises
+    ``StreamRLError`` as ``load_policy`` does, but for what only a forward shows."""
+    _refuse_quantised(Path(model_path))
+    policy = PackedPolicy(_without_weights(model_path))
+    _check_names(policy, Path(model_path))
+    return {piece.name: TensorSpec(piece.name, "bfloat16", piece.shape) for piece in policy.pieces}
+
+
+def _without_weights(model_path: str) -> PreTrainedModel:
+    """Raises what transformers raises where it knows no such model."""
+    with without_compiler(), torch.device("meta"):
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+        options = {"attn_implementation": "eager", "trust_remote_code": False}
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, **options))
+
+
 def import_architecture(model_path: str, *, ranks: int) -> None:
     """Import what a model of this directory consists of, by making one that has no memory, and where it is sharded what
     distributed tensors ask for. Raises what transformers raises where it knows no such model."""
-    with without_compiler(), torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-        AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    _without_weights(model_path)
     if ranks > 1:
         importlib.import_module("torch._dynamo")  # it comes with the first of them
 

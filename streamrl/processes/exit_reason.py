@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl import errors
 from streamrl.config.topology import Role
-from streamrl.errors import UNDECODABLE, EngineError, StreamBroken
+from streamrl.errors import UNDECODABLE, EngineError, ModelRefused, StreamBroken
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
 from streamrl.whole_files import write_whole
 
@@ -102,7 +102,8 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     causes = [leaf for leaf in found if not _is_consequence(role, leaf)]
     told = causes[0] if causes else found[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
-    if role is Role.CONTROLLER and causes and not isinstance(told, _MAY_PASS):
+    lasts = isinstance(told, ModelRefused) if role is Role.ENGINE else not isinstance(told, _MAY_PASS)
+    if causes and lasts and role in (Role.CONTROLLER, Role.ENGINE):
         kind = ExitKind.VERDICT
     text = f"{type(told).__name__}: {told}" if str(told) else type(told).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())

@@ -283,6 +283,8 @@ class Supervisor:
         away = child.name in self._resting or child.name in self._forgiveness.retired
         if child.running or away or self._asks(child) or self._finishing or self._finished():
             return False
+        if child.death(self.run_directory).is_verdict:
+            return False  # a successor would end the same way
         serves = child.plan is not None and child.plan.role in (Role.ENGINE, Role.REWARD)
         return bool(child.exit_code) or (serves and not self._draining and child.ended_for_s > _CONSEQUENCE_S)
 
@@ -379,9 +381,7 @@ class Supervisor:
         whoever ended the run on purpose."""
         if child.plan is None or not self._forgiveness.forgives(child.plan):
             return False
-        if child.plan.role not in CORE:
-            return True
-        ends = self._draining or self._finishing
+        ends = child.plan.role in CORE and (self._draining or self._finishing)
         return not ends and (child.running or not child.death(self.run_directory).is_verdict)
 
     async def _died(self) -> ProcessDied:

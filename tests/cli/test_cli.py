@@ -288,6 +288,7 @@ def test_dry_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = next(line for line in text.splitlines() if line.startswith("  streamrl serve"))
     assert command == f"  streamrl serve engine {recipe} {' '.join(arguments)} --index 0"
     assert text.endswith("all checks passed; nothing was started\n")
+    assert "the model was not tried with vLLM: this host starts no engine of it\n" in text
     assert not (project / "runs").exists()
     resolved = text.partition("# what it adds up to")[0].partition("\n")[2]
     (project / "resolved.toml").write_text(resolved)
@@ -299,7 +300,12 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "held.jsonl").write_text('{"prompt": "1", "answer": "1"}\n\n{"prompt": "2", "answer": "2"}\n')
-    sets = ["evaluation.prompts=held.jsonl", "evaluation.samples=3", "objective.algorithm=reinforce_plus_plus"]
+    sets = [
+        "engines.kind=simulated",
+        "evaluation.prompts=held.jsonl",
+        "evaluation.samples=3",
+        "objective.algorithm=reinforce_plus_plus",
+    ]
     arguments = [part for text in sets for part in ("--set", text)]
     assert main(["train", str(project / "recipe.toml"), "--dry-run", *arguments]) == 0
     text = capsys.readouterr().out
@@ -310,7 +316,7 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
 
     pq.write_table(pa.Table.from_pylist([{"prompt": f"{n}", "answer": "1"} for n in range(300)]), project / "h.parquet")
     for source, count in (("h.parquet", 300), ("held.jsonl?chat=true", 2)):
-        settings = ["--set", f"evaluation.prompts={source}"]
+        settings = ["--set", f"evaluation.prompts={source}", "--set", "engines.kind=simulated"]
         main(["train", str(project / "recipe.toml"), "--dry-run", *settings])
         assert f"all prompts: {count} x 1 = {count} completions" in capsys.readouterr().out
     assert 'streaming   off, although training.streaming = true: objective.advantages = "batch" compares' in text

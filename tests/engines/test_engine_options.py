@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.model_facts import read_model_config
 from streamrl.config.recipe import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
 from streamrl.engines.engine_devices import device_problems
 from streamrl.engines.engine_options import (
@@ -57,8 +58,26 @@ def test_a_context_that_cannot_be_is_refused(model_directory: Path, fields: dict
         engine_options(recipe(model_directory, **fields), 0, "/s", device="cpu")
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128},  # GPT-2
+        {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 128},  # DBRX
+        {"text_config": {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_sequence_length": 128}},
+    ],
+)
+def test_sizes_are_read_by_the_other_names_that_models_give_them(sizes: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    options = engine_options(recipe(tmp_path, max_running=1), 0, "/s", device="cpu")
+    assert (options.max_context, options.cache_blocks) == (128, 1 * 9 // 8 + 1)
+    facts = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128}
+    assert facts.items() <= read_model_config(tmp_path).items()
+    with pytest.raises(RecipeError, match="the model's 128 positions"):
+        engine_options(recipe(tmp_path, max_context=129), 0, "/s", device="cpu")
+
+
 def test_missing_model_names_the_directory(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"model\.path: cannot read .*config\.json"):
+    with pytest.raises(RecipeError, match=r"model\.path: .*absent has no config\.json"):
         engine_options(recipe(tmp_path / "absent"), 0, "/s", device="cpu")
 
 

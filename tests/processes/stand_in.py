@@ -7,6 +7,7 @@ hang     ignore SIGTERM, but for the file ``DIR/ignored-sigterm``
 follow   end with StreamBroken as soon as the process named in ``DIR/follow`` is gone
 raise    end with a ValueError when ``DIR/go`` appears
 verdict  end with a RewardFailureLimit when ``DIR/go`` appears
+refuse   end with a ModelRefused when ``DIR/go`` appears
 restart  end with exit code 75 at once
 share    have shared memory, and end with exit code 75 when ``DIR/go`` appears; its successors serve
 orphan   start a grandchild that ignores everything, has shared memory and a session of its own, then serve
@@ -26,7 +27,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 
 from streamrl.config.topology import ProcessPlan, Role
-from streamrl.errors import RewardFailureLimit, StreamBroken
+from streamrl.errors import ModelRefused, RewardFailureLimit, StreamBroken
 from streamrl.processes.child import Terminated, leave, parse_arguments
 from streamrl.processes.parent_death import die_with_parent
 
@@ -98,9 +99,11 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
             return
         if behaviour == "follow" and not lives(int((directory / "follow").read_text())):
             raise StreamBroken("engine-0.orders: the peer is gone")
-        if behaviour in ("raise", "verdict", "finish") and (directory / "go").exists():
+        if behaviour in ("raise", "verdict", "refuse", "finish") and (directory / "go").exists():
             if behaviour == "verdict":
                 raise RewardFailureLimit("too many rewards failed")
+            if behaviour == "refuse":
+                raise ModelRefused("the model's attention has heads of 16")
             if behaviour == "raise":
                 raise ValueError("the loss is not finite")
             (directory / "end").touch()

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.buffers.journal_errors import JournalFailed
 from streamrl.config.topology import Role
-from streamrl.errors import DiskFull, EngineError, StreamBroken
+from streamrl.errors import DiskFull, EngineError, ModelRefused, StreamBroken
 from streamrl.processes.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
@@ -73,6 +73,7 @@ def test_abort_may_follow_from_something_else() -> None:
     [
         (Role.TRAINER, StreamBroken("peer gone"), ExitKind.CONSEQUENCE),
         (Role.ENGINE, EngineError("EngineCore died"), ExitKind.CAUSE),
+        (Role.ENGINE, ModelRefused("engine-0: heads of 16"), ExitKind.VERDICT),
         (Role.CONTROLLER, EngineError("engine-0 is gone"), ExitKind.CONSEQUENCE),
         (Role.CONTROLLER, ValueError("bad"), ExitKind.VERDICT),
     ],

@@ -127,6 +127,17 @@ async def test_an_engine_that_dies_is_started_again_with_nothing_left_of_the_las
 
 
 @pytest.mark.asyncio
+async def test_an_engine_that_cannot_serve_the_model_is_not_started_again(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="refuse")
+    async with forgiving(one, ProcessPlan(role=Role.ENGINE, index=1), engines=2) as supervisor:
+        (one.directory / "go").touch()
+        text = await death_in(supervisor)
+    assert text.startswith("engine-0 ended with exit code 1: ModelRefused: the model's attention has heads of 16\n")
+    assert not started(one, "engine-0", 1)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
 async def test_an_engine_that_dies_too_often_is_retired_and_the_last_one_ends_the_run_by_the_first_cause(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:

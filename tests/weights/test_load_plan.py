@@ -362,6 +362,48 @@ def test_refuses_what_the_engine_did_after_loading(finish: object, message: str)
         record_load_plan(loaded_layer(finish), LAYER_TENSORS)
 
 
+class LateBias(Worker):
+    """Its loader makes a parameter anew before it copies into it, as vLLM's does with the bias of an output head."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        if name == "norm":
+            self.norm = torch.nn.Parameter(torch.empty(COLUMNS))
+            self.norm.loader = self.norm.data.copy_
+            self.norm.loader(tensor)
+        else:
+            super().load(name, tensor)
+
+
+def test_a_parameter_that_the_loader_makes_anew_keeps_its_memory_and_its_values() -> None:
+    worker, bits = LateBias(), random_bits(3)
+    with torch.no_grad():
+        for name, values in bits.items():
+            worker.load(name, as_tensor(name, values))
+    held = worker.norm.detach().clone()
+    assert len(record_load_plan(worker, TENSORS).routes["norm"]) == 1
+    assert torch.equal(worker.norm, held)
+    new = random_bits(4)
+    anchored(worker, new)
+    assert torch.equal(worker.norm.detach(), as_tensor("norm", new["norm"]).float())
+
+
+def test_refuses_a_loader_that_needs_values_and_one_that_makes_a_parameter_of_them() -> None:
+    def asks(self: Worker, name: str, tensor: torch.Tensor) -> None:
+        self.norm.data.copy_(tensor) if float(tensor.sum()) else None
+
+    def replaces(self: Worker, name: str, tensor: torch.Tensor) -> None:
+        Worker.load(self, name, tensor)
+        if name == "norm":
+            made = torch.empty(COLUMNS)
+            made.fill_(2)
+            self.norm = torch.nn.Parameter(made)
+
+    with pytest.raises(WeightError, match=r"load_weights of Worker needs more than names and shapes, .*meta"):
+        record_load_plan(refusing(asks), TENSORS)
+    with pytest.raises(WeightError, match="replaces runtime parameter 'norm'"):
+        record_load_plan(refusing(replaces), TENSORS)
+
+
 def test_refuses_layers_that_were_loaded_unwatched() -> None:
     with pytest.raises(WeightError, match=r"nobody watched how layer '<root>' was rearranged.*VLLM_PLUGINS=streamrl"):
         record_load_plan(Layer(), LAYER_TENSORS)

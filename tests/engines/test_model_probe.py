@@ -1,0 +1,52 @@
+"""What the dry run finds out about a model, with the real vLLM and without an engine or weights in it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.engines.engine_options import EngineOptions, cpu_environment, shared_environment
+from streamrl.stages.model_probe import problem_of_model
+
+pytest.importorskip("vllm")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.torch, pytest.mark.vllm]
+
+
+def model(config: Any, directory: Path) -> EngineOptions:
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    return EngineOptions(
+        name="engine-0",
+        model_path=str(directory),
+        device="cpu",
+        dtype="float32",
+        max_context=256,
+        max_running=4,
+        cache_blocks=9,
+        block_tokens=128,
+        gpu_memory_share=0.9,
+        workers=1,
+        sleeps=False,
+        environment=shared_environment(directory) | cpu_environment("plain"),
+    )
+
+
+@pytest.mark.timeout(240)
+def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: Path) -> None:
+    ids = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    short = model(transformers.GPT2Config(**ids, n_embd=64, n_layer=1, n_head=2, n_positions=128), tmp_path / "gpt2")
+    # The output head of Phi-2 has a bias, which vLLM makes anew each time that weights are loaded.
+    late_bias = model(transformers.PhiConfig(**ids, **shape, max_position_embeddings=256), tmp_path / "phi")
+    narrow = model(transformers.LlamaConfig(**ids, **shape | {"num_attention_heads": 4}), tmp_path / "narrow")
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(lambda options: problem_of_model(options, 200), [short, late_bias, narrow]))
+    remedy = "the model has 128 positions, and 256 are asked for: set engines.max_context = 128"
+    heads = "the model has attention heads of 16, and vLLM on a CPU serves only [32, 64, "
+    assert answers[0] == f"engine-0: {remedy}"
+    assert answers[1] == ""
+    assert answers[2] is not None and answers[2].startswith(heads)
