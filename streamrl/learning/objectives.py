@@ -7,7 +7,7 @@ the denominator is known when the batch is closed. That is what makes streaming 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,22 +44,8 @@ class TokenInputs(NamedTuple):
 
     def part(self, positions: slice) -> TokenInputs:
         """The same of some of the tokens."""
-
-        def cut(values_N: Tensor | None) -> Tensor | None:
-            return None if values_N is None else values_N[positions]
-
-        return TokenInputs(
-            behavior_N=self.behavior_N[positions],
-            advantages_N=self.advantages_N[positions],
-            weights_N=self.weights_N[positions],
-            staleness_N=self.staleness_N[positions],
-            sequence_N=self.sequence_N[positions],
-            sequences=self.sequences,
-            proximal_N=cut(self.proximal_N),
-            reference_N=cut(self.reference_N),
-            old_values_N=cut(self.old_values_N),
-            returns_N=cut(self.returns_N),
-        )
+        cut: dict[str, Any] = {n: v[positions] for n, v in self._asdict().items() if isinstance(v, Tensor)}
+        return self._replace(**cut)
 
 
 class TokenLoss(NamedTuple):
