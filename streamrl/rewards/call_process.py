@@ -33,7 +33,7 @@ from streamrl.types import RewardFailureKind
 from streamrl.user_code import describe_error
 
 _MOST_CALLS = 20_000  # then it is replaced: what user code leaks in small portions goes with it
-_LOOK_EACH, _LOOK_EVERY = 32, 16  # it is looked at after each of the first calls, later after some
+_LOOK_EACH, _LOOK_EVERY = 128, 64  # after each of the first calls, then after some: a look takes 50 us
 _MOST_THREADS = 32
 _MOST_CAUSES = 8
 _STOP_GRACE_S = 1.0  # for a coroutine to end once it was cancelled
