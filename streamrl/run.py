@@ -141,8 +141,7 @@ class Pipeline:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
         sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
-        placement = await anyio.to_thread.run_sync(gpu_placement, self.recipe)
-        topology = placement.placed(plan_topology(self.recipe, sockets))
+        topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
         self._supervisor.before_controller_start.append(self._await_controller)
         async with AsyncExitStack() as entered:
