@@ -2,7 +2,7 @@
 
     python benchmarks/recorded_updates.py --out updates                               # warm-up, then all of it
     python benchmarks/recorded_updates.py --out updates --rates 1e-6 --objective policy
-    streamrl bench weights --model updates/policy-1e-06/0020-old.safetensors updates/policy-1e-06/0020-new.safetensors
+    python benchmarks/bench_weights.py --model updates/RATE/0020-old.safetensors updates/RATE/0020-new.safetensors
 
 1. Warm-up from scratch at a learning rate of 1e-3, so that the weights look trained; ``OUT/warm.safetensors``, bf16.
    It is read again by the next call.

@@ -29,15 +29,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import zstandard
+from bench_weights import BenchRequest, updates_of
+from synthetic_updates import Pattern
+from update_entropy import UpdateCounts
+from weight_measurement import UpdatedTensor, slices_of, units_of
 
-from streamrl.cli_bench import BenchRequest, updates_of
 from streamrl.comm.weights.bit_patterns import BitArray
 from streamrl.comm.weights.codec import decode_patch, encode_patch
-from streamrl.comm.weights.measurement import UpdatedTensor, slices_of, units_of
 from streamrl.comm.weights.ordered_bits import apply_steps, step_symbols
 from streamrl.comm.weights.symbol_streams import decode_symbols, encode_symbols
-from streamrl.comm.weights.synthetic_updates import Pattern
-from streamrl.comm.weights.update_entropy import UpdateCounts
 
 ZSTD_LEVEL = 1
 """What all of them use. Level 3 is no smaller on such streams."""

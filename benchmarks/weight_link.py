@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
 
 from streamrl.comm.weights import fetch as fetching
 from streamrl.comm.weights.bit_patterns import BitArray
@@ -40,7 +41,6 @@ from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVe
 from streamrl.comm.weights.publisher import WeightPublisher
 from streamrl.comm.weights.serving import ServedPart, ServingThread
 from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
-from streamrl.comm.weights.synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
 from streamrl.messages import WeightAnnouncement, WeightSource
 
 Bits = dict[str, BitArray]

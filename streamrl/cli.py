@@ -1,5 +1,5 @@
 """``streamrl``: train, resume, check, watch, serve, keys, reward, samples, replay, clean, simulate, calibrate, what-if,
-bench, explain.
+explain.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.
 
@@ -140,7 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_aftermath(commands)
     _add_simulation(commands)
     _add_what_if(commands)
-    _add_bench(commands)
 
     explain = commands.add_parser("explain", help="what a recipe key means, its default and what it may be")
     explain.add_argument("key", nargs="?", default="", metavar="SECTION[.KEY]")
@@ -227,41 +226,6 @@ def _add_what_if(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what_if.add_argument("--seed", type=int, default=0, help="of lengths and rewards")
     what_if.add_argument("--json", action="store_true", help="all candidates as JSON")
     what_if.set_defaults(run=_what_if)
-
-
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser("bench", help="measure a part of streamrl on this machine")
-    parts = bench.add_subparsers(required=True, metavar="PART")
-    weights = parts.add_parser(
-        "weights",
-        help="what weight deltas take, in bytes and seconds",
-        description="Encode, decode and apply a weight update: bytes against other forms and its entropy, and GB/s.",
-    )
-    weights.add_argument(
-        "--model",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="a Hugging Face directory or safetensors file: a synthetic step on its weights; two: an old and a new one",
-    )
-    weights.add_argument(
-        "--params",
-        default="",
-        metavar="N",
-        help="parameters of a synthetic model, such as 500M (default 50M); two versions are repeated up to it",
-    )
-    weights.add_argument("--density", type=float, metavar="P", help="share of elements that change (default 0.01)")
-    weights.add_argument(
-        "--pattern",
-        choices=("adam", "uniform"),
-        default="adam",
-        help="an Adam step on noise, or any element with equal chance (the worst for a codec)",
-    )
-    weights.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each stage (default 1)")
-    weights.add_argument("--seed", type=int, default=0, help="of synthetic weights and steps")
-    weights.add_argument("--json", action="store_true", help="the measurement as JSON")
-    weights.set_defaults(run=_bench_weights)
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -380,26 +344,6 @@ def _what_if(options: argparse.Namespace) -> int:
             min_length_share=options.min_length_share,
             steps=options.steps,
             warm_up=options.warm_up,
-            seed=options.seed,
-            as_json=options.json,
-        )
-    )
-
-
-def _bench_weights(options: argparse.Namespace) -> int:
-    try:
-        from streamrl.cli_bench import BenchRequest, bench_weights
-        from streamrl.comm.weights.synthetic_updates import Pattern
-    except ModuleNotFoundError as error:
-        raise RecipeError([f"streamrl bench weights needs {error.name}: pip install 'streamrl[torch]'"]) from error
-
-    return bench_weights(
-        BenchRequest(
-            model=tuple(options.model),
-            parameters=options.params,
-            density=options.density,
-            pattern=Pattern(options.pattern),
-            threads=options.threads,
             seed=options.seed,
             as_json=options.json,
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_updates import adam_step, draw_weights
 
 from streamrl.comm.weights import compiled_paths, compiled_split, manifest, single_exponents, work_units
 from streamrl.comm.weights.bit_patterns import bit_type
@@ -22,7 +23,6 @@ from streamrl.comm.weights.mirror import CheckpointMirror
 from streamrl.comm.weights.publisher import Published, WeightPublisher
 from streamrl.comm.weights.requests import GetFold
 from streamrl.comm.weights.state_hash import MODULUS
-from streamrl.comm.weights.synthetic_updates import adam_step, draw_weights
 from streamrl.errors import WeightError
 from streamrl.learning.device_split import DeviceReader, encode_on_device, split_on_device
 from streamrl.learning.options import TrainerOptions

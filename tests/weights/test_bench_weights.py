@@ -1,4 +1,4 @@
-"""``streamrl bench weights``: what it measures is right, and input that cannot be measured is refused with a remedy."""
+"""``benchmarks/bench_weights.py`` measures right, and refuses input that cannot be measured, with a remedy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import bench_weights as cli_bench
 import numpy as np
 import pytest
-
-import streamrl.cli_bench as cli_bench
-import streamrl.comm.weights.measurement as measurement
-from streamrl.cli import main
-from streamrl.comm.weights.checkpoint_bits import map_checkpoint
-from streamrl.comm.weights.codec import WeightPatch, decode_patch, encode_patch
-from streamrl.comm.weights.measurement import DeltaMeter, UpdatedTensor
-from streamrl.comm.weights.synthetic_updates import (
+import weight_measurement as measurement
+from bench_weights import main
+from synthetic_updates import (
     SIGMA,
     adam_step,
     draw_weights,
@@ -28,7 +24,11 @@ from streamrl.comm.weights.synthetic_updates import (
     to_bfloat16,
     uniform_step,
 )
-from streamrl.comm.weights.update_entropy import UpdateCounts
+from update_entropy import UpdateCounts
+from weight_measurement import DeltaMeter, UpdatedTensor
+
+from streamrl.comm.weights.checkpoint_bits import map_checkpoint
+from streamrl.comm.weights.codec import WeightPatch, decode_patch, encode_patch
 from streamrl.errors import WeightError
 
 CODES = {"<u2": "BF16", "<u4": "F32", "<i8": "I64", "|u1": "F8_E4M3"}
@@ -53,13 +53,13 @@ def drawn(elements: int, seed: int = 1) -> np.ndarray:
 
 def measured(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """What the command prints with ``--json``, parsed."""
-    assert main(["bench", "weights", "--json", *arguments]) == 0
+    assert main(["--json", *arguments]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The complaint about ``arguments``, which must be exit code 2 and no traceback."""
-    assert main(["bench", "weights", *arguments]) == 2
+    assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     return printed.err
@@ -123,7 +123,7 @@ def test_step_on_the_weights_of_a_model(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "weights", "--params", "50k", "--pattern", "uniform"]) == 0
+    assert main(["--params", "50k", "--pattern", "uniform"]) == 0
     printed = capsys.readouterr().out
     for words in ("uniform positions", "of 50,000 elements changed", "int32 + values", "100,000", "decode", "GB/s"):
         assert words in printed

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from streamrl.comm.weights import compiled_paths
-from streamrl.comm.weights.codec import decode_patch, encode_patch
-from streamrl.comm.weights.synthetic_updates import (
+from synthetic_updates import (
     adam_step,
     draw_weights,
     from_bfloat16,
@@ -15,7 +12,10 @@ from streamrl.comm.weights.synthetic_updates import (
     to_bfloat16,
     uniform_step,
 )
-from streamrl.comm.weights.update_entropy import UpdateCounts
+from update_entropy import UpdateCounts
+
+from streamrl.comm.weights import compiled_paths
+from streamrl.comm.weights.codec import decode_patch, encode_patch
 
 ELEMENTS = 2_000_000
 

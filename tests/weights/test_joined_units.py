@@ -14,16 +14,16 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
+from update_entropy import UpdateCounts
+from weight_measurement import UpdatedTensor, units_of
 
 from streamrl.comm.weights import compiled_paths, manifest, work_units
 from streamrl.comm.weights.bit_patterns import bit_type
 from streamrl.comm.weights.codec import encode_patch
 from streamrl.comm.weights.fetch import ShardPatch, _Decoding
 from streamrl.comm.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
-from streamrl.comm.weights.measurement import UpdatedTensor, units_of
 from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.comm.weights.synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
-from streamrl.comm.weights.update_entropy import UpdateCounts
 from streamrl.comm.weights.work_units import WorkUnit, listed_units
 from streamrl.errors import WeightError
 from tests.weights.faulty_link import SmallPush

@@ -1,7 +1,14 @@
-"""``streamrl bench weights``: what weight deltas take, in bytes and seconds, on your model or on a synthetic one."""
+"""What weight deltas take, in bytes and seconds, on your model or on a synthetic one: bytes against other forms and
+against their entropy, and GB/s.
+
+    python benchmarks/bench_weights.py --params 0.5G --density 0.01     # synthetic weights and an Adam step on noise
+    python benchmarks/bench_weights.py --model MODEL                    # the same on the weights of a model
+    python benchmarks/bench_weights.py --model OLD NEW --json           # what changed between two checkpoints
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import sys
@@ -14,11 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.checkpoint_bits import CheckpointTensor, map_checkpoint
-from streamrl.comm.weights.measurement import DeltaMeter, Measurement, UpdatedTensor, slices_of
-from streamrl.comm.weights.synthetic_updates import (
+from synthetic_updates import (
     STEPS,
     HalfArray,
     Pattern,
@@ -29,6 +32,10 @@ from streamrl.comm.weights.synthetic_updates import (
     to_bfloat16,
     uniform_step,
 )
+from weight_measurement import DeltaMeter, Measurement, UpdatedTensor, slices_of
+
+from streamrl.comm.weights.bit_patterns import BitArray
+from streamrl.comm.weights.checkpoint_bits import CheckpointTensor, map_checkpoint
 from streamrl.errors import RecipeError, WeightError
 
 DEFAULT_PARAMETERS = 50_000_000
@@ -291,3 +298,53 @@ def speed_table(measured: Measurement) -> Table:
     for stage, cost in measured.stages.items():
         table.add_row(stage, f"{cost.wall_s:.3f}", f"{cost.dense_gb_per_s:.2f}", f"{cost.dense_gb_per_core_s:.2f}")
     return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and measure. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="a Hugging Face directory or safetensors file: a synthetic step on its weights; two: an old and a new one",
+    )
+    parser.add_argument(
+        "--params",
+        default="",
+        metavar="N",
+        help="parameters of a synthetic model, such as 500M (default 50M); two versions are repeated up to it",
+    )
+    parser.add_argument("--density", type=float, metavar="P", help="share of elements that change (default 0.01)")
+    parser.add_argument(
+        "--pattern",
+        type=Pattern,
+        choices=list(Pattern),
+        default=Pattern.ADAM,
+        help="an Adam step on noise, or any element with equal chance (the worst for a codec)",
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each stage (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of synthetic weights and steps")
+    parser.add_argument("--json", action="store_true", help="the measurement as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        return bench_weights(
+            BenchRequest(
+                model=tuple(options.model),
+                parameters=options.params,
+                density=options.density,
+                pattern=options.pattern,
+                threads=options.threads,
+                seed=options.seed,
+                as_json=options.json,
+            )
+        )
+    except RecipeError as error:
+        print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,12 +15,12 @@ from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
+from update_entropy import UpdateCounts
 
 from streamrl.comm.weights.bit_patterns import BitArray
 from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, decode_patch, encode_patch
 from streamrl.comm.weights.manifest import ShardSpec
 from streamrl.comm.weights.state_hash import hash_elements
-from streamrl.comm.weights.update_entropy import UpdateCounts
 from streamrl.comm.weights.work_units import work_units
 from streamrl.errors import WeightError
 
