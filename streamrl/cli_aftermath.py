@@ -25,11 +25,6 @@ def add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Rebuild the state of control from the recorded events, and print it.",
     )
     replay.add_argument("subject", metavar="BUNDLE|RUN", type=Path, help="a crash bundle, or the directory of a run")
-    replay.add_argument("--until", type=int, metavar="N", help="after event N instead of the last one")
-    replay.add_argument("--around", action="store_true", help="the last events before it, and what control ordered")
-    replay.add_argument(
-        "--check", action="store_true", help="compare what control orders with what it ordered then; exit code 1"
-    )
     replay.set_defaults(run=_replay)
 
     clean = commands.add_parser(
@@ -63,11 +58,9 @@ def _samples(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from streamrl.cli_replay import ReplayRequest, replay
+    from streamrl.cli_replay import replay
 
-    return replay(
-        ReplayRequest(subject=options.subject, until=options.until, around=options.around, check=options.check)
-    )
+    return replay(options.subject)
 
 
 def _clean(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``streamrl replay BUNDLE|RUN``: what control knew when a run failed, or after any event before."""
+"""``streamrl replay BUNDLE|RUN``: what control knew when a run failed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import time
 import zipfile
 from pathlib import Path
 
-import msgspec
-
-from streamrl.control.replayed_run import Replayed, describe, replay_run
+from streamrl.control.replayed_run import describe, replay_run
 from streamrl.errors import StreamRLError
 from streamrl.observe.crash_bundle import EVENTS, UNREADABLE, CrashManifest, read_manifest
 
@@ -18,26 +16,16 @@ LARGEST_LOG = 8 << 30
 """Bytes of an event log that are unpacked from a bundle. A log says what it holds before it is unpacked."""
 
 
-class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the command. ``until``: replay up to this event; None: all."""
-
-    subject: Path
-    until: int | None = None
-    around: bool = False
-    check: bool = False
-
-
-def replay(request: ReplayRequest) -> int:
-    """Print the state. Exit code 1 where ``check`` finds that control decides otherwise than it did."""
-    subject = request.subject
+def replay(subject: Path) -> int:
+    """Print the state of control after the last recorded event of ``subject``, a run's directory or a crash bundle."""
     if subject.is_dir():
         if not (subject / EVENTS).exists():
             raise StreamRLError(f"{subject} has no {EVENTS}: it is not the directory of a run that began")
-        return _show(subject / EVENTS, request)
+        return _show(subject / EVENTS)
     if not subject.exists():
         raise StreamRLError(f"{subject}: no such file; give a crash bundle, or the directory of a run")
     if not zipfile.is_zipfile(subject):
-        return _show(subject, request)
+        return _show(subject)
     manifest = read_manifest(subject)
     print("\n".join(_head(manifest)))
     with tempfile.TemporaryDirectory(prefix="streamrl-replay-") as folder, zipfile.ZipFile(subject) as archive:
@@ -53,7 +41,7 @@ def replay(request: ReplayRequest) -> int:
                 shutil.copyfileobj(packed, unpacked)
         except UNREADABLE as error:
             raise StreamRLError(f"{subject} cannot be unpacked: {error}; copy it again") from error
-        return _show(log, request)
+        return _show(log)
 
 
 def _head(manifest: CrashManifest) -> list[str]:
@@ -65,18 +53,6 @@ def _head(manifest: CrashManifest) -> list[str]:
     return lines + [f"not in the bundle: {text}" for text in manifest.left_out] + [""]
 
 
-def _show(log: Path, request: ReplayRequest) -> int:
-    run = replay_run(log, until=request.until, check=request.check)
-    print("\n".join(describe(run, around=request.around)))
-    return _verdict(run) if request.check else 0
-
-
-def _verdict(run: Replayed) -> int:
-    if run.diverged is not None:
-        print(f"check         FAILED: before event {run.diverged} control orders something else than it did then")
-        return 1
-    if not run.compared:
-        print("check         nothing to compare: this log does not record what control ordered")
-        return 1
-    print(f"check         {run.compared:,} events gave the orders that were recorded")
+def _show(log: Path) -> int:
+    print("\n".join(describe(replay_run(log))))
     return 0

@@ -210,7 +210,6 @@ class Controller:
         await self._journal.handled(event, actions, self.state)
         if isinstance(event, on.BatchTrained):
             self._shelf.forget_others(lambda: self._journal.outstanding.prompts_needed(self.state))
-        self._log.acted(actions)
         return actions
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:

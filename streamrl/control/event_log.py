@@ -1,8 +1,7 @@
 """The versioned event log: what control was told, in order. From it the control state can be rebuilt.
 
-One JSON object a line. The first is ``{"schema", "run_id", "settings"}``, every other one ``{"n", "time_s", "event",
-"acted"}``: ``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no
-clock), ``acted`` is a digest of what control ordered after the event before, so that a replay can be checked. Between
+One JSON object a line. The first is ``{"schema", "run_id", "settings"}``, every other one ``{"n", "time_s", "event"}``:
+``n`` counts from 0, ``time_s`` is since the start (for people and the simulator; control itself has no clock). Between
 them, for people, ``{"decision", "time_s"}``: why control did what it did after the event before.
 """
 
@@ -10,14 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Self
 
 import msgspec
 
-from streamrl.control.actions import ControlAction, Explain
+from streamrl.control.actions import Explain
 from streamrl.control.events import EVENT_SCHEMA, ControlEvent
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
@@ -34,12 +32,11 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One event. ``acted``: digest of what control ordered after the event before (None: not recorded)."""
+    """One event."""
 
     n: int
     time_s: float
     event: ControlEvent
-    acted: int | None = None
 
 
 class LogDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +62,6 @@ class EventLog:
     def __init__(self, path: Path, run_id: str, settings: ControlSettings) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
         self._count = 0
-        self._acted: int | None = None
         self._write(LogHeader(schema=EVENT_SCHEMA, run_id=run_id, settings=settings))
 
     @classmethod
@@ -85,20 +81,15 @@ class EventLog:
         else:
             log = cls.__new__(cls)
             log._file = path.open("ab", buffering=0)
-        log._count, log._acted = found, None
+        log._count = found
         for entry in told[found - first :]:
             log.append(entry.event, entry.time_s)
         return log
 
     def append(self, event: ControlEvent, time_s: float) -> None:
         """Write one event."""
-        self._write(LogEntry(n=self._count, time_s=round(time_s, 4), event=event, acted=self._acted))
+        self._write(LogEntry(n=self._count, time_s=round(time_s, 4), event=event))
         self._count += 1
-        self._acted = None
-
-    def acted(self, actions: Sequence[ControlAction]) -> None:
-        """What control ordered after the event that was written last: a digest of it stands with the next one."""
-        self._acted = actions_digest(actions)
 
     def decided(self, decision: Explain, time_s: float) -> None:
         """Write why control decided as it did."""
@@ -144,11 +135,6 @@ def _events_with(line: bytes) -> int | None:
         return msgspec.json.decode(line, type=_Numbered).n + 1
     except UNDECODABLE:
         return None
-
-
-def actions_digest(actions: Sequence[ControlAction]) -> int:
-    """Equal where control ordered the same. 32 bits."""
-    return zlib.crc32(msgspec.msgpack.encode(actions))
 
 
 def read_log(path: Path) -> tuple[LogHeader, Iterator[LogEntry]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,61 +11,38 @@ from streamrl.buffers.rollout_buffer import Group
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
-from streamrl.control.event_log import LogEntry, actions_digest, read_log
+from streamrl.control.event_log import LogEntry, read_log
 from streamrl.control.state import ControlState
 from streamrl.control.wait_reason import ShellView, WaitReason, wait_reason
 
 SHOWN_GROUPS = 10
-AROUND = 12
-"""Events before the end that ``around`` shows."""
 
 
 class Replayed(msgspec.Struct, kw_only=True):
-    """``events``: how many were replayed; ``last``: the newest of them with the actions they gave; ``launched_s``: when
-    each group was launched; ``decisions``: the newest, with their time; ``diverged``: event at which the orders differ
-    from those that were recorded; ``compared``: events that carried such a record."""
+    """``events``: how many were replayed; ``launched_s``: when each group was launched; ``decisions``: the newest, with
+    their time."""
 
     state: ControlState
     run_id: str
     events: int = 0
     time_s: float = 0.0
-    last: deque[tuple[LogEntry, tuple[ControlAction, ...]]] = msgspec.field(
-        default_factory=lambda: deque(maxlen=2 * AROUND)
-    )
     launched_s: dict[int, float] = {}
     decisions: deque[tuple[float, do.Explain]] = msgspec.field(default_factory=lambda: deque(maxlen=5))
     waits: WaitReason = WaitReason.ENGINE_START
     waits_since: tuple[int, float] = (0, 0.0)
-    compared: int = 0
-    diverged: int | None = None
 
 
-def replay_run(log: Path, *, until: int | None = None, check: bool = False) -> Replayed:
-    """Replay ``log`` up to event ``until`` (that one included; None: all). ``check``: compare orders with the record.
-
-    Raises ``StreamRLError`` for a log that cannot be read.
-    """
+def replay_run(log: Path) -> Replayed:
+    """Replay ``log``. Raises ``StreamRLError`` for a log that cannot be read."""
     header, entries = read_log(log)
     run = Replayed(state=ControlState(header.settings), run_id=header.run_id)
-    digest = 0  # of what the event before gave
     for entry in entries:
-        if until is not None and entry.n > until:
-            break
-        if check and entry.acted is not None and entry.n:
-            run.compared += 1
-            if entry.acted != digest:
-                run.diverged = entry.n
-                break
-        actions = tuple(run.state.handle(entry.event))
-        if check:
-            digest = actions_digest(actions)
-        _note(run, entry, actions)
+        _note(run, entry, tuple(run.state.handle(entry.event)))
     return run
 
 
 def _note(run: Replayed, entry: LogEntry, actions: tuple[ControlAction, ...]) -> None:
     run.events, run.time_s = entry.n + 1, entry.time_s
-    run.last.append((entry, actions))
     for action in actions:
         if isinstance(action, do.LaunchGroup):
             run.launched_s[action.group_id] = entry.time_s
@@ -85,7 +61,7 @@ def _is_rare(entry: LogEntry) -> bool:
     return not isinstance(entry.event, on.TrajectoryScored | on.TrajectoryFailed | on.TrajectoryCut)
 
 
-def describe(run: Replayed, *, around: bool = False) -> list[str]:
+def describe(run: Replayed) -> list[str]:
     """The state after the last event, a line each."""
     batch, supply = run.state.batch, run.state.supply
     told = {
@@ -104,7 +80,7 @@ def describe(run: Replayed, *, around: bool = False) -> list[str]:
     lines += [f"{name:<13} {text}" for name, text in told.items()]
     lines += _in_flight(run)
     lines += [f"{'decided':<13} {time_s:,.1f} s  {d.subject}: {d.reason}" for time_s, d in run.decisions]
-    return lines + (list(_around(run)) if around else [])
+    return lines
 
 
 def _accounting(state: ControlState) -> str:
@@ -147,16 +123,3 @@ def _stage(group: Group) -> str:
     if group.open:
         return f"{group.open} of {len(group.members)} {'held' if group.held else 'not scored'}"
     return "ready"
-
-
-def _around(run: Replayed) -> Iterator[str]:
-    yield f"the last {len(run.last)} events, each with what control ordered"
-    for entry, actions in run.last:
-        yield f"  {entry.n:>8} {entry.time_s:9.1f} s  {_short(entry.event)}"
-        yield from (f"{'':>22} -> {_short(action)}" for action in actions)
-
-
-def _short(item: msgspec.Struct, longest: int = 150) -> str:
-    """Name and fields on one line."""
-    text = repr(item)
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
