@@ -20,7 +20,6 @@ from process_tree import describe
 
 OWN_PROCESS = re.compile(r"streamrl\.processes[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
 ROLES_WITHOUT_INDEX = ("controller", "guardian")
-STANDBY = "--standby"
 """An argument of a process that stood by: whose place it took is to be seen by where it logs."""
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -78,8 +77,6 @@ def _label(process: psutil.Process, supervisor_pid: int) -> str:
     if (own := OWN_PROCESS.search(command)) and (
         parent is None or OWN_PROCESS.search(" ".join(parent.cmdline())) is None
     ):
-        if STANDBY in process.cmdline():
-            return log_name(process.pid)
         role, index = own["role"], own["index"] or "0"
         return role if role in ROLES_WITHOUT_INDEX else f"{role}-{index}"
     above = "orphan" if parent is None or parent.pid == os.getpid() else _label(parent, supervisor_pid)
@@ -91,7 +88,7 @@ def _label(process: psutil.Process, supervisor_pid: int) -> str:
 
 
 def log_name(pid: int) -> str:
-    """``engine-0``, or ``standby-engine`` while it waits. Raises ``psutil.NoSuchProcess``."""
+    """``engine-0``, for example. Raises ``psutil.NoSuchProcess``."""
     try:
         return Path(os.readlink(f"/proc/{pid}/fd/1")).stem
     except OSError:

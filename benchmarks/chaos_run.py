@@ -34,8 +34,6 @@ HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
 GONE_S = 10.0
 ENDLESS = 10**6
-SETTLED_S = 1.0
-STANDING_BY = ("standby-controller", "standby-trainer")
 DRAIN_S = 60.0
 PATIENCE_S = {"simulated": 60.0, "vllm": 240.0}
 """For the whole run to start, or for what died to work again."""
@@ -230,8 +228,6 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
     now = time.monotonic()
     if shot.phase not in (Phase.START, Phase.RECOVERY) and run.wait_for_step(now) is None:
         return f"no step before the shot: {run.tail()}"
-    if shot.phase not in (Phase.START, Phase.RECOVERY, Phase.SHUTDOWN):
-        _settle(run)
     kind = SEEN_BY.get(shot.phase)
     if kind is not None:
         seen = run.witness.wait_for(lambda record: record["kind"] == kind, run.patience_s, lambda: run.over)
@@ -241,24 +237,6 @@ def _aim(run: ChaosRun, shot: Shot) -> str:
         run.terminate()
     time.sleep(shot.delay_s)
     return ""
-
-
-def _settle(run: ChaosRun) -> None:
-    """Most of a run of days is not its start: whoever stands by for a rank or the controller has imported what these
-    need, and waits."""
-    assert run.process is not None
-    deadline = time.monotonic() + run.patience_s
-    before: dict[int, float] = {}
-    while time.monotonic() < deadline and not run.over:
-        standing = [p for name, p in labelled(run.process.pid).items() if name.startswith(STANDING_BY)]
-        try:
-            used = {process.pid: sum(process.cpu_times()[:2]) for process in standing}
-        except psutil.NoSuchProcess:  # it took somebody's place meanwhile
-            used = {}
-        if len(used) == 1 + run.cell.ranks and used == before:
-            return
-        before = used
-        time.sleep(SETTLED_S)
 
 
 def _go_on(run: ChaosRun, shot: Shot, fired: float, outcome: str, faults: list[str]) -> ShotResult:
@@ -390,7 +368,6 @@ directory = "{folder / "runs"}"
 seed = {cell.seed}
 steps = {steps or ENDLESS}
 {forgiven["run"]}
-standby_after_s = 2.0
 [model]
 path = "{EXAMPLE / "model"}"
 [prompts]

@@ -31,20 +31,19 @@ def main() -> int:
     arguments.add_argument("--engines", choices=[kind.value for kind in EngineKind], default="vllm")
     arguments.add_argument("--kills", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=130, help="they must last for all pauses")
-    arguments.add_argument("--standby-after-s", type=float, default=1.0, help="0: nobody stands by")
     arguments.add_argument("--pause-s", type=float, default=60.0, help="from the start, or a return, to the next kill")
     arguments.add_argument("--directory", default="runs")
     options = arguments.parse_args()
-    recipe = short_demo(EngineKind(options.engines), options.steps, options.directory, options.standby_after_s)
+    recipe = short_demo(EngineKind(options.engines), options.steps, options.directory)
     return 0 if anyio.run(kill_and_watch, recipe, options.kills, options.pause_s) else 1
 
 
-def short_demo(kind: EngineKind, steps: int, directory: str, standby_after_s: float) -> Recipe:
+def short_demo(kind: EngineKind, steps: int, directory: str) -> Recipe:
     """The demo with two engines and small batches, without evaluation and checkpoints."""
     recipe, replace = load_recipe(DEMO), msgspec.structs.replace
     return replace(
         recipe,
-        run=replace(recipe.run, steps=steps, directory=directory, standby_after_s=standby_after_s),
+        run=replace(recipe.run, steps=steps, directory=directory),
         engines=replace(recipe.engines, kind=kind, count=2, restarts=5),
         rollout=replace(recipe.rollout, prompts_per_batch=16, group_size=8),
         evaluation=replace(recipe.evaluation, prompts="", at_start=False, at_end=False),

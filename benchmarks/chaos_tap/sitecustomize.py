@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 BORN = time.monotonic()
-STANDBY = "standby"
 TAPPED = {
     "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint", "begin_again")),
     "streamrl.engines.simulated_engine": ("SimulatedEngine", ("generate", "stage", "commit")),
@@ -35,8 +34,6 @@ def _role() -> str:
     arguments = sys.orig_argv
     if "streamrl.processes" not in arguments:
         return ""
-    if "--standby" in arguments:
-        return STANDBY
     role = arguments[arguments.index("streamrl.processes") + 1 :][:1]
     index = arguments[arguments.index("--index") + 1] if "--index" in arguments else "0"
     return f"{role[0]}-{index}" if role and role[0] != "controller" else "".join(role)
@@ -48,8 +45,6 @@ class _Tap:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, kind: str, **known: object) -> None:
-        if self.role == STANDBY:  # its first work: it has taken somebody's place, and logs where that one did
-            self.role, self.born = os.path.basename(os.readlink("/proc/self/fd/1"))[: -len(".log")], time.monotonic()
         line = {"t": time.monotonic(), "born": self.born, "pid": os.getpid(), "role": self.role, "kind": kind, **known}
         os.write(self.file, json.dumps(line).encode() + b"\n")
 

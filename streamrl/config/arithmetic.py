@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -15,7 +14,7 @@ from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
 from streamrl.config.recipe import EngineKind, OptimizerKind, Recipe
 from streamrl.config.scheduling import InFlight, StalePolicy
-from streamrl.config.topology import JUDGE, PreparedSet, ProcessPlan, Role, Topology, on_standby, prepared_sets
+from streamrl.config.topology import JUDGE, PreparedSet, ProcessPlan, Role, Topology, prepared_sets
 
 MIB = 1 << 20
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
@@ -27,7 +26,6 @@ ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights 
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
-STANDBY_BYTES = {Role.ENGINE: 500 * MIB, Role.TRAINER: 300 * MIB, Role.CONTROLLER: 60 * MIB}
 TRAINED_BYTES = 4 + 2 + 4  # what the forward runs on, the rest of the float32 master, and the gradient
 GATHERED_BYTES = 4 + 4  # with several ranks: whole parameters and gradients on each, while a batch is open
 MOMENT_BYTES = {OptimizerKind.ADAMW: 8, OptimizerKind.ADAMW_OFFLOADED: 8, OptimizerKind.ADAMW_8BIT: 2}
@@ -142,7 +140,6 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     by_process |= {f"reward-{i}": REWARD_WORKER_BYTES for i in range(recipe.reward_limits.workers)}
     by_process |= engines
     by_process |= {f"trainer-{i}": trainer for i in range(ranks)}
-    by_process |= {f"standby-{role.value}": n * STANDBY_BYTES[role] for role, n in Counter(on_standby(recipe)).items()}
     if judge is not None:
         own = recipe.judge.max_context or JUDGE_CONTEXT
         cache = min(recipe.judge.max_running * own * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
@@ -286,8 +283,6 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, counts: BatchArithmetic) -> 
     engine = max(size for name, size in estimate.by_process.items() if name.startswith("engine-"))
     trainer = estimate.by_process["trainer-0"]
     extra = ", with a reference model" if objective_settings(recipe.objective).has_reference else ""
-    if waiting := sum(size for name, size in estimate.by_process.items() if name.startswith("standby-")):
-        extra += f", {gib(waiting)} standing by"
     return (
         f"about {gib(estimate.total)} on a CPU host ({gib(engine)} an engine, {gib(trainer)} a rank{extra}); "
         f"{facts.parameters:,} parameters"
@@ -303,8 +298,6 @@ def _started(process: ProcessPlan) -> str:
 def process_lines(recipe: Recipe, topology: Topology, recipe_path: str) -> list[str]:
     """What would be started, the endpoints, and the commands for what a person starts (``external``)."""
     lines = [f"  {process.name:<12} {_started(process)}" for process in topology.processes]
-    for role, count in Counter(topology.standby).items():
-        lines.append(f"  standby-{role.value}: {count} from {topology.standby_after_s:g} s on, for those that die")
     lines += ["endpoints"]
     lines += [f"  {name:<22} {endpoint}" for name, endpoint in topology.endpoints.items() if endpoint]
     if ports := [

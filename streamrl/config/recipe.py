@@ -48,18 +48,16 @@ class Run(Section, frozen=True):
     """Identity and length of the run. ``name``: of its directory (with the time), below ``directory``. ``steps``:
     versions of the weights, counted from 0. ``seed``: of the order of prompts and of what is sampled. ``journal``: what
     it goes on from after a death. ``restarts``: how often the controller, the trainer with it, or each reward worker
-    may die and be started again (0: the first death ends the run). ``standby_after_s``: from then on (0: never) one
-    more process for an engine, the controller and each trainer rank waits, which has imported all that these need, and
-    takes the place of one that dies. ``deterministic``: batches and weights are the same however often the run is
-    killed and resumed; slower, for verification. ``stall_s``: where nothing moved for so long, and for longer than any
-    other time limit explains, the run says who waits for whom and ends (0: never)."""
+    may die and be started again (0: the first death ends the run). ``deterministic``: batches and
+    weights are the same however often the run is killed and resumed; slower, for verification. ``stall_s``: where
+    nothing moved for so long, and for longer than any other time limit explains, the run says who waits for whom and
+    ends (0: never)."""
 
     name: str = "run"
     directory: str = "runs"
     seed: Natural = 0
     steps: Positive = 100
     restarts: Natural = 3
-    standby_after_s: NaturalFloat = 300.0
     journal: JournalKind = JournalKind.FSYNC
     deterministic: bool = False
     stall_s: NaturalFloat = 600.0

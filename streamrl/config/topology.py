@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.recipe import EngineKind, Launch, Recipe, ReleaseKind, TransportKind
+from streamrl.config.recipe import Launch, Recipe, TransportKind
 from streamrl.errors import UNDECODABLE, StreamRLError
 
 CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
@@ -73,14 +73,11 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint.
-    ``min_serving``: with fewer engines that can be had the run ends. ``standby``: for each entry one more process of
-    that role waits, from ``standby_after_s`` seconds on."""
+    ``min_serving``: with fewer engines that can be had the run ends."""
 
     processes: tuple[ProcessPlan, ...]
     endpoints: dict[str, str]
     min_serving: int = 1
-    standby: tuple[Role, ...] = ()
-    standby_after_s: float = 0.0
 
     def endpoint(self, process: str, stream: str) -> str:
         """Endpoint of ``stream`` of ``process``, e.g. ``("engine-0", "orders")``."""
@@ -190,29 +187,7 @@ def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
         processes=tuple(processes),
         endpoints=endpoints,
         min_serving=recipe.engines.min_serving,
-        standby=on_standby(recipe),
-        standby_after_s=recipe.run.standby_after_s,
     )
-
-
-def on_standby(recipe: Recipe) -> tuple[Role, ...]:
-    """Roles that import for seconds and may be started again here: an engine, the controller, and all ranks, which are
-    started again together. An engine only where one process can become any of them: OpenMP reads when it is loaded
-    which cores are its own, and how many threads."""
-    if not recipe.run.standby_after_s:
-        return ()
-    sets = prepared_sets(recipe)
-    roles: list[Role] = []
-    alike = not any(one.cores for one in sets) and len({one.tensor_parallel for one in sets}) == 1
-    again = recipe.engine_restarts or len(sets) > 1 or recipe.engines.release is ReleaseKind.STOP
-    local = recipe.transport.engines is Launch.LOCAL
-    if local and recipe.engines.kind is EngineKind.VLLM and alike and again:
-        roles.append(Role.ENGINE)
-    if recipe.core_restarts:
-        roles.append(Role.CONTROLLER)
-    if recipe.core_restarts and recipe.transport.training is Launch.LOCAL:
-        roles += [Role.TRAINER] * recipe.training.ranks
-    return tuple(roles)
 
 
 def local_engine(topology: Topology, name: str) -> ProcessPlan:

@@ -26,14 +26,6 @@ def fork_engine_core(*, spawn_workers: bool) -> None:
     register_after_fork(fork_engine_core, lambda _: _begin_core(spawn_workers))
 
 
-def import_vllm() -> None:
-    """What the host of an engine imports, and its core would. The environment is set before."""
-    import vllm.engine.arg_utils
-    import vllm.v1.engine.async_llm
-    import vllm.v1.engine.core
-    import vllm.v1.worker.gpu_model_runner  # noqa: F401 - also what one on a CPU is made of
-
-
 def _begin_core(spawn_workers: bool) -> None:
     """In the core. One that is spawned runs our plugin, which ties it to its host; this one ran it as the host."""
     if os.environ.get(ENGINE_VARIABLE) != "1":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -80,14 +79,6 @@ def _without_weights(model_path: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
         options = {"attn_implementation": "eager", "trust_remote_code": False}
         return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, **options))
-
-
-def import_architecture(model_path: str, *, ranks: int) -> None:
-    """Import what a model of this directory consists of, by making one that has no memory, and where it is sharded what
-    distributed tensors ask for. Raises what transformers raises where it knows no such model."""
-    _without_weights(model_path)
-    if ranks > 1:
-        importlib.import_module("torch._dynamo")  # it comes with the first of them
 
 
 def _refuse_quantised(directory: Path) -> None:

@@ -29,7 +29,6 @@ from streamrl.observe.printable import log_to
 from streamrl.observe.screen import open_screen
 from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
 from streamrl.processes.stacks import write_stacks_when_asked
-from streamrl.processes.stand_by import Prepare, import_for, stand_by
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +58,14 @@ def main() -> NoReturn:
     leave(plan, directory, lambda: run_role(load_context(plan, directory, resumes=resumes)))
 
 
-def parse_arguments(prepare: Prepare = import_for) -> tuple[ProcessPlan, Path, bool]:
-    """What a child of the supervisor was started as, or was told to become after it had stood by, the directory of the
-    run, and whether it goes on in it."""
+def parse_arguments() -> tuple[ProcessPlan, Path, bool]:
+    """What a child of the supervisor was started as, the directory of the run, and whether it resumes the run."""
     parser = argparse.ArgumentParser(prog="python -m streamrl.processes")
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--standby", action="store_true")
     arguments = parser.parse_args()
-    if arguments.standby:
-        order = stand_by(arguments.role, arguments.run_directory, prepare)
-        arguments.index, arguments.resume = order.index, order.resumes
     plan = ProcessPlan(role=arguments.role, index=arguments.index)
     return plan, arguments.run_directory, arguments.resume
 

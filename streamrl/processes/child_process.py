@@ -14,12 +14,11 @@ import anyio
 import msgspec
 import psutil
 
-from streamrl.config.topology import ProcessPlan, Role
+from streamrl.config.topology import ProcessPlan
 from streamrl.processes.exit_reason import Death, log_of, read_reason, reason_path
 from streamrl.processes.guardian import Line
 from streamrl.processes.parent_death import PARENT_PID, RUN_MARKER
 from streamrl.processes.signal_masks import in_mask
-from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.sweep import RunTraces, as_argument, keep_traces, seconds_after_boot
 
 POLL_S = 0.05
@@ -28,7 +27,7 @@ FORKLESS_S = 1.0  # after the system refused a process: time for it to have room
 
 
 class ChildProcess:
-    """A started process with its log. ``plan`` is None for the guardian, and for one that stands by; ``created``:
+    """A started process with its log. ``plan`` is None for the guardian; ``created``:
     seconds after boot."""
 
     def __init__(
@@ -87,7 +86,7 @@ class ChildProcess:
         code = self.exit_code
         return Death(name=self.name, exit_code=code, detected_s=self._ended_s or time.monotonic(), reason=reason)
 
-    def tell(self, line: Line | TakeOver) -> None:
+    def tell(self, line: Line) -> None:
         """Write one line to its stdin. A reader that died is noticed by the watch, not here."""
         if self.process.stdin is None or not self.running:
             return
@@ -120,22 +119,6 @@ def start_child(
     child = _start(plan.name, plan, arguments, run_directory, _environment(traces))
     # Only now: where nobody can be started, the reason of the one before is still the reason.
     reason_path(run_directory, plan.name).unlink(missing_ok=True)
-    return child
-
-
-def open_standby(role: Role, command: Sequence[str], run_directory: Path, traces: RunTraces) -> ChildProcess:
-    """Start a process that imports what ``role`` needs, and waits for ``take_over``."""
-    arguments = [*command, role.value, "--standby", "--run-directory", str(run_directory)]
-    return _start(f"standby-{role.value}", None, arguments, run_directory, _environment(traces))
-
-
-def take_over(standby: ChildProcess, plan: ProcessPlan, run_directory: Path, *, resumes: bool) -> ChildProcess:
-    """Let a process that stands by become the one of ``plan``, as ``start_child`` would have started it. One that still
-    imports does so afterwards."""
-    reason_path(run_directory, plan.name).unlink(missing_ok=True)
-    log = log_of(run_directory, plan.name)
-    child = ChildProcess(plan.name, plan, standby.process, log, log.stat().st_size if log.exists() else 0)
-    child.tell(TakeOver(index=plan.index, resumes=resumes))
     return child
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from streamrl.comm.weights.vllm_names import engine_environment
 from streamrl.config.recipe import EngineKind, Recipe
-from streamrl.config.topology import ProcessPlan, Role
+from streamrl.config.topology import ProcessPlan
 from streamrl.engines.engine_host import WatchedEngine, serve_controllers
 from streamrl.engines.engine_options import EngineOptions, engine_options
 from streamrl.messages import EngineEvent, EngineOrder
-from streamrl.processes.child import ChildContext, load_context
+from streamrl.processes.child import ChildContext
 from streamrl.processes.controller_streams import controller_streams
 from streamrl.processes.parent_death import RUN_MARKER
 
@@ -28,17 +27,6 @@ def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine
     """The engine of ``plan`` in this process, not started yet."""
     options = engine_options(recipe, plan.index, sockets, gpu_memory_share=plan.gpu_memory_share)
     return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
-
-
-def import_engine(run_directory: Path) -> None:
-    """All that any vLLM engine of the run imports before it opens its device."""
-    context = load_context(ProcessPlan(role=Role.ENGINE, index=0), run_directory)
-    environment = engine_options(context.recipe, 0, context.socket_directory).environment
-    os.environ.update(engine_environment())
-    os.environ.update(environment)
-    from streamrl.engines.vllm_fork import import_vllm
-
-    import_vllm()
 
 
 def _vllm(options: EngineOptions) -> WatchedEngine:

@@ -26,15 +26,12 @@ from streamrl.processes.child_process import (
     POLL_S,
     ChildProcess,
     ended_within,
-    open_standby,
     start_child,
-    take_over,
 )
 from streamrl.processes.engine_orders import EngineOrders
 from streamrl.processes.exit_reason import Death, first_cause, notice_of
 from streamrl.processes.forgiveness import CORE, Forgiveness
 from streamrl.processes.guarded_sessions import GuardedSessions
-from streamrl.processes.standbys import Standbys
 from streamrl.processes.sweep import end_session, sweep, traces_of_new_run
 from streamrl.processes.used_memory import UsedMemory
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
@@ -83,9 +80,6 @@ class Supervisor:
         self._traces = traces_of_new_run(socket_directory)
         self.memory = UsedMemory(self._traces)
         self._guarded = GuardedSessions(python, run_directory, self._traces)
-        self._standbys = Standbys(
-            topology, lambda role: self._guarded.add(open_standby(role, self._command, run_directory, self._traces))
-        )
         self._orders = EngineOrders(self, topology, self._resting)
 
     # ---- life ------------------------------------------------------------------------------------
@@ -123,8 +117,6 @@ class Supervisor:
                 for death in self._deaths():
                     log.warning("after the run had finished, %s", death.describe())
                 return
-            if until_s == math.inf and not (self._draining or self._finishing or self._ending):
-                self._standbys.replenish()
             if self.memory.due:
                 self.memory.record({child.process.pid: name for name, child in self._children.items()})
             await anyio.sleep(POLL_S)
@@ -213,7 +205,7 @@ class Supervisor:
     # ---- inside ----------------------------------------------------------------------------------
 
     async def _end_all(self, grace_s: float) -> None:
-        children = [*self._children.values(), *self._standbys.children]
+        children = list(self._children.values())
         for child in children:
             if child.running:
                 child.process.terminate()
@@ -226,9 +218,6 @@ class Supervisor:
         self._children = {}
 
     def _start_child(self, plan: ProcessPlan, *, resumes: bool = False) -> None:
-        if standby := self._standbys.take(plan.role):
-            self._children[plan.name] = take_over(standby, plan, self.run_directory, resumes=resumes)
-            return
         child = start_child(plan, self._command, self.run_directory, self._traces, resumes=resumes)
         self._children[plan.name] = self._guarded.add(child)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from streamrl.config.topology import RENDEZVOUS, ProcessPlan, Role
+from streamrl.config.topology import RENDEZVOUS
 from streamrl.learning.durable_files import newest_checkpoint
-from streamrl.learning.loading import import_architecture
 from streamrl.learning.trainer import TorchTrainer, trainer_options
 from streamrl.messages import TrainingEvent, TrainingOrder
-from streamrl.processes.child import ChildContext, load_context
+from streamrl.processes.child import ChildContext
 from streamrl.processes.controller_streams import controller_streams
 from streamrl.stages.training import run_training, serve_controllers
 
@@ -37,11 +34,3 @@ async def run_trainer_process(context: ChildContext) -> None:
         return
     async with open_controller() as (batches, reports):
         await run_training(trainer, batches, reports)
-
-
-def import_trainer(run_directory: Path) -> None:
-    """What any rank of the run imports until it trains, beside this module."""
-    recipe = load_context(ProcessPlan(role=Role.TRAINER, index=0), run_directory).recipe
-    from streamrl.learning import checkpoint  # noqa: F401 - for its imports
-
-    import_architecture(recipe.model.path, ranks=recipe.training.ranks)

@@ -32,7 +32,6 @@ from streamrl.config.recipe import (
     Prompts,
     Recipe,
     Reward,
-    Run,
     Sampling,
     Training,
     Transport,
@@ -297,18 +296,6 @@ def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None
     alone = estimate_memory(msgspec.structs.replace(RECIPE, engines=Engines(count=2)), FACTS, 512).by_process
     assert ("engine-0" in needed) != ("engine-2" in needed), "one set is awake"
     assert needed["engine-2"] >= alone["engine-0"] + alone["engine-1"]
-
-
-def test_those_that_stand_by_are_shown_and_reckoned_with() -> None:
-    recipe = msgspec.structs.replace(RECIPE, training=Training(ranks=2))
-    lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
-    assert "  standby-engine: 1 from 300 s on, for those that die" in lines
-    assert "  standby-trainer: 2 from 300 s on, for those that die" in lines
-    assert "  standby-controller: 1 from 300 s on, for those that die" in lines
-    never = msgspec.structs.replace(recipe, run=Run(standby_after_s=0))
-    assert not [line for line in process_lines(never, plan_topology(never, Path("/tmp/s")), "r") if "standby" in line]
-    more = estimate_memory(recipe, FACTS, 512).total - estimate_memory(never, FACTS, 512).total
-    assert more == (500 + 60 + 2 * 300) << 20
 
 
 def test_processes_and_commands() -> None:

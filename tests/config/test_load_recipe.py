@@ -96,7 +96,7 @@ every = 5
 GOLDEN = [
     (
         'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps, '
-        "restarts, standby_after_s, journal, deterministic, stall_s"
+        "restarts, journal, deterministic, stall_s"
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '

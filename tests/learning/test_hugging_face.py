@@ -45,18 +45,7 @@ with TransformGetItemToIndex():
     rows = torch.vmap(lambda index: table[index])(torch.tensor([3, 5]))
 assert rows.tolist() == [3, 5]
 """
-PREPARES = f"""
-import sys, torch
-import streamrl.processes.trainer_process
-from streamrl.learning.loading import import_architecture, load_policy
-import_architecture({MODEL!r}, ranks=1)
-prepared = set(sys.modules)
-load_policy({MODEL!r}, torch.device("cpu"))
-assert not sys.modules.keys() - prepared, "who stands by had not imported it"
-"""
-
-
-SCRIPTS = {"trains": TRAINS, "compiles": COMPILES, "asks": ASKS, "masks": MASKS, "prepares": PREPARES}
+SCRIPTS = {"trains": TRAINS, "compiles": COMPILES, "asks": ASKS, "masks": MASKS}
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

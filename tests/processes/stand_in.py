@@ -46,21 +46,11 @@ time.sleep(600)
 
 def main() -> None:
     die_with_parent()
-    plan, directory, resumes = parse_arguments(prepare)
+    plan, directory, resumes = parse_arguments()
     if resumes:
         with (directory / "resumed").open("a") as file:
             file.write(f"{plan.name}\n")
     leave(plan, directory, lambda: behave(plan, directory))
-
-
-def prepare(role: Role, directory: Path) -> None:
-    partial = directory / "pids" / f".standby-{role.value}"
-    partial.write_text(str(os.getpid()))
-    partial.rename(directory / "pids" / f"standby-{role.value}")
-    if (directory / "fail-to-prepare").exists():
-        while (directory / "fail-to-prepare").exists():
-            time.sleep(0.005)
-        raise ImportError("it was half installed")
 
 
 def behave(plan: ProcessPlan, directory: Path) -> None:

@@ -25,7 +25,6 @@ from streamrl.errors import RecipeError
 from streamrl.preflight import preflight
 from streamrl.processes import external
 from streamrl.processes.child import ChildContext
-from streamrl.processes.stand_by import TakeOver
 from streamrl.processes.supervisor import Supervisor
 from streamrl.run import Pipeline
 
@@ -163,14 +162,6 @@ async def test_each_process_sees_the_gpus_that_it_was_given(
         await supervisor.start()
         await until(lambda: len(seen()) == 7)
         noted = seen()
-        rank = run / "seen" / "trainer-1"
-        rank.unlink()
-        standby = [sys.executable, str(SHOWS_GPUS), "trainer", "--standby", "--run-directory", str(run)]
-        async with await anyio.open_process(standby) as process:
-            assert process.stdin is not None
-            await process.stdin.send(msgspec.json.encode(TakeOver(index=1, resumes=False)) + b"\n")
-            await until(rank.exists)
-            process.kill()
     finally:
         with anyio.CancelScope(shield=True):
             await supervisor.kill(0)
@@ -184,7 +175,6 @@ async def test_each_process_sees_the_gpus_that_it_was_given(
         "judge-0": ["1", order],
         "reward-0": ["2", order],
     }
-    assert json.loads(rank.read_text()) == noted["trainer-1"], "one that stood by gets those of its place"
 
 
 @pytest.mark.asyncio

@@ -88,10 +88,6 @@ class Run:
         """The processes in which vLLM computes."""
         return [process for process in self.tree() if "VLLM::EngineCore" in " ".join(_command(process))]
 
-    def standing_by(self, role: str) -> list[psutil.Process]:
-        """The process that waits for somebody of ``role`` to die, if there is one."""
-        return [process for process in self.tree() if {role, "--standby"} <= set(_command(process))]
-
     def end(self, *, kill: bool = False, within: float = 200) -> str:
         """Wait for the end; returns what was printed."""
         if kill:
@@ -314,19 +310,16 @@ def assert_right_weights(run: Run, steps: list[dict[str, float]], serving: list[
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_killed_engine_and_a_killed_rank_are_replaced_by_who_stands_by_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_engine_and_a_killed_rank_are_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
     """``benchmarks/chaos.py`` kills the others."""
-    run = Run(tmp_path, run__steps=100_000, run__standby_after_s=0.01)
+    run = Run(tmp_path, run__steps=100_000)
     run.wait_for_step(1)
-    run.wait_until(lambda: bool(run.standing_by("engine") and run.standing_by("trainer")), "processes that stand by")
-    [engine], [trainer] = run.standing_by("engine"), run.standing_by("trainer")
     [core] = run.engine_cores()
     core.kill()
-    run.wait_until(lambda: any(c.ppid() == engine.pid for c in run.engine_cores()), "an engine of who stood by")
+    run.wait_until(lambda: any(c.pid != core.pid for c in run.engine_cores()), "another engine")
     run.wait_for_step(len(run.metrics()) + 1)
     [rank] = [p for p in run.tree() if {"trainer", "--index"} <= set(_command(p))]
     rank.kill()
-    run.wait_until(lambda: Path(os.readlink(f"/proc/{trainer.pid}/fd/1")).stem == "trainer-0", "a rank who stood by")
     run.wait_for_step(len(run.metrics()) + 2)
     run.process.terminate()
     output = run.end(within=150)

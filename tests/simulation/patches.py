@@ -214,8 +214,6 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put(child_process, "_is_ending", lambda pid: False)
     put_for(child_process.start_child, machine.start_child)
     put_for(child_process.open_guardian, machine.open_guardian)
-    put_for(child_process.open_standby, machine.open_standby)
-    put_for(child_process.take_over, machine.take_over)
     put_for(sweep.sweep, machine.sweep)
     put_for(sweep.end_session, machine.end_session)
     put_for(sweep.members, lambda _: [])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from virtual_time import PROCESS, SimulatedProcess
 
-from streamrl.config.topology import ProcessPlan, Role
+from streamrl.config.topology import ProcessPlan
 from streamrl.errors import StreamRLError
 from streamrl.processes import child
 from streamrl.processes.child import ChildContext, Terminated, role_main
@@ -83,13 +83,6 @@ class Machine:
 
     def open_guardian(self, *_: Any, **__: Any) -> ChildProcess:
         return ChildProcess("guardian", None, SimulatedPopen(self, 1, None), Path("guardian.log"), 0)  # type: ignore[arg-type]
-
-    def open_standby(self, role: Role, *_: Any, **__: Any) -> ChildProcess:
-        name = f"standby-{role.value}"
-        return ChildProcess(name, None, SimulatedPopen(self, 2, None), Path(f"{name}.log"), 0)  # type: ignore[arg-type]
-
-    def take_over(self, standby: ChildProcess, plan: ProcessPlan, run_directory: Path, **named: Any) -> ChildProcess:
-        return self.start_child(plan, (), run_directory, None, **named)
 
     def sweep(self, traces: Any, **_: Any) -> list[int]:
         for name, popen in list(self.lives.items()):
