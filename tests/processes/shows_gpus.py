@@ -45,7 +45,7 @@ def note(options: EngineOptions, shares: list[float]) -> None:
 
 def main() -> None:
     child.role_main = lambda role: show
-    plan, directory, resumes = child.parse_arguments(lambda role, directory: None)
+    plan, directory, resumes = child.parse_arguments()
     child.leave(plan, directory, lambda: child.run_role(child.load_context(plan, directory, resumes=resumes)))
 
 
