@@ -18,7 +18,7 @@ from streamrl.errors import StreamRLError
 from streamrl.processes import child
 from streamrl.processes.child import ChildContext, Terminated, role_main
 from streamrl.processes.child_process import ChildProcess
-from streamrl.processes.exit_reason import TERMINATED_CODE, _leaves, exit_code_of, reason_of, write_reason
+from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, leaves, reason_of, write_reason
 
 if TYPE_CHECKING:
     from world import World
@@ -123,7 +123,7 @@ class Machine:
                     world.error = world.error or error
                     if BEYOND_WINDOW in reason.message:  # which no fault can make of messages in order
                         world.ledger.violated("I12", f"{plan.name} died of {reason.message}")
-                    undeclared = [leaf for leaf in _leaves(error) if not isinstance(leaf, DECLARED)]
+                    undeclared = [leaf for leaf in leaves(error) if not isinstance(leaf, DECLARED)]
                     if undeclared and not world.over:
                         world.ledger.violated("I19", f"{plan.name} died of {undeclared[0]!r}, which nothing declares")
                     write_reason(run_directory, plan.name, reason)
