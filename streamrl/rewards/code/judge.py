@@ -17,6 +17,7 @@ from streamrl.rewards.code.names import TextOfTest
 from streamrl.rewards.code.results import same_result
 
 _MOST_CHARACTERS = 300
+_WORD = re.compile(r"[^\W\d]\w*")  # compiled before the fork
 
 
 def prepare(test_fd: int, verdict_fd: int, channel_fd: int) -> Callable[[], int]:
@@ -74,7 +75,7 @@ def _run_here(order: dict[str, Any], code: Code, programs: list[types.CodeType],
     entry_point = order["entry_point"]
     module = types.ModuleType("test")
     sys.modules["test"] = module
-    wanted = {*re.findall(r"[^\W\d]\w*", f"{order['setup']}\n{order['test']}"), "Solution", entry_point}
+    wanted = {*_WORD.findall(f"{order['setup']}\n{order['test']}"), "Solution", entry_point}
     names = code.names(wanted, entry_point, text)
     function = names.pop(entry_point, None) if order["call"] else None
     module.__dict__.update(names)
