@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -38,6 +39,16 @@ def adapters_of(tiny_model: str, **lora: Any) -> tuple[Any, AdapterWeights, Trai
     weights = make_weights(options, policy)
     assert isinstance(weights, AdapterWeights)
     return policy.hugging_face, weights, options
+
+
+def test_the_elements_that_are_trained_are_counted(tiny_model: str) -> None:
+    model, weights, options = adapters_of(tiny_model)
+    q_proj = model.model.layers[0].self_attn.q_proj.weight.shape
+    v_proj = model.model.layers[0].self_attn.v_proj.weight.shape
+    a_layer = RANK * (sum(q_proj) + sum(v_proj))
+    assert weights.adapter_elements == len(model.model.layers) * a_layer == weights.masters.whole().numel()
+    whole = PackedPolicy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval())
+    assert make_weights(msgspec.structs.replace(options, lora=Lora()), whole).adapter_elements == 0
 
 
 def some_tokens(seed: int) -> Any:

@@ -329,6 +329,17 @@ def test_a_resumed_run_with_an_alarm() -> None:
     ]
 
 
+def test_what_trains_beside_adapters_is_not_counted_as_trained() -> None:
+    stream = io.StringIO()
+    with StdoutReporter(stream, clock=Clock()) as report:
+        report(
+            RunStarted(
+                run_id="r", directory="", metrics_endpoint="", steps=9, parameters=1_243_360, trained_parameters=24_576
+            )
+        )
+    assert stream.getvalue().startswith("run r: 9 steps, 1,243,360 parameters (24,576 of them trained)\n")
+
+
 def test_a_run_that_made_no_step_ends_without_a_curve(tmp_path: Path) -> None:
     stream = io.StringIO()
     with StdoutReporter(stream, clock=Clock()) as report:
