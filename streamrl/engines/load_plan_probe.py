@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from streamrl.comm.weights.mirror import TensorSpec
@@ -31,7 +32,7 @@ def probe_engine(options: EngineOptions, tensors: Mapping[str, TensorSpec]) -> N
 
     from streamrl.engines.vllm_engine import engine_config
 
-    config = engine_config(options)
+    config = engine_config(msgspec.structs.replace(options, workers=1))
     config.device_config.device = torch.device("meta")  # where the transformers backend makes parameters
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         with tempfile.NamedTemporaryFile() as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,13 +13,7 @@ from streamrl.comm.weights.mirror import TensorSpec
 from streamrl.config.model_folder import unsafe_content
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import persistent_buffers
-from streamrl.learning.hugging_face import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    disable_progress_bar,
-    without_compiler,
-)
+from streamrl.learning.hugging_face import AutoConfig, AutoModelForCausalLM, disable_progress_bar, without_compiler
 from streamrl.learning.policy import PackedPolicy
 from streamrl.learning.probe import check_packing
 
@@ -68,17 +62,15 @@ def published_tensors(model_path: str) -> dict[str, TensorSpec]:
     """What engines would be given of the model in a directory, by its name, without its weights. Raises
     ``StreamRLError`` as ``load_policy`` does, but for what only a forward shows."""
     _refuse_quantised(Path(model_path))
-    policy = PackedPolicy(_without_weights(model_path))
+    try:
+        with without_compiler(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
+    policy = PackedPolicy(model)
     _check_names(policy, Path(model_path))
     return {piece.name: TensorSpec(piece.name, "bfloat16", piece.shape) for piece in policy.pieces}
-
-
-def _without_weights(model_path: str) -> PreTrainedModel:
-    """Raises what transformers raises where it knows no such model."""
-    with without_compiler(), torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-        options = {"attn_implementation": "eager", "trust_remote_code": False}
-        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, **options))
 
 
 def _refuse_quantised(directory: Path) -> None:

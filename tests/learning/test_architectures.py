@@ -21,7 +21,7 @@ from streamrl.errors import StreamRLError  # noqa: E402
 from streamrl.learning import probe  # noqa: E402
 from streamrl.learning.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.checkpoint import save_hugging_face  # noqa: E402
-from streamrl.learning.loading import load_policy  # noqa: E402
+from streamrl.learning.loading import load_policy, published_tensors  # noqa: E402
 from streamrl.learning.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.published_weights import FullWeights, LocalShard, local_shards, published_shards  # noqa: E402
@@ -201,6 +201,19 @@ def test_a_weight_that_is_not_finite_is_named(value: float, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     with pytest.raises(StreamRLError, match=r"the weight model\.embed_tokens\.weight has NaN or infinite values"):
         load_policy(str(tmp_path), CPU)
+
+
+def test_what_is_published_is_known_without_weights(tmp_path: Path) -> None:
+    path = save_model(transformers.PhiConfig(**SHAPE), tmp_path / "phi")
+    found = {spec.name: spec.shape for spec in published_tensors(path).values()}
+    assert found == {piece.name: piece.shape for piece in load_policy(path, CPU).pieces}
+    assert found["lm_head.bias"] == (32,)
+    alibi = save_model(REFUSED["alibi"][0](), tmp_path / "bloom")
+    with pytest.raises(StreamRLError, match="does not use transformers' attention interface"):
+        published_tensors(alibi)
+    (tmp_path / "phi" / "config.json").write_text('{"model_type": "phi-17"}')
+    with pytest.raises(StreamRLError, match=r"cannot load the model of .*does not recognize this architecture"):
+        published_tensors(path)
 
 
 def test_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
