@@ -28,10 +28,10 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the console script exits with the value returned."""
-    if arguments is None:
-        open_screen()
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
+    if arguments is None:
+        open_screen(drops=run in (_train, _resume, _serve))
     try:
         _check_surroundings()
         return run(options)

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def open_screen() -> None:
-    """Let ``sys.stdout`` and ``sys.stderr`` drop what cannot be written, for the rest of this process. ``/dev/null`` is
-    opened for each of descriptors 0 to 2 that is closed: libuv aborts where it gets one of them for a socket."""
+def open_screen(*, drops: bool) -> None:
+    """Let ``sys.stdout`` and ``sys.stderr`` escape what their encoding lacks, for the rest of this process, and, where
+    ``drops``, drop what cannot be written: a run is more than its screen, a report is not. ``/dev/null`` is opened for
+    each of descriptors 0 to 2 that is closed: libuv aborts where it gets one of them for a socket."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -25,6 +26,7 @@ def open_screen() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         raw = _Screen(descriptor, "w", closefd=False)
+        raw.drops = drops
         encoding = getattr(getattr(sys, name), "encoding", "utf-8")  # None where the descriptor was closed
         lines = descriptor == 2 or raw.isatty() or getattr(getattr(sys, name), "write_through", False)
         stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=lines)
@@ -32,8 +34,9 @@ def open_screen() -> None:
 
 
 class _Screen(io.FileIO):
-    """A descriptor that anything can be written to. A reader that has gone (``| head``) is still an error."""
+    """A descriptor that drops what it cannot take. A reader that has gone (``| head``) is still an error."""
 
+    drops = True
     _told = False
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -45,9 +48,9 @@ class _Screen(io.FileIO):
             if written is None:
                 raise BlockingIOError(0, "nobody reads it")
             return written
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            if not self.drops or isinstance(error, BrokenPipeError):
+                raise
             if self.fileno() == 1 and not self._told:
                 self._told = True
                 log.warning("stdout cannot be written (%s): lines are lost, and nothing else", error.strerror)

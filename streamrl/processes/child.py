@@ -75,7 +75,7 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_stacks_when_asked()
-    open_screen()
+    open_screen(drops=True)
     log_to(sys.stderr, logging.INFO)
     code = 0
     try:

@@ -56,6 +56,11 @@ def test_a_dry_run_ends_as_it_would_on_a_screen(tmp_path: Path, redirection: str
     assert len(noted) == (redirection == ">/dev/full") and "Traceback" not in done.stderr
 
 
+def test_a_report_that_cannot_be_written_is_a_failure() -> None:
+    assert shell(f"{STREAMRL} explain", PYTHONIOENCODING="ascii").returncode == 0
+    assert shell(f"{STREAMRL} explain >/dev/full").returncode != 0
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.torch
 def test_a_screen_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
