@@ -27,3 +27,7 @@ def __getattr__(name: str) -> Any:
 
         return load_recipe
     raise AttributeError(f"module 'streamrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,11 +12,11 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -42,6 +42,7 @@ from streamrl.processes.run_record import refuse_lost_journal
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.processes.supervisor import Supervisor
 from streamrl.rewards.attachments import RewardAttachments
+from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, rewards_file
 from streamrl.run_events import RunEvent, RunFinished, RunProgress, StepFinished
 from streamrl.whole_files import make_directory, write_durable, write_link
@@ -58,10 +59,14 @@ STACKS_S = 0.2
 
 
 class Pipeline:
-    """One run. Raises ``RecipeError`` on entering when something is wrong with it, ``ProcessDied`` from the iteration
-    when a process ends that should not have. Leaving early drains the run; leaving with an exception kills it."""
+    """One run of a recipe: the path of a file, a ``Recipe``, or nested dicts, in which a reward may be a function.
 
-    def __init__(self, recipe: Recipe | str | Path, *, drain_s: float = 60.0) -> None:
+    Raises ``RecipeError`` on entering when something is wrong with the recipe, ``ProcessDied`` from the iteration when
+    a process ends that should not have. Leaving early drains the run; leaving with an exception kills it."""
+
+    def __init__(self, recipe: Recipe | str | Path | Mapping[str, Any], *, drain_s: float = 60.0) -> None:
+        if isinstance(recipe, Mapping):
+            recipe = load_recipe({**recipe, "rewards": [_named(reward) for reward in recipe.get("rewards", ())]})
         self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
         self.run_directory = Path()
         self._resumes = False
@@ -97,6 +102,9 @@ class Pipeline:
         pipeline._resumes, pipeline._despite_changes = True, despite_changes
         pipeline._changed_now = {override.partition("=")[0].strip() for override in overrides}
         return pipeline
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {self.recipe.run.name!r} in {self.run_directory}>"
 
     async def __aenter__(self) -> Self:
         try:
@@ -309,3 +317,12 @@ def _unused_directory(stem: Path) -> Path:
             directory.mkdir(mode=0o700)  # recipe, prompts, completions and weights are for this user alone
             break
     return directory
+
+
+def _named(reward: Any) -> Any:
+    """A reward of a recipe with the name of its function, by which other processes import it."""
+    if callable(reward):
+        return as_reward(reward)
+    if isinstance(reward, Mapping) and callable(reward.get("function")):
+        return as_reward(reward["function"], **{name: value for name, value in reward.items() if name != "function"})
+    return reward

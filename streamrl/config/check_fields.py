@@ -10,15 +10,9 @@ from typing import Any, get_type_hints
 import msgspec
 from msgspec import inspect
 
+from streamrl.config.foreign_keys import foreign_answer
 from streamrl.config.problems import Origin, nearest, problem, shown
 from streamrl.config.recipe import Recipe
-
-MOVED = {
-    "training.objective": "objective.algorithm",
-    "training.advantage_normalization": 'objective.advantages ("group_std" for "std", "group_mean" for "none")',
-    "training.importance_cap": "off_policy.cap",
-}
-"""Old keys that have another name now; one that only changed its section is found there."""
 
 
 class CheckedTable(msgspec.Struct):
@@ -70,6 +64,9 @@ def check_recipe_table(table: Mapping[str, Any], origin: Origin) -> CheckedTable
     for name, value in table.items():
         if name not in sections:
             _refuse(checked, origin, name, _unknown_section(name, value, sections))
+            for key in value if isinstance(value, Mapping) else ():
+                if answer := foreign_answer(key):
+                    _refuse(checked, origin, f"{name}.{key}", f"unknown key: {answer}")
             continue
         _check_section(checked, origin, name, value, sections[name].type)
     for name, field in sections.items():
@@ -154,16 +151,17 @@ def _check_keys(
 
 
 def _unknown_key(path: str, key: str, fields: Mapping[str, Any]) -> str:
-    if moved := MOVED.get(f"{path}.{key}"):
-        return f"unknown key: it is {moved} now. Keys of [{path}]: {', '.join(fields)}"
-    close = nearest(key, fields)
     elsewhere = [f"{section}.{key}" for section in sections_with(key)]
-    meant = elsewhere[0] if elsewhere else close
+    if not elsewhere and (answer := foreign_answer(key)):
+        return f"unknown key: {answer}"
+    meant = elsewhere[0] if elsewhere else nearest(key, fields)
     hint = f'; did you mean "{meant}"?' if meant else "."
     return f"unknown key{hint} Keys of [{path.partition('.')[0]}]: {', '.join(fields)}"
 
 
 def _unknown_section(name: str, value: Any, sections: Mapping[str, Any]) -> str:
+    if not isinstance(value, Mapping | list) and (answer := foreign_answer(name)):
+        return f"unknown key: {answer}"
     close = nearest(name, sections)
     kind = "section" if isinstance(value, Mapping | list) else "key outside a section"
     homes = list(sections_with(name))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect as python_inspect
+import re
 from collections.abc import Iterator
 
 import msgspec
 from msgspec import inspect
 
 from streamrl.config.check_fields import expected, section_struct, sections_with, struct_fields
+from streamrl.config.foreign_keys import foreign_answer
 from streamrl.config.objective import Algorithm
 from streamrl.config.objective_text import algorithm_lines
 from streamrl.config.problems import nearest, shown
@@ -26,6 +28,10 @@ def explain(key: str) -> list[str]:
         homes = list(sections_with(section))
         if homes:
             section, name = homes[0], section
+    known = section in sections and (not name or name in {field.name for field in struct_fields(sections[section])})
+    if not known and (answer := foreign_answer(key)):
+        here = re.match(r"that is ([a-z_]+\.[a-z_0-9]+)", answer)
+        return [f"{key}: {answer}", *(["", *explain(here[1])] if here else [])]
     if section not in sections:
         close = nearest(section, sections)
         hint = f'; did you mean "{close}"?' if close else "."

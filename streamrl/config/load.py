@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,35 @@ _PLACEHOLDERS: dict[str, Any] = {
 }
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply ``--set`` overrides such as ``rollout.group_size=4`` or ``rewards.0.weight=2``.
+def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, or a recipe as nested dicts, and apply ``--set`` overrides such as ``rollout.group_size=4``
+    or ``rewards.0.weight=2``.
 
-    Relative paths are resolved against the recipe's directory, except ``run.directory`` and
-    ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
+    Relative paths are resolved against the directory of the file (of dicts: the current one), except ``run.directory``
+    and ``checkpoint.resume_from``, which are relative to the current directory. Raises ``RecipeError`` with every
     problem found.
     """
-    path = Path(path)
+    if isinstance(overrides, str):
+        raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
+    if isinstance(given, Mapping):
+        table = msgspec.to_builtins(given, enc_hook=str)
+        return _check(*_overridden(table, Origin(file="recipe", lines={}), overrides), Path.cwd())
+    path = Path(given)
     text = _read(path)
     try:
         table = parse_toml(text)
     except (ValueError, RecursionError) as error:  # tomllib lets some pass: a number of 5,000 digits, endless nesting
         raise RecipeError([f"{path}: not valid TOML: {error}"]) from error
-    origin = Origin(file=str(path), lines=key_lines(text), overridden=frozenset())
+    return _check(*_overridden(table, Origin(file=str(path), lines=key_lines(text)), overrides), path.parent)
+
+
+def _overridden(
+    table: dict[str, Any], origin: Origin, overrides: Sequence[str]
+) -> tuple[dict[str, Any], Origin, list[str]]:
+    """``table`` with the overrides in it, its origin with their places, and what is wrong with them."""
     problems: list[str] = []
-    overridden = {where for where in (_override(table, text, problems) for text in overrides) if where}
-    return _check(table, structs.replace(origin, overridden=frozenset(overridden)), problems, path.parent)
+    places = {place for place in (_override(table, text, problems) for text in overrides) if place}
+    return table, structs.replace(origin, overridden=frozenset(places)), problems
 
 
 def check_recipe(recipe: Recipe, source: str = "recipe") -> None:

@@ -74,12 +74,6 @@ def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 "evaluation.prompts",
                 f"is empty, but evaluation.{name} = {value}: name held-out prompts, or set {name} = {unset}",
             )
-    labels = [reward.label for reward in recipe.rewards]
-    if evaluation.reward and evaluation.reward not in labels:
-        yield (
-            "evaluation.reward",
-            f'"{evaluation.reward}" is no reward of this recipe: write one of {", ".join(labels)}',
-        )
     if evaluation.limit and not evaluation.every:
         yield (
             "evaluation.limit",
@@ -88,6 +82,12 @@ def _evaluation(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 "remove it, or set every"
             ),
         )
+
+
+def _evaluated_reward(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    name, labels = recipe.evaluation.reward, [reward.label for reward in recipe.rewards]
+    if name and name not in labels:
+        yield "evaluation.reward", f'"{name}" is no reward of this recipe: write one of {", ".join(labels)}'
 
 
 def _updates(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -296,7 +296,8 @@ RULES = (
     Rule(("rewards", "judge"), judge_rules.questions_come_in_time),
     Rule(("rewards", "judge", "reward_limits"), judge_rules.batches_come_together),
     Rule(("judge",), judge_rules.judge_cores),
-    Rule(("evaluation", "rewards"), _evaluation),
+    Rule(("evaluation",), _evaluation),
+    Rule(("evaluation.reward", "rewards"), _evaluated_reward),
     Rule(("evaluation.every", "evaluation.prompts", "checkpoint", "run.steps"), _checkpoints),
     Rule(("lora",), _lora),
     Rule(("training.updates_per_batch", "rollout.prompts_per_batch"), _updates),

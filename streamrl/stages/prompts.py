@@ -220,26 +220,28 @@ def _check_stored(
         if problems := _missing_from_all(spec, store, needed_columns):
             return problems
         rows = store.size if spec.kind is not SourceKind.TASK else min(store.size, _TASK_ROWS_CHECKED)
-        found: list[tuple[int, str]] = []
+        found: dict[str, list[int]] = {}  # what is wrong, and the rows of which it is
         first: dict[int, int] = {}
-        absent: dict[str, list[int]] = {}
         for index in range(rows):
             try:
                 prompt = _prompt_at(spec, store, index, tokenizer, max_tokens)
             except BadRow as error:
-                found.append((index, str(error)))
+                found.setdefault(str(error), []).append(index)
                 continue
             for missing in missing_columns(prompt, needed_columns):
-                absent.setdefault(missing, []).append(index)
+                found.setdefault(missing, []).append(index)
             # Hashes: a set of the ids of a large file would not be small.
             earlier = first.setdefault(hash(prompt.prompt_id), index)
             if earlier != index:
                 there = store.place(earlier)
-                found.append((index, f'has the prompt_id "{prompt.prompt_id}" of {there}: make ids unique'))
-        for missing, places in absent.items():
-            others = f" ({len(places) - 1} of the other {rows - 1} have none, too)" if len(places) > 1 else ""
-            found.append((places[0], f"{missing}{others}"))
-        return [f"prompts {spec.source}, {store.place(index)} {problem}" for index, problem in sorted(found)]
+                found.setdefault(f'has the prompt_id "{prompt.prompt_id}" of {there}: make ids unique', []).append(
+                    index
+                )
+        problems = []
+        for problem, (index, *others) in sorted(found.items(), key=lambda item: item[1][0]):
+            also = f" (so with {len(others)} of the other {rows - 1} rows)" if others else ""
+            problems.append(f"prompts {spec.source}, {store.place(index)} {problem}{also}")
+        return problems
     finally:
         store.close()
 

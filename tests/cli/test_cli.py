@@ -240,7 +240,7 @@ def test_a_column_that_no_row_has_is_one_problem(project: Path) -> None:
     (project / "train.jsonl").write_text(row.replace("1 2", "2 1") * 3 + row * 40)
     (problem,) = problems(project)
     assert 'line 1 has no column "answer", which the reward score needs' in problem
-    assert "(42 of the other 42 have none, too)" in problem
+    assert "(so with 42 of the other 42 rows)" in problem
 
 
 def test_a_disk_that_takes_no_checkpoint_is_named_before_anything_is_trained(project: Path) -> None:

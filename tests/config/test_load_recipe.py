@@ -296,14 +296,15 @@ def test_what_is_asked_for_together_and_allowed(tmp_path: Path, addition: str) -
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('objective = "grpo"', "training.objective: unknown key: it is objective.algorithm now."),
+        ('objective = "grpo"', "training.objective: unknown key: that is objective.algorithm here"),
         ("clip_high = 0.28", 'training.clip_high: unknown key; did you mean "objective.clip_high"?'),
         ('loss_normalization = "constant"', 'unknown key; did you mean "objective.loss_normalization"?'),
-        ('advantage_normalization = "none"', 'it is objective.advantages ("group_std" for "std", "group_mean" for'),
-        ("importance_cap = 3.0", "training.importance_cap: unknown key: it is off_policy.cap now."),
+        ("importance_cap = 3.0", "training.importance_cap: unknown key: that is off_policy.cap here"),
+        ("lr = 1e-5", "training.lr: unknown key: that is training.learning_rate here"),
+        ('report_to = "wandb"', "training.report_to: unknown key: there is no such key here: ten lines of Python hand"),
     ],
 )
-def test_a_key_that_moved_says_where_it_is_now(tmp_path: Path, line: str, expected: str) -> None:
+def test_a_key_of_another_place_or_trainer_says_where_it_is_here(tmp_path: Path, line: str, expected: str) -> None:
     (problem,) = problems_of(write(tmp_path, GOOD + f"[training]\n{line}\n"))
     assert expected in problem
 

@@ -332,9 +332,13 @@ def test_check_of_a_good_file_and_of_none(tokenizer: Tokenizer, write_rows, tmp_
     assert "is empty: add rows" in check_prompts(str(write_rows("", "  ")), tokenizer, {})[0]
     assert "cannot be read" in check_prompts(str(tmp_path / "absent.jsonl"), tokenizer, {})[0]
     assert "neither a .jsonl, .parquet or .arrow file, nor" in check_prompts("prompts.csv", tokenizer, {})[0]
-    many = check_prompts(str(write_rows(*["x"] * 100)), tokenizer, {})
+    [one] = check_prompts(str(write_rows(*["x"] * 100)), tokenizer, {})
+    assert one.endswith("(so with 99 of the other 99 rows)")
+    [one] = check_prompts(str(write_rows(*[{"question": "a"}] * 64)), tokenizer, {})
+    assert ", line 1 " in one and "(so with 63 of the other 63 rows)" in one
+    many = check_prompts(str(write_rows(*[{"prompt": "a", "prompt_id": n // 2} for n in range(100)])), tokenizer, {})
     assert len(many) == 21
-    assert "80 more problems" in many[-1]
+    assert "30 more problems" in many[-1]
 
 
 json_values = st.recursive(
