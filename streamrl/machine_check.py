@@ -29,6 +29,8 @@ GIB = 1 << 30
 LONGEST_SOCKET_PATH = 107
 LONGEST_SOCKET_NAME = len("/streamrl-xxxxxxxx/completions-engine-999")
 CUDA_PROBE_TIMEOUT_S = 60.0
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+CUDA_13_DRIVER = 580
 
 
 class State(StrEnum):
@@ -180,11 +182,30 @@ def _cuda() -> Iterable[Finding]:
         yield _finding("cuda", True, f"CUDA {version}: {len(devices)} x {devices[0]}", "")
     elif version is None and driver:
         yield _finding("cuda", False, "there is an NVIDIA driver, but torch is a CPU build", _INSTALL_CUDA, State.WARN)
+    elif version is not None and (problem := driver_problem(version)):
+        remedy = "update the NVIDIA driver, or use the CPU build: make venv DEVICE=cpu"
+        yield _finding("cuda", False, problem, remedy, State.WARN)
     elif version is not None:
         remedy = "install or repair the NVIDIA driver (nvidia-smi must list a device), or use the CPU build: make venv"
         yield _finding("cuda", False, f"torch is built for CUDA {version}, but sees no device", remedy, State.WARN)
     else:
         yield _finding("cuda", True, "none; engines and training run on the CPU", "")
+
+
+def driver_problem(cuda: str) -> str:
+    """Why the loaded NVIDIA driver cannot run CUDA ``cuda``; empty where it can, or where none is loaded."""
+    try:
+        found = re.search(r" (\d{3,})\.[\d.]+ ", DRIVER_VERSION.read_text())
+    except OSError:
+        return ""
+    if not found or int(found[1]) >= CUDA_13_DRIVER or int(cuda.partition(".")[0]) < 13:
+        return ""
+    return f"CUDA {cuda} needs driver R{CUDA_13_DRIVER} or newer, and this host has {found[0].strip()}"
+
+
+def shared_memory() -> int | None:
+    """Free bytes of ``/dev/shm``; None where there is none."""
+    return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
 
 
 def available_memory() -> int:
@@ -210,8 +231,7 @@ def _memory() -> Iterable[Finding]:
         "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_running",
         State.WARN,
     )
-    if Path("/dev/shm").is_dir():
-        free = shutil.disk_usage("/dev/shm").free
+    if (free := shared_memory()) is not None:
         yield _finding(
             "shared memory",
             free >= GIB // 2,

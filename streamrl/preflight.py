@@ -20,7 +20,7 @@ from streamrl.config.arithmetic import estimate_memory, gib
 from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.config.recipe import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.config.rules import broken_rules
-from streamrl.config.topology import RENDEZVOUS, Role, plan_topology
+from streamrl.config.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
 from streamrl.engines.engine_devices import device_problems
 from streamrl.engines.engine_options import installed_device, max_context, model_config
 from streamrl.engines.gpus import facts_of, gpu_placement, visible_gpus
@@ -28,11 +28,13 @@ from streamrl.engines.judge_options import judge_problems
 from streamrl.errors import RecipeError, StreamRLError
 from streamrl.learning.durable_files import read_digests, surviving
 from streamrl.machine_check import (
+    GIB,
     LONGEST_SOCKET_PATH,
     available_memory,
     engine_package,
     installed_version,
     port_problem,
+    shared_memory,
 )
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
@@ -160,12 +162,25 @@ def _devices(recipe: Recipe) -> Iterator[str]:
     placement = gpu_placement(recipe)
     yield from placement.problems
     if placement.gpus:
+        yield from _shared_memory(recipe)
         return
     if recipe.transport.training is Launch.LOCAL and recipe.training.device.startswith("cuda"):
         yield 'training.device: this host has no CUDA device: write "auto" or "cpu", or start the ranks elsewhere'
     vllm = recipe.engines.kind is EngineKind.VLLM and engine_package() is not None
     if vllm and recipe.transport.engines is Launch.LOCAL and installed_device() == "cuda":
         yield "engines: vllm is a CUDA build and sees no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES must show one"
+
+
+def _shared_memory(recipe: Recipe) -> Iterator[str]:
+    """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
+    free, workers = shared_memory(), max(one.tensor_parallel for one in prepared_sets(recipe))
+    if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
+        return
+    wanted = f"engines.tensor_parallel = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
+    yield (
+        f"{wanted}: processes on several GPUs exchange data in /dev/shm, which has {free / GIB:.2f} GiB, "
+        "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
+    )
 
 
 def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:

@@ -59,6 +59,16 @@ def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
+def batched_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """vLLM schedules at least one token of each running request in a step."""
+    tokens, running = recipe.engines.max_num_batched_tokens, max(one.max_running for one in prepared_sets(recipe))
+    if 0 < tokens < running:
+        yield (
+            "engines.max_num_batched_tokens",
+            f"{tokens} is less than engines.max_running = {running}, a token for each: raise it, or set 0 (by the GPU)",
+        )
+
+
 def engine_restarts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Who stops engines starts them itself, and takes a death for the end; and enough must be."""
     engines = recipe.engines

@@ -180,7 +180,8 @@ class Engines(Section, frozen=True):
     """``count`` vLLM engines, each of ``tensor_parallel`` workers, which run ``max_running`` requests at once.
     ``dtype`` ``auto``: float32 on a CPU, bfloat16 on CUDA. ``cores``: of each engine on a CPU, such as ``["0-3",
     "4-7"]``; ``gpu_memory_share``: of a GPU, for all engines on it. ``max_context`` 0: prompt and completion
-    limits of this recipe decide. ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what
+    limits of this recipe decide. ``max_num_batched_tokens``: of one step of an engine (0: 16,384 on a GPU of 70 GiB or
+    more). ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what
     becomes of engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared
     beside this one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1
     keeps their weights in host memory, 2 drops them, 0 ends their processes, as is done on a CPU. ``start_timeout_s``:
@@ -197,6 +198,7 @@ class Engines(Section, frozen=True):
     tensor_parallel: Count = 1
     max_running: Positive = 256
     max_context: Natural = 0
+    max_num_batched_tokens: Natural = 0
     kv_tokens: Natural = 0
     rounds: tuple[str, ...] = ()
     dtype: str = "auto"

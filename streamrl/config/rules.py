@@ -21,6 +21,7 @@ from streamrl.config import (
     transport_rules,
 )
 from streamrl.config.engine_rules import (
+    batched_tokens,
     engine_restarts,
     evaluation_temperature,
     prepared_engine_sets,
@@ -309,6 +310,7 @@ RULES = (
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), prepared_engine_sets),
     Rule(("engines",), engine_restarts),
+    Rule(("engines",), batched_tokens),
     Rule(("engines.kind", "sampling.temperature"), sampling_temperature),
     Rule(("engines.kind", "evaluation.temperature"), evaluation_temperature),
     Rule(("transport",), transport_rules.external_needs_tcp),

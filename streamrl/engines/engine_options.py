@@ -23,6 +23,8 @@ PROMPT_ALLOWANCE = 1024
 
 CPU_BLOCK_TOKENS = 128
 CUDA_BLOCK_TOKENS = 16
+CPU_BATCH_TOKENS = 8192
+LARGE_CARD_BYTES, LARGE_CARD_TOKENS = 70 << 30, 16_384
 CPU_CACHE_BYTES = 1 << 30
 """``VLLM_CPU_KVCACHE_SPACE`` counts whole GiB, and vLLM touches all of it unless the number of blocks is given."""
 
@@ -34,8 +36,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One vLLM engine of ``workers`` processes that compute (its tensor-parallel size). ``cache_blocks`` 0: vLLM
-    decides from free memory (CUDA). ``sleeps``: its memory must be such that it can be put to sleep. ``pushed``: it
-    gets weights from a trainer.
+    decides from free memory (CUDA). ``batch_tokens`` 0: see ``batched_tokens``. ``sleeps``: its memory must be such
+    that it can be put to sleep. ``pushed``: it gets weights from a trainer.
 
     ``environment`` must be set before vllm is imported: vllm reads it at import, and hands it to its own processes.
     """
@@ -52,6 +54,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     sleeps: bool
     environment: dict[str, str]
+    batch_tokens: int = 0
     pushed: bool = True
 
     @property
@@ -93,7 +96,15 @@ def engine_options(
         workers=mine.tensor_parallel,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
+        batch_tokens=recipe.engines.max_num_batched_tokens,
     )
+
+
+def batched_tokens(options: EngineOptions, gpu_memory: int) -> int:
+    """Tokens of one step of an engine, on a GPU of ``gpu_memory`` bytes; 0: vLLM's own default (2,048)."""
+    if options.on_cpu:
+        return max(options.batch_tokens or CPU_BATCH_TOKENS, options.max_context)
+    return options.batch_tokens or (LARGE_CARD_TOKENS if gpu_memory >= LARGE_CARD_BYTES else 0)
 
 
 def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> dict[str, int]:

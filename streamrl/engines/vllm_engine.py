@@ -17,7 +17,8 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.engines.continuation import accepted_part, accepted_prefix, without_kept
-from streamrl.engines.engine_options import EngineOptions
+from streamrl.engines.engine_options import EngineOptions, batched_tokens
+from streamrl.engines.gpus import visible_gpus
 from streamrl.engines.process_watch import ProcessWatch
 from streamrl.engines.resident_thread import ResidentThread
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
@@ -37,7 +38,6 @@ UNCOMMITTED = -1
 WATCH_SECONDS = 0.05
 SHUTDOWN_SECONDS = 1.0
 """For vLLM to end by itself. A CPU engine never does within its own 5 s, and there is nothing to save."""
-CPU_BATCH_TOKENS = 8192
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 T = TypeVar("T")
@@ -317,7 +317,6 @@ def engine_config(options: EngineOptions) -> Any:
             "enforce_eager": True,
             # A partial prefill rewinds the request's generator, which CPU generators cannot do: the engine dies.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_BATCH_TOKENS, options.max_context),
         }
     if options.cache_blocks:
         device_arguments |= {"block_size": options.block_tokens, "num_gpu_blocks_override": options.cache_blocks}
@@ -326,6 +325,7 @@ def engine_config(options: EngineOptions) -> Any:
         dtype=options.dtype,
         max_model_len=options.max_context,
         max_num_seqs=options.max_running,
+        max_num_batched_tokens=batched_tokens(options, max((gpu.memory for gpu in visible_gpus()), default=0)) or None,
         tensor_parallel_size=options.workers,
         enable_sleep_mode=options.sleeps,
         enable_prefix_caching=True,

@@ -66,6 +66,27 @@ def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name(check_machine())["import torch"].detail == "import torch fails"
 
 
+NVRM = "NVRM version: NVIDIA UNIX {}  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version:  gcc version 13.2.0\n"
+
+
+@pytest.mark.parametrize("kernel", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
+@pytest.mark.parametrize(("driver", "cuda", "old"), [("570.86.15", "13.0", True), ("580.65.06", "13.0", False),
+                                                     ("550.54.15", "12.9", False)])  # fmt: skip
+def test_a_driver_that_is_too_old_for_the_installed_cuda_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel: str, driver: str, cuda: str, old: bool
+) -> None:
+    (tmp_path / "version").write_text(NVRM.format(kernel, driver))
+    monkeypatch.setattr(machine_check, "DRIVER_VERSION", tmp_path / "version")
+    monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._cuda,))
+    monkeypatch.setattr(machine_check, "installed_version", lambda package: "2.13.0")
+    answer = subprocess.CompletedProcess([], 0, f'["{cuda}", []]', "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    found = by_name(check_machine())["cuda"]
+    sentence = f"CUDA {cuda} needs driver R580 or newer, and this host has {driver}"
+    assert (found.detail == sentence, found.remedy.startswith("update the NVIDIA driver")) == (old, old)
+    assert found.state is State.WARN
+
+
 def test_a_long_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_check, "_CHECKS", (machine_check._endpoints,))
     monkeypatch.setattr(machine_check.tempfile, "gettempdir", lambda: "/t" * 50)

@@ -10,10 +10,13 @@ import pytest
 
 from streamrl.config.model_facts import read_model_config
 from streamrl.config.recipe import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.config.rules import broken_rules
 from streamrl.engines.engine_devices import device_problems
 from streamrl.engines.engine_options import (
+    CPU_BATCH_TOKENS,
     CPU_BLOCK_TOKENS,
     CPU_CACHE_BYTES,
+    batched_tokens,
     cache_blocks,
     engine_options,
     expected_room,
@@ -129,6 +132,23 @@ def test_engines_of_a_set_on_cuda_sleep_and_take_the_share_that_they_were_given(
     assert list(device_problems(both, CONFIG, device="cuda")) == []
     alone = engine_options(recipe(model_directory, count=2), 0, "/s", device="cuda")
     assert (options[0].gpu_memory_share, alone.gpu_memory_share, alone.sleeps) == (0.2, 0.85, False)
+
+
+@pytest.mark.parametrize(("asked", "gib", "given"), [(0, 80, 16_384), (0, 24, 0), (0, 0, 0), (4_096, 80, 4_096)])
+def test_tokens_of_a_step_follow_the_card_unless_the_recipe_gives_them(
+    model_directory: Path, asked: int, gib: int, given: int
+) -> None:
+    made = recipe(model_directory, max_num_batched_tokens=asked)
+    memory = gib * 2**30 * 995 // 1000  # a card of 80 GB shows a little less
+    assert batched_tokens(engine_options(made, 0, "/s", device="cuda"), memory) == given
+    assert batched_tokens(engine_options(made, 0, "/s", device="cpu"), 0) == (asked or CPU_BATCH_TOKENS)
+
+
+def test_fewer_tokens_of_a_step_than_requests_are_refused(model_directory: Path) -> None:
+    problems = dict(broken_rules(recipe(model_directory, max_num_batched_tokens=100)))
+    assert problems["engines.max_num_batched_tokens"] == (
+        "100 is less than engines.max_running = 256, a token for each: raise it, or set 0 (by the GPU)"
+    )
 
 
 def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(

@@ -222,6 +222,21 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
     assert engines.startswith("engines: vllm is a CUDA build and sees no GPU")
 
 
+@pytest.mark.parametrize("of_several", ["engines.tensor_parallel=2", "training.ranks=2"])
+def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str
+) -> None:
+    monkeypatch.setattr("streamrl.preflight.shared_memory", lambda: 64 << 20)
+    with pytest.raises(RecipeError) as caught:
+        preflight(recipe(of_several))
+    (problem,) = [problem for problem in caught.value.problems if "/dev/shm" in problem]
+    assert problem == (
+        f"{of_several.replace('=', ' = ')}: processes on several GPUs exchange data in /dev/shm, which has 0.06 GiB, "
+        "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
+    )
+    preflight(recipe())
+
+
 def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ChildContext] = []
     monkeypatch.setattr(external, "run_role", served.append)
