@@ -257,6 +257,10 @@ class EnginesFreed(Message, frozen=True):
     count: int
 
 
+class TrainTogether(Message, frozen=True):
+    """Every rank trains what waits, in as many rows as any of them has: each row is a collective."""
+
+
 class SaveCheckpoint(Message, frozen=True):
     """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
 
@@ -270,7 +274,9 @@ class SaveCheckpoint(Message, frozen=True):
     beside: dict[str, bytes] = {}
 
 
-TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | EnginesFreed | SaveCheckpoint
+TrainingOrder = (
+    TrainGroup | TrainTogether | CloseBatch | WeightsAcknowledged | PublishAnchor | EnginesFreed | SaveCheckpoint
+)
 
 
 # ---- trainer rank -> controller ------------------------------------------------------------------
@@ -278,7 +284,8 @@ TrainingOrder = TrainGroup | CloseBatch | WeightsAcknowledged | PublishAnchor | 
 
 class TrainerReady(Message, frozen=True):
     """First message of a rank. ``policy_version`` is what it holds (0: the initial weights). ``trained_parameters``:
-    of adapters; 0: all are trained."""
+    of adapters; 0: all are trained. ``together_tokens``: of all ranks, when they want to be ordered to train together
+    before the close; 0: never."""
 
     rank: int
     ranks: int
@@ -287,6 +294,7 @@ class TrainerReady(Message, frozen=True):
     state_hash: int
     tokenizer_digest: str = ""
     trained_parameters: int = 0
+    together_tokens: int = 0
 
 
 class StepReport(Message, frozen=True):

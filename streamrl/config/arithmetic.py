@@ -12,9 +12,17 @@ from streamrl.config.judge import JUDGE_CONTEXT
 from streamrl.config.learning_rates import learning_rate_notice
 from streamrl.config.model_facts import ModelFacts
 from streamrl.config.objective_text import objective_lines, off_policy_sentence, streaming_sentence
-from streamrl.config.recipe import EngineKind, OptimizerKind, Recipe
+from streamrl.config.recipe import ComputeDtype, EngineKind, OptimizerKind, Recipe
 from streamrl.config.scheduling import InFlight, StalePolicy
 from streamrl.config.topology import JUDGE, PreparedSet, ProcessPlan, Role, Topology, prepared_sets
+from streamrl.config.training_memory import (
+    MOMENT_BYTES,
+    SHADOW_BYTES,
+    Gathered,
+    TrainingSizes,
+    activation_bytes,
+    bytes_per_rank,
+)
 
 MIB = 1 << 20
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
@@ -26,17 +34,10 @@ ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights 
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
-TRAINED_BYTES = 4 + 2 + 4  # what the forward runs on, the rest of the float32 master, and the gradient
-GATHERED_BYTES = 4 + 4  # with several ranks: whole parameters and gradients on each, while a batch is open
-MOMENT_BYTES = {OptimizerKind.ADAMW: 8, OptimizerKind.ADAMW_OFFLOADED: 8, OptimizerKind.ADAMW_8BIT: 2}
-PUBLISHED_BYTES = 2  # the shadow of the published 16-bit values, which are a view of what the forward runs on
-FROZEN_BYTES = 4  # a float32 parameter that is only read: the reference model, the weights below adapters
 ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the mirror of the published bits
 JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
-ACTIVATIONS_PER_HIDDEN = 16  # float32 values that one layer keeps for the backward, per token and hidden unit
 SIMULATED_SENTENCE = "simulated: random text, whatever the weights; nothing is learnt about a model (engines.kind)"
 LARGEST_CACHE_BYTES = 1 << 30
-LOGIT_COPIES = 3  # logits, log-softmax and their gradient
 LARGEST_LOGITS = 1 << 24  # the trainer's head runs over so many logits at a time
 ADAPTED_PROJECTIONS = 2  # peft adapts the query and the value projection where ``lora.targets`` is empty
 LINEAR_PROJECTIONS = 7  # of a layer: four of the attention, three of the gated network
@@ -161,24 +162,48 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
 def _activation_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
     """What one micro-batch keeps for its backward, and the logits of one chunk."""
     tokens = max(recipe.training.micro_batch_tokens, context)
-    whole_layers = 1 if recipe.training.activation_checkpointing else facts.layers
-    kept = tokens * facts.hidden * (ACTIVATIONS_PER_HIDDEN * whole_layers + facts.layers - whole_layers)
-    return 4 * (kept + LOGIT_COPIES * min(tokens * facts.vocabulary, LARGEST_LOGITS))
+    return activation_bytes(
+        tokens=tokens,
+        hidden=facts.hidden,
+        layers=facts.layers,
+        logits=min(tokens * facts.vocabulary, LARGEST_LOGITS),
+        checkpointing=recipe.training.activation_checkpointing,
+    )
+
+
+def training_sizes(recipe: Recipe, facts: ModelFacts, *, on_device: bool = False) -> TrainingSizes:
+    """What the bytes of a trainer rank depend on, as far as the files of the model say."""
+    training, lora = recipe.training, recipe.lora
+    adapted = LINEAR_PROJECTIONS if "all-linear" in lora.targets else len(lora.targets) or ADAPTED_PROJECTIONS
+    outside = min(facts.parameters, 2 * facts.vocabulary * facts.hidden)  # tied embeddings are half of that
+    return TrainingSizes(
+        parameters=facts.parameters,
+        outside=outside,
+        layer=(facts.parameters - outside) // max(1, facts.layers),
+        ranks=training.ranks,
+        trained=2 * lora.rank * facts.hidden * adapted * facts.layers,
+        moment_bytes=MOMENT_BYTES[training.optimizer],
+        masters_on_host=on_device and training.optimizer is OptimizerKind.ADAMW_OFFLOADED,
+        sixteen_bit=training.compute_dtype is ComputeDtype.BFLOAT16
+        or (on_device and training.compute_dtype is ComputeDtype.AUTO),
+        on_device=on_device,
+        reference=objective_settings(recipe.objective).has_reference,
+    )
 
 
 def _weight_bytes(recipe: Recipe, facts: ModelFacts) -> int:
-    """Weights, gradients and optimizer of one rank, and its copy of the reference model."""
-    ranks, lora = recipe.training.ranks, recipe.lora
-    trained = facts.parameters
-    if lora.rank:
-        adapted = LINEAR_PROJECTIONS if "all-linear" in lora.targets else len(lora.targets) or ADAPTED_PROJECTIONS
-        trained = 2 * lora.rank * facts.hidden * adapted * facts.layers
-    frozen = facts.parameters if lora.rank else 0
-    sharded = trained * (TRAINED_BYTES + MOMENT_BYTES[recipe.training.optimizer]) + frozen * FROZEN_BYTES
-    # While a batch is open every rank holds whole parameters and gradients, and its shard of the rest.
-    whole = GATHERED_BYTES * facts.parameters if ranks > 1 else 0
-    reference = FROZEN_BYTES * facts.parameters if objective_settings(recipe.objective).has_reference else 0
-    return whole + (sharded + PUBLISHED_BYTES * facts.parameters) // ranks + reference
+    """Weights, gradients and optimizer of one rank, and its copy of the reference model, in host memory."""
+    gathered = Gathered.LAYER if recipe.training.gathered is Gathered.LAYER else Gathered.BATCH
+    # The publisher's shadow of the published bits, which on a CPU are a view of what the forward runs on.
+    shadow = SHADOW_BYTES * facts.parameters // recipe.training.ranks
+    return bytes_per_rank(training_sizes(recipe, facts), gathered).total + shadow
+
+
+def device_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
+    """GPU memory that a trainer rank needs at least, layer by layer where ``training.gathered`` allows it."""
+    gathered = Gathered.BATCH if recipe.training.gathered is Gathered.BATCH else Gathered.LAYER
+    weights = bytes_per_rank(training_sizes(recipe, facts, on_device=True), gathered)
+    return weights.total + _activation_bytes(recipe, facts, context)
 
 
 def gib(size: float) -> str:
@@ -283,6 +308,13 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, counts: BatchArithmetic) -> 
     engine = max(size for name, size in estimate.by_process.items() if name.startswith("engine-"))
     trainer = estimate.by_process["trainer-0"]
     extra = ", with a reference model" if objective_settings(recipe.objective).has_reference else ""
+    if recipe.training.ranks > 1:
+        sizes = training_sizes(recipe, facts)
+        batch, layer = (gib(bytes_per_rank(sizes, kind).total) for kind in (Gathered.BATCH, Gathered.LAYER))
+        extra += (
+            f'; weights and optimizer of a rank: {batch} with training.gathered = "{Gathered.BATCH}", {layer} with '
+            f'"{Gathered.LAYER}"; it is "{recipe.training.gathered}"'
+        )
     return (
         f"about {gib(estimate.total)} on a CPU host ({gib(engine)} an engine, {gib(trainer)} a rank{extra}); "
         f"{facts.parameters:,} parameters"

@@ -26,6 +26,7 @@ from streamrl.config.objective import (
 )
 from streamrl.config.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
 from streamrl.config.scheduling import GroupSizing, LengthSorted, Rollout, TailBatching, slots, trains_on_policy
+from streamrl.config.training_memory import Gathered
 
 __all__ = ["AdaptiveLimit", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
 
@@ -116,7 +117,9 @@ class Training(Section, frozen=True):
     others are still sampled, with the gradient of the whole batch. ``updates_per_batch`` > 1: so many optimizer steps
     on each batch; all but the first are off-policy, and nothing streams. ``micro_batch_tokens``: tokens that go through
     the model at once. ``activation_checkpointing``: activations are computed again in the backward, for memory.
-    ``compile``: layers by torch.compile; the start takes longer."""
+    ``compile``: layers by torch.compile; the start takes longer. ``gathered``: with several ranks, whether each holds
+    the whole model while a batch is open ("batch"), or one layer at a time ("layer", for models that do not fit;
+    groups are then trained when every rank has some); "auto" takes "batch" where that fits."""
 
     ranks: Count = 1
     device: str = "auto"
@@ -132,6 +135,7 @@ class Training(Section, frozen=True):
     micro_batch_tokens: Positive = 2048
     streaming: bool = True
     compute_dtype: ComputeDtype = ComputeDtype.AUTO
+    gathered: Gathered = Gathered.AUTO
     activation_checkpointing: bool = False
     compile: bool = False
 

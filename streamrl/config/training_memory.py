@@ -13,8 +13,16 @@ import msgspec
 
 FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
 REMAINDER_BYTES = 2  # the rest of the float32 master
+MASTER_BYTES, BASE_BYTES = 4, 2  # of adapters, and of the weights below them as they are published
 GRADIENT_BYTES = 4
 SHADOW_BYTES = 2  # published bits beside the weights, on a device
+MOMENT_BYTES = {"adamw": 8, "adamw_offloaded": 8, "adamw_8bit": 2}
+ACTIVATIONS_PER_HIDDEN = 16  # float32 values that one layer keeps for the backward, per token and hidden unit
+LOGIT_COPIES = 3  # logits, log-softmax and their gradient
+STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Elements of the masters that a step reads, moves and writes at once: temporaries of 4 to 12 bytes an element exist
+for so many. A multiple of the block of 8-bit optimizers (256), and below 2**31, in which their CUDA kernel counts."""
+SCRATCH_BYTES = 8  # of each of them, kept between steps
 GIB = 1 << 30
 
 
@@ -30,9 +38,10 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     """What the bytes of a rank depend on.
 
     ``parameters``: of the model; ``outside``: those of them outside of the repeated layers (embeddings, head);
-    ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters. ``moment_bytes``: of the
-    optimizer, for a trained parameter on this device. ``masters_on_host``: masters and optimizer lie in host memory.
-    ``sixteen_bit``: the forward computes in bfloat16. ``on_device``: weights lie on a GPU.
+    ``layer``: of the largest layer. ``trained`` 0: all of them; else those of adapters, below which lie weights of
+    ``adapted`` elements. ``moment_bytes``: of the optimizer, for a trained parameter. ``masters_on_host``: masters and
+    moments lie in host memory. ``sixteen_bit``: the forward computes in bfloat16. ``on_device``: weights lie on a GPU.
+    ``reference``: there is a reference model.
     """
 
     parameters: int
@@ -40,11 +49,19 @@ class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
     layer: int
     ranks: int = 1
     trained: int = 0
+    adapted: int = 0
     moment_bytes: int = 8
     masters_on_host: bool = False
     sixteen_bit: bool = False
     on_device: bool = False
     reference: bool = False
+
+    @property
+    def scratch(self) -> int:
+        """What split masters are read into."""
+        masters = -(-self.parameters // self.ranks)
+        at_once = min(masters, STEP_ELEMENTS["cuda" if self.on_device else "cpu"])
+        return 0 if self.trained or self.masters_on_host else SCRATCH_BYTES * at_once
 
 
 class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,20 +86,29 @@ def bytes_per_rank(sizes: TrainingSizes, gathered: Gathered) -> RankBytes:
     ranks, compute = sizes.ranks, 2 if sizes.sixteen_bit else 4
     shard = -(-sizes.parameters // ranks)
     masters = -(-sizes.trained // ranks) if sizes.trained else shard
-    # Adapters: float32 masters of their own, and the published base below each adapted weight, at most all of them.
-    stored = shard * FORWARD_BYTES + (masters * 4 + shard * 2 if sizes.trained else 0)
-    if not sizes.trained and not sizes.masters_on_host:
+    adapted = -(-sizes.adapted // ranks)
+    stored = shard * FORWARD_BYTES
+    if sizes.trained:
+        stored += masters * MASTER_BYTES + adapted * BASE_BYTES
+    elif not sizes.masters_on_host:
         stored += shard * REMAINDER_BYTES
     alone, by_batch = ranks == 1, ranks > 1 and gathered is Gathered.BATCH
     return RankBytes(
         parameters=stored,
-        gradients=(masters + (shard if sizes.trained and not alone else 0)) * GRADIENT_BYTES,
-        optimizer=0 if sizes.masters_on_host else masters * sizes.moment_bytes,
+        gradients=(masters + (0 if alone else adapted)) * GRADIENT_BYTES,
+        optimizer=0 if sizes.masters_on_host else masters * sizes.moment_bytes + sizes.scratch,
         shadow=shard * SHADOW_BYTES if sizes.on_device else 0,
         casts=sizes.parameters * 2 if alone and sizes.sixteen_bit else 0,
         gathered=0 if alone else _gathered_bytes(sizes, compute, by_batch=by_batch),
         reference=_reference_bytes(sizes, by_batch=by_batch),
     )
+
+
+def activation_bytes(*, tokens: int, hidden: int, layers: int, logits: int, checkpointing: bool) -> int:
+    """What one row of ``tokens`` keeps for its backward, and the ``logits`` that exist at once."""
+    whole_layers = 1 if checkpointing else layers
+    kept = tokens * hidden * (ACTIVATIONS_PER_HIDDEN * whole_layers + layers - whole_layers)
+    return 4 * (kept + LOGIT_COPIES * logits)
 
 
 def _gathered_bytes(sizes: TrainingSizes, compute: int, *, by_batch: bool) -> int:

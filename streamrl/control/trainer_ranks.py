@@ -23,6 +23,7 @@ from streamrl.messages import (
     TrainGroup,
     TrainingEvent,
     TrainingOrder,
+    TrainTogether,
     WeightAnnouncement,
     WeightsAcknowledged,
 )
@@ -40,6 +41,7 @@ class TrainerRanks:
     def __init__(self, ranks: Sequence[RankStreams]) -> None:
         self._ranks = ranks
         self._open_tokens = [0] * len(ranks)
+        self._waiting_tokens = self._together_tokens = 0
         self._ordered_version = 0
         self._answered = 0
         self._ended = self._gone = False
@@ -58,6 +60,7 @@ class TrainerRanks:
                 raise StreamRLError(f"trainer-{index} greeted with {greeting}; {len(self._ranks)} ranks were expected")
             greetings.append(greeting)
         self._ordered_version = greetings[0].policy_version
+        self._together_tokens = greetings[0].together_tokens
         if len({(g.policy_version, g.parameters) for g in greetings}) != 1:
             raise StreamRLError(f"trainer ranks hold different models: {greetings}")
         return greetings
@@ -90,14 +93,22 @@ class TrainerRanks:
             self._answered += 1
 
     async def train_group(self, group: TrainingGroup) -> None:
-        """Give a group to the rank with the fewest tokens in the open batch."""
+        """Give a group to the rank with the fewest tokens in the open batch. Where a row is a collective, order all
+        ranks to train once enough tokens wait."""
         rank = min(range(len(self._ranks)), key=lambda r: self._open_tokens[r])
-        self._open_tokens[rank] += sum(len(s.token_ids) for s in group.samples)
+        tokens = sum(len(s.token_ids) for s in group.samples)
+        self._open_tokens[rank] += tokens
+        self._waiting_tokens += tokens
         await self._ranks[rank][0].send(TrainGroup(group=group))
+        if 0 < self._together_tokens <= self._waiting_tokens:
+            self._waiting_tokens = 0
+            async with self._one_question:
+                for batches, _ in self._ranks:
+                    await batches.send(TrainTogether())
 
     async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
         """Tell every rank to step. Returns when they were told; call the result for the reports, in rank order."""
-        self._open_tokens = [0] * len(self._ranks)
+        self._open_tokens, self._waiting_tokens = [0] * len(self._ranks), 0
         self._ordered_version = close.policy_version
         return await self._ask(close, StepReport)
 

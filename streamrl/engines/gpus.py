@@ -7,7 +7,7 @@ import importlib
 import os
 from pathlib import Path
 
-from streamrl.config.arithmetic import estimate_memory
+from streamrl.config.arithmetic import device_bytes
 from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.config.placement import Demand, Gpu, Placement, place
 from streamrl.config.recipe import Recipe
@@ -65,7 +65,7 @@ def _demand(recipe: Recipe) -> Demand:
     ]
     return Demand(
         engine=_bytes(model, recipe.engines.dtype, context) if model else 0,
-        rank=estimate_memory(recipe, model, context).by_process["trainer-0"] + CONTEXT_BYTES if model else 0,
+        rank=device_bytes(recipe, model, context) + CONTEXT_BYTES if model else 0,
         rewards=sum(scorers) + CONTEXT_BYTES if scorers else None,
     )
 

@@ -97,8 +97,6 @@ def save(
         extra=tuple(sorted(extra)),
         random=tuple(_on_every_rank(lambda: _random_state(weights.gradient_L.device))),
     )
-    if not first:
-        published = {}
 
     def prepare() -> None:
         shutil.rmtree(partial, ignore_errors=True)

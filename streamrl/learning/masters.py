@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Elements that a step reads, moves and writes at once: temporaries of 4 to 12 bytes an element exist for so many.
-A multiple of the block of 8-bit optimizers (256), and below 2**31, in which their CUDA kernel counts."""
+from streamrl.config.training_memory import STEP_ELEMENTS
 
 
 class Masters(ABC):

@@ -11,6 +11,7 @@ from streamrl.config.algorithms import ObjectiveSettings, objective_settings, wh
 from streamrl.config.objective import OffPolicy
 from streamrl.config.recipe import ComputeDtype, Lora, OptimizerKind, Recipe
 from streamrl.config.threads import idle_threads, trainer_threads
+from streamrl.config.training_memory import Gathered
 from streamrl.errors import StreamRLError
 
 
@@ -57,6 +58,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_tokens: int = 2048
     streaming: bool = True
     compute_dtype: ComputeDtype = ComputeDtype.AUTO
+    gathered: Gathered = Gathered.AUTO
     activation_checkpointing: bool = False
     compile: bool = False
     collective_timeout_s: float = 600.0
@@ -132,6 +134,7 @@ def trainer_options(
         and not recipe.run.deterministic
         and not why_not_streaming(objective, training.updates_per_batch),
         compute_dtype=training.compute_dtype,
+        gathered=training.gathered,
         activation_checkpointing=training.activation_checkpointing,
         compile=training.compile,
         canary=recipe.canary,

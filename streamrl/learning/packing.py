@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streamrl.learning import process_group
 from streamrl.learning.advantages import FloatVector
 from streamrl.learning.attention import PackedLayout, PackedSequence, packed_layout
 from streamrl.learning.objectives import TokenInputs
@@ -88,6 +90,19 @@ def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[l
             cost = own if laid else own + prefix
             used, taken, laid = used + cost, taken + cost, True
     return rows
+
+
+def packed_rows(
+    samples: Sequence[PreparedSample], budget: int, policy_version: int, device: torch.device, *, together: bool
+) -> Iterator[MicroBatch]:
+    """The rows of ``plan_micro_batches``, packed. ``together``: as many on every rank, with empty ones at the end where
+    another rank has more. Collective then."""
+    planned = plan_micro_batches(samples, budget)
+    rows = len(planned)
+    if together:
+        rows = round(process_group.all_reduce([float(rows)], device, dist.ReduceOp.MAX)[0])
+    for index in range(rows):
+        yield pack(planned[index], policy_version, device) if index < len(planned) else empty_micro_batch(device)
 
 
 def _group_key(item: PreparedSample) -> tuple[str, int]:

@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from streamrl.config.recipe import ComputeDtype
+from streamrl.config.training_memory import Gathered
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import checkpoint_pieces, decoder_layers, logit_scaling, longest_exact_sequence
 from streamrl.learning.options import TrainerOptions
@@ -70,19 +72,38 @@ class PackedPolicy(nn.Module):
         return dict(self.model.named_parameters())
 
 
-def shard(policy: PackedPolicy, over: DeviceMesh) -> None:
-    """FSDP2: each decoder layer is a unit, the rest is the root's. Parameters stay unsharded while a batch is open."""
+def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool) -> None:
+    """FSDP2: each decoder layer is a unit, the rest is the root's, which stays gathered from its forward to the end of
+    the backward, as the head runs in between. ``sixteen_bit``: bfloat16 is gathered, of which stored values are.
+
+    ``gathered``: for the forward and the backward of a unit, with the gradient reduced in each backward; or until
+    ``set_sharded``, with gradients added up on each rank until ``set_gradient_sync``.
+    """
+    by_layer = gathered is Gathered.LAYER
+    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if sixteen_bit:
+        mixed = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(policy.hugging_face):
-        fully_shard(layer, mesh=over)
-    fully_shard(policy, mesh=over)
-    root = cast("FSDPModule", policy)
-    root.set_reshard_after_forward(False)
-    root.set_reshard_after_backward(False)
+        fully_shard(layer, mesh=over, mp_policy=mixed, reshard_after_forward=by_layer)
+    fully_shard(policy, mesh=over, mp_policy=mixed, reshard_after_forward=False)
+    cast("FSDPModule", policy).set_reshard_after_backward(by_layer)
 
 
-def set_sharded(policy: PackedPolicy, sharded: bool) -> None:
-    """Shard or gather every unit. Collective. Nothing to do without FSDP2."""
+def gather_once(policy: PackedPolicy) -> None:
+    """After loading: gather unit by unit, so that tied parameters are one again and gradients of gathered bfloat16
+    parameters add up in float32, as those of float32 parameters do under autocast. Collective."""
     for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for parameter in module.parameters():
+                if not isinstance(parameter, DTensor):
+                    parameter.grad_dtype = torch.float32
+            module.reshard()
+
+
+def set_sharded(policy: PackedPolicy | None, sharded: bool) -> None:
+    """Shard or gather every unit. Collective. Nothing to do without FSDP2."""
+    for module in policy.modules() if policy is not None else ():
         if isinstance(module, FSDPModule):
             module.reshard() if sharded else module.unshard()
 
@@ -99,9 +120,14 @@ def drop_unreduced_gradients(policy: PackedPolicy) -> None:
         policy.zero_grad()
 
 
-def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """What forwards run in: bfloat16 autocast where ``options.compute_dtype`` says so (``auto``: on CUDA)."""
+def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> bool:
+    """Whether forwards run in bfloat16, as ``options.compute_dtype`` says (``auto``: on CUDA)."""
     wanted = options.compute_dtype
-    if wanted is ComputeDtype.BFLOAT16 or (wanted is ComputeDtype.AUTO and device.type == "cuda"):
+    return wanted is ComputeDtype.BFLOAT16 or (wanted is ComputeDtype.AUTO and device.type == "cuda")
+
+
+def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What forwards run in: bfloat16 autocast, or nothing."""
+    if computes_in_sixteen_bits(options, device):
         return torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext()

@@ -20,6 +20,7 @@ from streamrl.learning.attention import (
 from streamrl.learning.hugging_face import AttentionInterface, AttentionMaskInterface
 from streamrl.learning.packing import empty_micro_batch
 from streamrl.learning.policy import PackedPolicy
+from streamrl.learning.published_weights import local_part
 
 TOLERANCE = 1e-3
 """Largest difference of logprobs, in nats. Rounding of deep float32 models stays below; a missing cap does not."""
@@ -41,13 +42,16 @@ def check_packing(policy: PackedPolicy) -> None:
     model = policy.hugging_face
     kind = f"model type {model.config.model_type!r}"
     for name, weight in model.named_parameters():
-        if not all(math.isfinite(bound) for bound in weight.aminmax()):
+        part = local_part(weight)
+        if part.numel() and not all(math.isfinite(bound) for bound in part.aminmax()):
             raise StreamRLError(f"{kind}: the weight {name} has NaN or infinite values: repair or replace the model")
     vocabulary = model.config.get_text_config().vocab_size
     tokens_T = torch.arange(1, 1 + sum(_ALONE), device=model.device) * vocabulary // (1 + sum(_ALONE))
     try:
-        expected_TV = _own_logprobs(model, tokens_T)
+        model.set_attn_implementation(register_packed_attention())
+        # First: it gathers what the model's own forward finds gathered, where parameters are sharded.
         actual_TV = _packed_logprobs(policy, tokens_T, _ROW)
+        expected_TV = _own_logprobs(model, tokens_T)
         _check_windows(policy, tokens_T[: _ROW[0].length])
     except StreamRLError:
         raise

@@ -193,15 +193,17 @@ class PublishedWeights(ABC):
 
     @torch.no_grad()
     def full_published(self) -> dict[str, Tensor]:
-        """All published tensors complete, bfloat16 on the CPU. Collective; every rank gets them."""
+        """All published tensors complete, bfloat16 on the CPU. Collective; the first rank gets them, others nothing."""
+        mine = not dist.is_initialized() or dist.get_rank() == 0
         complete: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             published = parameter.detach().to(PUBLISHED_DTYPE)
             whole = published.full_tensor() if isinstance(published, DTensor) else published
             # Copied: what is gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
-            complete[name] = whole.to("cpu", copy=True)
+            if mine:
+                complete[name] = whole.to("cpu", copy=True)
         full: dict[str, Tensor] = {}
-        for name, parameter_name, shape, first in self._pieces:
+        for name, parameter_name, shape, first in self._pieces if mine else ():
             piece = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
             # A tensor of its own: safetensors refuses views of one storage.
             full[name] = piece.clone() if piece.numel() < complete[parameter_name].numel() else piece
@@ -240,10 +242,9 @@ class FullWeights(PublishedWeights):
             parts = [self._flat_part(parameter) for parameter in parameters.values()]
             self.masters = SplitMasters(parts, [shard.stop - shard.start for shard in self.master_shards], device)
         self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
-        if not self._sharded:
-            for shard, parameter in self._pairs():
-                # A gradient that exists is added to in place: backward fills the flat vector itself.
-                parameter.grad = self.gradient_L[shard.place].view(shard.shape)
+        for parameter, gradient in zip(parameters.values(), self.as_tensors(self.gradient_L).values(), strict=True):
+            # A gradient that exists is added to in place: backward fills the flat vector itself.
+            parameter.grad = gradient
         self.refresh_forward()
 
     @torch.no_grad()
@@ -272,21 +273,11 @@ class FullWeights(PublishedWeights):
         for shard, parameter in self._pairs():
             local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
 
-    @torch.no_grad()
     def collect_gradient(self) -> Tensor:
-        if self._sharded:
-            for shard, parameter in self._pairs():
-                if parameter.grad is None:
-                    self.gradient_L[shard.place] = 0.0
-                else:
-                    self.gradient_L[shard.place] = local_part(parameter.grad).flatten()
         return self.gradient_L
 
     def clear_gradient(self) -> None:
         self.gradient_L.zero_()
-        if self._sharded:
-            for parameter in self._parameters.values():
-                parameter.grad = None
 
 
 def bit_array(published: Tensor) -> np.ndarray:

@@ -13,8 +13,8 @@ from streamrl.learning.critic import ValueHead
 from streamrl.learning.gradients import chunks
 from streamrl.learning.logprobs import token_logprobs
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.packing import MicroBatch, PreparedSample, pack, plan_micro_batches
-from streamrl.learning.policy import PackedPolicy, compute_context
+from streamrl.learning.packing import MicroBatch, PreparedSample, packed_rows
+from streamrl.learning.policy import PackedPolicy, compute_context, set_sharded
 from streamrl.learning.preparation import SampleScores
 from streamrl.types import TrainingSample, TrajectoryId
 
@@ -29,15 +29,17 @@ def score_samples(
     reference: PackedPolicy | None,
     critic: ValueHead | None,
     proximal: bool,
+    together: bool,
 ) -> dict[TrajectoryId, SampleScores]:
-    """Run what was asked for over the trained tokens of ``samples``; the models stay as they are. Empty for nothing."""
+    """Run what was asked for over the trained tokens of ``samples``; the models stay as they are. Empty for nothing.
+    ``together``: parameters are gathered by layer; collective."""
     if reference is None and critic is None and not proximal:
         return {}
     trained = [sample for sample in samples if sample.trained_tokens]
     ids = {str(sample.id): sample.id for sample in trained}
     scores: dict[TrajectoryId, SampleScores] = {}
-    for planned in plan_micro_batches([PreparedSample(sample) for sample in trained], options.micro_batch_tokens):
-        row = pack(planned, 0, device)
+    prepared = [PreparedSample(sample) for sample in trained]
+    for row in packed_rows(prepared, options.micro_batch_tokens, 0, device, together=together):
         logprobs = values = references = None
         with compute_context(options, device):
             if proximal or critic is not None:
@@ -52,6 +54,9 @@ def score_samples(
                 reference=references[index] if references else None,
                 values=values[index] if values else None,
             )
+    if together:
+        for model in (policy, reference):
+            set_sharded(model, True)
     return scores
 
 

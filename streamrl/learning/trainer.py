@@ -30,24 +30,16 @@ from streamrl.errors import StreamRLError
 from streamrl.learning import process_group
 from streamrl.learning.advantages import Moments
 from streamrl.learning.canary import probe_logprobs
-from streamrl.learning.compilation import checkpoint_activations, compile_policy
-from streamrl.learning.critic import ValueHead
 from streamrl.learning.gradients import BatchSums, accumulate
 from streamrl.learning.host_memory import return_freed_memory
-from streamrl.learning.loading import load_policy, load_reference
+from streamrl.learning.models import load_models
 from streamrl.learning.objectives import loss_denominator
 from streamrl.learning.open_batch import OpenBatch
 from streamrl.learning.optimizer import MasterOptimizer
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.options import trainer_options as trainer_options
-from streamrl.learning.packing import PreparedSample, empty_micro_batch, pack, plan_micro_batches
-from streamrl.learning.policy import (
-    PackedPolicy,
-    drop_unreduced_gradients,
-    set_gradient_sync,
-    set_sharded,
-    shard,
-)
+from streamrl.learning.packing import PreparedSample, empty_micro_batch, packed_rows
+from streamrl.learning.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
 from streamrl.learning.preparation import (
     prepare_group,
     token_moments,
@@ -72,14 +64,12 @@ class TorchTrainer:
     def __init__(self, options: TrainerOptions) -> None:
         self._options = options
         self._device = process_group.choose_device(options)
-        self._policy_version = 0
+        self._policy_version = self._skipped_steps = 0
         self._published_once = False
-        self._skipped_steps = 0
-        self._reference: PackedPolicy | None = None
-        self._critic: ValueHead | None = None
         # The batch before this one and so on: with the open one they are the cohort.
         self._cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
         self._threads = options.threads
+        self._enough_tokens = STREAMED_ROWS * options.micro_batch_tokens
 
     @property
     def policy_version(self) -> int:
@@ -89,7 +79,8 @@ class TorchTrainer:
     @property
     def idle_work(self) -> bool:
         """Whether a part row is worth training while no order waits. Small rows are slow: a quarter of one at least."""
-        return self._options.streaming and 4 * self._batch.waiting_tokens >= self._options.micro_batch_tokens
+        alone = self._options.streaming and not self._by_layer
+        return alone and 4 * self._batch.waiting_tokens >= self._options.micro_batch_tokens
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -100,7 +91,9 @@ class TorchTrainer:
         return_freed_memory()
         process_group.use_threads(options.threads)
         process_group.join(options, self._device)
-        self._load_models()
+        self._policy, self._reference, self._critic, self._by_layer = load_models(options, self._device)
+        self._together_tokens = options.ranks * self._enough_tokens if self._by_layer and options.streaming else 0
+        self._weights = make_weights(options, self._policy)
         self._optimizer = MasterOptimizer(options, self._weights.masters, self._weights.decayed)
         if options.resume_from:
             self._resume(Path(options.resume_from))
@@ -118,23 +111,8 @@ class TorchTrainer:
             state_hash=self._state_hash(),
             tokenizer_digest=tokenizer_digest(self._options.model_path),
             trained_parameters=self._weights.adapter_elements,
+            together_tokens=self._together_tokens,
         )
-
-    def _load_models(self) -> None:
-        options = self._options
-        self._policy = load_policy(options.model_path, self._device)
-        if options.compile:
-            compile_policy(self._policy)
-        if options.activation_checkpointing:
-            checkpoint_activations(self._policy)
-        if options.ranks > 1:
-            shard(self._policy, process_group.mesh(self._device))
-        self._weights = make_weights(options, self._policy)
-        if options.objective.has_reference:
-            self._reference = load_reference(options.model_path, self._device)
-        if options.objective.has_critic:
-            hidden = self._policy.hugging_face.config.get_text_config().hidden_size
-            self._critic = ValueHead(options, hidden, self._device)
 
     def _resume(self, directory: Path) -> None:
         from streamrl.learning import checkpoint  # 3 MiB of imports that few runs need before their first save
@@ -167,6 +145,8 @@ class TorchTrainer:
         self._weights.clear_gradient()
         if self._critic is not None:
             self._critic.clear_gradient()
+        if self._by_layer:
+            return
         # While a batch is open ranks run different numbers of rows, so no row may be a collective: parameters are
         # gathered here, once, and gradients are reduced by the one synced backward of the close.
         set_sharded(self._policy, False)
@@ -184,15 +164,23 @@ class TorchTrainer:
         """Take a group into the open batch; when streaming, train what is waiting once it fills a row."""
         options, batch = self._options, self._batch
         batch.take(group)
-        if options.canary and not self._probed:  # now, while engines sample: at the close they would wait for it
-            self._probed = probe_logprobs(self._policy, options)
-        if options.streaming and batch.waiting_tokens >= STREAMED_ROWS * options.micro_batch_tokens:
+        if self._by_layer:
+            return  # no rank computes before all are ordered to
+        self._probe()
+        if options.streaming and batch.waiting_tokens >= self._enough_tokens:
             self.train_pending()
+
+    def _probe(self) -> None:
+        if self._options.canary and not self._probed:  # while engines sample: at the close they would wait for it
+            self._probed = probe_logprobs(self._policy, self._options)
 
     @process_group.needs_peers("training what waited")
     def train_pending(self) -> None:
-        """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised."""
+        """Forward and backward of everything that waits. Nothing else changes: gradients stay un-normalised.
+        Collective where parameters are gathered by layer."""
         started = time.perf_counter()
+        if self._by_layer:
+            self._probe()
         self._accumulate(self._prepare(self._batch.take_waiting(), proximal=False))
         self._batch.sums.seconds += time.perf_counter() - started
 
@@ -207,6 +195,7 @@ class TorchTrainer:
             reference=self._reference,
             critic=self._critic,
             proximal=proximal,
+            together=self._by_layer,
         )
         prepared = [item for group in groups for item in prepare_group(group, scores, options)]
         if options.objective.advantages in WHOLE_BATCH:
@@ -218,9 +207,10 @@ class TorchTrainer:
         return [item for item in prepared if worth_training(item, options)]
 
     def _accumulate(self, samples: Sequence[PreparedSample]) -> None:
-        for planned in plan_micro_batches(samples, self._options.micro_batch_tokens):
-            row = pack(planned, self._policy_version, self._device)
-            accumulate(self._policy, self._critic, row, self._options, self._batch.sums, self._batch.batch_id or 0)
+        tokens, version = self._options.micro_batch_tokens, self._policy_version
+        for row in packed_rows(samples, tokens, version, self._device, together=self._by_layer):
+            critic, sums = (self._critic, self._batch.sums) if row.sample_ids else (None, BatchSums())
+            accumulate(self._policy, critic, row, self._options, sums, self._batch.batch_id or 0)
 
     @process_group.needs_peers("closing a batch")
     def close_batch(self, close: CloseBatch) -> StepReport:
@@ -295,11 +285,11 @@ class TorchTrainer:
     def _step(self, close: CloseBatch, loss_tokens: float, samples: float, computed: float) -> dict[str, float]:
         """Reduce the gradients of all ranks, divide, clip, step. The counts are this rank's. Collective."""
         options = self._options
-        if options.ranks > 1:
+        if options.ranks > 1 and not self._by_layer:
             # One synced backward of an empty row reduces what every rank added up.
             set_gradient_sync(self._policy, True)
             accumulate(self._policy, None, empty_micro_batch(self._device), options, BatchSums(), 0)
-            set_sharded(self._policy, True)
+        set_sharded(self._policy, True)
         tokens, samples, computed = process_group.all_reduce([loss_tokens, samples, computed], self._device)
         denominator = loss_denominator(
             options.objective.loss_normalization,

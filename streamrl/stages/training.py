@@ -33,6 +33,7 @@ from streamrl.messages import (
     TrainGroup,
     TrainingEvent,
     TrainingOrder,
+    TrainTogether,
     WeightsAcknowledged,
 )
 from streamrl.types import TrainingGroup
@@ -231,6 +232,8 @@ def _carry_out(trainer: Trainer, order: TrainingOrder) -> TrainingEvent | None:
     match order:
         case TrainGroup(group=group):
             trainer.train_group(group)
+        case TrainTogether():
+            trainer.train_pending()
         case CloseBatch():
             return trainer.close_batch(order)
         case WeightsAcknowledged(policy_version=version):

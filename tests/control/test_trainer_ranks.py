@@ -8,9 +8,32 @@ import pytest
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.control.trainer_ranks import TrainerRanks
 from streamrl.errors import StreamBroken, VersionLeft, WeightError
-from streamrl.messages import CheckpointSaved, CloseBatch, EnginesFreed, PublishAnchor, TrainerReady, TrainingOrder
+from streamrl.messages import (
+    CheckpointSaved,
+    CloseBatch,
+    EnginesFreed,
+    PublishAnchor,
+    TrainerReady,
+    TrainGroup,
+    TrainingOrder,
+    TrainTogether,
+)
+from streamrl.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
 
 pytestmark = pytest.mark.asyncio
+
+
+def group_of(group_id: int, tokens: int) -> TrainingGroup:
+    sample = TrainingSample(
+        id=TrajectoryId(prompt_id="p", group_id=group_id, sample=0),
+        token_ids=token_array([1] * tokens),
+        loss_mask=b"\1" * tokens,
+        behavior_logprobs=float_array([0.0] * tokens),
+        reward=0.0,
+        oldest_version=0,
+        newest_version=0,
+    )
+    return TrainingGroup(group_id=group_id, batch_id=0, samples=(sample,))
 
 
 async def test_an_answer_after_whoever_asked_was_cancelled_is_no_error_of_its_own() -> None:
@@ -90,3 +113,26 @@ async def test_two_questions_reach_all_ranks_in_one_order() -> None:
 
 
 close = CloseBatch(batch_id=0, policy_version=1, groups=1, samples=1, trained_tokens=1, engines_idle=False)
+
+
+async def test_ranks_that_compute_together_are_ordered_to_at_the_same_place() -> None:
+    """Once 40 tokens wait, whichever rank has them, and counted anew after each order and each close."""
+    lengths = [12, 30, 5, 40, 7, 8, 30]
+    groups = [group_of(index, length) for index, length in enumerate(lengths)]
+    wires = [(memory_stream(32), memory_stream(4)) for _ in range(2)]
+    ranks = TrainerRanks([(orders[0], events[1]) for orders, events in wires])
+    for rank, (_, (answers, _)) in enumerate(wires):
+        await answers.send(
+            TrainerReady(rank=rank, ranks=2, policy_version=0, parameters=1, state_hash=0, together_tokens=40)
+        )
+    await ranks.ready()
+    for group in groups:
+        await ranks.train_group(group)
+    await ranks.close_batch(CloseBatch(batch_id=0, policy_version=1, groups=7, samples=7, trained_tokens=0))
+    await ranks.aclose()
+    seen = [[order async for order in orders[1]] for orders, _ in wires]
+    for orders in seen:
+        assert sum(isinstance(order, TrainTogether) for order in orders) == 3  # after 12 + 30, 5 + 40 and 7 + 8 + 30
+        assert isinstance(orders[-1], CloseBatch)
+    trained = [order.group.group_id for orders in seen for order in orders if isinstance(order, TrainGroup)]
+    assert sorted(trained) == list(range(7))

@@ -1,7 +1,8 @@
-"""One rank that trains adapters: ``adapter_process.py MODEL RANK RANKS RENDEZVOUS OUT.npz``.
+"""One rank that trains adapters: ``adapter_process.py MODEL RANK RANKS RENDEZVOUS OUT.npz GATHERED``.
 
 Every rank adds the gradients of its share of ``SAMPLES`` inputs, as the trainer does: without sync while a batch is
-open, then one synced backward that adds nothing. The result does not depend on the number of ranks.
+open, then one synced backward that adds nothing; or, layer by layer, with a sync in each of as many backwards on every
+rank. The result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.config.recipe import Lora
+from streamrl.config.training_memory import Gathered
 from streamrl.learning import process_group
 from streamrl.learning.lora import save_adapter
 from streamrl.learning.optimizer import MasterOptimizer
@@ -34,7 +36,9 @@ class Losses(PackedPolicy):
         return torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
-def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> None:
+def main(
+    model_path: str, rank: int, ranks: int, rendezvous: str, out: str, gathered: Gathered = Gathered.BATCH
+) -> None:
     options = TrainerOptions(
         model_path=model_path,
         run_id="",
@@ -50,19 +54,24 @@ def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> N
     process_group.join(options, device)
     policy = Losses(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval())
     if ranks > 1:
-        shard(policy, process_group.mesh(device))
+        shard(policy, process_group.mesh(device), gathered, sixteen_bit=False)
     weights = make_weights(options, policy)
     optimizer = MasterOptimizer(options, weights.masters, weights.decayed)
     arrays: dict[str, np.ndarray] = {}
     for step in range(STEPS):
         weights.clear_gradient()
-        set_sharded(policy, False)
-        set_gradient_sync(policy, False)
+        by_layer = gathered is Gathered.LAYER
+        set_sharded(policy, by_layer)
+        set_gradient_sync(policy, by_layer)
         tokens = torch.randint(0, 32, (SAMPLES, 12), generator=torch.Generator().manual_seed(step))
         for index in range(SAMPLES):
             if index % ranks == rank:
                 policy(tokens[index : index + 1]).backward()
-        if ranks > 1:
+            elif by_layer:
+                (policy(tokens[:1]) * 0.0).backward()
+        if by_layer:
+            set_sharded(policy, True)
+        elif ranks > 1:
             set_gradient_sync(policy, True)
             (policy(tokens[:1]) * 0.0).backward()
             set_sharded(policy, True)
@@ -72,7 +81,7 @@ def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> N
         weights.refresh_forward()
     masters = weights.as_tensors(weights.masters.whole())
     arrays |= {f"master.{n}": (t.full_tensor() if ranks > 1 else t).numpy() for n, t in masters.items()}
-    arrays |= {f"published.{n}": t.float().numpy() for n, t in weights.full_published().items()}
+    arrays |= {f"published.{n}": t.float().numpy() for n, t in weights.full_published().items()}  # of the first rank
     arrays |= {f"bits.{n}": bits for n, bits in weights.bits().items()}
     save_adapter(Path(out).with_suffix(".adapter"), weights)
     np.savez(out, **arrays)
@@ -82,4 +91,4 @@ def main(model_path: str, rank: int, ranks: int, rendezvous: str, out: str) -> N
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], Gathered(sys.argv[6]))

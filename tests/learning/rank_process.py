@@ -15,10 +15,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from peak_bytes import PeakBytes
 from sample_groups import close_of, make_groups
 from torch.distributed.fsdp import fully_shard
 
 from streamrl.comm.weights.publisher import WeightPublisher
+from streamrl.config.training_memory import Gathered
 from streamrl.errors import StreamRLError
 from streamrl.learning import checkpoint, process_group
 from streamrl.learning.device_split import DeviceReader
@@ -38,7 +40,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     ``checkpoints``: directories by the version at which they are written. ``interrupted``: versions at which its
     controller is gone after part of a batch was computed, and another one begins that batch again. ``end``: what this
     rank does after the groups of one more batch: ``die``, ``hang``, or ``survive``, which writes its error and when it
-    came to ``out``.
+    came to ``out``. ``measured``: also write the bytes of tensors at the peak of its start and its first step.
     """
 
     options: TrainerOptions
@@ -48,12 +50,15 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: dict[int, str] = {}
     interrupted: tuple[int, ...] = ()
     end: str = ""
+    measured: bool = False
 
 
 def run(phase: Phase) -> None:
     while phase.options.resume_from and not Path(phase.options.resume_from).exists():
         time.sleep(0.05)  # another trainer has still to write it: it appears whole
     trainer = TorchTrainer(phase.options)
+    if phase.measured:
+        return measure(phase, trainer)
     first = trainer.start().policy_version
     arrays: dict[str, np.ndarray] = {}
     for version in range(first, first + phase.steps + 1):
@@ -68,7 +73,11 @@ def run(phase: Phase) -> None:
                 trainer.train_group(groups[index])
                 trainer.train_pending()
             assert trainer.begin_again().policy_version == version
-        for index in share:
+        for index in share[:1]:
+            trainer.train_group(groups[index])
+        if phase.options.gathered is Gathered.LAYER:
+            trainer.train_pending()  # as it is ordered of every rank
+        for index in share[1:]:
             trainer.train_group(groups[index])
         if version == first + phase.steps:
             return end(phase, trainer, version)
@@ -80,6 +89,19 @@ def run(phase: Phase) -> None:
     np.savez(phase.out, **arrays)
     trainer.close()
     return None
+
+
+def measure(phase: Phase, trainer: TorchTrainer) -> None:
+    groups = make_groups(0, SIZES, version=0)
+    with PeakBytes() as start:
+        trainer.start()
+    with PeakBytes() as step:
+        step._alive = start._alive
+        for index in phase.shares[0]:
+            trainer.train_group(groups[index])
+        trainer.close_batch(close_of(groups, 1))
+    np.savez(phase.out, start=start.peak, step=step.peak)
+    trainer.close()
 
 
 def end(phase: Phase, trainer: TorchTrainer, version: int) -> None:

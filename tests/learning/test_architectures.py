@@ -16,15 +16,17 @@ transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from sample_groups import make_groups  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from streamrl.config.training_memory import Gathered  # noqa: E402
 from streamrl.errors import StreamRLError  # noqa: E402
-from streamrl.learning import probe  # noqa: E402
+from streamrl.learning import loading, probe, process_group  # noqa: E402
 from streamrl.learning.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.checkpoint import save_hugging_face  # noqa: E402
 from streamrl.learning.loading import load_policy, published_tensors  # noqa: E402
 from streamrl.learning.logprobs import token_logprobs  # noqa: E402
 from streamrl.learning.packing import PreparedSample, pack  # noqa: E402
-from streamrl.learning.published_weights import FullWeights, LocalShard, local_shards, published_shards  # noqa: E402
+from streamrl.learning.published_weights import FullWeights, LocalShard, local_part, local_shards, published_shards  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
@@ -182,6 +184,28 @@ def test_packed_rows_give_the_models_own_logprobs_gradients_and_export(family: s
     with torch.no_grad():
         difference = own_logprobs(own_model(tmp_path / "hf"), row) - packed_logprobs(policy, row)
     assert difference.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_each_rank_reads_its_rows_of_every_tensor(family: str, tmp_path: Path) -> None:
+    """Also of experts, which are many tensors of the file in one parameter. A group of three ranks that never talk."""
+    path = save_model(SUPPORTED[family](), tmp_path / "model")
+    whole = load_policy(path, CPU)
+    parameters, buffers = whole.trained_parameters(), dict(whole.named_buffers())
+    for rank in range(3):
+        torch.distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        try:
+            over = process_group.mesh(CPU)
+            policy = loading._sharded(path, CPU, over, Gathered.LAYER, sixteen_bit=False)
+            read = loading._read_shards(policy, loading._check_names(policy, Path(path)), CPU)
+            assert read.keys() == parameters.keys()
+            for part in local_shards(policy.trained_parameters()):
+                rows = local_part(read[part.name]).flatten()
+                expected = parameters[part.name].detach().flatten()[part.offset :][: part.stop - part.start]
+                assert torch.equal(rows, expected), part.name
+            assert all(torch.equal(buffer, buffers[name]) for name, buffer in policy.named_buffers())
+        finally:
+            torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", REFUSED)

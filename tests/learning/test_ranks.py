@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from rank_process import SIZES, Phase, odd_weights  # noqa: E402
 from sample_groups import close_of, make_groups  # noqa: E402
@@ -24,8 +26,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # 
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402
 
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
+from streamrl.config.algorithms import objective_settings  # noqa: E402
 from streamrl.config.load import dump_recipe  # noqa: E402
+from streamrl.config.model_facts import read_model_facts  # noqa: E402
+from streamrl.config.objective import Algorithm, Objective  # noqa: E402
 from streamrl.config.recipe import (  # noqa: E402
+    ComputeDtype,
     Launch,
     Model,
     Prompts,
@@ -36,16 +42,30 @@ from streamrl.config.recipe import (  # noqa: E402
     TransportKind,
 )
 from streamrl.config.topology import Topology, plan_topology  # noqa: E402
+from streamrl.config.training_memory import Gathered, TrainingSizes, bytes_per_rank  # noqa: E402
 from streamrl.control.trainer_ranks import TrainerRanks  # noqa: E402
 from streamrl.learning import checkpoint, process_group  # noqa: E402
 from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(330)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(630)]
 SCRIPT = Path(__file__).parent / "rank_process.py"
 STEPS, HALF = 20, 10
 HANG_S = 2.0
+WHOLE, NARROW = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
+MEASURED = {
+    "bytes-one": (1, Gathered.BATCH, WHOLE),
+    "bytes-two-whole": (2, Gathered.BATCH, WHOLE),
+    "bytes-two": (2, Gathered.LAYER, WHOLE),
+    "bytes-two-narrow": (2, Gathered.LAYER, NARROW),
+    "bytes-four": (4, Gathered.LAYER, WHOLE),
+}
+WIDE: dict[str, Any] = {
+    "num_hidden_layers": 12, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4,
+    "layer_types": ["full_attention"] * 12,
+}  # fmt: skip
+PPO_WITH_KL = Objective(algorithm=Algorithm.PPO, kl_coefficient=0.1)
 # By number of ranks: the groups of each rank in even and in odd steps. Uneven on purpose; some ranks get none.
 SHARES = {
     1: [[[0, 1, 2, 3, 4]]],
@@ -68,6 +88,7 @@ class Trainers:
     ) -> None:
         """A trainer ``name`` with one rank in each of these processes."""
         checkpoints, interrupted = more.pop("checkpoints", {}), more.pop("interrupted", ())
+        measured = more.pop("measured", False)
         for rank, process in enumerate(processes):
             options = {
                 "model_path": self.model,
@@ -80,7 +101,7 @@ class Trainers:
                 "threads": 1,
                 "learning_rate": 1e-3,
                 "micro_batch_tokens": 64,
-                "collective_timeout_s": 60.0,
+                "collective_timeout_s": 200.0,
             }
             phase = Phase(
                 options=TrainerOptions(**options | more),  # type: ignore[arg-type]
@@ -90,6 +111,7 @@ class Trainers:
                 checkpoints=checkpoints,  # type: ignore[arg-type]
                 interrupted=interrupted,  # type: ignore[arg-type]
                 end=ends[rank] if ends else "",
+                measured=measured,  # type: ignore[arg-type]
             )
             self.phases.setdefault(process, []).append(phase)
 
@@ -119,7 +141,7 @@ class Trainers:
                 )
         ends = {process: phases[-1].end for process, phases in self.phases.items()}
         try:
-            codes = {p: each.wait(timeout=300) for p, each in running.items() if ends[p] != "hang"}
+            codes = {p: each.wait(timeout=600) for p, each in running.items() if ends[p] != "hang"}
         finally:
             for each in running.values():
                 each.kill()
@@ -133,7 +155,17 @@ class Trainers:
 
 
 @pytest.fixture(scope="module")
-def launch(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trainers:
+def wide_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Twelve layers, so that weights are most of the memory."""
+    directory = tmp_path_factory.mktemp("wide")
+    config = transformers.AutoConfig.from_pretrained(tiny_model, **WIDE)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
+    shutil.copy(Path(tiny_model) / "tokenizer.json", directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def launch(tiny_model: str, wide_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trainers:
     """Every trainer of this module, in four processes."""
     directory = tmp_path_factory.mktemp("r")
     two, four = str(directory / "two.ckpt"), str(directory / "four.ckpt")
@@ -142,6 +174,14 @@ def launch(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Trainer
     launch.add("two", [2, 3], checkpoints={HALF: two}, interrupted=(0, 1, 7, HALF, STEPS - 1))
     launch.add("one-resumed", [1], steps=STEPS - HALF, resume_from=two)
     launch.add("four", [0, 1, 2, 3])
+    launch.add("layers", [0, 1], gathered=Gathered.LAYER)
+    launch.add("layers-resumed", [0, 1, 2, 3], steps=STEPS - HALF, resume_from=two, gathered=Gathered.LAYER)
+    models = {"objective": objective_settings(PPO_WITH_KL), "streaming": False, "steps": 2}
+    launch.add("one-models", [2], **models)
+    launch.add("layers-models", [0, 1], gathered=Gathered.LAYER, **models)
+    wide = {"model_path": wide_model, "measured": True, "steps": 1, "activation_checkpointing": True}
+    for name, (ranks, gathered, compute) in MEASURED.items():
+        launch.add(name, list(range(ranks)), gathered=gathered, compute_dtype=compute, **wide)
     launch.add("four-resumed", [0, 1, 2, 3], steps=STEPS - HALF, resume_from=two, checkpoints={HALF: four})
     apart = {"updates_per_batch": 2, "streaming": False}
     launch.add("one-updates", [2], steps=1, **apart)
@@ -186,14 +226,14 @@ def assert_same_curve(outputs: Outputs, expected: Outputs, first: int) -> None:
         assert metrics_of(outputs[0], version) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["two", "four"])
+@pytest.mark.parametrize("name", ["two", "four", "layers"])
 def test_ranks_equal_one_over_20_steps(launch: Trainers, name: str) -> None:
     one = launch.outputs("one")
     assert distance(launch.outputs(name), one) < 1e-5
     assert_same_curve(launch.outputs(name), one, 0)
 
 
-@pytest.mark.parametrize("name", ["one-resumed", "four-resumed"])
+@pytest.mark.parametrize("name", ["one-resumed", "four-resumed", "layers-resumed"])
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_with_four(launch: Trainers, name: str) -> None:
     through = launch.outputs("two")
     assert distance(launch.outputs(name), through) < 1e-5
@@ -205,6 +245,35 @@ def test_updates_on_one_batch_take_the_same_groups_on_any_number_of_ranks(launch
     one, four = launch.outputs("one-updates"), launch.outputs("four-updates")
     assert metrics_of(four[0], 1) == pytest.approx(metrics_of(one[0], 1), rel=1e-3, abs=1e-5)
     assert distance(four, one) < 1e-5
+
+
+def test_reference_and_critic_score_layer_by_layer(launch: Trainers) -> None:
+    one, layers = launch.outputs("one-models"), launch.outputs("layers-models")
+    for version in (1, 2):
+        wanted, found = metrics_of(one[0], version), metrics_of(layers[0], version)
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5) and wanted[f"{version}/optim/grad_norm"] > 0
+    assert distance(layers, one) < 1e-5
+
+
+def test_bytes_of_a_rank_are_those_predicted(launch: Trainers, wide_model: str) -> None:
+    """Weights, gradients, optimizer and what is gathered, at the peak of the first step; starting takes no more."""
+    facts = read_model_facts(Path(wide_model))
+    outside = WIDE["hidden_size"] * 33
+    layer = (facts.parameters - outside) // WIDE["num_hidden_layers"]
+    whole = 4 * facts.parameters
+    peaks: dict[str, float] = {}
+    for name, (ranks, gathered, compute) in MEASURED.items():
+        sizes = TrainingSizes(
+            parameters=facts.parameters, outside=outside, layer=layer, ranks=ranks, sixteen_bit=compute is NARROW
+        )
+        predicted = bytes_per_rank(sizes, gathered)
+        steps, starts = ([int(output[key]) for output in launch.outputs(name)] for key in ("step", "start"))
+        assert max(steps) == pytest.approx(predicted.total, rel=0.1), name
+        assert max(starts) <= max(steps), name
+        peaks[name] = max(steps) / whole
+        weights_and_gradients = (max(steps) - predicted.optimizer) / whole
+        assert (weights_and_gradients < 2.0) == (gathered is Gathered.LAYER), name
+    assert peaks["bytes-one"] > peaks["bytes-two"] > peaks["bytes-four"] and peaks["bytes-four"] < 2.0
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

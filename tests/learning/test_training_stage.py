@@ -23,6 +23,7 @@ from streamrl.messages import (
     TrainerReady,
     TrainGroup,
     TrainingEvent,
+    TrainTogether,
     WeightsAcknowledged,
     WeightSource,
 )
@@ -122,6 +123,7 @@ async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
                 WeightsAcknowledged(policy_version=0),
                 TrainGroup(group=group),
                 EnginesFreed(count=1),
+                TrainTogether(),
                 close_of([group], 1),
                 SaveCheckpoint(directory="d", policy_version=1),
             ):
@@ -129,6 +131,7 @@ async def test_every_order_is_carried_out_in_order_in_one_thread() -> None:
             await orders_in.aclose()
             events += [await reports.receive() for _ in range(3)]
     assert [type(event) for event in events] == [TrainerReady, AnchorPublished, StepReport, CheckpointSaved]
+    assert trainer.calls[trainer.calls.index("close batch") - 1] == "pending"
     assert [call for call in trainer.calls if call != "pending"] == [
         "start",
         "anchor",
