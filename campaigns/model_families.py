@@ -113,7 +113,7 @@ def main() -> None:
     """Print the table; exit code 1 where a family failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)} (all)")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--directory", type=Path, help="where models and runs are kept (none are)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
