@@ -75,7 +75,7 @@ def run(phase: Phase) -> None:
             assert trainer.begin_again().policy_version == version
         for index in share[:1]:
             trainer.train_group(groups[index])
-        if phase.options.gathered is Gathered.LAYER:
+        if phase.options.gathered is Gathered.LAYER and phase.options.streaming:
             trainer.train_pending()  # as it is ordered of every rank
         for index in share[1:]:
             trainer.train_group(groups[index])
