@@ -103,10 +103,9 @@ class WeightPublisher:
         """Make ``announced`` live on every engine; ends a hold. Raises ``EngineError`` when that fails or is late."""
         async with self._one_at_a_time:
             self._pushing = True
-            try:
-                return await self._push(announced)
-            finally:
-                self._pushing = False
+            report = await self._push(announced)
+            self._pushing = False  # not after a failure: engines may hold ``announced``, and none must go back
+            return report
 
     async def hold(self) -> None:
         """Pause all engines until the next push or ``release``: what is submitted from now on waits for it.

@@ -625,6 +625,32 @@ async def test_an_engine_that_joins_during_a_push_is_brought_to_its_version() ->
         assert fresh.told == ["pause keep", "commit 5", "resume"] and anchors.asked == [5]
 
 
+async def test_an_engine_that_joins_after_a_failed_push_never_goes_back_to_the_version_before() -> None:
+    returning, slow, anchors = CountingEngine(-1), StubbornEngine(-1), Anchors()
+    slow.let.set()
+    async with anyio.create_task_group() as group:
+        service = ForgivingService(group)
+        publisher = WeightPublisher(
+            [returning, slow], anchors.publish, in_flight=InFlight.KEEP, timeout_s=5, service=service
+        )
+        await publisher.push(announced(4, None))
+        slow.let = anyio.Event()
+        async with anyio.create_task_group() as push:
+            push.start_soon(publisher.push, announced(5, 4))
+            await anyio.wait_all_tasks_blocked()
+            assert returning.told[-2:] == ["commit 5", "resume"]
+            push.cancel_scope.cancel()
+        publisher.lose(returning)
+        returning.told.clear()
+        publisher.join(returning, ready(returning, 5))
+        await anyio.wait_all_tasks_blocked()
+        assert returning.told == [], "some engines hold version 5, and version 4 is over"
+        slow.let.set()
+        await publisher.push(announced(6, None))
+        await service.until_back()
+        assert returning.told == ["pause keep", "commit 6", "resume"]
+
+
 @pytest.mark.parametrize(("held", "told"), [(5, ["resume"]), (4, ["commit 5", "resume"]), (0, ["commit 5", "resume"])])
 async def test_an_engine_that_outlived_its_controller_is_sent_only_what_it_does_not_hold(
     held: int, told: list[str]
