@@ -222,15 +222,13 @@ class Engines(Section, frozen=True):
 class Weights(Section, frozen=True):
     """The weight path. ``push_timeout_s``: for a version to be live on every engine. ``audit_interval``: every so
     many versions the engines' own checksums of all live parameters are written to ``audits.jsonl`` (0: never; slow).
-    ``bandwidth_mbit``: what each trainer rank sends to all engines together, in million bits a second, at most (0:
-    no limit), so that a slow link can be tried. ``engine_patience_s``: how long after the first engine another one
-    may go on fetching before it leaves service and catches up beside the run (0: all are waited for). ``canary``:
-    after each push every engine scores a few fixed tokens, which the trainer scored, too; they must agree. Nobody
-    waits for the answers; simulated engines are not asked."""
+    ``engine_patience_s``: how long after the first engine another one may go on fetching before it leaves service and
+    catches up beside the run (0: all are waited for). ``canary``: after each push every engine scores a few fixed
+    tokens, which the trainer scored, too; they must agree. Nobody waits for the answers; simulated engines are not
+    asked."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
-    bandwidth_mbit: NaturalFloat = 0.0
     engine_patience_s: NaturalFloat = 0.0
     canary: bool = True
 

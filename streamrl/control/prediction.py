@@ -1,22 +1,19 @@
 """What would a schedule bring? Goodput, bias and waiting of synchronous rounds and of races, in closed form.
 
-After refs/scheduling-model.md, section 5. With e = (prompts launched in a short round) / P0:
+With e = (prompts launched in a short round) / P0:
 
     t(round) = a * longest + c * tokens + d * root_tokens + arrivals + training + push
     time per P0 groups = (t_short + (e - 1) * t_long) / e
 
 The longest completion of a short round is the P0-th smallest of e * P0 group maxima; that of a long round the largest
 of P0 groups that lost. Groups of few prompts are far from their quantiles, so the expected order statistics are
-taken, and the tokens of a group go with its maximum. A packed race has no closed form: its rounds are formed from
-groups drawn by a fixed sequence, which makes it as deterministic as the rest.
+taken, and the tokens of a group go with its maximum. Only prompts race here, not the responses of a prompt.
 """
 
 from __future__ import annotations
 
 import math
 from enum import StrEnum
-from itertools import accumulate
-from statistics import NormalDist
 
 import msgspec
 
@@ -26,8 +23,6 @@ from streamrl.control.load_profile import LoadProfile
 
 _FEW_AGAIN = 8  # groups of long rounds, from which on what they have is believed
 _PRIOR_PERSISTENCE = 0.8  # share of the excess tokens of a losing group that its prompt has again when drawn anew
-_NODES = 12  # prompts that stand for all in the closed form of a race of responses
-_NORMAL = NormalDist()
 
 
 class Form(StrEnum):
@@ -40,13 +35,11 @@ class Form(StrEnum):
 class Schedule(msgspec.Struct, frozen=True):
     """A form of rounds with its constants.
 
-    ``eta_prompts``, ``eta_responses``: of a short round; ``long_batches``:
-    batches that one long round trains.
+    ``eta_prompts``: of a short round; ``long_batches``: batches that one long round trains.
     """
 
     form: Form = Form.SYNCHRONOUS
     eta_prompts: float = 1.0
-    eta_responses: float = 1.0
     long_batches: int = 1
 
     @property
@@ -54,9 +47,8 @@ class Schedule(msgspec.Struct, frozen=True):
         """For people and for the figures of an explanation: ``tail_batching 1.25``, ``tail_batching 1.25 x2``."""
         if self.form is Form.SYNCHRONOUS:
             return str(self.form)
-        both = f"/{self.eta_responses:g}" if self.eta_responses > 1 else ""
         elastic = f" x{self.long_batches}" if self.long_batches > 1 else ""
-        return f"{self.form} {self.eta_prompts:g}{both}{elastic}"
+        return f"{self.form} {self.eta_prompts:g}{elastic}"
 
 
 class BatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,21 +105,17 @@ def _synchronous(schedule: Schedule, profile: LoadProfile, cost: EngineCost, sha
 def _race(schedule: Schedule, profile: LoadProfile, cost: EngineCost, shape: BatchShape) -> Prediction:
     lengths, size, p0 = profile.lengths, shape.group_size, shape.prompts
     groups = lengths.groups
-    launched, responses = shape.launched(schedule), math.ceil(schedule.eta_responses * shape.group_size)
-    complete = groups if responses == size else _first_of_more(lengths, size, responses)
-    cut = complete.order_statistic(p0, launched)
-    winners, losers = _raced(complete, p0, launched)
+    launched = shape.launched(schedule)
+    cut = groups.order_statistic(p0, launched)
+    winners, losers = _raced(groups, p0, launched)
     won, share = winners.mean_tokens, p0 / launched
     lost = (groups.mean_tokens - share * won) / (1 - share)  # nothing is lost: the two make up all groups
-    if complete is not groups:  # who loses is sampled again without the extra responses
-        losers = _raced(groups, p0, launched)[1]
-        lost = losers.mean_tokens
-    sampled = lengths.members.cut_mean(cut) * responses * launched
+    sampled = lengths.members.cut_mean(cut) * size * launched
     short = RoundLoad(
         longest=cut,
         tokens=sampled,
         root_tokens=profile.expected(groups, launched, sampled, cut=cut),
-        requests=launched * responses,
+        requests=launched * size,
         trained_tokens=p0 * won,
     )
     long = _long_round(losers, lost, schedule.long_batches * p0, profile, shape)
@@ -201,39 +189,3 @@ def _tokens_again(losing: float, lengths: LengthEstimate, shape: BatchShape) -> 
         return min(lengths.again.mean, losing)
     mean = lengths.groups.mean_tokens
     return mean + _PRIOR_PERSISTENCE * (losing - mean)
-
-
-def _first_of_more(lengths: LengthEstimate, size: int, responses: int) -> Curve:
-    """When a prompt has ``size`` of its ``responses`` complete, and the tokens of those.
-
-    Members are taken to be independent given their prompt (a Gaussian copula); its correlation is the one at which
-    groups without extra responses have the mean maximum that was seen.
-    """
-    members, wanted = lengths.members, lengths.groups.mean
-    low, high = 0.0, 0.98
-    for _ in range(10):
-        middle = (low + high) / 2
-        too_long = _completion(members, middle, size, size).mean > wanted
-        low, high = (middle, high) if too_long else (low, middle)
-    return _completion(members, (low + high) / 2, size, responses)
-
-
-def _completion(members: Curve, correlation: float, size: int, responses: int) -> Curve:
-    """The ``size``-th smallest of ``responses`` lengths of a prompt, averaged over prompts."""
-    limits = [_NORMAL.inv_cdf(min(max(below, 1e-9), 1 - 1e-9)) for below in members.below]
-    own, shared = math.sqrt(1 - correlation), math.sqrt(correlation)
-    shares, tokens = [0.0] * len(limits), [0.0] * len(limits)
-    for node in range(_NODES):
-        latent = _NORMAL.inv_cdf((node + 0.5) / _NODES)
-        before = ended = summed = 0.0
-        for place, limit in enumerate(limits):
-            below = 1.0 if place == len(limits) - 1 else _NORMAL.cdf((limit - shared * latent) / own)
-            summed += (below - ended) * members.lengths[place]
-            ended = below
-            complete = _binomial_tail(size, responses, below)
-            share, before = (complete - before) / _NODES, complete
-            if share > 0:  # the others that are kept were shorter than this one
-                shares[place] += share
-                tokens[place] += share * (members.lengths[place] + (size - 1) * summed / ended)
-    means = tuple(total / share if share > 0 else 0.0 for total, share in zip(tokens, shares, strict=True))
-    return Curve(members.lengths, tuple(shares), means, tuple(accumulate(shares)))

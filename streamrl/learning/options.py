@@ -31,7 +31,6 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     run_id: str
     weights_endpoint: str
-    weights_bandwidth_mbit: float = 0.0
     seed: int = 0
     rank: int = 0
     ranks: int = 1
@@ -106,7 +105,6 @@ def trainer_options(
         run_id=run_id,
         seed=recipe.run.seed,
         weights_endpoint=weights_endpoint,
-        weights_bandwidth_mbit=recipe.weights.bandwidth_mbit,
         rank=rank,
         ranks=ranks,
         rendezvous=rendezvous,

@@ -25,7 +25,6 @@ def start_publisher(options: TrainerOptions, weights: PublishedWeights) -> Weigh
         run_id=options.run_id,
         rank=options.rank,
         shards=weights.shard_specs,
-        bandwidth_mbit=options.weights_bandwidth_mbit,
         checkpoint=Path(options.model_path),
         reader=reader,
     )

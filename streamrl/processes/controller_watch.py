@@ -27,7 +27,6 @@ from streamrl.observe.loop_watch import LoopWatch
 from streamrl.observe.stall_watch import StallWatch, write_stall
 from streamrl.observe.task_stacks import thread_stacks
 from streamrl.processes.exit_reason import ExitKind, ExitReason, write_reason
-from streamrl.processes.last_resort import LastResort
 from streamrl.processes.stacks import ask_for_stacks
 from streamrl.run_events import StallSeen
 from streamrl.stage_messages import RolloutStatistics
@@ -40,7 +39,6 @@ _STALLS = "stalls"
 _BEYOND_LIMITS = 1.5
 # The first start may have to fill caches that later ones find.
 _STARTS = 2.0
-_REARM_S = 10.0
 
 
 def stall_limit_s(recipe: Recipe) -> float:
@@ -110,7 +108,6 @@ class ControllerWatch:
         with self._loop, self._scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._loop.beat)
-                tasks.start_soon(self._arm_last_resort)
                 tasks.start_soon(self._report_when_asked)
                 if self._stall_s:
                     tasks.start_soon(self._stalls.run)
@@ -133,12 +130,6 @@ class ControllerWatch:
             async for _ in signals:
                 path = await self._stalls.write("asked by a signal where everything stands")
                 log.info("what is waited for, and all stacks, are in %s", path)
-
-    async def _arm_last_resort(self) -> None:
-        with LastResort() as resort:
-            while True:
-                resort.rearm()
-                await anyio.sleep(_REARM_S)
 
     def _report_loop(self, lag_s: float) -> None:
         path = write_stall(self._run_directory / _STALLS, self._loop_text(lag_s))

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -44,7 +44,6 @@ from streamrl.preflight import preflight, resumed
 from streamrl.processes import (
     child_process,
     controller_process,
-    controller_watch,
     engine_process,
     reward_process,
     supervisor,
@@ -209,7 +208,6 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(serving_control, no_control_socket)
     put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
     put_for(LoopWatch, parts.SilentLoopWatch)
-    put(controller_watch, "LastResort", lambda: nullcontext(SimpleNamespace(rearm=_nothing)))
     put(child_process, "_created", lambda pid: float(pid))
     put(child_process, "_is_ending", lambda pid: False)
     put_for(child_process.start_child, machine.start_child)

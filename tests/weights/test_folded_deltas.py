@@ -158,10 +158,9 @@ def test_a_restarted_engine_gets_one_delta_on_its_checkpoint(
 def test_a_checkpoint_that_takes_long_to_read_is_no_silence_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a link that is slow as well: the answer to what is asked then takes longer than one look."""
     first = small_bits(0)
     path = save_checkpoint(tmp_path / "model", first, SMALL_TENSORS)
-    push, read = SmallPush(tmp_path, checkpoint=path, bandwidth_mbit=0.004), CheckpointBase.of
+    push, read = SmallPush(tmp_path, checkpoint=path), CheckpointBase.of
 
     def slowly(base: CheckpointBase, shards: Any) -> Any:
         time.sleep(3.3)

@@ -68,7 +68,7 @@ class WeightPublisher:
     address that engines connect to, where it differs from the bound one (``tcp://0.0.0.0:...``).
 
     ``threads``: how many encode a large model at once, none of them holding the interpreter for long; by default half
-    of the cores, at most 8. ``bandwidth_mbit``: see ``ServingThread``. ``checkpoint``: the file or directory that the
+    of the cores, at most 8. ``checkpoint``: the file or directory that the
     engines load, so that one which holds nothing else is brought up to date by a delta on it instead of an anchor.
     ``history_bytes``: what is kept of earlier versions for engines that missed some (None: a quarter of the shadow).
     ``reader``: reads what ``publish`` is given, where that is not in host memory.
@@ -87,7 +87,6 @@ class WeightPublisher:
         shards: Sequence[ShardSpec],
         advertise: str | None = None,
         threads: int | None = None,
-        bandwidth_mbit: float = 0.0,
         checkpoint: Path | None = None,
         history_bytes: int | None = None,
         reader: BitReader | None = None,
@@ -109,7 +108,7 @@ class WeightPublisher:
         )
         self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
         self._folds = FoldMaker(self._fold)
-        self._thread = ServingThread(endpoint, f"weight publisher {rank}", bandwidth_mbit, self._folds)
+        self._thread = ServingThread(endpoint, f"weight publisher {rank}", self._folds)
         self._served: list[ServedPart] = []
 
     @property

@@ -7,7 +7,6 @@ run any event loop, or none.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -21,6 +20,7 @@ from streamrl.comm.key_gate import KeyGate
 from streamrl.comm.socket_options import make_signal
 from streamrl.comm.transport_keys import KeyRole
 from streamrl.comm.weights.pull_socket import WeightContext, pull_socket
+from streamrl.comm.weights.reply_queue import ReplyQueue
 from streamrl.comm.weights.requests import (
     REQUEST_LIMIT,
     ChunkReply,
@@ -33,7 +33,6 @@ from streamrl.comm.weights.requests import (
     decode_request,
     encoder,
 )
-from streamrl.comm.weights.slow_link import ReplyQueue, SlowLink
 from streamrl.comm.zmq_sockets import bind, connect, ipc_path_identity, remove_ipc_path
 from streamrl.errors import WeightError
 
@@ -71,18 +70,15 @@ class Folds(Protocol):
 class ServingThread:
     """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port).
 
-    ``bandwidth_mbit``: how many million bits a second leave at most, over all receivers (0: no limit), so that a slow
-    link can be tried. Receivers are then served in turn, a frame each. ``folds``: who makes folded deltas; without it
-    none are served.
+    ``folds``: makes folded deltas; without it none are served.
     """
 
-    def __init__(self, endpoint: str, name: str, bandwidth_mbit: float = 0.0, folds: Folds | None = None) -> None:
+    def __init__(self, endpoint: str, name: str, folds: Folds | None = None) -> None:
         self.endpoint = endpoint
         self._folds = folds
         self._unready: list[tuple[float, bytes, tuple[bytes, ...]]] = []
         self._parts: dict[str, ServedPart] = {}
         self._queue = ReplyQueue()
-        self._link = SlowLink(bandwidth_mbit)
         self._name = name
         self._context: WeightContext | None = None
         self._stop: zmq.Socket[bytes] | None = None
@@ -161,10 +157,8 @@ class ServingThread:
         if gate is not None:
             poller.register(gate.ended_fd, zmq.POLLIN)
         while True:
-            wait = self._send_due(router)
-            if self._unready:
-                wait = _FOLD_POLL_MILLISECONDS if wait is None else min(wait, _FOLD_POLL_MILLISECONDS)
-            ready = dict(poller.poll(wait))
+            self._send_all(router)
+            ready = dict(poller.poll(_FOLD_POLL_MILLISECONDS if self._unready else None))
             if stop in ready:
                 return
             if gate is not None and gate.ended_fd in ready:
@@ -193,28 +187,20 @@ class ServingThread:
         reply, _ = self._answer(frames)
         return isinstance(reply, FoldReply) and not reply.fold_digest
 
-    def _send_due(self, router: zmq.Socket[bytes]) -> int | None:
-        """Send what the link has carried by now. Returns the milliseconds until the next frame, None without one."""
+    def _send_all(self, router: zmq.Socket[bytes]) -> None:
+        """Answer every request that waits, peer after peer."""
         while (waiting := self._queue.first()) is not None:
             peer, frames = waiting
             reply, payload = self._answer(frames)
-            header = encoder.encode(reply)
-            size = len(header) + len(payload)
-            wait = self._link.seconds_until_carried(time.monotonic(), size)
-            if wait > 0:
-                return math.ceil(wait * 1000)
             try:
-                router.send_multipart([peer, header, payload], zmq.NOBLOCK, copy=False)
+                router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
             except zmq.ZMQError as error:
                 # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise
                 self._queue.drop_peer()
-                self._link.refused()
             else:
                 self._queue.drop_first()
-                self._link.carried(size, more=self._queue.first() is not None)
-        return None
 
     def _answer(self, frames: Sequence[bytes]) -> tuple[Reply, bytes | memoryview]:
         try:
