@@ -138,7 +138,7 @@ def residue(
 
 def directories_for_clean(run_directory: Path, temporary: Path) -> list[Path]:
     """Socket directories that an earlier life of the run left, when all of it was killed, and that say so: what
-    ``streamrl clean`` removes."""
+    ``streamrl resume`` removes."""
     found = []
     for traces in temporary.glob("streamrl-*/traces.json"):
         content = json.loads(traces.read_text())

@@ -94,7 +94,7 @@ def _totals(results: Sequence[CellResult]) -> list[str]:
     wrong = f"lost {sum(v.lost for v in verdicts)}, trained twice {sum(v.twice for v in verdicts)}"
     lines = [f"{work}, {scored}, {again}"]
     lines += [f"{wrong}, runs with a fault {sum(bool(r.faults) for r in results)} of {len(results)}"]
-    lines += [f"socket directories left for streamrl clean: {sum(r.for_clean for r in results)}"]
+    lines += [f"socket directories left for streamrl resume: {sum(r.for_clean for r in results)}"]
     for name, killed in (("killed", True), ("not killed", False)):
         found = [r.accuracy for r in results if r.accuracy is not None and bool(r.shots) is killed]
         if found:

@@ -53,7 +53,7 @@ class ShotResult(msgspec.Struct, kw_only=True):
 
 class CellResult(msgspec.Struct, kw_only=True):
     """``faults``: everything that is wrong; empty when all is well. ``for_clean``: socket directories that lives left
-    which were killed whole, for ``streamrl clean``."""
+    which were killed whole, for ``streamrl resume``."""
 
     cell: Cell
     shots: list[ShotResult]

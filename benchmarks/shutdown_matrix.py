@@ -6,7 +6,7 @@
 Real processes with the simulated engine and the real trainer, about seven seconds a cell. A cell is wrong when the
 command's exit code is not the promised one, when it takes longer than ``LIMITS_S``, when anything is left (processes,
 shared memory, temporary or half-written files), or when the event log does not replay to the orders that it records.
-``kill``: supervisor and guardian die in one go by SIGKILL, then ``streamrl clean`` has to leave nothing.
+``kill``: supervisor and guardian die in one go by SIGKILL, then the clean-up of a resume has to leave nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,8 @@ import msgspec
 import psutil
 from chaos_processes import become_subreaper, labelled, living, residue, send, shared_memory, wait_until_none
 from chaos_records import Record, Witness
+
+from streamrl.processes.remains import remove_half_written, remove_remains_of
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
@@ -177,16 +178,10 @@ def _fire(number: str, presses: str, process: subprocess.Popen[bytes]) -> float:
 def _judge_rest(folder: Path, presses: str, before: set[str]) -> list[str]:
     if presses == "kill":
         time.sleep(1.0)
-        command = [sys.executable, "-m", "streamrl", "clean", str(folder / "runs")]
-        environment = os.environ | {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(HERE.parent)}
-        (folder / "runs").mkdir(exist_ok=True)
-        cleaned = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        if cleaned.returncode != 0:
-            return [f"streamrl clean: {cleaned.stdout}{cleaned.stderr}"]
     runs = [path.parent for path in folder.glob("runs/*/recipe.toml") if not path.parent.is_symlink()]
-    young = [path for run in runs for path in run.rglob("*.partial")] if presses == "kill" else []
-    for path in young:  # clean leaves alone what is younger than a minute
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for run in runs if presses == "kill" else ():
+        if failures := [*remove_remains_of(run, folder / "tmp"), *remove_half_written(run)]:
+            return failures
     for run in runs:
         (run / "control.key").unlink(missing_ok=True) if presses == "kill" else None
     # Simulations and fuzzing beside this have shared memory that is none of a run's.

@@ -1,4 +1,4 @@
-"""``streamrl``: train, resume, check, watch, serve, keys, reward, samples, replay, clean, simulate, calibrate, what-if,
+"""``streamrl``: train, resume, check, watch, serve, keys, reward, samples, replay, simulate, calibrate, what-if,
 explain.
 
 Exit codes: 0 done or drained, 1 failed, 2 wrong input, 130 cut short.

@@ -1,4 +1,4 @@
-"""The command line of ``streamrl samples``, ``replay`` and ``clean``, without what it takes to run them."""
+"""The command line of ``streamrl samples`` and ``replay``, without what it takes to run them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,6 @@ def add_aftermath(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     replay.add_argument("subject", metavar="BUNDLE|RUN", type=Path, help="a crash bundle, or the directory of a run")
     replay.set_defaults(run=_replay)
 
-    clean = commands.add_parser(
-        "clean",
-        help="remove what killed runs left: processes, sockets, shared memory, half-written files",
-        description="Find and remove what runs left that were killed with everything that cleans up after them. "
-        "Runs that live are not touched.",
-    )
-    clean.add_argument(
-        "places",
-        metavar="RUN|DIRECTORY",
-        type=Path,
-        nargs="*",
-        help="a run, or a directory of runs, whose half-written files go too",
-    )
-    clean.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    clean.set_defaults(run=_clean)
-
 
 def _steps(text: str) -> tuple[int, ...]:
     try:
@@ -61,9 +45,3 @@ def _replay(options: argparse.Namespace) -> int:
     from streamrl.cli_replay import replay
 
     return replay(options.subject)
-
-
-def _clean(options: argparse.Namespace) -> int:
-    from streamrl.cli_clean import clean
-
-    return clean(tuple(options.places), dry_run=options.dry_run)

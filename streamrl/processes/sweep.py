@@ -66,7 +66,7 @@ def traces_of_new_run(socket_directory: Path) -> RunTraces:
 
 
 TRACES_FILE = "traces.json"
-"""In the socket directory: by it a run is found of which nobody is left who could clean up (``streamrl clean``)."""
+"""In the socket directory: by it a run is found of which nobody is left who could clean up (``remains``)."""
 
 
 _not_kept: set[str] = set()
@@ -94,7 +94,7 @@ def keep_traces(traces: RunTraces) -> None:
         if directory not in _not_kept:
             _not_kept.add(directory)
             log.warning(
-                "%s cannot be written (%s): if all of this run is killed at once, `streamrl clean` may not find its "
+                "%s cannot be written (%s): if all of this run is killed at once, `streamrl resume` may not find its "
                 "shared memory; make room in the directory for temporary files",
                 path,
                 error,
@@ -176,7 +176,7 @@ def sweep(traces: RunTraces, *, tracker_s: float = 2.0, deadline_s: float = 6.0)
 
 def remove_sockets(directory: Path) -> None:
     """Remove a socket directory, and last the record of whose it was: whoever removes it may be killed on the way, and
-    ``streamrl clean`` then goes by the record."""
+    ``streamrl resume`` then goes by the record."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
