@@ -31,7 +31,7 @@ TOKENS = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>",
 PAD, BOS, EOS = 0, 1, 2
 LONGEST_WORD, CONTEXT = 7, 64
 STOPS_EARLY = 0.2
-WARM_UP_STEPS, BATCH = 400, 64
+WARM_UP_STEPS, BATCH = 1000, 64
 RISE = 0.1
 
 _SHARED: dict[str, Any] = {"vocab_size": 32, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_SIZES, "num_key_value_heads": 1}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT}),
     "opt": ("OPTConfig", {**_SIZES, "ffn_dim": 192, "word_embed_proj_dim": 64}),
-    "gemma": ("GemmaConfig", {**_SIZES, "num_key_value_heads": 1, "head_dim": 32}),
+    "gemma": ("GemmaConfig", {**_SIZES, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}),
     "phi3": ("Phi3Config", _SIZES),
     "phi": ("PhiConfig", _SIZES),
     "narrow": ("LlamaConfig", {**_SIZES, "num_attention_heads": 4}),
