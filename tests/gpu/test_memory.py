@@ -1,0 +1,56 @@
+"""The peak of a training step is what ``config/training_memory.py`` predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from gpu_cases import HALF_B, ON_BOTH, ONE_AND_A_HALF_B, TINY, samples_of, write_model  # noqa: E402
+from training_steps import train_steps  # noqa: E402
+
+from streamrl.config.recipe import Lora, OptimizerKind  # noqa: E402
+from streamrl.config.training_memory import Gathered, TrainingSizes, bytes_per_rank  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "offloaded": {"optimizer": OptimizerKind.ADAMW_OFFLOADED},
+    "checkpointing": {"activation_checkpointing": True},
+    "lora": {"lora": Lora(rank=8)},
+    "adamw of 1.5B": {},
+}
+
+
+@ON_BOTH
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_peak_of_a_step_is_as_predicted(
+    device: str, variant: str, tmp_path: Path, socket_directory: Path, record_property: Any
+) -> None:
+    sizes = TINY if device == "cpu" else ONE_AND_A_HALF_B if "1.5B" in variant else HALF_B
+    path = write_model(tmp_path, **sizes)
+    options = VARIANTS[variant] | {"micro_batch_tokens": 256}
+    done = train_steps(path, device, socket_directory, [samples_of([64] * 4, batch=b) for b in range(2)], **options)
+    offloaded = variant == "offloaded"
+    predicted = bytes_per_rank(
+        TrainingSizes(
+            parameters=done.parameters,
+            outside=0,
+            layer=0,
+            trained=done.trained_parameters if variant == "lora" else 0,
+            masters_on_host=offloaded,
+            sixteen_bit=device == "cuda",
+            on_device=device == "cuda",
+        ),
+        Gathered.BATCH,
+    ).total
+    record_property("parameters", done.parameters)
+    record_property("peak_gib", done.peak / 2**30)
+    record_property("predicted_gib", predicted / 2**30)
+    assert predicted > 4 * done.parameters and done.steps == 2
+    if device == "cuda":
+        assert abs(done.peak / predicted - 1) < 0.1
