@@ -15,11 +15,11 @@ from streamrl.learning.packing import PreparedSample
 from streamrl.types import TrainingSample, TrajectoryId, float_array, token_array
 
 REHEARSING = os.environ.get("STREAMRL_REHEARSAL") == "1"
-_ABSENT = f"no CUDA device: torch {torch.__version__} sees none"
+_ABSENT = "" if torch.cuda.is_available() else f"no CUDA device: torch {torch.__version__} sees none"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    _ABSENT = _ABSENT or "the CUDA device is for one process at a time: python benchmarks/first_contact.py"
 _SLOW = "slow without a GPU: python benchmarks/first_contact.py --rehearse runs it on the CPU"
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=_ABSENT)]
-)
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(_ABSENT), reason=_ABSENT)])
 ON_BOTH = pytest.mark.parametrize("device", ["cpu", GPU])
 """The same check on a CPU, in small, so that its own code is known to run."""
 ON_A_GPU = pytest.mark.parametrize(

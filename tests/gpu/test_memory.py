@@ -1,4 +1,4 @@
-"""The peak of a training step is what ``config/training_memory.py`` predicts."""
+"""The peak of a training step is what placement counts on (``device_bytes``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 from gpu_cases import HALF_B, ON_BOTH, ONE_AND_A_HALF_B, TINY, samples_of, write_model  # noqa: E402
 from training_steps import train_steps  # noqa: E402
 
-from streamrl.config.recipe import Lora, OptimizerKind  # noqa: E402
-from streamrl.config.training_memory import Gathered, TrainingSizes, bytes_per_rank  # noqa: E402
+from streamrl.config.arithmetic import device_bytes  # noqa: E402
+from streamrl.config.model_facts import read_model_facts  # noqa: E402
+from streamrl.config.recipe import Lora, Model, OptimizerKind, Prompts, Recipe, Reward, Training  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -35,19 +36,14 @@ def test_the_peak_of_a_step_is_as_predicted(
     path = write_model(tmp_path, **sizes)
     options = VARIANTS[variant] | {"micro_batch_tokens": 256}
     done = train_steps(path, device, socket_directory, [samples_of([64] * 4, batch=b) for b in range(2)], **options)
-    offloaded = variant == "offloaded"
-    predicted = bytes_per_rank(
-        TrainingSizes(
-            parameters=done.parameters,
-            outside=0,
-            layer=0,
-            trained=done.trained_parameters if variant == "lora" else 0,
-            masters_on_host=offloaded,
-            sixteen_bit=device == "cuda",
-            on_device=device == "cuda",
-        ),
-        Gathered.BATCH,
-    ).total
+    recipe = Recipe(
+        model=Model(path=path),
+        prompts=Prompts(train=""),
+        rewards=(Reward(function=""),),
+        training=Training(micro_batch_tokens=256, **{n: v for n, v in VARIANTS[variant].items() if n != "lora"}),
+        lora=VARIANTS[variant].get("lora", Lora()),
+    )
+    predicted = device_bytes(recipe, read_model_facts(Path(path)), 256)
     record_property("parameters", done.parameters)
     record_property("peak_gib", done.peak / 2**30)
     record_property("predicted_gib", predicted / 2**30)

@@ -36,9 +36,7 @@ def groups_of(samples: list[TrainingSample], batch: int) -> list[TrainingGroup]:
     return [TrainingGroup(group_id=n, batch_id=batch, samples=members[n]) for n in numbers]
 
 
-def train_steps(
-    path: str, device: str, sockets: Path, batches: list[list[TrainingSample]], **options: Any
-) -> Steps:
+def train_steps(path: str, device: str, sockets: Path, batches: list[list[TrainingSample]], **options: Any) -> Steps:
     """One step for each batch."""
     endpoint = f"ipc://{sockets}/weights"
     settings = {"threads": 1} if device == "cpu" else {}

@@ -1,0 +1,216 @@
+"""One vLLM engine as a run has it: pushes under load, the trainer's logprobs, seeds, sleep. A check begins with the
+weights that the one before it left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("vllm")
+
+from anyio.from_thread import start_blocking_portal  # noqa: E402
+from gpu_cases import ON_A_GPU, prepared, write_model  # noqa: E402
+from real_engines import bits_of, changed, publisher_of, read_tensors, save_bits  # noqa: E402
+
+from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling  # noqa: E402
+from streamrl.engines.engine_options import engine_options  # noqa: E402
+from streamrl.engines.resumption import resumed_request  # noqa: E402
+from streamrl.engines.vllm_engine import VllmEngine  # noqa: E402
+from streamrl.learning.loading import load_policy  # noqa: E402
+from streamrl.learning.logprobs import token_logprobs  # noqa: E402
+from streamrl.learning.packing import pack  # noqa: E402
+from streamrl.messages import Generate, PauseMode, WeightAnnouncement  # noqa: E402
+from streamrl.types import Completion, TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.torch,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("default"),
+]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+LOAD = {"cpu": (8, 200), "cuda": (64, 400)}
+"""Requests in flight, and their tokens."""
+
+
+class Served:
+    """A model directory, a publisher of its weights, and engines that get them."""
+
+    def __init__(self, device: str, directory: Path, sockets: Path, stack: ExitStack) -> None:
+        self.device, self.directory, self.sockets, self.version = device, directory, sockets, -1
+        write_model(directory, **SIZES)
+        tensors = read_tensors(directory)
+        self.bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.publisher = stack.enter_context(publisher_of(self.shapes, sockets))
+        self.portal = stack.enter_context(start_blocking_portal())
+        self.engine, self.seconds = stack.enter_context(self.running(0))
+
+    @contextmanager
+    def running(self, index: int) -> Iterator[tuple[VllmEngine, float]]:
+        """An engine that loaded what the directory holds, and the seconds of its start."""
+        recipe = Recipe(
+            model=Model(path=str(self.directory)),
+            prompts=Prompts(train=""),
+            rewards=(Reward(function=""),),
+            sampling=Sampling(max_tokens=480),
+            engines=Engines(max_running=64, max_context=512, dtype="bfloat16", gpu_memory_share=0.3, count=2),
+        )
+        options = engine_options(recipe, index, self.sockets, device=self.device)
+        engine = VllmEngine(msgspec.structs.replace(options, sleeps=self.device == "cuda"))
+        began = time.perf_counter()
+        try:
+            self.portal.call(engine.start)
+            yield engine, time.perf_counter() - began
+        finally:
+            self.portal.call(engine.aclose)
+
+    async def push(self) -> float:
+        """Other weights, as a run pushes them; the seconds of the pause."""
+        self.bits, self.version = changed(self.bits, self.version + 1), self.version + 1
+        published = self.publisher.publish(self.version, self.bits)
+        base, state_hash = published.base_version, published.state_hash
+        await self.engine.stage(WeightAnnouncement(
+            policy_version=self.version, base_version=base, state_hash=state_hash, sources=(published.source,)
+        ))  # fmt: skip
+        began = time.perf_counter()
+        await self.engine.pause(PauseMode.KEEP, clear_cache=True)
+        done = await self.engine.commit(self.version)
+        await self.engine.resume()
+        self.publisher.acknowledge(self.version)
+        assert done.state_hash == state_hash
+        return time.perf_counter() - began
+
+    async def sample(self, count: int, tokens: int, *, temperature: float = 1.0, first: int = 0) -> list[Completion]:
+        """Completions of requests with other prompts and seeds, all at once."""
+        asked = [request(seed, tokens, temperature) for seed in range(first, first + count)]
+        return list(await asyncio.gather(*map(self.engine.generate, asked)))
+
+
+def request(seed: int, tokens: int, temperature: float = 1.0) -> Generate:
+    name, prompt = f"{seed}-{time.monotonic_ns()}", token_array([5, 9, 13, 3 + seed % 40])
+    return Generate(request_id=name, token_ids=prompt, max_tokens=tokens, seed=seed + 2**40, temperature=temperature)
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with ExitStack() as stack:
+        sockets = tmp_path_factory.mktemp("s", numbered=True)
+        stack.callback(os.environ.update, dict(os.environ))  # the engine's variables are read when vLLM is imported
+        stack.callback(os.environ.clear)
+        yield Served(request.param, tmp_path_factory.mktemp("model"), sockets, stack)
+
+
+on_the_engine = pytest.mark.parametrize("served", ON_A_GPU.args[1], indirect=True, scope="module")
+
+
+@on_the_engine
+def test_the_engine_starts_with_large_steps(served: Served, record_property: Any) -> None:
+    config = served.engine.front_end.vllm_config
+    record_property("start_s", served.seconds)
+    record_property("model_runner_v2", config.use_v2_model_runner)
+    record_property("cuda_graphs", str(config.compilation_config.cudagraph_mode))
+    record_property("max_num_batched_tokens", config.scheduler_config.max_num_batched_tokens)
+    if served.device == "cuda":
+        assert config.use_v2_model_runner
+        assert config.scheduler_config.max_num_batched_tokens == 16_384
+
+
+@on_the_engine
+def test_three_pushes_under_load(served: Served, record_property: Any) -> None:
+    """Afterwards greedy tokens are those of a fresh engine on the same weights."""
+    count, tokens = LOAD[served.device]
+
+    async def run() -> tuple[list[float], list[Completion], float]:
+        began = time.perf_counter()
+        running = asyncio.create_task(served.sample(count, tokens))
+        pauses = []
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            pauses.append(await served.push())
+        return pauses, await running, time.perf_counter() - began
+
+    pauses, completions, seconds = served.portal.call(run)
+    spans = [span.policy_version for done in completions for span in done.version_spans]
+    assert all(len(done.token_ids) == tokens or done.token_ids[-1] == 1 for done in completions)
+    assert {0, 1, 2} & set(spans) and max(spans) == served.version
+    record_property("pause_s", max(pauses))
+    record_property("tokens_a_second", sum(len(done.token_ids) for done in completions) / seconds)
+
+    greedy = [list(one.token_ids) for one in served.portal.call(greedy_tokens, served)]
+    save_bits(served.directory, served.bits, served.shapes)
+    pushed = served.engine
+    with served.running(1) as (served.engine, _):
+        fresh = [list(one.token_ids) for one in served.portal.call(greedy_tokens, served)]
+    served.engine = pushed
+    assert greedy == fresh
+
+
+async def greedy_tokens(served: Served) -> list[Completion]:
+    return await served.sample(2, 40, temperature=0.0)
+
+
+@on_the_engine
+def test_logprobs_are_those_of_the_trainer(served: Served, record_property: Any) -> None:
+    save_bits(served.directory, served.bits, served.shapes)
+    completions = served.portal.call(served.sample, 8, 200)
+    device = torch.device(served.device)
+    policy, differences = load_policy(str(served.directory), device), []
+    for seed, done in enumerate(completions):
+        prompt, count = list(request(seed, 1).token_ids), len(done.token_ids)
+        sample = TrainingSample(
+            id=TrajectoryId(prompt_id="p", group_id=seed, sample=0),
+            token_ids=token_array([*prompt, *done.token_ids]),
+            loss_mask=b"\0" * len(prompt) + b"\1" * count,
+            behavior_logprobs=float_array([0.0] * (len(prompt) + count)),
+            reward=0.0,
+            oldest_version=0,
+            newest_version=0,
+        )
+        batch = pack(prepared([sample]), 0, device)
+        with torch.no_grad(), torch.autocast(served.device, torch.bfloat16):
+            found = token_logprobs(policy.head(policy(batch)), batch.targets_N)[0].float().cpu()
+        differences.append((found - torch.tensor(list(done.behavior_logprobs))).abs())
+    apart = torch.cat(differences)
+    record_property("mean_difference", float(apart.mean()))
+    record_property("p99_difference", float(apart.quantile(0.99)))
+    assert float(apart.mean()) < 0.02
+
+
+@on_the_engine
+def test_a_seed_gives_its_tokens_again_alone_in_a_batch_and_resumed(served: Served, record_property: Any) -> None:
+    (alone,) = served.portal.call(served.sample, 1, 60)
+    among = served.portal.call(served.sample, 16, 60)[0]
+    whole = request(0, 60)
+    part = served.portal.call(served.engine.generate, msgspec.structs.replace(whole, max_tokens=20))
+    rest = served.portal.call(served.engine.generate, resumed_request(whole, part, seed=whole.seed))
+    resumed = [*part.token_ids, *rest.token_ids]
+    record_property("same_in_a_batch", list(among.token_ids) == list(alone.token_ids))
+    record_property("same_resumed", resumed == list(alone.token_ids))
+    assert list(part.token_ids) == list(alone.token_ids)[:20]
+    if served.device == "cuda":  # the noise of the V2 sampler is a function of seed and position
+        assert resumed == list(alone.token_ids)
+
+
+@on_the_engine
+def test_it_sleeps_wakes_and_takes_a_push(served: Served, record_property: Any) -> None:
+    if served.device == "cpu":
+        pytest.skip("vLLM sleeps on CUDA only")
+    before = [list(one.token_ids) for one in served.portal.call(greedy_tokens, served)]
+    free = torch.cuda.mem_get_info()[0]
+    served.portal.call(served.engine.sleep, 1)
+    record_property("given_back_gib", (torch.cuda.mem_get_info()[0] - free) / 2**30)
+    served.portal.call(served.engine.wake)
+    served.portal.call(served.engine.resume)
+    assert [list(one.token_ids) for one in served.portal.call(greedy_tokens, served)] == before
+    record_property("pause_s", served.portal.call(served.push))
