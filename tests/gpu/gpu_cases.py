@@ -48,6 +48,12 @@ def write_model(directory: Path, **sizes: Any) -> str:
     return str(directory)
 
 
+def shared_model(factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> str:
+    """One model of these sizes for all checks of a process."""
+    directory = factory.getbasetemp() / f"model-{sizes['hidden_size']}"
+    return str(directory) if directory.is_dir() else write_model(directory, **sizes)
+
+
 def samples_of(lengths: list[int], vocabulary: int = 64, prompt: int = 4, batch: int = 0) -> list[TrainingSample]:
     """Random samples of these lengths, each in a group with the next one."""
     generator = torch.Generator().manual_seed(batch)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from gpu_cases import HALF_B, ON_BOTH, ONE_AND_A_HALF_B, TINY, samples_of, write_model  # noqa: E402
+from gpu_cases import HALF_B, ON_BOTH, ONE_AND_A_HALF_B, TINY, samples_of, shared_model  # noqa: E402
 from training_steps import train_steps  # noqa: E402
 
 from streamrl.config.arithmetic import device_bytes  # noqa: E402
@@ -30,10 +30,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @ON_BOTH
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_peak_of_a_step_is_as_predicted(
-    device: str, variant: str, tmp_path: Path, socket_directory: Path, record_property: Any
+    device: str, variant: str, tmp_path_factory: pytest.TempPathFactory, socket_directory: Path, record_property: Any
 ) -> None:
     sizes = TINY if device == "cpu" else ONE_AND_A_HALF_B if "1.5B" in variant else HALF_B
-    path = write_model(tmp_path, **sizes)
+    path = shared_model(tmp_path_factory, sizes)
     options = VARIANTS[variant] | {"micro_batch_tokens": 256}
     done = train_steps(path, device, socket_directory, [samples_of([64] * 4, batch=b) for b in range(2)], **options)
     recipe = Recipe(

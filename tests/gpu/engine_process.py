@@ -1,0 +1,52 @@
+"""An engine as a run has it. As a program: writes what a fresh engine chooses, greedily, to a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.engines.engine_options import engine_options
+from streamrl.engines.vllm_engine import VllmEngine
+from streamrl.messages import Generate
+from streamrl.types import token_array
+
+
+def engine_of(directory: Path, sockets: Path, device: str, index: int) -> VllmEngine:
+    recipe = Recipe(
+        model=Model(path=str(directory)),
+        prompts=Prompts(train=""),
+        rewards=(Reward(function=""),),
+        sampling=Sampling(max_tokens=480),
+        engines=Engines(max_running=64, max_context=512, dtype="bfloat16", gpu_memory_share=0.3, count=2),
+    )
+    options = engine_options(recipe, index, sockets, device=device)
+    return VllmEngine(msgspec.structs.replace(options, sleeps=device == "cuda"))
+
+
+def request(seed: int, tokens: int, temperature: float = 1.0) -> Generate:
+    name, prompt = f"{seed}-{time.monotonic_ns()}", token_array([5, 9, 13, 3 + seed % 40])
+    return Generate(request_id=name, token_ids=prompt, max_tokens=tokens, seed=seed + 2**40, temperature=temperature)
+
+
+async def greedy_tokens(engine: VllmEngine) -> list[list[int]]:
+    return [list((await engine.generate(request(seed, 40, 0.0))).token_ids) for seed in range(2)]
+
+
+async def fresh(directory: str, sockets: str, device: str) -> list[list[int]]:
+    engine = engine_of(Path(directory), Path(sockets), device, 1)
+    await engine.start()
+    try:
+        return await greedy_tokens(engine)
+    finally:
+        await engine.aclose()
+
+
+if __name__ == "__main__":
+    *arguments, answer = sys.argv[1:]
+    Path(answer).write_text(json.dumps(asyncio.run(fresh(*arguments))))
