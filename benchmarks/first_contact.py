@@ -98,8 +98,9 @@ def run(line: Line, *, rehearse: bool) -> list[Check]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests/gpu" / line.file)]
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "default", str(ROOT / "tests/gpu" / line.file)]
         command += ["-m", "not gpu" if rehearse else "gpu", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+        command += ["-p", "no:cacheprovider"]
         with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # fmt: skip
             try:
