@@ -22,8 +22,9 @@ from xdist.scheduler import LoadFileScheduling
 
 # The suite repeats itself: a change is judged by what it changed. HYPOTHESIS_PROFILE=exploring draws anew each time;
 # tests/control/long_random_runs.py walks for as long as one likes.
-settings.register_profile("repeatable", derandomize=True, database=None)
-settings.register_profile("exploring")
+# No deadline: an example may take long on a machine that others use.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.register_profile("exploring", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _PATIENCE_S = 5.0

@@ -301,7 +301,8 @@ async def test_a_rank_stuck_with_an_order_of_the_dead_ends_and_one_that_is_alone
         if ranks == 1:
             timer.start()
             await serve_controllers(trainer, open_controller)
-            assert trainer.calls[:3] == ["start", "group 0", "begin again"]
+            calls = [call for call in trainer.calls if call != "pending"]  # the gate may open before the end is seen
+            assert calls[:3] == ["start", "group 0", "begin again"]
             return
         with pytest.raises(StreamBroken, match="other ranks were not told of it"):
             await serve_controllers(trainer, open_controller)
