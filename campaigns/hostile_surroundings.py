@@ -384,7 +384,10 @@ def failures(case: Case, root: Path, base: Path) -> list[str]:
 
 def wrong_steps(runs: Path, steps: int) -> list[str]:
     """Whether another number of steps was recorded than ``steps``."""
-    [metrics] = {path.resolve() for path in runs.glob("*/metrics.jsonl")}
+    found = {path.resolve() for path in runs.glob("*/metrics.jsonl")}
+    if len(found) != 1:
+        return [f"{len(found)} files of metrics"]
+    [metrics] = found
     seen = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if line["kind"] == "step"]
     return [] if seen == list(range(1, steps + 1)) else [f"recorded steps {seen}"]
 

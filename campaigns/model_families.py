@@ -155,7 +155,8 @@ def streamrl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 def score(file: Path) -> float:
     """Mean reward of the completions of one evaluation."""
-    return fmean(json.loads(line)["reward"] for line in file.read_text().splitlines())
+    rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
+    return fmean(reward or 0.0 for reward in rewards)
 
 
 def words(seed: int) -> Iterator[str]:

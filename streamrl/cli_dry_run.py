@@ -39,21 +39,25 @@ def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
         print("\n# memory of the GPUs\n")
         print("\n".join(gpus))
     preflight(recipe, kept)
-    _try_model(recipe)
-    print("\nall checks passed; nothing was started")
+    tried = _try_model(recipe)
+    print(f"\n{'all checks passed' if tried else 'all other checks passed'}; nothing was started")
     return 0
 
 
-def _try_model(recipe: Recipe) -> None:
-    """Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights."""
+def _try_model(recipe: Recipe) -> bool:
+    """Try the model where this host starts engines of it. Returns False where the trial gave no answer.
+
+    Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights.
+    """
     if recipe.engines.kind is not EngineKind.VLLM or recipe.transport.engines is not Launch.LOCAL:
         print("\nthe model was not tried with vLLM: this host starts no engine of it")
-        return
+        return True
     print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
     problem = problem_of_model(engine_options(recipe, 0, tempfile.gettempdir()), PROBE_TIMEOUT_S)
     print({None: "not found out", "": "works"}.get(problem, "refused"))
     if problem:
         raise RecipeError([f"model.path: {problem}"])
+    return problem is not None
 
 
 def _held_out(recipe: Recipe) -> int:

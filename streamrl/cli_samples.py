@@ -18,10 +18,14 @@ from streamrl.run_events import CompletionSampled
 def show_samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> int:
     """Print those of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was trained,
     and the last evaluation). Raises ``StreamRLError`` where there are none."""
+    if not (run_directory / "recipe.toml").is_file():
+        raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}
     for name in ("older-samples.jsonl", "samples.jsonl"):
         for sample in _lines(run_directory / name, CompletionSampled):
-            trained.setdefault(sample.step, {})[sample.chosen] = sample  # a step that was trained again stands twice
+            if sample.step < max(trained, default=0):  # the run went back: later steps were trained again, or are gone
+                trained = {step: samples for step, samples in trained.items() if step < sample.step}
+            trained.setdefault(sample.step, {})[sample.chosen] = sample
     files = {int(path.stem[5:]): path for path in sorted((run_directory / "evaluations").glob("step-*.jsonl"))}
     chosen = set(steps) if steps else {*list(trained)[-1:], *list(files)[-1:]}
     blocks = []

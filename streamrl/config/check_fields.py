@@ -65,7 +65,7 @@ def check_recipe_table(table: Mapping[str, Any], origin: Origin) -> CheckedTable
         if name not in sections:
             _refuse(checked, origin, name, _unknown_section(name, value, sections))
             for key in value if isinstance(value, Mapping) else ():
-                if answer := foreign_answer(key):
+                if answer := foreign_answer(f"{name}.{key}"):
                     _refuse(checked, origin, f"{name}.{key}", f"unknown key: {answer}")
             continue
         _check_section(checked, origin, name, value, sections[name].type)
@@ -152,7 +152,7 @@ def _check_keys(
 
 def _unknown_key(path: str, key: str, fields: Mapping[str, Any]) -> str:
     elsewhere = [f"{section}.{key}" for section in sections_with(key)]
-    if not elsewhere and (answer := foreign_answer(key)):
+    if not elsewhere and (answer := foreign_answer(f"{path}.{key}")):
         return f"unknown key: {answer}"
     meant = elsewhere[0] if elsewhere else nearest(key, fields)
     hint = f'; did you mean "{meant}"?' if meant else "."

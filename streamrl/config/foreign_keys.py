@@ -94,6 +94,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "entropy_coeff": "objective.entropy_coefficient",
     "loss_agg_mode": "objective.loss_normalization",
     "loss_mode": "objective.surrogate",
+    "critic.optim.lr": "objective.value_learning_rate",
     "lam": "objective.gae_lambda",
     "gamma": "objective.discount",
     "cliprange_value": "objective.value_clip",
@@ -152,12 +153,14 @@ FOREIGN_KEYS: dict[str, str] = {
     "importance_cap": "off_policy.cap",
     "objective": "objective.algorithm",
 }
-"""By the last part of a key. An answer that begins with ``-`` says why there is no such key."""
+"""By the last part of a key, or the last parts. An answer that begins with ``-`` says why there is no such key."""
 
 
 def foreign_answer(key: str) -> str:
     """What a key of another system is called here, or why it is not there; empty for a key that nobody has."""
-    answer = FOREIGN_KEYS.get(key.rpartition(".")[2].replace("-", "_").lower(), "")
+    parts = key.replace("-", "_").lower().split(".")
+    names = (".".join(parts[start:]) for start in range(len(parts)))  # the whole key first: critic.optim.lr is no lr
+    answer = next((FOREIGN_KEYS[name] for name in names if name in FOREIGN_KEYS), "")
     if answer.startswith("-"):
         return f"there is no such key here: {answer[1:]}"
     return f"that is {answer} here" if answer else ""

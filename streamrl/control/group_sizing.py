@@ -237,7 +237,7 @@ class StragglerAwareSize:
         memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory
         other_budget = memory.asked not in (0.0, new.asked)
         if other_budget:
-            memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0)
+            memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
         anew = memory.size not in self._sizes or (other_budget and self._settings.calibration_steps)
         size = new.size if anew else memory.size
         self._memory = msgspec.structs.replace(memory, size=size, asked=new.asked)
@@ -274,9 +274,9 @@ class StragglerAwareSize:
     def _warning(self) -> str:
         """What the user is told, once, where no size meets the budget."""
         memory, smallest = self._memory, self._sizes[0]
-        if memory.told or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest):
+        if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest):
             return ""
-        self._memory = msgspec.structs.replace(memory, told=True)
+        self._memory = msgspec.structs.replace(memory, warned=True)
         risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
         return (
             f"no size meets group_sizing.budget = {memory.budget:g}: size {smallest} straggles in {risk:.2f} of its "

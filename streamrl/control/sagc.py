@@ -32,7 +32,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
     ``budget``: of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept
     it). ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
-    ``told``: the user has read that no size meets the budget.
+    ``warned``: the warning that no size meets the budget was given.
     """
 
     size: int
@@ -44,7 +44,7 @@ class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
     straggling: dict[int, float] = {}
     calm: dict[int, float] = {}
     asked: float = 0.0
-    told: bool = False
+    warned: bool = False
 
     @property
     def overspent(self) -> float:

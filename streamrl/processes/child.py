@@ -117,7 +117,7 @@ def run_role(context: ChildContext) -> None:
     # Also for what this process starts: vLLM's workers pull weights themselves.
     os.environ.update(transport_environment(context.recipe, context.plan.role))
     if context.plan.gpus:  # before anything opens a device; numbered as NVML does
-        os.environ.setdefault(CUDA_ORDER, "PCI_BUS_ID")
+        os.environ[CUDA_ORDER] = "PCI_BUS_ID"
         os.environ[CUDA_DEVICES] = ",".join(context.plan.gpus)
     if notice := insecure_notice(context.recipe):
         log.warning("%s", notice)

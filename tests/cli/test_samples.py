@@ -52,6 +52,7 @@ BATCH = [
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run that was killed in the middle of a line after step 1, went on, and was evaluated after step 2."""
+    (tmp_path / "recipe.toml").write_text("")
     for step, batch in ((1, BATCH[:1]), (2, BATCH)):
         samples = TrainingSamples(tmp_path / "samples.jsonl", decode)
         samples.take(step, batch)
@@ -87,10 +88,21 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert main(["samples", str(run), "--step", "7"]) == 1
     assert "training has steps 1 to 2, evaluations 2" in capsys.readouterr().err
     assert main(["samples", str(tmp_path / "none")]) == 1
-    assert "has no completions of what was asked for: it has trained no step" in capsys.readouterr().err
+    assert "none is not the directory of a run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["samples", str(run), "--step", "seven"])
     assert "'seven' is no list of steps: write it as 0,20" in capsys.readouterr().err
+
+
+def test_steps_of_a_life_that_was_given_up_are_not_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run went back to step 1 and has trained step 2 anew, not yet step 3."""
+    for step in (3, 2):
+        samples = TrainingSamples(run / "samples.jsonl", decode)
+        samples.take(step, BATCH[:1])
+        samples.close()
+    assert main(["samples", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("training, step 2, best")
+    assert main(["samples", str(run), "--step", "3"]) == 1
 
 
 def test_a_run_shows_a_completion_now_and_then_and_its_file_stays_small(tmp_path: Path) -> None:

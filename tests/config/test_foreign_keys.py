@@ -60,4 +60,5 @@ def test_explain_answers_them_with_the_key_that_is_here() -> None:
     assert told[0] == "lr: that is training.learning_rate here"
     assert any(line.startswith("learning_rate: a number") for line in told)
     assert explain("actor_rollout_ref.rollout.n")[0].endswith("that is rollout.group_size here")
+    assert explain("critic.optim.lr")[0].endswith("that is objective.value_learning_rate here")
     assert explain("report_to") == [f"report_to: {foreign_answer('report_to')}"]
