@@ -210,7 +210,7 @@ class LiveRun:
 
 
 def flood(name: str, settings: dict[str, object], out: Callable[[str], None]) -> int:
-    """Attack every socket of one run. Returns 1 where the run did not stand it."""
+    """Attack every socket of one run. Returns 1 if the run failed."""
     with tempfile.TemporaryDirectory(prefix="srl") as folder:
         directory = Path(folder)
         if "transport.keys" in settings:
@@ -251,7 +251,7 @@ def free_ports(count: int) -> int:
 
 
 def run(out: Callable[[str], None]) -> int:
-    """Flood a run over each transport. Returns how many did not stand it."""
+    """Flood a run over each transport. Returns how many runs failed."""
     failed = 0
     for name in ("ipc", "tcp", "tcp with keys"):
         settings: dict[str, object] = {}
@@ -269,7 +269,7 @@ def run(out: Callable[[str], None]) -> int:
 
 
 def main() -> None:
-    """Run the campaign; exit code 1 where a run did not stand it."""
+    """Run the campaign; exit code 1 if a run failed."""
     sys.exit(bool(run(lambda line: print(line, flush=True))))
 
 

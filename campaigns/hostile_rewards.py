@@ -163,7 +163,7 @@ async def _score(case: Case, reward: Reward) -> str:
 
 
 def _made_up(outcomes: Sequence[Outcome]) -> str:
-    """Values that no function returned. Those of ``returns`` and ``GROUPS`` are all other than 0."""
+    """Values that no function returned. Those of ``RETURNS`` and ``GROUPS`` are all other than 0."""
     values = [outcome.reward for outcome in outcomes if not isinstance(outcome, RewardFailure)]
     wrong = [value for value in values if value not in (SOUND, 1.5, 7.0, 1.0)]
     return f"values that were not returned: {wrong}" if wrong else ""

@@ -59,7 +59,8 @@ steps() {{ cat runs/odd-*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"'; }
 await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }}
 """
 
-# Runs the script, then ends what is left of it and says how many processes that were. Orphans come to it.
+# Runs the script, ends what is left of it, and prints the exit code and the command lines of what was left. Orphans
+# are reparented to it.
 RUNNER = """\
 import ctypes, os, psutil, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -84,7 +85,8 @@ print(code, *found, sep="\\n")
 
 class Case(msgspec.Struct, frozen=True):
     """``expects``: ``done`` (exit code 0, and the steps of the run where there is one), ``refused`` (exit code 1 or 2,
-    and a sentence), ``either``. ``steps``: of the run in ``runs/``; None: a dry run, or it does not matter."""
+    and a sentence), ``full`` (exit code 0, or 1 and a sentence that names the full disk), ``either``. ``steps``: of the
+    run in ``runs/``; None: a dry run, or it does not matter."""
 
     name: str
     expects: str
@@ -344,7 +346,7 @@ def inputs() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    """All of them, in an order that mixes long and short ones."""
+    """All of them, grouped by kind."""
     kinds = (screens, limits, environments, directories, systems, damaged, signals, inputs)
     return [case for kind in kinds for case in kind()]
 

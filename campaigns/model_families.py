@@ -1,4 +1,4 @@
-"""An own task with an own small model of each family: the dry run refuses the model, or it trains and gets better.
+"""A small model of each family on a task made for it: the dry run refuses the model, or it trains and gets better.
 
     python campaigns/model_families.py                # all
     python campaigns/model_families.py gpt2 phi       # some

@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report_error(error: BaseException) -> int:
     """Print what went wrong, the cause first and without a traceback, and return the exit code.
 
-    Raises ``error`` again when it is neither a failure that streamrl names nor of a file or of what this machine lacks:
-    that is a bug, and its traceback is wanted.
+    Raises ``error`` again when it is neither a ``StreamRLError`` nor an ``OSError`` with a path or an errno of
+    ``_LACKING``: that is a bug, and its traceback is wanted.
     """
     cause = first_of(StreamRLError, error) or first_of(OSError, error)
     if cause is None:

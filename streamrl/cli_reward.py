@@ -117,7 +117,7 @@ async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:
 
 
 def _sampling_recipe(request: RewardTestRequest) -> Recipe:
-    """What completions are sampled by: a recipe, of which a model alone is named perhaps. Raises ``RecipeError``."""
+    """What completions are sampled by: a recipe, or one made for just a model. Raises ``RecipeError``."""
     here = Path("recipe.toml")
     if request.engine is not None:
         recipe = recipe_of_model(request.engine)

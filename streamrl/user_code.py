@@ -51,7 +51,7 @@ def load_user_object(spec: str) -> object:
         raise RecipeError([f'"{spec}" does not name an object: write "module:name" or "path/to/file.py:name"'])
     is_file = source.endswith(".py")
     if not is_file and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: nothing there replaces a module of Python's or of a package
+        sys.path.append(os.getcwd())  # last, so that it hides no module of Python or of an installed package
     if is_file and not Path(source).is_file():
         raise RecipeError([f'"{spec}": there is no file {Path(source).absolute()}: correct the path'])
     try:

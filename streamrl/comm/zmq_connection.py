@@ -169,7 +169,7 @@ class StreamConnection:
             elif accept_strangers:
                 try:
                     connection = self._connection_of(message)
-                except zmq.ZMQError:  # a peer of ZMTP 1.0 or 2.0, or noise that libzmq takes for one: no metadata
+                except zmq.ZMQError:  # a peer of ZMTP 1.0 or 2.0, or random bytes that parse as such: no metadata
                     self.end.strangers += 1
                     continue
                 self.end.on_message(Origin(peer, connection), [frame.buffer for frame in message])

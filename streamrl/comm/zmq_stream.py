@@ -62,7 +62,8 @@ class _ZmqStream(ABC):
 
     @property
     def strangers(self) -> int:
-        """Messages dropped because no handshake with this stream's peer preceded them, or none of streamrl's."""
+        """Messages dropped because no handshake with this stream's peer preceded them, or because the sender did not
+        speak ZMTP 3."""
         return self._connection.end.strangers
 
     async def __aenter__(self) -> Self:

@@ -20,8 +20,9 @@ CONTEXT_BYTES = 1 << 30
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, as CUDA reads it: what follows an unknown name is
-    ignored. None where the installed packages compute on the CPU, or no driver answers."""
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order. As in CUDA, what follows an unknown name is ignored;
+    unlike in CUDA, an abbreviated GPU UUID is such a name: write it whole. None where the installed packages compute on
+    the CPU, or no driver answers."""
     if installed_device() == "cpu":
         return ()
     try:

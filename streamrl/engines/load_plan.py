@@ -171,8 +171,8 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._empty: dict[int, torch.Tensor] = {}
 
     def keep(self, module: torch.nn.Module, name: str, made: torch.nn.Parameter) -> Any:
-        """A parameter that the loader makes anew, and has written nothing to, gets the memory of the one that it
-        replaces: vLLM's transformers backend makes the bias of an output head each time that it loads one."""
+        """A parameter the loader re-creates without writing to it gets the memory of the one that it replaces:
+        vLLM's transformers backend makes the bias of an output head each time that it loads one."""
         old = module._parameters.get(name)
         empty = self._empty.get(made.untyped_storage()._cdata) is not None
         if not empty or old is None or (old.shape, old.dtype) != (made.shape, made.dtype):

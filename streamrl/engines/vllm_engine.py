@@ -302,7 +302,7 @@ def merge_checksums(parts: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def engine_config(options: EngineOptions) -> Any:
-    """vLLM's configuration of the engine. Raises ``ModelRefused`` where vLLM has none for this model."""
+    """vLLM's configuration of the engine. Raises ``ModelRefused`` if vLLM rejects the configuration."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -341,7 +341,7 @@ def engine_config(options: EngineOptions) -> Any:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         size, sizes = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-        if size not in sizes:  # vLLM says so by dying with the first request
+        if size not in sizes:  # vLLM would otherwise crash on the first request
             raise ModelRefused(f"the model has attention heads of {size}, and vLLM on a CPU serves only {sizes}")
     return config
 

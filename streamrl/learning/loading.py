@@ -87,7 +87,7 @@ def load_sharded(
 ) -> PackedPolicy:
     """As ``load_policy``, sharded: each rank reads its own part of every tensor, and holds no more of it. Collective.
 
-    What forwards in float32 give is checked before what they are wanted in is set up.
+    Packing is checked in float32 before the bfloat16 model (``sixteen_bit``) is set up.
     """
     policy = _sharded(model_path, device, over, gathered, sixteen_bit=False)
     with _training_errors(model_path):
@@ -170,7 +170,7 @@ def _training_errors(model_path: str) -> Iterator[None]:
 
 def published_tensors(model_path: str) -> dict[str, TensorSpec]:
     """What engines would be given of the model in a directory, by its name, without its weights. Raises
-    ``StreamRLError`` as ``load_policy`` does, but for what only a forward shows."""
+    ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
     _refuse_quantised(Path(model_path))
     try:
         with without_compiler(), torch.device("meta"):

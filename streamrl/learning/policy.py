@@ -74,7 +74,8 @@ class PackedPolicy(nn.Module):
 
 def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool) -> None:
     """FSDP2: each decoder layer is a unit, the rest is the root's, which stays gathered from its forward to the end of
-    the backward, as the head runs in between. ``sixteen_bit``: bfloat16 is gathered, of which stored values are.
+    the backward, as the head runs in between. ``sixteen_bit``: all-gather in bfloat16; stored float32 values
+    are exact bfloat16.
 
     ``gathered``: for the forward and the backward of a unit, with the gradient reduced in each backward; or until
     ``set_sharded``, with gradients added up on each rank until ``set_gradient_sync``.

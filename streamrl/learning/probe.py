@@ -49,7 +49,7 @@ def check_packing(policy: PackedPolicy) -> None:
     tokens_T = torch.arange(1, 1 + sum(_ALONE), device=model.device) * vocabulary // (1 + sum(_ALONE))
     try:
         model.set_attn_implementation(register_packed_attention())
-        # First: it gathers what the model's own forward finds gathered, where parameters are sharded.
+        # Runs first because, with sharded parameters, it all-gathers those that the next forward needs.
         actual_TV = _packed_logprobs(policy, tokens_T, _ROW)
         expected_TV = _own_logprobs(model, tokens_T)
         _check_windows(policy, tokens_T[: _ROW[0].length])

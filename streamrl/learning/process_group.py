@@ -24,7 +24,7 @@ PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "
 
 
 def choose_device(options: TrainerOptions) -> torch.device:
-    """The device of this rank: ``auto`` is CUDA where there is one. A rank of a run sees its own GPU only.
+    """The device of this rank; ``auto`` is CUDA if available. A rank of a run sees its own GPU only.
     Raises ``StreamRLError``."""
     name = options.device
     if name == "auto":

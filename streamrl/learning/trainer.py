@@ -165,13 +165,14 @@ class TorchTrainer:
         options, batch = self._options, self._batch
         batch.take(group)
         if self._by_layer:
-            return  # no rank computes before all are ordered to
+            return  # ranks wait for TrainTogether
         self._probe()
         if options.streaming and batch.waiting_tokens >= self._enough_tokens:
             self.train_pending()
 
     def _probe(self) -> None:
-        if self._options.canary and not self._probed:  # while engines sample: at the close they would wait for it
+        # While engines sample: doing it at the close of the batch would delay the engines.
+        if self._options.canary and not self._probed:
             self._probed = probe_logprobs(self._policy, self._options)
 
     @process_group.needs_peers("training what waited")

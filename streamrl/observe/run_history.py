@@ -20,7 +20,7 @@ from streamrl.run_events import EvaluationFinished, RunResumed, RunStarted, Step
 RECENT_STEPS = 20
 _ADVICE = "look at samples (streamrl samples RUN), at no-signal, and at training.learning_rate"
 SUMMARY_STEPS = 10
-"""Steps of a mean: of the reward on the step line, and of its first and last value in the summary."""
+"""Window of the running reward mean on the step line, and of the first and last mean in the summary."""
 VERDICT_STEP = 20
 FEWEST_PLOTTED = 5
 """Steps of a run that gets a plot on the terminal: fewer stand on the terminal already."""
@@ -124,7 +124,7 @@ class RunHistory:
         known = self.last_step > VERDICT_STEP or VERDICT_STEP in (self._scores or [self.steps])
         if self._judged or not known or self.last_step not in (VERDICT_STEP, VERDICT_STEP + 1):
             return None
-        if self._counted < VERDICT_STEP:  # a watcher that came late
+        if self._counted < VERDICT_STEP:  # attached after the run began
             return None
         self._judged = True
         if len(self._scores) > 1:
@@ -194,8 +194,8 @@ class _Record(msgspec.Struct):
 
 
 def read_records(path: Path, version: int) -> list[dict[str, Any]]:
-    """Steps and evaluations of ``metrics.jsonl`` up to ``version``, ascending; of one that stands there twice, since a
-    run was killed between, the last. Lines that cannot be read are left out."""
+    """Steps and evaluations of ``metrics.jsonl`` up to ``version``, ascending; for duplicates after a
+    kill, the last wins. Lines that cannot be read are left out."""
     records: dict[tuple[int, str], dict[str, Any]] = {}
     decode = msgspec.json.Decoder(_Record).decode
     try:

@@ -66,7 +66,7 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_verdict(self) -> bool:
-        """Whoever is started in its place would end the run as well."""
+        """Whether a restarted process would fail the same way."""
         return self.exit_code == DISK_FULL_EXIT_CODE or (
             self.reason is not None and self.reason.kind is ExitKind.VERDICT
         )
@@ -100,12 +100,12 @@ def reason_of(role: Role, error: BaseException) -> ExitReason:
     """Classify the exception that ended a process of ``role``; groups are reduced to the leaf that tells most."""
     found = list(leaves(error)) or [error]
     causes = [leaf for leaf in found if not _is_consequence(role, leaf)]
-    told = causes[0] if causes else found[0]
+    reported = causes[0] if causes else found[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
-    lasts = isinstance(told, ModelRefused) if role is Role.ENGINE else not isinstance(told, _MAY_PASS)
+    lasts = isinstance(reported, ModelRefused) if role is Role.ENGINE else not isinstance(reported, _MAY_PASS)
     if causes and lasts and role in (Role.CONTROLLER, Role.ENGINE):
         kind = ExitKind.VERDICT
-    text = f"{type(told).__name__}: {told}" if str(told) else type(told).__name__
+    text = f"{type(reported).__name__}: {reported}" if str(reported) else type(reported).__name__
     return ExitReason(kind=kind, message=text[:_LONGEST_MESSAGE], monotonic_s=time.monotonic())
 
 

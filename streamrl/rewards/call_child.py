@@ -198,7 +198,7 @@ class CallChild:
             events.add_writer(self._connection.fileno(), self._write)
             return
         except OSError:
-            self._outbox.clear()  # it is gone: the fork server will tell
+            self._outbox.clear()  # it is gone: the fork server will report its exit
         events.remove_writer(self._connection.fileno())
 
     def _stop_listening(self) -> None:

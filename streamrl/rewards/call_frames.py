@@ -1,8 +1,8 @@
 """What the reward worker and its call processes tell each other.
 
-Over a socket pair: frames of a length (4 bytes, little endian) and MessagePack. Calls travel many to a frame. Beside
-it one page of shared memory says which call runs now, so that nothing is sent when a call begins and the call that a
-killed process was running is known.
+Over a socket pair: frames of a length (4 bytes, little endian) and MessagePack. A frame carries many calls. A shared
+page per process records the running call, so that nothing is sent when a call begins, and the call that a killed
+process was running is known.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class CallPool:
 
     def _on_answer(self, child: CallChild, answer: CallAnswer) -> None:
         self._bad_starts = 0
-        first = not child.retiring  # whom it exhausts afterwards is not to blame
+        first = not child.retiring  # calls that hit exhaustion after the first did not cause it
         child.retiring = child.retiring or answer.retire or answer.exhausted
         call = child.pending.pop(answer.sequence, None)
         if call is not None and answer.exhausted and not (first and call.again):

@@ -77,7 +77,7 @@ class _Age:
             return False
         try:
             held = _held()
-        except (OSError, MemoryError):  # there is not even what looking takes
+        except (OSError, MemoryError):  # too exhausted even to read /proc
             return True
         if not self._most:
             addresses, resident, threads, descriptors = held
@@ -213,7 +213,7 @@ class _Stepped:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Its timers go on whatever user code does to the clock."""
+    """An event loop whose timers use the saved clock, so patched clocks do not affect them."""
 
     def time(self) -> float:
         return Clock.monotonic()

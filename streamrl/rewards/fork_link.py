@@ -92,7 +92,7 @@ class ForkLink:
         self._tell(KillChild(child, explain))
 
     def kill_server(self) -> None:
-        """End a server that does not do what it is told. ``on_lost`` follows."""
+        """End an unresponsive server. ``on_lost`` follows."""
         if self._server is not None:
             self._server.kill()
 

@@ -12,7 +12,7 @@ import msgspec
 from streamrl.types import RewardFailureKind
 from streamrl.user_code import printable
 
-_LONGEST_NAME = 100  # of a part: it is a column of every record
+_LONGEST_NAME = 100  # maximum length of a part's name (it becomes a metric name)
 
 
 class CallFailure(msgspec.Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ _LARGEST_MESSAGE = 16 << 20
 
 
 class CodeFailed(BaseException):
-    """The code's process ended, or said what is no answer. No test catches it by ``except Exception``."""
+    """The code's process ended, or sent an invalid answer. No test catches it by ``except Exception``."""
 
 
 class RunInside(BaseException):
@@ -70,8 +70,8 @@ class Code:
         self._channel = channel
 
     def names(self, wanted: Iterable[str], entry_point: str, text: TextOfTest) -> dict[str, Any]:
-        """What the code defines, of the names that are ``wanted``. Built-in names stay the test's own, but for
-        ``entry_point``, and so does what ``text`` says, of the names that the code defines itself."""
+        """What the code defines, of the names that are ``wanted``. Built-in names stay the test's own, except
+        ``entry_point``; likewise names for which ``text.own_names`` returns the test's own object."""
         self._channel.send({"names": list(wanted)})
         found: dict[str, Any] = {}
         defined: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class Code:
 
 class Remote:
     """A function or an object of the code's. ``streamrl_is_class``: the test names it as a class is named;
-    ``streamrl_is_made``: the test made it of such a class, so that any attribute of it is what the test means."""
+    ``streamrl_is_made``: the test constructed it from such a class, so any attribute access is forwarded."""
 
     __slots__ = ("streamrl_code", "streamrl_handle", "streamrl_is_class", "streamrl_is_made")
 
@@ -176,8 +176,9 @@ def _change(values: list[Any], others: list[Any]) -> None:
 
 
 def _exception(kinds: list[str], arguments: Any, *, ending: bool) -> BaseException:
-    """An exception of the first of ``kinds`` that is built in. One that ends an iterator is that of ``next`` only:
-    ``all(map(test, values))`` would end with it, and pass."""
+    """An exception of the first of ``kinds`` that is built in. StopIteration and StopAsyncIteration are passed on only
+    for ``next`` (``ending``): anywhere else they would end ``all(map(test, values))`` early, and the test would pass.
+    """
     for name in kinds:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if not (isinstance(kind, type) and issubclass(kind, Exception)):

@@ -74,8 +74,8 @@ class TextOfTest:
         return own | {name: _MEMBERS[name] for name in (members if entry_point else self._checks() & members)}
 
     def must_run_inside(self) -> bool:
-        """Whether the test handles what is no plain value: coroutines, classes of the code's but by their methods and
-        attributes, the identity of a result, or what the process prints and reads."""
+        """Whether the test handles what is no plain value: coroutines, the code's classes other than through methods
+        and attributes, the identity of a result, or what the process prints and reads."""
         if any(self._is_of_the_process(node) for node in self._nodes):
             return True
         classes = {name for name in self._tested if names_a_class(name)}
@@ -97,8 +97,8 @@ class TextOfTest:
         return False
 
     def _is_plain_use(self, value: ast.AST, parent: ast.AST, objects: set[str]) -> bool:
-        """Whether an object of the code's is used for its methods or attributes, goes to the code, or is compared with
-        what is none: that it equals no plain value is known."""
+        """Whether an object of the code's is used for its methods or attributes, is passed to the code, or is compared
+        with something that is not such an object (always unequal)."""
         if isinstance(parent, ast.Attribute):
             return isinstance(parent.ctx, ast.Load)
         if isinstance(parent, ast.Assign):
@@ -130,7 +130,7 @@ class TextOfTest:
         return isinstance(node, _AWAITING)
 
     def _checks(self) -> set[str]:
-        """What the test calls with what comes from something that only the code can define."""
+        """Names of the functions that the test calls on the code's results."""
         assigned = [
             node for node in self._nodes if isinstance(node, ast.Assign) and _names([node.value]) & self._tested
         ]

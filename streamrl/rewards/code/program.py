@@ -24,7 +24,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iter": iter,
     "next": next,
 }
-# What is of a subclass, as a Counter or a number of an enum, goes out as a value of the class.
+# Instances of subclasses (Counter, IntEnum) are sent as their base type.
 _BASES: dict[type, Callable[[Any], Any]] = {
     int: int, float: float, str: str.__str__, dict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset,
 }  # fmt: skip
@@ -50,7 +50,8 @@ def as_module(source_fd: int, channel_fd: int) -> Callable[[], int]:
 
 
 class _Answers:
-    """Answers what the process of the test asks about the code's ``names``. Nobody trusts them."""
+    """Answers what the process of the test asks about the code's ``names``. The judge does not trust
+    the answers."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -64,7 +65,7 @@ class _Answers:
             answer: dict[str, Any] = {}
             try:
                 self._obey(order, answer)
-            except Exception as error:  # noqa: BLE001 - the test's to see
+            except Exception as error:  # noqa: BLE001 - reported to the test
                 answer["raised"] = self._described(error)
             channel.send(answer)
 
