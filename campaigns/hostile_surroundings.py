@@ -61,6 +61,7 @@ await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }
 
 # Runs the script, ends what is left of it, and prints the exit code and the command lines of what was left. Orphans
 # are reparented to it.
+FULL = ("disk is full", "No space left on device")
 RUNNER = """\
 import ctypes, os, psutil, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -372,7 +373,7 @@ def failures(case: Case, root: Path, base: Path) -> list[str]:
     done, said = code == "0", "error: " in complaint or case.script.endswith("2>&-")
     if case.expects == "done" and not done:
         found.append(f"exit code {code}")
-    elif case.expects == "full" and not (done or (code == "1" and "disk is full" in complaint + text)):
+    elif case.expects == "full" and not (done or (code == "1" and any(words in complaint + text for words in FULL))):
         found.append(f"exit code {code}, and the disk is not named")
     elif case.expects == "refused" and (done or not said or code not in ("1", "2")):
         found.append(f"exit code {code}, {'a' if said else 'no'} sentence")

@@ -120,11 +120,11 @@ class TerminalScreen:
         self._shown = ""
 
     def width(self) -> int | None:
-        return self._console.width - 1
+        return max(self._console.width - 1, 20)
 
     def line(self, text: str, *, dim: bool = False) -> None:
         # Long lines break between words; a path that is longer than the terminal stays one word, to be copied.
-        wrapper = self._wrapper(width=self._console.width - 1, break_long_words=dim)
+        wrapper = self._wrapper(width=self.width(), break_long_words=dim)
         shown = wrapper.fill(printable(text)) if text else text
         self._console.print(shown, markup=False, soft_wrap=True, style="dim" if dim else None)
 

@@ -170,6 +170,16 @@ def test_everything_fits_on_a_terminal_of_80_columns(tmp_path: Path, monkeypatch
     assert len(warned) == 50 and all(line.startswith("WARNING somebody asked for what") for line in warned)
 
 
+def test_a_terminal_of_one_column_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    clock, stream = Clock(), Terminal()
+    with StdoutReporter(stream, clock=clock) as report:
+        report(StartProgress(process="engine-0", state="starting", seconds=1))
+        for event in run_of(clock, Path("/d"), steps=2):
+            report(event)  # type: ignore[arg-type]
+    assert "engine-0" in without_escapes(stream.getvalue())
+
+
 def test_one_completion_is_shown_on_one_line_without_control_characters() -> None:
     stream = io.StringIO()
     with StdoutReporter(stream, clock=Clock()) as report:
