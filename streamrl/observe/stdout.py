@@ -119,7 +119,7 @@ class TerminalScreen:
         self._task: TaskID | None = None
         self._shown = ""
 
-    def width(self) -> int | None:
+    def width(self) -> int:
         return max(self._console.width - 1, 20)
 
     def line(self, text: str, *, dim: bool = False) -> None:
