@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.comm.weights.mirror import TensorSpec
 from streamrl.config.model_folder import unsafe_content
-from streamrl.config.training_memory import (
-    Gathered,
-)
+from streamrl.config.training_memory import Gathered
 from streamrl.errors import StreamRLError
 from streamrl.learning.architecture import persistent_buffers
 from streamrl.learning.attention import register_packed_attention
@@ -69,7 +67,7 @@ def load_policy(model_path: str, device: torch.device) -> PackedPolicy:
 
 
 def empty_policy(model_path: str) -> PackedPolicy:
-    """The same model without memory for its parameters: what ``load_sharded`` fills."""
+    """The same model without memory for its parameters, which ``load_sharded`` fills."""
     directory = _checked(model_path)
     with _load_errors(model_path), without_compiler():
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -171,15 +169,9 @@ def _training_errors(model_path: str) -> Iterator[None]:
 def published_tensors(model_path: str) -> dict[str, TensorSpec]:
     """What engines would be given of the model in a directory, by its name, without its weights. Raises
     ``StreamRLError`` as ``load_policy`` does, except errors only a forward can show."""
-    _refuse_quantised(Path(model_path))
-    try:
-        with without_compiler(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise StreamRLError(f"cannot load the model of {model_path!r}: {error}") from error
-    policy = PackedPolicy(model)
-    _check_names(policy, Path(model_path))
+    policy = empty_policy(model_path)
+    with _training_errors(model_path):
+        _check_names(policy, Path(model_path))
     return {piece.name: TensorSpec(piece.name, "bfloat16", piece.shape) for piece in policy.pieces}
 
 
