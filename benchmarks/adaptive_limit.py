@@ -30,10 +30,7 @@ import anyio
 import msgspec
 from reward_throughput import write_model
 
-from streamrl.config.rewards import AdaptiveLimit, Reward, RewardLimits
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.tokenizer import load_tokenizer
-from streamrl.types import (
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     RewardFailure,
@@ -44,6 +41,9 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.rewards import AdaptiveLimit, Reward, RewardLimits
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
 
 CEILING_S, FLOOR_S, FACTOR = 30.0, 2.0, 1.5
 HANG_SHARE, SLOW_SHARE = 0.05, 0.01

@@ -34,9 +34,9 @@ from synthetic_updates import (
 )
 from weight_measurement import DeltaMeter, Measurement, UpdatedTensor, slices_of
 
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.checkpoint_bits import CheckpointTensor, map_checkpoint
-from streamrl.errors import RecipeError, WeightError
+from streamrl.base.errors import RecipeError, WeightError
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.push.checkpoint_bits import CheckpointTensor, map_checkpoint
 
 DEFAULT_PARAMETERS = 50_000_000
 DEFAULT_DENSITY = 0.01

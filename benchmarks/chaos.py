@@ -27,7 +27,7 @@ from chaos_processes import become_subreaper
 from chaos_report import read_results, report
 from chaos_run import CellResult, run_cell
 
-from streamrl.whole_files import write_whole
+from streamrl.base.whole_files import write_whole
 
 
 def main() -> int:

@@ -324,8 +324,8 @@ def drawn_prompts(cell: Cell, epochs: int = 1) -> list[str]:
     """Ids of the training prompts in the order in which a run of this seed draws them."""
     import anyio
 
-    from streamrl.stages.prompts import open_prompts
-    from streamrl.tokenizer import load_tokenizer
+    from streamrl.prompts.prompts import open_prompts
+    from streamrl.prompts.tokenizer import load_tokenizer
 
     async def draw() -> list[str]:
         tokenizer = load_tokenizer(EXAMPLE / "model")
@@ -354,7 +354,7 @@ def _batch(steps: int) -> tuple[int, int, int, float]:
 
 
 def _recipe(cell: Cell, folder: Path, ledger: Path, steps: int) -> str:
-    from streamrl.config.recipe import Engines, Run
+    from streamrl.recipe.sections import Engines, Run
 
     restarts = {"run": Run, "engines": Engines}
     forgiven = {name: "restarts = 100" if "restarts" in s.__struct_fields__ else "" for name, s in restarts.items()}

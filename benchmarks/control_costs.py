@@ -23,16 +23,16 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.types import DropReason, FinishReason
 from streamrl.buffers.rollout_buffer import PromptTicket, RolloutBuffer
-from streamrl.config.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
-from streamrl.control.group_sizing import GroupLengths, make_group_sizer
 from streamrl.control.settings import ControlSettings
+from streamrl.policies.group_sizing import GroupLengths, make_group_sizer
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import ROLLPACKER_14B, Engines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
-from streamrl.types import DropReason, FinishReason
 
 Section = Callable[[argparse.Namespace], list[str]]
 

@@ -26,7 +26,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from streamrl.whole_files import write_whole  # noqa: E402
+from streamrl.base.whole_files import write_whole  # noqa: E402
 from tests.fuzz.bombs import bombs  # noqa: E402
 from tests.fuzz.decoders import every_target  # noqa: E402
 from tests.fuzz.execution import SCHEME, Fault, RunningSlice, Slice, Target, check_seeds, run_one  # noqa: E402

@@ -27,9 +27,7 @@ from typing import Any, Literal, cast
 
 import uvloop
 
-from streamrl.buffers.journal import Journal, open_journal, read_journal
-from streamrl.comm.wire import Buffer, WireCodec
-from streamrl.types import (
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     ScoredTrajectory,
@@ -40,6 +38,8 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.comm.wire import Buffer, WireCodec
+from streamrl.journal.journal import Journal, open_journal, read_journal
 
 WAYS = ("none", "process", "fsync")
 

@@ -28,8 +28,8 @@ import msgspec
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.event_log import read_log
 from streamrl.control.state import ControlState
+from streamrl.journal.event_log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "examples/sort/recipe.toml"

@@ -29,18 +29,8 @@ import msgspec
 import psutil
 import tokenizers
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Model, Prompts, Recipe
-from streamrl.config.rewards import Reward, RewardLimits
-from streamrl.rewards.code.reward import code_reward
-from streamrl.rewards.reward_exchange import score_message
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import FinishedTrajectory, RewardOrder, RewardResult, SampleReward, Scored
-from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, next_ready
-from streamrl.tokenizer import load_tokenizer
-from streamrl.types import (
+from streamrl.base.stage_messages import FinishedTrajectory, RewardOrder, RewardResult, SampleReward, Scored
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     ScoredTrajectory,
@@ -50,6 +40,16 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.sections import Model, Prompts, Recipe
+from streamrl.rewards.reward_exchange import score_message
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.worker import run_reward_worker
+from streamrl.sandbox.reward import code_reward
+from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, next_ready
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789"
 TOKENS = 64

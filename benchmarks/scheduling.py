@@ -39,7 +39,7 @@ from scheduling_cells import (
 from scheduling_report import report
 from training_run import RunFailed
 
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
 
 DEFAULT_REGIMES = ("demo:8x8", "heavy:16x8", "heavy:8x8", "demo:32x8")
 

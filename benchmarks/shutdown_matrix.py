@@ -28,7 +28,7 @@ import psutil
 from chaos_processes import become_subreaper, labelled, living, residue, send, shared_memory, wait_until_none
 from chaos_records import Record, Witness
 
-from streamrl.processes.remains import remove_half_written, remove_remains_of
+from streamrl.supervise.remains import remove_half_written, remove_remains_of
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
@@ -194,7 +194,7 @@ def _judge_rest(folder: Path, presses: str, before: set[str]) -> list[str]:
 
 
 def _replayed(run: Path) -> list[str]:
-    from streamrl.control.replayed_run import replay_run
+    from streamrl.journal.replayed_run import replay_run
 
     replayed = replay_run(run / "events.jsonl")
     return [] if replayed.state.accounting().balanced else ["the accounts are not balanced"]

@@ -19,8 +19,10 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.recipe import ReleaseKind
-from streamrl.config.scheduling import (
+from streamrl.control.settings import ControlSettings
+from streamrl.elastic.engine_sets import EngineSet
+from streamrl.plan.topology import expected_kv_tokens
+from streamrl.recipe.scheduling import (
     GroupSizing,
     LengthSorted,
     Losers,
@@ -29,9 +31,7 @@ from streamrl.config.scheduling import (
     StalePolicy,
     TailBatching,
 )
-from streamrl.config.topology import expected_kv_tokens
-from streamrl.control.engine_sets import EngineSet
-from streamrl.control.settings import ControlSettings
+from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.cluster import (
     DEMO,
     ROLLPACKER_14B,

@@ -30,10 +30,10 @@ from repeated_runs import Interval
 from scheduling_cells import ROUND_ARMS, SYNCHRONOUS, WARM_UP_STEPS, Cell, CellPlan, Regime, read_cells
 from scheduling_report import of_ratios, ratio_text
 
-from streamrl.config.load import load_recipe
-from streamrl.config.recipe import Recipe
 from streamrl.control.settings import control_settings
-from streamrl.control.trajectory_trace import RecordedRun
+from streamrl.observe.report.trajectory_trace import RecordedRun
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import Fit, calibrate
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_fit import engine_pace

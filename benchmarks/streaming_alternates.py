@@ -20,10 +20,10 @@ import msgspec
 from repeated_runs import interval
 from training_run import DEMO_RECIPE, toml_value, training_run
 
-from streamrl.config.load import load_recipe
-from streamrl.config.topology import Role
 from streamrl.learning.trainer import TorchTrainer
-from streamrl.processes.external import serve_external
+from streamrl.plan.topology import Role
+from streamrl.recipe.load import load_recipe
+from streamrl.remote.external import serve_external
 
 WARM_UP_STEPS = 3
 

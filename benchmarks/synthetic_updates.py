@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.comm.weights.ordered_bits import apply_steps
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights.ordered_bits import apply_steps
 
 STEPS = 20
 SIGMA = 0.02

@@ -89,10 +89,10 @@ class Turns:
 
 def streamrl_steps(options: argparse.Namespace, batch: Batch) -> None:
     """``TorchTrainer``, streaming off."""
+    from streamrl.base.messages import CloseBatch
+    from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
     from streamrl.learning.options import TrainerOptions
     from streamrl.learning.trainer import TorchTrainer
-    from streamrl.messages import CloseBatch
-    from streamrl.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
 
     def sample(index: int, version: int) -> TrainingSample:
         row, group = batch[index], index // GROUP

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.exponent_classes import exponents_of
-from streamrl.comm.weights.ordered_bits import step_symbols
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.exponent_classes import exponents_of
+from streamrl.weights.ordered_bits import step_symbols
 
 _BLOCK = 1 << 20
 _EXPONENTS = 256

@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrl.comm.weights import WEIGHT_BACKEND, announcement_of, commit, engine_environment, stage
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.engines.live_weights import LiveWeights, count_routes
-from streamrl.engines.load_plan import record_load_plan
+from streamrl.weights import WEIGHT_BACKEND, announcement_of, commit, engine_environment, stage
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
+from streamrl.weights.vllm.load_plan import record_load_plan
 
 VLLM_SLEEP_S = 0.02
 """What ``AsyncLLM.pause_generation`` sleeps, whatever happens."""

@@ -34,10 +34,10 @@ from synthetic_updates import Pattern
 from update_entropy import UpdateCounts
 from weight_measurement import UpdatedTensor, slices_of, units_of
 
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.codec import decode_patch, encode_patch
-from streamrl.comm.weights.ordered_bits import apply_steps, step_symbols
-from streamrl.comm.weights.symbol_streams import decode_symbols, encode_symbols
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.codec import decode_patch, encode_patch
+from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
+from streamrl.weights.ordered_bits import apply_steps, step_symbols
 
 ZSTD_LEVEL = 1
 """What all of them use. Level 3 is no smaller on such streams."""

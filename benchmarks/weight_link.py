@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
 
-from streamrl.comm.weights import fetch as fetching
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.codec import WeightPatch, decode_patch
-from streamrl.comm.weights.fetch import fetch_version
-from streamrl.comm.weights.manifest import (
+from streamrl.base.messages import WeightAnnouncement, WeightSource
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.codec import WeightPatch, decode_patch
+from streamrl.weights.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
     ChunkEntry,
@@ -38,11 +37,12 @@ from streamrl.comm.weights.manifest import (
     digest_of,
     encode_manifest,
 )
-from streamrl.comm.weights.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.comm.weights.serving import ServedPart, ServingThread
-from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
-from streamrl.messages import WeightAnnouncement, WeightSource
+from streamrl.weights.pull import fetch as fetching
+from streamrl.weights.pull.fetch import fetch_version
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.push.serving import ServedPart, ServingThread
+from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 
 Bits = dict[str, BitArray]
 _COUNT = struct.Struct("<Q")

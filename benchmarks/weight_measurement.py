@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 from update_entropy import UpdateCounts
 
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.codec import EncodedPatch, WeightPatch, decode_patch, encode_patch
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.state_hash import hash_elements
-from streamrl.comm.weights.work_units import work_units
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_patch
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.state_hash import hash_elements
+from streamrl.weights.work_units import work_units
 
 SLICE_ELEMENTS = 1 << 26
 """Elements measured together, at least: more than the caches hold, and under 2 GB with all that is made of them."""

@@ -28,9 +28,9 @@ import psutil
 import zmq
 
 from streamrl.comm.stream_protocol import Kind
-from streamrl.comm.transport_keys import make_keys
 from streamrl.comm.wire import pack_header
-from streamrl.config.toml_text import toml_value
+from streamrl.recipe.toml_text import toml_value
+from streamrl.remote.transport_keys import make_keys
 
 MESSAGES = 10_000
 """For each socket."""

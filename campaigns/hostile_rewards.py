@@ -43,14 +43,8 @@ from hostile_reward_cases import (
     SOUND,
 )
 
-from streamrl.cli_reward_completions import PlainText
-from streamrl.config.rewards import Reward, RewardLimits
-from streamrl.config.toml_text import toml_value
-from streamrl.errors import StreamRLError
-from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.rewards.scoring import Outcome
-from streamrl.types import (
+from streamrl.base.errors import StreamRLError
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     RewardFailure,
@@ -60,6 +54,12 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.cli.reward_completions import PlainText
+from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.toml_text import toml_value
+from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.scoring import Outcome
 
 AT_ONCE = 4
 LIMIT_S = 0.5

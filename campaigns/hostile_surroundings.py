@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.toml_text import toml_value
+from streamrl.recipe.toml_text import toml_value
 
 AT_ONCE = 2
 LIMIT_S = 150.0

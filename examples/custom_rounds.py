@@ -8,14 +8,14 @@ In a recipe:
 
 The first ``RACED_STEPS`` steps launch a quarter more prompts than a batch takes and keep the first that finish; what
 lost is sampled in the rounds after them, which race nothing. Everything that a policy sees and may answer is in
-``streamrl/control/rounds/policy.py``.
+``streamrl/control/round_policy.py``.
 """
 
 import math
 
-from streamrl.control.rounds.policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.base.types import DropReason
+from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
-from streamrl.types import DropReason
 
 RACED_STEPS = 20
 WIDTH = 1.25

@@ -2,7 +2,7 @@
 
 import sys
 
-from streamrl.cli import main
+from streamrl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.control.event_log import read_log
-from streamrl.control.trajectory_trace import read_trace
+from streamrl.journal.event_log import read_log
+from streamrl.observe.report.trajectory_trace import read_trace
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort" / "recipe.toml"
 
@@ -20,11 +20,11 @@ import resource, sys
 from collections.abc import Callable
 from pathlib import Path
 
-from streamrl.config.load import load_recipe
-from streamrl.control.event_log import EventLog
+from streamrl.recipe.load import load_recipe
+from streamrl.journal.event_log import EventLog
 from streamrl.control.events import PromptsDrawn
 from streamrl.control.settings import control_settings
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, EnginesLine, TraceHeader, TrajectoryTrace
+from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, EnginesLine, TraceHeader, TrajectoryTrace
 from streamrl.observe.reporter import StepRecord
 from streamrl.observe.sinks import JsonlSink
 

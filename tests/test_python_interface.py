@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import streamrl
-from streamrl.config.recipe import Rollout
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.sections import Rollout
 
 DEMO = Path(__file__).parents[1] / "examples" / "sort"
 

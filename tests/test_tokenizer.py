@@ -12,18 +12,18 @@ from typing import Any
 import anyio
 import pytest
 
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.messages import PauseMode
+from streamrl.base.stage_messages import LaunchTrajectory
+from streamrl.base.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.config.recipe import Reward
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import RecipeError, StreamRLError
-from streamrl.messages import PauseMode
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.prompts.prompt_rows import BadRow, read_prompt
+from streamrl.prompts.tokenizer import ChatError, Tokenizer, load_tokenizer, refuse_different_tokenizers
+from streamrl.recipe.sections import Reward
 from streamrl.rewards import load_reward
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.stage_messages import LaunchTrajectory
-from streamrl.stages.prompt_rows import BadRow, read_prompt
 from streamrl.stages.rollout import RolloutStage
-from streamrl.tokenizer import ChatError, Tokenizer, load_tokenizer, refuse_different_tokenizers
-from streamrl.types import Completion, ScoredTrajectory, TrajectoryId, to_training_sample, token_array
 
 PACKAGE = Path(__file__).resolve().parent.parent / "streamrl"
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
@@ -329,5 +329,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    apart = {"cli_reward_completions.py", "rewards/builtin/reward_model.py", "engines/simulated_text.py"}
-    assert found == {"stages/prompt_rows.py", "tokenizer.py"} | apart
+    apart = {"cli_reward_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
+    assert found == {"prompts/prompt_rows.py", "tokenizer.py"} | apart

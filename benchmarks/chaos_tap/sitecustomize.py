@@ -24,9 +24,9 @@ from typing import Any
 BORN = time.monotonic()
 TAPPED = {
     "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint", "begin_again")),
-    "streamrl.engines.simulated_engine": ("SimulatedEngine", ("generate", "stage", "commit")),
-    "streamrl.engines.vllm_engine": ("VllmEngine", ("generate", "stage", "commit")),
-    "streamrl.control.event_log": ("EventLog", ("append",)),
+    "streamrl.engines.simulated.engine": ("SimulatedEngine", ("generate", "stage", "commit")),
+    "streamrl.vllm.engine": ("VllmEngine", ("generate", "stage", "commit")),
+    "streamrl.journal.event_log": ("EventLog", ("append",)),
 }
 
 

@@ -40,7 +40,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from streamrl.comm.weights import (
+from streamrl.weights import (
     SERVER_OPTIONS,
     ShardSpec,
     VllmServer,

@@ -17,8 +17,8 @@ from enum import StrEnum
 
 import msgspec
 
+from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
 from streamrl.buffers.accounting import Accounting
-from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
 
 
 class TrajectoryState(StrEnum):

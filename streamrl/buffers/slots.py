@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from streamrl.types import Record
+from streamrl.base.types import Record
 
 
 class KeptSlots(Record, frozen=True):

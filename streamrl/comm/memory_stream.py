@@ -7,9 +7,9 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
+from streamrl.base.wakeup import Turns, Wakeup
 from streamrl.comm.stream import StreamStatistics
-from streamrl.comm.wakeup import Turns, Wakeup
-from streamrl.errors import StreamBroken, StreamClosed, StreamEnded
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import msgspec
 
-from streamrl.errors import NobodyCame, StreamBroken
+from streamrl.base.errors import NobodyCame, StreamBroken
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

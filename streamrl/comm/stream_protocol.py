@@ -28,8 +28,8 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
+from streamrl.base.errors import UNDECODABLE, WireError
 from streamrl.comm.wire import WIRE_VERSION, Buffer, Header, WireLimits, check_sizes, pack_header, parse_header
-from streamrl.errors import UNDECODABLE, WireError
 
 REASON_BYTES = 4096
 

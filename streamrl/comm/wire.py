@@ -29,8 +29,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from streamrl.base.errors import UNDECODABLE, WireError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
-from streamrl.errors import UNDECODABLE, WireError
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview

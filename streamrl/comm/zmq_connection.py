@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import anyio
 import zmq
 
+from streamrl.base.wakeup import Wakeup
 from streamrl.comm import zmq_sockets
 from streamrl.comm.stream_protocol import Origin, StreamEnd
-from streamrl.comm.transport_keys import KeyRole
-from streamrl.comm.wakeup import Wakeup
 from streamrl.comm.wire import Buffer, WireLimits
+from streamrl.remote.transport_keys import KeyRole
 
 UNBIND_SECONDS = 1.0
 

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from streamrl.comm.guarded_sockets import (
+from streamrl.base.errors import StreamRLError
+from streamrl.comm.socket_options import make_socket
+from streamrl.remote.guarded_sockets import (
     GuardedContext,
     check_strangers_are_refused,
     gate_of,
@@ -20,9 +22,7 @@ from streamrl.comm.guarded_sockets import (
     guard_listener,
     kind_of,
 )
-from streamrl.comm.socket_options import make_socket
-from streamrl.comm.transport_keys import KeyRole
-from streamrl.errors import StreamRLError
+from streamrl.remote.transport_keys import KeyRole
 
 IPC_PATH_BYTES = 107
 """A unix socket address holds 108 bytes with the closing zero."""

@@ -24,13 +24,13 @@ from typing import Any, Generic, Self, TypeVar, overload
 import anyio
 from anyio.abc import TaskGroup
 
+from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
+from streamrl.base.wakeup import Turns
 from streamrl.comm.stream import StreamStatistics
 from streamrl.comm.stream_protocol import Greeting, Phase, ReceivingEnd, Role, SendingEnd
-from streamrl.comm.transport_keys import KeyRole
-from streamrl.comm.wakeup import Turns
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
-from streamrl.errors import StreamBroken, StreamClosed, StreamEnded, WireError
+from streamrl.remote.transport_keys import KeyRole
 
 T = TypeVar("T")
 

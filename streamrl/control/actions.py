@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.types import DropReason, Record, TrajectoryId
+from streamrl.base.types import DropReason, Record, TrajectoryId
 
 
 class Action(Record, frozen=True, tag=True):

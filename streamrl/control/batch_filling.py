@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from streamrl.base.types import DropReason, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, oldest_first
 from streamrl.buffers.slots import last_version
-from streamrl.config.scheduling import SizingKind, StalePolicy
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
+from streamrl.control.round_policy import Candidate, Remainder
 from streamrl.control.round_supply import next_attempt
-from streamrl.control.rounds.policy import Candidate, Remainder
-from streamrl.types import DropReason, TrajectoryId
+from streamrl.recipe.scheduling import SizingKind, StalePolicy
 
 if TYPE_CHECKING:
     from streamrl.control.state import ControlState

@@ -6,10 +6,10 @@ push waits. So an evaluation falls due with a version that goes live, begins at 
 
 from __future__ import annotations
 
+from streamrl.base.types import Record
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
 from streamrl.control.settings import ControlSettings
-from streamrl.types import Record
 
 
 class KeptDueWork(Record, frozen=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.control.kept_state import ControlSnapshot
-from streamrl.types import DropReason, FinishReason, Record, TrajectoryId
+from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
+from streamrl.journal.kept_state import ControlSnapshot
 
 EVENT_SCHEMA = 3
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from streamrl.base.types import Record, TrajectoryId
 from streamrl.buffers.rollout_buffer import Group, PromptTicket
 from streamrl.buffers.slots import last_version
 from streamrl.control import actions as do
 from streamrl.control.actions import ControlAction
 from streamrl.control.open_batch import KeptBatch, OpenBatch
-from streamrl.control.rounds.policy import Launch, RoundView, Source
-from streamrl.types import Record, TrajectoryId
+from streamrl.control.round_policy import Launch, RoundView, Source
 
 if TYPE_CHECKING:
     from streamrl.control.state import ControlState

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from streamrl.base.types import FinishReason, Record
 from streamrl.buffers.rollout_buffer import Group
 from streamrl.control.actions import Explain
-from streamrl.control.group_sizing import GroupLengths, GroupSizer
-from streamrl.control.length_prediction import PromptLengthPredictor
-from streamrl.control.rounds.policy import GroupObserved, RoundPolicy
-from streamrl.types import FinishReason, Record
+from streamrl.control.round_policy import GroupObserved, RoundPolicy
+from streamrl.policies.group_sizing import GroupLengths, GroupSizer
+from streamrl.policies.length_prediction import PromptLengthPredictor
 
 
 class KeptLengths(Record, frozen=True):

@@ -6,8 +6,8 @@ from collections import Counter
 
 import msgspec
 
+from streamrl.base.types import Record
 from streamrl.buffers.rollout_buffer import Group
-from streamrl.types import Record
 
 
 class KeptBatch(Record, frozen=True):

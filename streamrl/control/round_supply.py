@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.types import Record
 from streamrl.buffers.rollout_buffer import Group, PromptTicket
-from streamrl.config.scheduling import RoundKind, SizingKind
 from streamrl.control.events import PromptsDrawn
-from streamrl.control.length_prediction import PromptLengthPredictor
 from streamrl.control.prompt_queue import DomainShares, LoserQueues, PromptQueue
-from streamrl.control.rounds.policy import Launch, RoundPolicy, Source
+from streamrl.control.round_policy import Launch, RoundPolicy, Source
 from streamrl.control.settings import ControlSettings
-from streamrl.types import Record
+from streamrl.policies.length_prediction import PromptLengthPredictor
+from streamrl.recipe.scheduling import RoundKind, SizingKind
 
 OVERDRAWN = 16
 """Batches of prompts that may wait for a domain to turn up, before the run is stopped."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.config.algorithms import WITHIN_GROUPS, objective_settings
-from streamrl.config.recipe import Recipe
-from streamrl.config.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.sections import Recipe
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,28 +14,28 @@ from __future__ import annotations
 
 from collections import deque
 
+from streamrl.base.types import DropReason, TrajectoryId
 from streamrl.buffers.accounting import Accounting
 from streamrl.buffers.rollout_buffer import Group, RolloutBuffer, TrajectoryState
 from streamrl.buffers.slots import SlotLedger
-from streamrl.config.rewards import FailurePolicy
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.actions import ControlAction
-from streamrl.control.arrival_order import ArrivalOrder
 from streamrl.control.batch_filling import BatchFilling
 from streamrl.control.due_work import DueWork
 from streamrl.control.events import ControlEvent
-from streamrl.control.group_sizing import make_group_sizer
 from streamrl.control.launching import Launching
 from streamrl.control.length_watch import LengthWatch
 from streamrl.control.open_batch import OpenBatch
+from streamrl.control.round_policy import RoundPolicy
 from streamrl.control.round_supply import RoundSupply
-from streamrl.control.rounds import make_round_policy
-from streamrl.control.rounds.policy import RoundPolicy
 from streamrl.control.settings import ControlSettings
-from streamrl.control.snapshot import restore_snapshot
 from streamrl.control.stalled_rounds import waits_for_nothing
-from streamrl.types import DropReason, TrajectoryId
+from streamrl.journal.snapshot import restore_snapshot
+from streamrl.policies.arrival_order import ArrivalOrder
+from streamrl.policies.group_sizing import make_group_sizer
+from streamrl.policies.round_policies import make_round_policy
+from streamrl.recipe.rewards import FailurePolicy
 
 EXHAUSTED = "prompts exhausted"
 """Why a run without prompts ends: not a drain, so what is due is still done."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion
+from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.types import Completion
 
 
 class Engine(Protocol):

@@ -12,13 +12,9 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from streamrl.comm.stream import ReceiveStream, SendStream, greet, serve_each_controller
-from streamrl.config.topology import RECONNECT_S
-from streamrl.engines.concurrent_calls import first_error
-from streamrl.engines.engine import Engine
-from streamrl.engines.remote_engine import ENGINE_FAILURE
-from streamrl.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, WeightError
-from streamrl.messages import (
+from streamrl.base.concurrent_calls import first_error
+from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, WeightError
+from streamrl.base.messages import (
     Abort,
     CommitWeights,
     ComputeChecksums,
@@ -37,6 +33,10 @@ from streamrl.messages import (
     StageWeights,
     Wake,
 )
+from streamrl.comm.stream import ReceiveStream, SendStream, greet, serve_each_controller
+from streamrl.engines.engine import Engine
+from streamrl.engines.remote_engine import ENGINE_FAILURE
+from streamrl.plan.topology import RECONNECT_S
 
 _EngineWideOrder = Pause | Resume | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
 

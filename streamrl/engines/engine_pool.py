@@ -17,7 +17,10 @@ from types import MappingProxyType
 import anyio
 import msgspec
 
-from streamrl.engines.concurrent_calls import all_of
+from streamrl.base.concurrent_calls import all_of
+from streamrl.base.errors import EngineError, RequestRefused, WeightError
+from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.types import Completion, FinishReason
 from streamrl.engines.engine import Engine
 from streamrl.engines.pooled_answers import (
     agreed_checksums,
@@ -30,9 +33,6 @@ from streamrl.engines.pooled_answers import (
 from streamrl.engines.request_routing import RequestRouting, ServedRequest
 from streamrl.engines.resumption import whole_of
 from streamrl.engines.suspects import Suspects
-from streamrl.errors import EngineError, RequestRefused, WeightError
-from streamrl.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, FinishReason
 
 LOST = "lost"
 """Who drains an engine whose host died."""

@@ -16,9 +16,10 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from streamrl.comm.nursery import start_unless_ending
-from streamrl.comm.supervisor_orders import KillEngine, StopEngine, SupervisorOrder
-from streamrl.config.recipe import Recipe
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import EngineReady
+from streamrl.base.nursery import start_unless_ending
+from streamrl.base.run_events import EngineBack, EngineLost
 from streamrl.engines.engine import Engine
 from streamrl.engines.engine_pool import LOST, EnginePool
 from streamrl.engines.engine_seat import EngineSeat
@@ -26,9 +27,8 @@ from streamrl.engines.pool_service import PoolService
 from streamrl.engines.pooled_answers import joined_readiness
 from streamrl.engines.progress_watch import ProgressWatch
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.errors import EngineError
-from streamrl.messages import EngineReady
-from streamrl.run_events import EngineBack, EngineLost
+from streamrl.recipe.sections import Recipe
+from streamrl.supervise.supervisor_orders import KillEngine, StopEngine, SupervisorOrder
 
 LOOK_S = 0.5
 LONGEST_PAUSE_S = 60.0
@@ -47,7 +47,7 @@ class RecoverySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinedPushes(Protocol):
-    """The part of ``streamrl.control.publisher.WeightPublisher`` that recovery needs."""
+    """The part of ``streamrl.sync.publisher.WeightPublisher`` that recovery needs."""
 
     def greeted(self, engine: Engine, ready: EngineReady) -> None: ...
 

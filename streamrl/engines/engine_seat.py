@@ -8,16 +8,16 @@ from typing import cast
 
 import anyio
 
-from streamrl.comm.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
-from streamrl.comm.transport_keys import KeyRole
+from streamrl.base.errors import EngineError, StreamBroken
+from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Recipe
 from streamrl.engines.engine import Engine
-from streamrl.engines.engine_options import installed_device
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.errors import EngineError, StreamBroken
-from streamrl.messages import EngineEvent, EngineOrder
+from streamrl.recipe.sections import Recipe
+from streamrl.remote.transport_keys import KeyRole
+from streamrl.supervise.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
+from streamrl.vllm.options import installed_device
 
 PATIENCE_SECONDS = 20.0
 """For vLLM to stop when its orders have ended. The supervisor ends what takes longer."""

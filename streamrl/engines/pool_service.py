@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 import anyio
 from anyio.abc import TaskGroup
 
-from streamrl.comm.nursery import start_unless_ending
+from streamrl.base.nursery import start_unless_ending
 from streamrl.engines.engine_pool import LOST, EnginePool
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from streamrl.errors import EngineError, WeightError
-from streamrl.messages import EngineLoad, EngineReady
-from streamrl.types import Completion, FinishReason, float_array, token_array
+from streamrl.base.errors import EngineError, WeightError
+from streamrl.base.messages import EngineLoad, EngineReady
+from streamrl.base.types import Completion, FinishReason, float_array, token_array
 
 COUNTERS = ("generated_tokens", "preemptions", "decode_steps", "decode_s", "decode_tokens")
 """What of ``EngineLoad`` counts since the start."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import anyio
 
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
-from streamrl.messages import (
+from streamrl.base.errors import EngineError, RequestRefused, StreamBroken, StreamClosed, StreamEnded, WeightError
+from streamrl.base.messages import (
     Abort,
     CommitWeights,
     ComputeChecksums,
@@ -33,7 +32,8 @@ from streamrl.messages import (
     Wake,
     WeightAnnouncement,
 )
-from streamrl.types import Completion
+from streamrl.base.types import Completion
+from streamrl.comm.stream import ReceiveStream, SendStream
 
 ENGINE_FAILURE = 0
 """``OrderFailed`` with this order id says that the engine itself failed, and why: its last message."""

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
+from streamrl.base.messages import Generate
 from streamrl.engines.resumption import whole_of
-from streamrl.messages import Generate
 
 K = TypeVar("K")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.messages import Generate
-from streamrl.types import Completion, VersionSpan
+from streamrl.base.messages import Generate
+from streamrl.base.types import Completion, VersionSpan
 
 
 def resumed_request(request: Generate, partial: Completion, *, seed: int, request_id: str | None = None) -> Generate:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from streamrl.config.canary import probe_tokens
-from streamrl.learning.attention import PackedSequence, packed_layout
+from streamrl.learning.batches.packing import empty_micro_batch
+from streamrl.learning.model.attention import PackedSequence, packed_layout
+from streamrl.learning.model.policy import PackedPolicy, compute_context
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.packing import empty_micro_batch
-from streamrl.learning.policy import PackedPolicy, compute_context
+from streamrl.recipe.canary import probe_tokens
 
 
 @torch.no_grad()

@@ -7,12 +7,12 @@ import os
 import msgspec
 import torch
 
-from streamrl.config.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.config.objective import OffPolicy
-from streamrl.config.recipe import ComputeDtype, Lora, OptimizerKind, Recipe
-from streamrl.config.threads import idle_threads, trainer_threads
-from streamrl.config.training_memory import Gathered
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.plan.threads import idle_threads, trainer_threads
+from streamrl.plan.training_memory import Gathered
+from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.recipe.objective import OffPolicy
+from streamrl.recipe.sections import ComputeDtype, Lora, OptimizerKind, Recipe
 
 
 class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streamrl.errors import StreamRLError
-from streamrl.learning.gradients import BatchSums, TokenSums
-from streamrl.learning.objectives import loss_denominator
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import CloseBatch, WeightSource
+from streamrl.learning.batches.gradients import BatchSums, TokenSums
+from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.process_group import all_gather_values, all_reduce
-from streamrl.messages import CloseBatch, WeightSource
+from streamrl.learning.ranks.process_group import all_gather_values, all_reduce
 
 
 def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device) -> None:

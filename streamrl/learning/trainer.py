@@ -21,38 +21,45 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.publisher import Published
-from streamrl.comm.weights.state_hash import MODULUS, hash_range
-from streamrl.config.algorithms import WHOLE_BATCH
-from streamrl.config.objective import AdvantageKind
-from streamrl.errors import StreamRLError
-from streamrl.learning import process_group
-from streamrl.learning.advantages import Moments
-from streamrl.learning.canary import probe_logprobs
-from streamrl.learning.gradients import BatchSums, accumulate
-from streamrl.learning.host_memory import return_freed_memory
-from streamrl.learning.models import load_models
-from streamrl.learning.objectives import loss_denominator
-from streamrl.learning.open_batch import OpenBatch
-from streamrl.learning.optimizer import MasterOptimizer
-from streamrl.learning.options import TrainerOptions
-from streamrl.learning.options import trainer_options as trainer_options
-from streamrl.learning.packing import PreparedSample, empty_micro_batch, packed_rows
-from streamrl.learning.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
-from streamrl.learning.preparation import (
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import (
+    AnchorPublished,
+    CheckpointSaved,
+    CloseBatch,
+    SaveCheckpoint,
+    StepReport,
+    TrainerReady,
+)
+from streamrl.base.types import TrainingGroup
+from streamrl.learning.batches.gradients import BatchSums, accumulate
+from streamrl.learning.batches.open_batch import OpenBatch
+from streamrl.learning.batches.packing import PreparedSample, empty_micro_batch, packed_rows
+from streamrl.learning.batches.preparation import (
     prepare_group,
     token_moments,
     whitened,
     worth_training,
 )
-from streamrl.learning.published_weights import global_norm, make_weights
-from streamrl.learning.publishing import publish, start_publisher
-from streamrl.learning.scoring import score_samples
+from streamrl.learning.batches.scoring import score_samples
+from streamrl.learning.canary import probe_logprobs
+from streamrl.learning.model.models import load_models
+from streamrl.learning.model.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
+from streamrl.learning.objective.advantages import Moments
+from streamrl.learning.objective.objectives import loss_denominator
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.options import trainer_options as trainer_options
+from streamrl.learning.ranks import process_group
+from streamrl.learning.state.host_memory import return_freed_memory
+from streamrl.learning.state.optimizer import MasterOptimizer
+from streamrl.learning.state.published_weights import global_norm, make_weights
+from streamrl.learning.state.publishing import publish, start_publisher
 from streamrl.learning.step_metrics import check_totals, policy_metrics, publishing_metrics
-from streamrl.messages import AnchorPublished, CheckpointSaved, CloseBatch, SaveCheckpoint, StepReport, TrainerReady
-from streamrl.tokenizer import tokenizer_digest
-from streamrl.types import TrainingGroup
+from streamrl.prompts.tokenizer import tokenizer_digest
+from streamrl.recipe.algorithms import WHOLE_BATCH
+from streamrl.recipe.objective import AdvantageKind
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.push.publisher import Published
+from streamrl.weights.state_hash import MODULUS, hash_range
 
 STREAMED_ROWS = 2
 """Rows that must be pending before they are trained while more groups are ready: sorted together they run faster."""
@@ -115,7 +122,7 @@ class TorchTrainer:
         )
 
     def _resume(self, directory: Path) -> None:
-        from streamrl.learning import checkpoint  # 3 MiB of imports that few runs need before their first save
+        from streamrl.learning.state import checkpoint  # 3 MiB of imports that few runs need before their first save
 
         extra = self._critic.tensors() if self._critic else None
         state = checkpoint.load(directory, self._weights, self._optimizer, extra=extra)
@@ -352,7 +359,7 @@ class TorchTrainer:
     @process_group.needs_peers("saving a checkpoint")
     def save_checkpoint(self, order: SaveCheckpoint) -> CheckpointSaved:
         """Write ``order.directory``: trainer state and a Hugging Face directory ``hf``. Collective; between batches."""
-        from streamrl.learning import checkpoint
+        from streamrl.learning.state import checkpoint
 
         started = time.perf_counter()
         checkpoint.save(

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from streamrl.comm.telemetry import TelemetryPublisher
+from streamrl.base.whole_files import append_whole
 from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
-from streamrl.whole_files import append_whole
+from streamrl.observe.telemetry import TelemetryPublisher
 
 _RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
 _TOPICS = {

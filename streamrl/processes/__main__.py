@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from streamrl.processes.parent_death import die_with_parent
+from streamrl.supervise.parent_death import die_with_parent
 
 
 def main() -> None:
     """Tie this process to its parent before anything heavy is imported, then do the role's work."""
     die_with_parent()
-    from streamrl.processes.child import main as run_child
+    from streamrl.supervise.child import main as run_child
 
     run_child()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.pipeline import run_controller
-from streamrl.processes.child import ChildContext
+from streamrl.run.run_controller import run_controller
+from streamrl.supervise.child import ChildContext
 
 
 async def run_controller_process(context: ChildContext) -> None:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import anyio
 
-from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
-from streamrl.config.topology import Role, Topology
-from streamrl.processes.child_process import FORKLESS_S, ChildProcess
+from streamrl.plan.topology import Role, Topology
+from streamrl.supervise.child_process import FORKLESS_S, ChildProcess
+from streamrl.supervise.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from streamrl.config.recipe import EngineKind, Recipe
-from streamrl.config.topology import ProcessPlan
+from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.engines.engine_host import WatchedEngine, serve_controllers
-from streamrl.engines.engine_options import EngineOptions, engine_options
-from streamrl.messages import EngineEvent, EngineOrder
-from streamrl.processes.child import ChildContext
-from streamrl.processes.controller_streams import controller_streams
-from streamrl.processes.parent_death import RUN_MARKER
+from streamrl.plan.topology import ProcessPlan
+from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.run.controller_streams import controller_streams
+from streamrl.supervise.child import ChildContext
+from streamrl.supervise.parent_death import RUN_MARKER
+from streamrl.vllm.options import EngineOptions, engine_options
 
 
 async def run_engine_process(context: ChildContext) -> None:
@@ -31,18 +31,18 @@ def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine
 
 def _vllm(options: EngineOptions) -> WatchedEngine:
     os.environ.update(options.environment)  # vLLM reads it when it is imported
-    from streamrl.engines.vllm_engine import VllmEngine
+    from streamrl.vllm.engine import VllmEngine
 
     return VllmEngine(options)
 
 
 def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
     """Neither vllm nor torch is imported. Engines of a run share the mirror of the weights as real ones do."""
-    from streamrl.comm.weights.node_mirror import shared_mirror
-    from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
-    from streamrl.engines.simulated_text import sentences_of
-    from streamrl.engines.simulated_weights import SimulatedWeights
-    from streamrl.tokenizer import load_tokenizer
+    from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+    from streamrl.engines.simulated.text import sentences_of
+    from streamrl.engines.simulated.weights import SimulatedWeights
+    from streamrl.prompts.tokenizer import load_tokenizer
+    from streamrl.weights.pull.node_mirror import shared_mirror
 
     tokenizer = load_tokenizer(options.model_path)
     chosen = SimulationOptions(

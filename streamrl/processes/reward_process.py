@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 
+from streamrl.base.concurrent_calls import first_error
+from streamrl.base.errors import StreamBroken
+from streamrl.base.stage_messages import RewardOrder, RewardResult
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
-from streamrl.config.topology import judge_socket
-from streamrl.engines.concurrent_calls import first_error
-from streamrl.errors import StreamBroken
-from streamrl.processes.child import ChildContext
+from streamrl.plan.topology import judge_socket
+from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import RewardOrder, RewardResult
+from streamrl.supervise.child import ChildContext
 
 log = logging.getLogger(__name__)
 

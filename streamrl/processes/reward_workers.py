@@ -10,23 +10,23 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from streamrl.comm.reward_changes import RewardReply, RewardRequest
+from streamrl.base.errors import RecipeError
+from streamrl.base.stage_messages import LoadRewardSet, RewardOrder, RewardResult
+from streamrl.base.whole_files import write_durable
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Recipe
-from streamrl.config.rewards import Reward
-from streamrl.config.topology import Topology, rewards_endpoint
-from streamrl.errors import RecipeError
+from streamrl.plan.topology import Topology, rewards_endpoint
+from streamrl.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.prompts.prompts import check_prompts, missing_columns, open_prompts
+from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe
+from streamrl.remote.reward_changes import RewardReply, RewardRequest
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.kept_rewards import KeptRewards, fresh_rewards, read_rewards_file
 from streamrl.rewards.time_limits import LearntLimits
-from streamrl.stage_messages import LoadRewardSet, RewardOrder, RewardResult
 from streamrl.stages.attached_rewards import AttachedRewards, Note
-from streamrl.stages.prompt_spec import SourceKind, read_spec
-from streamrl.stages.prompts import check_prompts, missing_columns, open_prompts
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, next_ready
-from streamrl.tokenizer import Tokenizer, load_tokenizer
-from streamrl.whole_files import write_durable
 
 FIRST_PROMPTS = 16
 

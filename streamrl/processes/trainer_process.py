@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.config.topology import RENDEZVOUS
-from streamrl.learning.durable_files import newest_checkpoint
+from streamrl.base.messages import TrainingEvent, TrainingOrder
+from streamrl.learning.state.durable_files import newest_checkpoint
 from streamrl.learning.trainer import TorchTrainer, trainer_options
-from streamrl.messages import TrainingEvent, TrainingOrder
-from streamrl.processes.child import ChildContext
-from streamrl.processes.controller_streams import controller_streams
+from streamrl.plan.topology import RENDEZVOUS
+from streamrl.run.controller_streams import controller_streams
 from streamrl.stages.training import run_training, serve_controllers
+from streamrl.supervise.child import ChildContext
 
 
 async def run_trainer_process(context: ChildContext) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import anyio
 from msgspec import structs
 
-from streamrl.comm.reward_changes import (
+from streamrl.base.errors import RecipeError, StreamBroken, StreamRLError
+from streamrl.comm.zmq_stream import zmq_sender
+from streamrl.recipe.rewards import Reward
+from streamrl.remote.reward_changes import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -21,9 +24,6 @@ from streamrl.comm.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
-from streamrl.comm.zmq_stream import zmq_sender
-from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError, StreamBroken, StreamRLError
 from streamrl.rewards.decorated import as_reward
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.rewards import Reward
 
 _SETTINGS = "__streamrl_reward__"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
-from streamrl.config.rewards import Reward
-from streamrl.config.topology import CUDA_DEVICES, CUDA_ORDER
+from streamrl.plan.topology import CUDA_DEVICES, CUDA_ORDER
+from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.recipe.rewards import Reward
 
 _NEEDED = frozenset(
     {

@@ -19,10 +19,10 @@ from typing import IO
 
 import msgspec
 
-from streamrl.config.rewards import Reward
-from streamrl.errors import UNDECODABLE, RecipeError
+from streamrl.base.errors import UNDECODABLE, RecipeError
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.calls.fork_server import die_with
 from streamrl.rewards.environment import passed_environment
-from streamrl.rewards.fork_server import die_with
 from streamrl.rewards.signature import RewardSignature, inspect_reward
 
 

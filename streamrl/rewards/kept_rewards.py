@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from streamrl.config.recipe import Recipe, ResumedRewards
-from streamrl.config.rewards import Reward
-from streamrl.errors import UNDECODABLE, RecipeError, StreamRLError
-from streamrl.types import Record
+from streamrl.base.errors import UNDECODABLE, RecipeError, StreamRLError
+from streamrl.base.types import Record
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe, ResumedRewards
 
 REWARDS_FILE = "rewards.msgpack"
 REWARDS_SCHEMA = 1

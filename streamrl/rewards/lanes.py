@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.rewards import Reward
-from streamrl.rewards.call_child import PoolCall
+from streamrl.base.types import RewardFailureKind
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.calls.call_child import PoolCall
 from streamrl.rewards.time_limits import TimeLimits
 from streamrl.rewards.values import CallResult, CheckedValue
-from streamrl.types import RewardFailureKind
 
 LONGEST_PAUSE_S = 60.0
 

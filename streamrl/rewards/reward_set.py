@@ -8,18 +8,18 @@ from functools import partial
 
 import msgspec
 
-from streamrl.config.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, Reward, RewardLimits
-from streamrl.errors import StreamRLError
-from streamrl.rewards.call_pool import CallPool
+from streamrl.base.errors import StreamRLError
+from streamrl.base.stage_messages import SampleReward, ScoreGroup
+from streamrl.base.types import Prompt, Trajectory
+from streamrl.prompts.tokenizer import Tokenizer
+from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, Reward, RewardLimits
+from streamrl.rewards.calls.call_pool import CallPool
+from streamrl.rewards.calls.trusted_calls import TrustedCalls
 from streamrl.rewards.lanes import RewardLane
 from streamrl.rewards.reward_exchange import outcome_of, score_message
 from streamrl.rewards.scoring import Outcome, SampleTexts, SampleValue, column_failure, combine
 from streamrl.rewards.signature import RewardFunction, RewardSignature, load_reward
-from streamrl.rewards.trusted_calls import TrustedCalls
 from streamrl.rewards.values import CallFailure, CallResult
-from streamrl.stage_messages import SampleReward, ScoreGroup
-from streamrl.tokenizer import Tokenizer
-from streamrl.types import Prompt, Trajectory
 
 OnScored = Callable[[tuple[SampleReward, ...]], None]
 

@@ -15,13 +15,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.rewards import FailurePolicy, Reward
-from streamrl.rewards.lanes import total_of
-from streamrl.rewards.signature import PROVIDED, RewardSignature
-from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed
-from streamrl.stage_messages import CompletionToScore, SampleReward
-from streamrl.tokenizer import Tokenizer
-from streamrl.types import (
+from streamrl.base.stage_messages import CompletionToScore, SampleReward
+from streamrl.base.types import (
     Prompt,
     RewardCall,
     RewardFailure,
@@ -30,6 +25,11 @@ from streamrl.types import (
     TokenArray,
     token_array,
 )
+from streamrl.prompts.tokenizer import Tokenizer
+from streamrl.recipe.rewards import FailurePolicy, Reward
+from streamrl.rewards.lanes import total_of
+from streamrl.rewards.signature import PROVIDED, RewardSignature
+from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed
 
 Outcome = ScoredTrajectory | RewardFailure
 _PLAIN = (str, int, float, bool, type(None))

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError
-from streamrl.user_code import load_user_object
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.user_code import load_user_object
 
 PROVIDED = ("prompt", "prompt_id", "token_ids", "finish_reason")
 """What a function may ask for besides columns. Per group, ``token_ids`` and ``finish_reason`` are lists with one
@@ -85,7 +85,7 @@ def inspect_reward(reward: Reward) -> RewardSignature:
 
 
 def _build(reward: Reward) -> Callable[..., Any]:
-    from streamrl.rewards.builtin import BUILTIN
+    from streamrl.rewards.builtin.catalog import BUILTIN
 
     factory = BUILTIN.get(reward.function)
     if factory is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from streamrl.config.rewards import Reward
+from streamrl.recipe.rewards import Reward
 
 _MOST_KEYS = 200_000  # then the one that was learnt first is forgotten
 _KEYS_IN_PIECE = 20_000

@@ -24,15 +24,8 @@ import time
 from collections import Counter
 from functools import partial
 
-from streamrl.comm.stream import ReceiveStream, WatchedSendStream, greet
-from streamrl.comm.wakeup import Wakeup
-from streamrl.config.recipe import Recipe
-from streamrl.errors import RecipeError, StreamEnded
-from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
-from streamrl.rewards.exit_timer import ExitTimer
-from streamrl.rewards.fork_link import LOAD_LIMIT_S
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.stage_messages import (
+from streamrl.base.errors import RecipeError, StreamEnded
+from streamrl.base.stage_messages import (
     CloseRewardSet,
     GroupScored,
     GroupsScored,
@@ -46,7 +39,14 @@ from streamrl.stage_messages import (
     SampleReward,
     ScoreGroups,
 )
-from streamrl.tokenizer import Tokenizer, load_tokenizer
+from streamrl.base.wakeup import Wakeup
+from streamrl.comm.stream import ReceiveStream, WatchedSendStream, greet
+from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
+from streamrl.recipe.sections import Recipe
+from streamrl.rewards.calls.exit_timer import ExitTimer
+from streamrl.rewards.calls.fork_link import LOAD_LIMIT_S
+from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
 
 _HEARTBEAT_S = 0.5
 _STALL_GRACE_S = 2.0

@@ -11,9 +11,9 @@ import math
 import msgspec
 import numpy as np
 
-from streamrl.config.recipe import Recipe
-from streamrl.control.trajectory_trace import RecordedRun, StepLine
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
+from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import ClusterModel, Engines
 from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples
 from streamrl.simulate.engines import EngineModel

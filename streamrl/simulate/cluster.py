@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.recipe import Recipe
-from streamrl.config.toml_text import parse_toml, toml_document
-from streamrl.errors import UNDECODABLE, StreamRLError
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import parse_toml, toml_document
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streamrl.config.recipe import Recipe, ReleaseKind
-from streamrl.config.topology import expected_kv_tokens, prepared_sets
+from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Explain
-from streamrl.control.engine_planning import (
+from streamrl.elastic.engine_planning import (
     Lengths,
     OpenRequest,
     PlanningSettings,
@@ -24,8 +23,8 @@ from streamrl.control.engine_planning import (
     ServingEngine,
     plan_release,
 )
-from streamrl.control.engine_release import RECENT_LENGTHS
-from streamrl.control.engine_sets import (
+from streamrl.elastic.engine_release import RECENT_LENGTHS
+from streamrl.elastic.engine_sets import (
     EngineSet,
     RoundMeasured,
     SetHistory,
@@ -35,11 +34,12 @@ from streamrl.control.engine_sets import (
     plan_engine_set,
     with_round,
 )
+from streamrl.plan.topology import expected_kv_tokens, prepared_sets
+from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import TrainerClock
-from streamrl.types import TrajectoryId
 
 UNLIMITED = 1 << 40
 """Tokens of a KV cache without a limit."""

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.control.trajectory_trace import RecordedRun
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.least_squares import unbiased_fit
 from streamrl.simulate.recording import LifeTimes

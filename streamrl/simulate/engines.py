@@ -13,7 +13,7 @@ from collections import deque
 
 import msgspec
 
-from streamrl.types import TrajectoryId
+from streamrl.base.types import TrajectoryId
 
 NEVER = math.inf
 ROUNDING = 1e-6  # tokens: below what the clock resolves after hours

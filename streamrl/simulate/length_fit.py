@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.control.trajectory_trace import RecordedRun
+from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.simulate.lengths import LengthModel, recorded_rows
 
 Floats = NDArray[np.float64]

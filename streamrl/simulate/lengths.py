@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.control.trajectory_trace import RecordedRun, TrajectoryLine
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.report.trajectory_trace import RecordedRun, TrajectoryLine
 
 Floats = NDArray[np.float64]
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.control.trajectory_trace import TRAINED, RecordedRun, TrajectoryLine, read_trace
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.report.trajectory_trace import TRAINED, RecordedRun, TrajectoryLine, read_trace
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -6,14 +6,14 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
+from streamrl.base.types import TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.engines.continuation import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
 from streamrl.simulate.routing import LeastLoaded
-from streamrl.types import TrajectoryId
+from streamrl.vllm.continuation import FEWEST_KEPT, ROUNDS_KEPT
 
 
 class SimulatedRollout:

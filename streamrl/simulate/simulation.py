@@ -12,14 +12,15 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.recipe import ReleaseKind
-from streamrl.config.scheduling import InFlight, RoundKind
+from streamrl.base.errors import StreamRLError
+from streamrl.base.seeds import derive_seed
+from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.errors import StreamRLError
-from streamrl.seeds import derive_seed
+from streamrl.recipe.scheduling import InFlight, RoundKind
+from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedRelease, SimulatedSwitch
@@ -29,7 +30,6 @@ from streamrl.simulate.lengths import LengthSource, ModelledLengths
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import RewardServers, TrainerClock
-from streamrl.types import FinishReason
 
 MEASURE_INTERVAL_S = 0.25
 ADAPTIVE = (RoundKind.AUTO, RoundKind.CUSTOM)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 import msgspec
 import numpy as np
 
-from streamrl.control.trajectory_trace import RecordedRun, StepLine
+from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
 from streamrl.simulate.least_squares import unbiased_fit
 from streamrl.simulate.recording import TrainedGroup, trained_groups
 from streamrl.simulate.stages import TrainerClock, TrainerModel

@@ -14,12 +14,12 @@ from statistics import fmean
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.config.load import check_recipe
-from streamrl.config.recipe import Recipe
-from streamrl.config.scheduling import InFlight, LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
-from streamrl.config.toml_text import toml_key, toml_value
+from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.control.settings import ControlSettings
-from streamrl.errors import RecipeError, StreamRLError
+from streamrl.recipe.load import check_recipe
+from streamrl.recipe.scheduling import InFlight, LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.sections import Recipe
+from streamrl.recipe.toml_text import toml_key, toml_value
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import engine_plan
 from streamrl.simulate.lengths import LengthSource, ModelledLengths

@@ -19,13 +19,8 @@ from functools import partial
 import anyio
 import msgspec
 
-from streamrl.comm.stream import ReceiveStream, SendStream, converse
-from streamrl.comm.wakeup import Wakeup
-from streamrl.config.rewards import FailurePolicy, Reward
-from streamrl.errors import RecipeError, StreamBroken, StreamEnded
-from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
-from streamrl.rewards.time_limits import LearntLimits
-from streamrl.stage_messages import (
+from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
+from streamrl.base.stage_messages import (
     CloseRewardSet,
     GroupsScored,
     LimitsLearnt,
@@ -42,8 +37,13 @@ from streamrl.stage_messages import (
     TrajectoryHeld,
     TrajectoryLost,
 )
+from streamrl.base.types import RewardFailureKind, Trajectory
+from streamrl.base.wakeup import Wakeup
+from streamrl.comm.stream import ReceiveStream, SendStream, converse
+from streamrl.recipe.rewards import FailurePolicy, Reward
+from streamrl.rewards.reward_exchange import OrderMessage, outcome_of
+from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
-from streamrl.types import RewardFailureKind, Trajectory
 
 WorkerStreams = tuple[SendStream[RewardOrder], ReceiveStream[RewardResult]]
 MOST_IN_MESSAGE = 64

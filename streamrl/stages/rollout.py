@@ -3,7 +3,7 @@
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
 trajectory that control held waits, outside of the engine, until it is continued; only one that was cancelled, or that
 the engine refused, ends as ``TrajectoryLost``. Where losers are verified, the tokens of what was cancelled are kept
-until the same draw is launched again (``engines/continuation.py``).
+until the same draw is launched again (``vllm/continuation.py``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from contextlib import nullcontext
 import anyio
 from anyio.abc import TaskGroup
 
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.engines.continuation import KeptTokens, accepted_prefix, with_kept
-from streamrl.engines.engine import Engine
-from streamrl.engines.resumption import join_completions, part_id, resumed_request
-from streamrl.errors import RequestRefused
-from streamrl.messages import Generate
-from streamrl.seeds import derive_seed
-from streamrl.stage_messages import (
+from streamrl.base.errors import RequestRefused
+from streamrl.base.messages import Generate
+from streamrl.base.seeds import derive_seed
+from streamrl.base.stage_messages import (
     CancelTrajectories,
     ContinueTrajectories,
     FinishedTrajectory,
@@ -34,7 +30,11 @@ from streamrl.stage_messages import (
     TrajectoryHeld,
     TrajectoryLost,
 )
-from streamrl.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
+from streamrl.base.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.engines.engine import Engine
+from streamrl.engines.resumption import join_completions, part_id, resumed_request
+from streamrl.vllm.continuation import KeptTokens, accepted_prefix, with_kept
 
 
 class _Attempt:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from streamrl.types import Trajectory
+from streamrl.base.types import Trajectory
 
 
 class WaitingOrder(msgspec.Struct, frozen=True):

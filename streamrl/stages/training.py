@@ -18,10 +18,8 @@ from typing import Protocol, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream, greet, serve_each_controller
-from streamrl.config.topology import RECONNECT_S
-from streamrl.errors import StreamBroken, StreamEnded
-from streamrl.messages import (
+from streamrl.base.errors import StreamBroken, StreamEnded
+from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
@@ -36,7 +34,9 @@ from streamrl.messages import (
     TrainTogether,
     WeightsAcknowledged,
 )
-from streamrl.types import TrainingGroup
+from streamrl.base.types import TrainingGroup
+from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream, greet, serve_each_controller
+from streamrl.plan.topology import RECONNECT_S
 
 T = TypeVar("T")
 OpenController = Callable[

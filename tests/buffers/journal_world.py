@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from simulated_disk import PowerCut, SimulatedDisk
 
-from streamrl.buffers.journal import Journal, Recovered, open_journal
+from streamrl.journal.journal import Journal, Recovered, open_journal
 
 DIRECTORY = Path("/run/journal")
 RUN = "run-7"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.buffers.journal import (
+from streamrl.journal.journal import (
     Beginning,
     Journal,
     JournalFailed,
@@ -23,9 +23,9 @@ from streamrl.buffers.journal import (
     open_journal,
     read_journal,
 )
-from streamrl.buffers.journal_disk import LocalDisk
-from streamrl.buffers.journal_format import HEAD_BYTES, RECORD_LIMIT
-from streamrl.buffers.journal_progress import WriterThread
+from streamrl.journal.journal_disk import LocalDisk
+from streamrl.journal.journal_format import HEAD_BYTES, RECORD_LIMIT
+from streamrl.journal.journal_progress import WriterThread
 
 FIRST = "000001.journal"
 

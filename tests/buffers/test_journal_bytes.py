@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from journal_world import DIRECTORY, RUN, World
 from simulated_disk import Inode, SimulatedDisk
 
-from streamrl.buffers import journal_format
-from streamrl.buffers.journal import JournalDamaged, JournalFailed, JournalRefused, open_journal, read_journal
-from streamrl.buffers.journal_format import (
+from streamrl.journal import journal_format
+from streamrl.journal.journal import JournalDamaged, JournalFailed, JournalRefused, open_journal, read_journal
+from streamrl.journal.journal_format import (
     HEAD_BYTES,
     HEADER_BYTES,
     FrameError,

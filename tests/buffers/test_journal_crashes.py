@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from journal_world import DIRECTORY, World, now, power_cuts
 from simulated_disk import PowerCut, SimulatedDisk
 
-from streamrl.buffers.journal import JournalFailed, JournalRefused
-from streamrl.buffers.journal_format import Durability
-from streamrl.buffers.journal_writing import SegmentWriter
+from streamrl.journal.journal import JournalFailed, JournalRefused
+from streamrl.journal.journal_format import Durability
+from streamrl.journal.journal_writing import SegmentWriter
 
 PROGRAM = "agabgafrabaagbfag"
 PROGRAMS = st.text("aaggbfr", min_size=1, max_size=14)

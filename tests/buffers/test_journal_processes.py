@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from writer_process import RUN, check
 
-from streamrl.buffers.journal import JournalFailed, JournalRefused, open_journal, read_journal
+from streamrl.journal.journal import JournalFailed, JournalRefused, open_journal, read_journal
 
 WRITER = Path(__file__).parent / "writer_process.py"
 ROOT = WRITER.parent.parent.parent

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from streamrl.buffers.journal import Journal, JournalFailed, Record, Recovered, open_journal
+from streamrl.journal.journal import Journal, JournalFailed, Record, Recovered, open_journal
 
 RUN = "killed-run"
 

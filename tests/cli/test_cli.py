@@ -21,15 +21,15 @@ import anyio
 import pytest
 import tokenizers
 
-import streamrl.cli_train
-from streamrl.cli import main, report_error
-from streamrl.comm.telemetry import TelemetryPublisher
-from streamrl.config.load import load_recipe
-from streamrl.config.recipe import Recipe
-from streamrl.errors import ProcessDied, RecipeError
-from streamrl.learning.durable_files import files_below, flush_and_digest, write_digests
-from streamrl.preflight import going_on, preflight
-from streamrl.run_events import RunEvent, RunFinished, RunStarted, StepFinished
+import streamrl.cli.train
+from streamrl.base.errors import ProcessDied, RecipeError
+from streamrl.base.run_events import RunEvent, RunFinished, RunStarted, StepFinished
+from streamrl.cli.main import main, report_error
+from streamrl.learning.state.durable_files import files_below, flush_and_digest, write_digests
+from streamrl.observe.telemetry import TelemetryPublisher
+from streamrl.plan.preflight import going_on, preflight
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,16 +190,16 @@ def test_a_metrics_socket_in_the_place_of_a_file(project: Path) -> None:
 
 
 def test_too_little_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.preflight.available_memory", lambda: 1 << 30)
-    monkeypatch.setattr("streamrl.preflight.installed_device", lambda: "cpu")
+    monkeypatch.setattr("streamrl.plan.preflight.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("streamrl.plan.preflight.installed_device", lambda: "cpu")
     (problem,) = problems(project)
     assert "memory: this run needs about" in problem
     assert "1.00 GiB can be had: lower engines.count" in problem
 
 
 def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.preflight.engine_package", lambda: None)
-    monkeypatch.setattr("streamrl.preflight.installed_version", lambda package: None)
+    monkeypatch.setattr("streamrl.plan.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.plan.preflight.installed_version", lambda package: None)
     found = problems(project)
     assert [problem.partition(" is not installed")[0] for problem in found] == ["vllm", "torch", "transformers"]
     found = problems(project, "lora.rank=8", "training.optimizer=adamw_8bit")[-2:]
@@ -400,7 +400,7 @@ class ScriptedPipeline:
 
 
 def run_script(project: Path, monkeypatch: pytest.MonkeyPatch, script: list[Any]) -> int:
-    monkeypatch.setattr(streamrl.cli_train, "Pipeline", ScriptedPipeline)
+    monkeypatch.setattr(streamrl.cli.train, "Pipeline", ScriptedPipeline)
     monkeypatch.setattr(ScriptedPipeline, "script", script)
     return main(["train", str(project)])
 
@@ -542,8 +542,8 @@ def test_watch_says_that_the_endpoint_is_none(capsys: pytest.CaptureFixture[str]
 
 def test_the_command_line_is_quick_and_light() -> None:
     script = (
-        "import time; began = time.perf_counter(); import streamrl.cli; import sys; "
-        "streamrl.cli._parser(); print(time.perf_counter() - began); "
+        "import time; began = time.perf_counter(); import streamrl.cli.main; import sys; "
+        "streamrl.cli.main._parser(); print(time.perf_counter() - began); "
         "print(*(m for m in ('torch', 'vllm', 'zmq', 'numpy', 'rich', 'transformers') if m in sys.modules))"
     )
     best = 10.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli import main
-from streamrl.cli_reward_completions import PlainText
-from streamrl.cli_reward_report import histogram, signal_of, spread
-from streamrl.types import token_array
+from streamrl.base.types import token_array
+from streamrl.cli.main import main
+from streamrl.cli.reward_completions import PlainText
+from streamrl.cli.reward_report import histogram, signal_of, spread
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "sort" / "model"
 REWARD = """

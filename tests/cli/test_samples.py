@@ -7,10 +7,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.cli import main
-from streamrl.control.sample_files import EvaluationSamples, TrainingSamples
-from streamrl.stage_messages import EndedOutcome, Scored, TrajectoryLost
-from streamrl.types import (
+from streamrl.base.stage_messages import EndedOutcome, Scored, TrajectoryLost
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     ScoredTrajectory,
@@ -21,6 +19,8 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.cli.main import main
+from streamrl.evaluate.sample_files import EvaluationSamples, TrainingSamples
 
 
 def decode(token_ids: TokenArray) -> str:

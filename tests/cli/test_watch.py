@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.cli import main
-from streamrl.cli_watch import endpoint_of
-from streamrl.config.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
-from streamrl.errors import StreamRLError
-from streamrl.observe.run_history import RunHistory
-from streamrl.run_events import RunResumed, RunStarted, StepFinished
+from streamrl.base.errors import StreamRLError
+from streamrl.base.run_events import RunResumed, RunStarted, StepFinished
+from streamrl.cli.main import main
+from streamrl.cli.watch import endpoint_of
+from streamrl.observe.terminal.run_history import RunHistory
+from streamrl.plan.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology
 
 
 def run_at(directory: Path, metrics: str = "") -> Path:
@@ -40,7 +40,7 @@ def test_a_run_is_watched_by_its_directory(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_run_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("streamrl.cli_watch.PATIENCE_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.watch.PATIENCE_S", 0.1)
     run = run_at(tmp_path / "one")
     assert main(["watch", str(run)]) == 1
     assert f"the run has ended: no process listens at ipc://{run}/s.metrics" in capsys.readouterr().err

@@ -14,8 +14,10 @@ import anyio
 import msgspec
 import pytest
 
-from streamrl.comm import control_socket
-from streamrl.comm.control_protocol import (
+from streamrl.base.errors import RecipeError, StreamRLError, WireError
+from streamrl.recipe.rewards import Reward
+from streamrl.remote import control_socket
+from streamrl.remote.control_protocol import (
     LARGEST_REQUEST,
     ControlAnswer,
     ControlOperation,
@@ -26,10 +28,8 @@ from streamrl.comm.control_protocol import (
     encode_request,
     length_of,
 )
-from streamrl.comm.control_socket import ControlServer, ask_control, read_key, serving_control
-from streamrl.comm.reward_changes import AttachReward, DetachReward, ListRewards, RewardsChanged, RewardsListed
-from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError, StreamRLError, WireError
+from streamrl.remote.control_socket import ControlServer, ask_control, read_key, serving_control
+from streamrl.remote.reward_changes import AttachReward, DetachReward, ListRewards, RewardsChanged, RewardsListed
 
 LISTED = RewardsListed(request_id=0, reward_version=7)
 DETACH = DetachReward(name="style")

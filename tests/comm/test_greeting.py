@@ -7,9 +7,9 @@ import math
 import anyio
 import pytest
 
+from streamrl.base.errors import NobodyCame, StreamBroken
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import greet
-from streamrl.errors import NobodyCame, StreamBroken
 
 pytestmark = pytest.mark.asyncio
 

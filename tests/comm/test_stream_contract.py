@@ -9,11 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrl import messages
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.comm.zmq_stream import CLOSE_SECONDS
-from streamrl.errors import StreamBroken, StreamClosed, StreamEnded
-from streamrl.types import (
+from streamrl.base import messages
+from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded
+from streamrl.base.types import (
     Completion,
     FinishReason,
     Record,
@@ -22,6 +20,8 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.zmq_stream import CLOSE_SECONDS
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl import messages
+from streamrl.base import messages
+from streamrl.base.errors import WireError
+from streamrl.base.types import Record, TokenArray
 from streamrl.comm import wire
 from streamrl.comm.wire import WireCodec, WireLimits
-from streamrl.errors import WireError
-from streamrl.types import Record, TokenArray
 
 
 class Arrays(Record):

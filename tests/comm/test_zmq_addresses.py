@@ -11,9 +11,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.comm.transport_keys import OPEN_TO_ALL
+from streamrl.base.errors import StreamEnded, StreamRLError
 from streamrl.comm.zmq_stream import CLOSE_SECONDS, zmq_receiver, zmq_sender
-from streamrl.errors import StreamEnded, StreamRLError
+from streamrl.remote.transport_keys import OPEN_TO_ALL
 
 pytestmark = pytest.mark.asyncio
 NewEndpoint = Callable[[str], str]

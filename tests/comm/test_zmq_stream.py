@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import zmq
 
+from streamrl.base.errors import StreamBroken, WireError
+from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, Resume
+from streamrl.base.types import Record, TokenArray
 from streamrl.comm import socket_options, wire
 from streamrl.comm.stream_protocol import Greeting, Kind, Role
 from streamrl.comm.wire import WireLimits, pack_header
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.errors import StreamBroken, WireError
-from streamrl.messages import EngineEvent, EngineLoad, EngineOrder, Resume
-from streamrl.types import Record, TokenArray
 
 pytestmark = pytest.mark.asyncio
 NewEndpoint = Callable[[str], str]
@@ -32,7 +32,7 @@ CHILD = """
 import sys, time, anyio
 from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.messages import EngineOrder, Resume
+from streamrl.base.messages import EngineOrder, Resume
 
 socket_options.HEARTBEAT_INTERVAL_MS = 0  # it answers the heartbeats of the other end and has none of its own
 

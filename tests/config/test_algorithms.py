@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.config.algorithms import METHODS, ObjectiveSettings, objective_settings, why_not_streaming
-from streamrl.config.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective, Surrogate
+from streamrl.recipe.algorithms import METHODS, ObjectiveSettings, objective_settings, why_not_streaming
+from streamrl.recipe.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective, Surrogate
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 

@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config.algorithms import objective_settings
-from streamrl.config.arithmetic import (
+from streamrl.plan.arithmetic import (
     arithmetic_lines,
     batch_arithmetic,
     estimate_memory,
     process_lines,
     staleness_sentence,
 )
-from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
-from streamrl.config.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, Surrogate
-from streamrl.config.objective_text import algorithm_lines, off_policy_sentence, streaming_notice, streaming_sentence
-from streamrl.config.recipe import (
+from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.plan.topology import plan_topology
+from streamrl.recipe.algorithms import objective_settings
+from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, Surrogate
+from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind, StalePolicy
+from streamrl.recipe.sections import (
     Checkpoint,
     Engines,
     EngineShape,
@@ -37,8 +38,7 @@ from streamrl.config.recipe import (
     Transport,
     TransportKind,
 )
-from streamrl.config.scheduling import InFlight, Rollout, RoundKind, StalePolicy
-from streamrl.config.topology import plan_topology
+from streamrl.rules.objective_text import algorithm_lines, off_policy_sentence, streaming_notice, streaming_sentence
 
 RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))
 FACTS = ModelFacts(

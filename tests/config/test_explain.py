@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec import inspect
 
-from streamrl.config.check_fields import section_struct, struct_fields
-from streamrl.config.explain import explain
-from streamrl.config.recipe import Recipe
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.check_fields import section_struct, struct_fields
+from streamrl.recipe.sections import Recipe
+from streamrl.rules.explain import explain
 
 SECTIONS = {field.name: section_struct(field.type) for field in struct_fields(Recipe)}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.check_fields import section_struct, struct_fields
-from streamrl.config.explain import explain
-from streamrl.config.foreign_keys import FOREIGN_KEYS, foreign_answer
-from streamrl.config.load import load_recipe
-from streamrl.config.recipe import Recipe
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.check_fields import section_struct, struct_fields
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.rules.explain import explain
+from streamrl.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
 
 SECTIONS = {field.name: section_struct(field.type) for field in struct_fields(Recipe)}
 VERL = """

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.load import dump_recipe, load_recipe
-from streamrl.config.rewards import PATH_OPTIONS
-from streamrl.config.threads import judge_threads, trainer_threads
-from streamrl.config.topology import JUDGE, Role, judge_socket, plan_topology
-from streamrl.engines.judge_options import judge_options, judge_problems
-from streamrl.errors import RecipeError
-from streamrl.rewards.builtin import BUILTIN
+from streamrl.base.errors import RecipeError
+from streamrl.judge.options import judge_options, judge_problems
+from streamrl.plan.threads import judge_threads, trainer_threads
+from streamrl.plan.topology import JUDGE, Role, judge_socket, plan_topology
+from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.recipe.rewards import PATH_OPTIONS
+from streamrl.rewards.builtin.catalog import BUILTIN
 
 HEAD = '[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n'
 ASKING = '[[rewards]]\nfunction = "judge"\n'

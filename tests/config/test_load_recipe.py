@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config.load import check_recipe, dump_recipe, load_recipe
-from streamrl.config.objective import Algorithm, Objective
-from streamrl.config.recipe import Engines, Evaluation, Model, Prompts, Recipe, Reward, Sampling, Training
-from streamrl.config.scheduling import InFlight, Rollout, RoundKind
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.load import check_recipe, dump_recipe, load_recipe
+from streamrl.recipe.objective import Algorithm, Objective
+from streamrl.recipe.scheduling import InFlight, Rollout, RoundKind
+from streamrl.recipe.sections import Engines, Evaluation, Model, Prompts, Recipe, Reward, Sampling, Training
 
 DEMO = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
@@ -433,7 +433,7 @@ def test_written_values_are_toml(value: str, number: float) -> None:
     class Document(msgspec.Struct):
         section: Section
 
-    from streamrl.config.toml_text import toml_document
+    from streamrl.recipe.toml_text import toml_document
 
     parsed: Any = tomllib.loads(toml_document(Document(Section(value, number))))
     assert parsed == {"section": {"text": value, "number": number}}
@@ -451,8 +451,8 @@ def test_written_values_are_toml(value: str, number: float) -> None:
 def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
     tmp_path_factory: pytest.TempPathFactory, junk: Any, section: str
 ) -> None:
-    from streamrl.config.check_fields import check_recipe_table
-    from streamrl.config.problems import Origin
+    from streamrl.recipe.check_fields import check_recipe_table
+    from streamrl.recipe.problems import Origin
 
     table = tomllib.loads(GOOD) | {section: junk}
     checked = check_recipe_table(table, Origin("demo.toml", {}))

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.config.judge import Judge
-from streamrl.config.placement import Demand, Gpu, Placement, place
-from streamrl.config.recipe import Engines, EngineShape, Launch, Model, Prompts, Recipe, Reward, Training, Transport
-from streamrl.config.rewards import RewardLimits
-from streamrl.config.topology import plan_topology
+from streamrl.plan.placement import Demand, Gpu, Placement, place
+from streamrl.plan.topology import plan_topology
+from streamrl.recipe.judge import Judge
+from streamrl.recipe.rewards import RewardLimits
+from streamrl.recipe.sections import Engines, EngineShape, Launch, Model, Prompts, Recipe, Reward, Training, Transport
 
 GIB = 1 << 30
 SMALL = Demand(engine=2 * GIB, rank=8 * GIB)

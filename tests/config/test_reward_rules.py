@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from streamrl.config.load import check_recipe, dump_recipe, load_recipe
-from streamrl.config.recipe import Model, Prompts, Recipe
-from streamrl.config.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.load import check_recipe, dump_recipe, load_recipe
+from streamrl.recipe.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.sections import Model, Prompts, Recipe
 
 HEAD = '[model]\npath = "m"\n\n[prompts]\ntrain = "t.jsonl"\n\n'
 

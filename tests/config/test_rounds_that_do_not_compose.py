@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward
-from streamrl.config.rules import broken_rules
-from streamrl.config.scheduling import LengthSorted, Losers, Rollout, RoundKind, TailBatching
+from streamrl.recipe.scheduling import LengthSorted, Losers, Rollout, RoundKind, TailBatching
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward
+from streamrl.rules.rules import broken_rules
 
 TAIL = RoundKind.TAIL_BATCHING
 

@@ -6,8 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.objective import Algorithm
-from streamrl.config.recipe import (
+from streamrl.control.settings import control_settings
+from streamrl.control.state import ControlState
+from streamrl.plan.threads import trainer_threads
+from streamrl.recipe.objective import Algorithm
+from streamrl.recipe.scheduling import (
+    GroupSizing,
+    InFlight,
+    LengthSorted,
+    Losers,
+    Rollout,
+    RoundKind,
+    SizingKind,
+    StalePolicy,
+    TailBatching,
+)
+from streamrl.recipe.sections import (
     Engines,
     EngineShape,
     Launch,
@@ -20,22 +34,8 @@ from streamrl.config.recipe import (
     Run,
     Transport,
 )
-from streamrl.config.recipe import TransportKind as Kind
-from streamrl.config.rules import broken_rules
-from streamrl.config.scheduling import (
-    GroupSizing,
-    InFlight,
-    LengthSorted,
-    Losers,
-    Rollout,
-    RoundKind,
-    SizingKind,
-    StalePolicy,
-    TailBatching,
-)
-from streamrl.config.threads import trainer_threads
-from streamrl.control.settings import control_settings
-from streamrl.control.state import ControlState
+from streamrl.recipe.sections import TransportKind as Kind
+from streamrl.rules.rules import broken_rules
 
 TAIL = Rollout(rounds=RoundKind.TAIL_BATCHING)
 SORTED = Rollout(rounds=RoundKind.LENGTH_SORTED)

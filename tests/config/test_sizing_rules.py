@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from streamrl.config import sizing_rules
-from streamrl.config.objective import AdvantageKind, Algorithm, Objective
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Run, Training
-from streamrl.config.scheduling import GroupSizing, LengthSorted, Rollout, RoundKind, SizingKind, StalePolicy
+from streamrl.recipe.objective import AdvantageKind, Algorithm, Objective
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Rollout, RoundKind, SizingKind, StalePolicy
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Run, Training
+from streamrl.rules import sizing_rules
 
 SAGC = GroupSizing(kind=SizingKind.SAGC)
 RANDOM = GroupSizing(kind=SizingKind.RANDOM, shares=(0.5, 0.3, 0.2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.messages import WeightAnnouncement, WeightSource
+from streamrl.base.messages import WeightAnnouncement, WeightSource
 
 
 def announced(version: int, base: int | None) -> WeightAnnouncement:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from streamrl.config.scheduling import RoundKind, StalePolicy
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.types import DropReason, FinishReason, TrajectoryId
+from streamrl.recipe.scheduling import RoundKind, StalePolicy
 
 
 def control_settings(**changes: object) -> ControlSettings:

@@ -13,7 +13,16 @@ from random import Random
 import msgspec
 from control_world import World, control_settings
 
-from streamrl.config.scheduling import (
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.control.prompt_queue import DomainShares
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import EXHAUSTED, ControlState
+from streamrl.journal.kept_state import ControlSnapshot
+from streamrl.journal.snapshot import take_snapshot
+from streamrl.policies.round_policies import ROUND_POLICIES
+from streamrl.recipe.scheduling import (
     GroupSizing,
     LengthSorted,
     Losers,
@@ -22,15 +31,6 @@ from streamrl.config.scheduling import (
     StalePolicy,
     TailBatching,
 )
-from streamrl.control import actions as do
-from streamrl.control import events as on
-from streamrl.control.kept_state import ControlSnapshot
-from streamrl.control.prompt_queue import DomainShares
-from streamrl.control.rounds import ROUND_POLICIES
-from streamrl.control.settings import ControlSettings
-from streamrl.control.snapshot import take_snapshot
-from streamrl.control.state import EXHAUSTED, ControlState
-from streamrl.types import DropReason, FinishReason, TrajectoryId
 
 POLICIES = ("", "", "drop_group")  # what a recipe may want when a reward failed
 DOMAINS = {"easy": 2.0, "hard": 1.0}

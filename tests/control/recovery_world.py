@@ -11,14 +11,14 @@ import msgspec
 from control_world import World
 from policy_world import PolicyWorld
 
+from streamrl.base.types import DropReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.outstanding import Outstanding, TrainedBatch
 from streamrl.control.settings import ControlSettings
-from streamrl.control.snapshot import take_snapshot
 from streamrl.control.state import EXHAUSTED, ControlState
-from streamrl.control.whole_state import WholeState, keep_whole, restore_whole
-from streamrl.types import DropReason, TrajectoryId
+from streamrl.journal.outstanding import Outstanding, TrainedBatch
+from streamrl.journal.snapshot import take_snapshot
+from streamrl.journal.whole_state import WholeState, keep_whole, restore_whole
 
 TRANSIENT = {"_changed", "newest", "_late", "_ticks", "_curve"}
 """Attributes that do not outlive an event, or are made of others when they are needed."""

@@ -11,16 +11,16 @@ from policy_world import domain_of, random_settings
 from recovery_world import through_bytes
 from test_whole_state import ON_POLICY
 
-from streamrl.config.rewards import FailurePolicy
-from streamrl.config.scheduling import RoundKind, TailBatching
+from streamrl.base.seeds import derive_seed
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.outstanding import Outstanding
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.control.whole_state import keep_whole, restore_whole
-from streamrl.seeds import derive_seed
-from streamrl.types import DropReason, FinishReason, TrajectoryId
+from streamrl.journal.outstanding import Outstanding
+from streamrl.journal.whole_state import keep_whole, restore_whole
+from streamrl.recipe.rewards import FailurePolicy
+from streamrl.recipe.scheduling import RoundKind, TailBatching
 
 Told = on.ControlEvent
 DECISIONS = (do.LaunchGroup, do.TrainGroupNow, do.StepOptimizer, do.PublishWeights, do.DrawPrompts, do.Evaluate)

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.config.scheduling import Losers, RoundKind, StalePolicy, TailBatching
 from streamrl.control.actions import Explain
 from streamrl.control.events import EnginesMeasured, RoundTimed
-from streamrl.control.prediction import Form
-from streamrl.control.rounds.auto import FIRST_GROUPS, SYNCHRONOUS, AutoRounds
-from streamrl.control.rounds.policy import GroupObserved, Launch, Remainder, RoundView, Source
+from streamrl.control.round_policy import GroupObserved, Launch, Remainder, RoundView, Source
 from streamrl.control.settings import ControlSettings
+from streamrl.policies.adviser.auto import FIRST_GROUPS, SYNCHRONOUS, AutoRounds
+from streamrl.policies.adviser.prediction import Form
+from streamrl.recipe.scheduling import Losers, RoundKind, StalePolicy, TailBatching
 
 Group = tuple[float, tuple[int, ...]]
 
@@ -310,7 +310,7 @@ def test_follows_a_drift_into_the_tail_and_out_of_it() -> None:
 
 
 def test_a_small_gain_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrl.control.rounds import auto
+    from streamrl.policies.adviser import auto
 
     monkeypatch.setattr(auto, "LEAST_GAIN", 9.0)
     engine = tail_bound()

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import CheckpointSaved, SaveCheckpoint, TrainingOrder
+from streamrl.base.whole_files import beside_folder, leave_beside, take_beside, write_link
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec, WireLimits
-from streamrl.config.load import load_recipe
-from streamrl.config.recipe import Checkpoint
-from streamrl.control.checkpoints import SCORES as SCORES_FILE
-from streamrl.control.checkpoints import CheckpointKeeper, read_scores, to_forget
 from streamrl.control.settings import control_settings
-from streamrl.control.trainer_ranks import TrainerRanks
-from streamrl.errors import StreamRLError
-from streamrl.learning.durable_files import files_below, flush_and_digest, newest_checkpoint, write_digests
-from streamrl.messages import CheckpointSaved, SaveCheckpoint, TrainingOrder
-from streamrl.whole_files import beside_folder, leave_beside, take_beside, write_link
+from streamrl.learning.state.durable_files import files_below, flush_and_digest, newest_checkpoint, write_digests
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Checkpoint
+from streamrl.run.checkpoints import SCORES as SCORES_FILE
+from streamrl.run.checkpoints import CheckpointKeeper, read_scores, to_forget
+from streamrl.run.trainer_ranks import TrainerRanks
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from control_world import control_settings
 from policy_world import PolicyWorld
 
-from streamrl.config.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind
 from streamrl.control import actions as do
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind
 
 COHORT = 3
 SORTED = {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=COHORT)}

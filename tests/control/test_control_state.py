@@ -10,13 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.config.load import load_recipe
-from streamrl.config.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
-from streamrl.control import events as on
-from streamrl.control.outcome_events import event_of
-from streamrl.control.settings import control_settings as settings_of
-from streamrl.stage_messages import Scored
-from streamrl.types import (
+from streamrl.base.stage_messages import Scored
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     ScoredTrajectory,
@@ -26,6 +21,11 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.control import events as on
+from streamrl.control.settings import control_settings as settings_of
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.run.outcome_events import event_of
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 ROUNDS: dict[str, dict[str, object]] = {

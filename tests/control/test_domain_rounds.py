@@ -5,10 +5,10 @@ from __future__ import annotations
 from control_world import control_settings
 from policy_world import DOMAINS, PolicyWorld
 
-from streamrl.config.scheduling import RoundKind, TailBatching
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.engine_cost import LONG
+from streamrl.policies.adviser.engine_cost import LONG
+from streamrl.recipe.scheduling import RoundKind, TailBatching
 
 
 def domain_race(groups: int = 3, steps: int = 12, **options: object) -> PolicyWorld:

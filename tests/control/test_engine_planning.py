@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.control.engine_planning import (
+from streamrl.elastic.engine_planning import (
     Lengths,
     OpenRequest,
     PlanningSettings,

@@ -8,19 +8,19 @@ import anyio
 import msgspec
 import pytest
 
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import EngineLoad, WeightAnnouncement
+from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
+from streamrl.base.types import Prompt, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.config.scheduling import InFlight
 from streamrl.control.actions import Explain
-from streamrl.control.engine_planning import PlanningSettings
-from streamrl.control.engine_release import EngineRelease, EngineSizes
-from streamrl.control.publisher import WeightPublisher
+from streamrl.elastic.engine_planning import PlanningSettings
+from streamrl.elastic.engine_release import EngineRelease, EngineSizes
 from streamrl.engines.engine_pool import LOST, EnginePool
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError
-from streamrl.messages import EngineLoad, WeightAnnouncement
-from streamrl.stage_messages import FinishedTrajectory, LaunchTrajectory
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Prompt, TrajectoryId, token_array
+from streamrl.sync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.asyncio
 

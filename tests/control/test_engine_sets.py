@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config.topology import expected_kv_tokens
-from streamrl.control.engine_sets import (
+from streamrl.base.errors import RecipeError
+from streamrl.elastic.engine_sets import (
     EngineSet,
     KindHistory,
     Ratio,
@@ -23,7 +23,7 @@ from streamrl.control.engine_sets import (
     plan_engine_set,
     with_round,
 )
-from streamrl.errors import RecipeError
+from streamrl.plan.topology import expected_kv_tokens
 
 WIDE = EngineSet(name="8x1", engines=8, tensor_parallel=1, kv_tokens=40_000)
 DEEP = EngineSet(name="4x2", engines=4, tensor_parallel=2, kv_tokens=120_000)

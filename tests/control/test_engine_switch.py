@@ -9,11 +9,11 @@ import anyio
 import msgspec
 import pytest
 
-from streamrl.control.engine_sets import EngineSet, SetPlan
-from streamrl.control.engine_switch import SWITCH, EngineSwitch, PreparedEngines
-from streamrl.errors import EngineError
-from streamrl.messages import EngineLoad
-from streamrl.types import TrajectoryId
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import EngineLoad
+from streamrl.base.types import TrajectoryId
+from streamrl.elastic.engine_sets import EngineSet, SetPlan
+from streamrl.elastic.engine_switch import SWITCH, EngineSwitch, PreparedEngines
 
 pytestmark = pytest.mark.asyncio
 

@@ -11,14 +11,8 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from streamrl.config.load import load_recipe
-from streamrl.control.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
-from streamrl.control.evaluation import Evaluation, HeldOut
-from streamrl.control.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
-from streamrl.control.sample_files import EvaluationSamples
-from streamrl.errors import RecipeError, StreamRLError
-from streamrl.processes.controller_parts import read_held_out
-from streamrl.stage_messages import (
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.stage_messages import (
     CancelTrajectories,
     LaunchTrajectory,
     RewardOutcome,
@@ -26,7 +20,7 @@ from streamrl.stage_messages import (
     Scored,
     TrajectoryLost,
 )
-from streamrl.types import (
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     RewardFailure,
@@ -38,6 +32,12 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.evaluate.evaluation import Evaluation, HeldOut
+from streamrl.evaluate.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
+from streamrl.evaluate.sample_files import EvaluationSamples
+from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
+from streamrl.recipe.load import load_recipe
+from streamrl.run.controller_parts import read_held_out
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from control_world import control_settings
 
+from streamrl.base.errors import StreamRLError
 from streamrl.control import events as on
 from streamrl.control.actions import Explain
-from streamrl.control.event_log import EventLog, LogEntry, read_log
-from streamrl.errors import StreamRLError
+from streamrl.journal.event_log import EventLog, LogEntry, read_log
 
 EVENTS = [on.RunBegan(), *(on.PromptsDrawn(prompt_ids=(f"p{n}",)) for n in range(5))]
 

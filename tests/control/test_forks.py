@@ -10,9 +10,9 @@ from control_world import control_settings
 from policy_world import PolicyWorld
 from test_resumed_rounds import drive
 
-from streamrl.config.scheduling import LengthSorted, Losers, RoundKind, TailBatching
 from streamrl.control.settings import ControlSettings
-from streamrl.control.snapshot import take_snapshot
+from streamrl.journal.snapshot import take_snapshot
+from streamrl.recipe.scheduling import LengthSorted, Losers, RoundKind, TailBatching
 
 GROUPS, SIZE = 4, 4
 TAIL, SORTED = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.config.scheduling import GroupSizing, SizingKind
-from streamrl.control import sagc
-from streamrl.control.group_sizing import (
+from streamrl.observe.metrics.all_metrics import unregistered
+from streamrl.policies import sagc
+from streamrl.policies.group_sizing import (
     FixedSize,
     GroupLengths,
     GroupSizer,
@@ -27,7 +27,7 @@ from streamrl.control.group_sizing import (
     StragglerAwareSize,
     make_group_sizer,
 )
-from streamrl.observe.metrics import unregistered
+from streamrl.recipe.scheduling import GroupSizing, SizingKind
 
 BATCH = 128
 SIZES = (4, 8, 16, 32)

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from policy_world import PolicyWorld
 
 from streamrl.buffers.rollout_buffer import PromptTicket
-from streamrl.config.scheduling import GroupSizing, RoundKind, SizingKind, TailBatching
 from streamrl.control import actions as do
-from streamrl.control.engine_cost import LONG, SHORT
 from streamrl.control.prompt_queue import DomainShares, LoserQueues
-from streamrl.control.rounds.tail_batching import TailBatching as TailBatchingRounds
 from streamrl.control.settings import ControlSettings
+from streamrl.policies.adviser.engine_cost import LONG, SHORT
+from streamrl.policies.tail_batching import TailBatching as TailBatchingRounds
+from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, TailBatching
 
 
 def race(groups: int, steps: int, **options: object) -> ControlSettings:

@@ -10,13 +10,13 @@ from policy_world import COMBINATIONS, random_run
 from recovery_world import CrashWorld
 from test_whole_state import ON_POLICY
 
-from streamrl.config.scheduling import RoundKind, TailBatching
+from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.outstanding import Outstanding
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.types import FinishReason, TrajectoryId
+from streamrl.journal.outstanding import Outstanding
+from streamrl.recipe.scheduling import RoundKind, TailBatching
 
 
 @pytest.mark.parametrize(("composition", "sizing"), COMBINATIONS)

@@ -10,11 +10,11 @@ from statistics import NormalDist, fmean
 import msgspec
 import pytest
 
-from streamrl.control.engine_cost import EngineCost, FadingLine, RoundLoad, StepCurve
 from streamrl.control.events import EnginesMeasured, RoundTimed
-from streamrl.control.length_estimate import Curve, LengthEstimate, SurvivalHistogram
-from streamrl.control.load_profile import LoadProfile, PlayedLoad
-from streamrl.control.prediction import BatchShape, Form, Prediction, Schedule, predict
+from streamrl.policies.adviser.engine_cost import EngineCost, FadingLine, RoundLoad, StepCurve
+from streamrl.policies.adviser.length_estimate import Curve, LengthEstimate, SurvivalHistogram
+from streamrl.policies.adviser.load_profile import LoadProfile, PlayedLoad
+from streamrl.policies.adviser.prediction import BatchShape, Form, Prediction, Schedule, predict
 
 NORMAL = NormalDist()
 SYNCHRONOUS = Schedule()

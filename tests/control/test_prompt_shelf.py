@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from streamrl.base.errors import RecipeError
+from streamrl.base.types import Prompt, token_array
+from streamrl.buffers.prompt_shelf import FEW_PROMPTS, PromptShelf
 from streamrl.control.events import PromptsDrawn
-from streamrl.control.prompt_shelf import FEW_PROMPTS, PromptShelf
-from streamrl.errors import RecipeError
-from streamrl.types import Prompt, token_array
 
 
 def prompts(first: int, count: int) -> list[Prompt]:

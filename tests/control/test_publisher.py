@@ -10,13 +10,13 @@ import pytest
 from announcements import announced
 from anyio.abc import TaskGroup
 
-from streamrl.comm.waits import Waits
-from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import WeightPublisher
-from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, VersionLeft, WeightError
-from streamrl.messages import EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, token_array
+from streamrl.base.errors import EngineError, VersionLeft, WeightError
+from streamrl.base.messages import EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.types import Completion, token_array
+from streamrl.base.waits import Waits
+from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
+from streamrl.sync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.asyncio
 

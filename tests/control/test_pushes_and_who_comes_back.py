@@ -9,10 +9,10 @@ import pytest
 from announcements import announced
 from anyio.abc import TaskGroup
 
-from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import WeightPublisher
-from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
-from streamrl.messages import OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.messages import OrderDone, PauseMode, WeightAnnouncement
+from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
+from streamrl.sync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.asyncio
 

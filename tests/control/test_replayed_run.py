@@ -11,14 +11,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
 from control_world import control_settings
 from scripted_parts import SimulatedRun
 
-import streamrl.cli
-from streamrl.config.scheduling import RoundKind
-from streamrl.control.event_log import EventLog
+import streamrl.cli.main
+from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control.events import PromptsDrawn, RunBegan, TrajectoryScored
-from streamrl.control.replayed_run import describe, replay_run
-from streamrl.control.wait_reason import WaitReason
-from streamrl.observe.crash_bundle import write_crash_bundle
-from streamrl.types import FinishReason, TrajectoryId
+from streamrl.journal.event_log import EventLog
+from streamrl.journal.replayed_run import describe, replay_run
+from streamrl.observe.report.wait_reason import WaitReason
+from streamrl.recipe.scheduling import RoundKind
+from streamrl.supervise.crash.crash_bundle import write_crash_bundle
 
 
 @pytest.fixture
@@ -47,18 +47,18 @@ def test_what_was_in_flight_and_what_it_waited_for(recorded: Path) -> None:
 
 
 def test_the_command_reads_a_directory_and_a_bundle(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert streamrl.cli.main(["replay", str(recorded)]) == 0
+    assert streamrl.cli.main.main(["replay", str(recorded)]) == 0
     of_directory = capsys.readouterr().out
     bundle = write_crash_bundle(recorded, "engine-0 was killed by SIGKILL\n  last words", environment={})
-    assert streamrl.cli.main(["replay", str(bundle)]) == 0
+    assert streamrl.cli.main.main(["replay", str(bundle)]) == 0
     of_bundle = capsys.readouterr().out
     assert of_bundle.endswith(of_directory)
     assert "engine-0 was killed by SIGKILL\n    last words" in of_bundle and "msgspec " in of_bundle
     (recorded / "events.jsonl").unlink()
     empty = write_crash_bundle(recorded, "before anything", environment={})
-    assert streamrl.cli.main(["replay", str(empty)]) == 0
+    assert streamrl.cli.main.main(["replay", str(empty)]) == 0
     assert "no events to replay" in capsys.readouterr().out
-    assert streamrl.cli.main(["replay", str(recorded)]) == 1
+    assert streamrl.cli.main.main(["replay", str(recorded)]) == 1
     assert "not the directory of a run" in capsys.readouterr().err
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from policy_world import PolicyWorld, control_settings
 
-from streamrl.config.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind
-from streamrl.control.group_sizing import make_group_sizer
-from streamrl.control.rounds import make_round_policy
-from streamrl.seeds import derive_seed
-from streamrl.types import TrajectoryId
+from streamrl.base.seeds import derive_seed
+from streamrl.base.types import TrajectoryId
+from streamrl.policies.group_sizing import make_group_sizer
+from streamrl.policies.round_policies import make_round_policy
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind
 
 Draw = tuple[str, int, int]
 STEPS = 8

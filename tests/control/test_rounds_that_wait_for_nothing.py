@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 from control_world import World, control_settings
 
-from streamrl.config.scheduling import Losers, RoundKind, TailBatching
 from streamrl.control import state as control_state
-from streamrl.control.rounds.policy import Candidate, Launch, RoundView, Source
-from streamrl.control.rounds.synchronous import SynchronousRounds
+from streamrl.control.round_policy import Candidate, Launch, RoundView, Source
 from streamrl.control.settings import ControlSettings
+from streamrl.control.synchronous import SynchronousRounds
+from streamrl.recipe.scheduling import Losers, RoundKind, TailBatching
 
 
 class LaunchesNoGroups(SynchronousRounds):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from control_world import control_settings
 
-from streamrl.buffers.journal import open_journal, read_journal
-from streamrl.control import run_journal
+from streamrl.base.types import Prompt, token_array
 from streamrl.control.events import CheckpointDone, RunBegan
-from streamrl.control.journal_records import JournalCodec, JournalPrompts
-from streamrl.control.run_journal import RunJournal
 from streamrl.control.state import ControlState
-from streamrl.types import Prompt, token_array
+from streamrl.journal import run_journal
+from streamrl.journal.journal import open_journal, read_journal
+from streamrl.journal.journal_records import JournalCodec, JournalPrompts
+from streamrl.journal.run_journal import RunJournal
 
 
 @pytest.mark.asyncio

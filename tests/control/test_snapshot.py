@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from control_world import World, control_settings
 
-from streamrl.config.scheduling import GroupSizing, RoundKind, SizingKind, TailBatching
+from streamrl.base.errors import StreamRLError
+from streamrl.base.types import Prompt, token_array
+from streamrl.buffers.prompt_shelf import PromptShelf
 from streamrl.control import events as on
-from streamrl.control.control_file import control_file, read_control_file
-from streamrl.control.kept_state import CONTROL_FILE
-from streamrl.control.prompt_shelf import PromptShelf
-from streamrl.control.snapshot import take_snapshot
 from streamrl.control.state import ControlState
-from streamrl.errors import StreamRLError
-from streamrl.types import Prompt, token_array
+from streamrl.journal.control_file import control_file, read_control_file
+from streamrl.journal.kept_state import CONTROL_FILE
+from streamrl.journal.snapshot import take_snapshot
+from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, TailBatching
 
 RACING = control_settings(
     rounds=RoundKind.TAIL_BATCHING,

@@ -12,24 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config.scheduling import RoundKind, StalePolicy
-from streamrl.control.actions import LaunchGroup
-from streamrl.control.alarms import Alarms, alarm_rules
-from streamrl.control.events import PromptsDrawn, RunBegan
-from streamrl.control.publisher import PushReport
-from streamrl.control.reward_window import RewardWindow
-from streamrl.control.run_report import RunReport
-from streamrl.control.sampled_work import SampledWork
-from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
-from streamrl.control.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
-from streamrl.control.wait_reason import WaitReason
-from streamrl.messages import EngineLoad
-from streamrl.observe.metrics import unregistered
-from streamrl.run_events import RunEvent, StepFinished
-from streamrl.stage_messages import RolloutStatistics, Scored, TrajectoryHeld, TrajectoryLost
-from streamrl.types import (
+from streamrl.base.messages import EngineLoad
+from streamrl.base.run_events import RunEvent, StepFinished
+from streamrl.base.stage_messages import RolloutStatistics, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.types import (
     DropReason,
     FinishReason,
     Prompt,
@@ -43,6 +29,20 @@ from streamrl.types import (
     VersionSpan,
     token_array,
 )
+from streamrl.control.actions import LaunchGroup
+from streamrl.control.events import PromptsDrawn, RunBegan
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.observe.metrics.all_metrics import unregistered
+from streamrl.observe.report.alarms import Alarms, alarm_rules
+from streamrl.observe.report.reward_window import RewardWindow
+from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.sampled_work import SampledWork
+from streamrl.observe.report.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
+from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
+from streamrl.observe.report.wait_reason import WaitReason
+from streamrl.recipe.scheduling import RoundKind, StalePolicy
+from streamrl.sync.publisher import PushReport
 
 HEADER = TraceHeader(
     schema=TRACE_SCHEMA,

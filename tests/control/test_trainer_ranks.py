@@ -5,10 +5,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.control.trainer_ranks import TrainerRanks
-from streamrl.errors import StreamBroken, VersionLeft, WeightError
-from streamrl.messages import (
+from streamrl.base.errors import StreamBroken, VersionLeft, WeightError
+from streamrl.base.messages import (
     CheckpointSaved,
     CloseBatch,
     EnginesFreed,
@@ -18,7 +16,9 @@ from streamrl.messages import (
     TrainingOrder,
     TrainTogether,
 )
-from streamrl.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
+from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.run.trainer_ranks import TrainerRanks
 
 pytestmark = pytest.mark.asyncio
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.control.trajectory_trace import (
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.report.trajectory_trace import (
     TRACE_SCHEMA,
     TRAINED,
     EnginesLine,
@@ -21,7 +22,6 @@ from streamrl.control.trajectory_trace import (
     TrajectoryTrace,
     read_trace,
 )
-from streamrl.errors import StreamRLError
 
 HEADER = TraceHeader(
     schema=TRACE_SCHEMA,

@@ -13,15 +13,15 @@ from control_world import control_settings
 from policy_world import COMBINATIONS, PolicyWorld, random_run
 from scripted_parts import SimulatedRun
 
-from streamrl.config.scheduling import RoundKind
+from streamrl.base.run_events import StepFinished
+from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.run_waits import RunWaits
 from streamrl.control.state import ControlState
-from streamrl.control.wait_reason import ShellView, WaitReason, wait_reason
-from streamrl.observe.metrics import unregistered
-from streamrl.run_events import StepFinished
-from streamrl.types import FinishReason, TrajectoryId
+from streamrl.observe.metrics.all_metrics import unregistered
+from streamrl.observe.report.run_waits import RunWaits
+from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reason
+from streamrl.recipe.scheduling import RoundKind
 
 BUSY = ShellView(sampling=8, capacity=16)
 

@@ -10,13 +10,13 @@ import anyio
 import msgspec
 import pytest
 
-from streamrl.config.canary import PROBE_TOKENS, probe_tokens
-from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import PushReport, WeightPublisher
-from streamrl.control.weight_canary import CanaryReport, WeightCanary, deviation
-from streamrl.errors import EngineError
-from streamrl.messages import Generate, OrderDone, WeightAnnouncement
-from streamrl.types import Completion, FinishReason, VersionSpan, float_array
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
+from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array
+from streamrl.recipe.canary import PROBE_TOKENS, probe_tokens
+from streamrl.recipe.scheduling import InFlight
+from streamrl.sync.publisher import PushReport, WeightPublisher
+from streamrl.sync.weight_canary import CanaryReport, WeightCanary, deviation
 from tests.control.test_publisher import Anchors, CountingEngine, announced
 
 pytestmark = pytest.mark.asyncio

@@ -14,15 +14,15 @@ from msgspec import inspect
 from policy_world import COMBINATIONS, PolicyWorld, random_run
 from recovery_world import RecoveryWorld, TwinWorld, shown, through_bytes
 
+from streamrl.base.errors import StreamRLError
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.buffers.slots import KeptSlots
-from streamrl.config.scheduling import LengthSorted, RoundKind
 from streamrl.control import events as on
-from streamrl.control.outstanding import Outstanding
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.control.whole_state import WholeState, keep_whole, restore_whole
-from streamrl.errors import StreamRLError
-from streamrl.types import DropReason, FinishReason, TrajectoryId
+from streamrl.journal.outstanding import Outstanding
+from streamrl.journal.whole_state import WholeState, keep_whole, restore_whole
+from streamrl.recipe.scheduling import LengthSorted, RoundKind
 
 ON_POLICY = [
     pair

@@ -12,15 +12,15 @@ import anyio.abc
 import msgspec
 import pytest
 
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import EngineEvent, EngineOrder, Generate
+from streamrl.base.types import token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling
 from streamrl.engines.engine_host import WatchedEngine, serve_engine
-from streamrl.engines.engine_options import EngineOptions, engine_options
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.errors import EngineError
-from streamrl.messages import EngineEvent, EngineOrder, Generate
-from streamrl.types import token_array
+from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.vllm.options import EngineOptions, engine_options
 
 Served = Callable[[WatchedEngine], AbstractAsyncContextManager[RemoteEngine]]
 Hosted = Callable[[EngineOptions, Path], AbstractAsyncContextManager[tuple[RemoteEngine, anyio.abc.Process]]]

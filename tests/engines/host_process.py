@@ -8,11 +8,11 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.engine_host import serve_engine
-from streamrl.engines.engine_options import EngineOptions
-from streamrl.engines.vllm_engine import VllmEngine
-from streamrl.messages import EngineEvent, EngineOrder
+from streamrl.vllm.engine import VllmEngine
+from streamrl.vllm.options import EngineOptions
 
 
 async def serve(options: EngineOptions) -> None:

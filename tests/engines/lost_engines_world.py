@@ -13,22 +13,22 @@ import anyio
 import anyio.abc
 from recovery_host import LENGTHS
 
+from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
+from streamrl.base.run_events import EngineBack, EngineLost
+from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
+from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.supervisor_orders import SupervisorOrder
-from streamrl.config.scheduling import InFlight
-from streamrl.config.topology import ProcessPlan, Role, Topology
-from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.engine_recovery import EngineRecovery, RecoverySettings
 from streamrl.engines.engine_seat import EngineSeat
-from streamrl.engines.simulated_engine import SimulationOptions
-from streamrl.engines.simulated_text import UniformText
-from streamrl.messages import Generate, WeightAnnouncement, WeightSource
-from streamrl.processes.supervisor import Supervisor
-from streamrl.run_events import EngineBack, EngineLost
-from streamrl.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
+from streamrl.engines.simulated.engine import SimulationOptions
+from streamrl.engines.simulated.text import UniformText
+from streamrl.plan.topology import ProcessPlan, Role, Topology
+from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Prompt, TokenArray, TrajectoryId, token_array
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.supervise.supervisor_orders import SupervisorOrder
+from streamrl.sync.publisher import WeightPublisher
 
 HOST = Path(__file__).with_name("recovery_host.py")
 MAX_TOKENS = 200

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import anyio
 
-from streamrl.config.topology import Role, read_topology
+from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady, Generate
+from streamrl.base.types import Completion
 from streamrl.engines.engine_host import serve_controllers
-from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.messages import EngineEvent, EngineOrder, EngineReady, Generate
-from streamrl.processes.child import leave, parse_arguments
-from streamrl.processes.controller_streams import controller_streams
-from streamrl.processes.parent_death import die_with_parent
-from streamrl.types import Completion
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.plan.topology import Role, read_topology
+from streamrl.run.controller_streams import controller_streams
+from streamrl.supervise.child import leave, parse_arguments
+from streamrl.supervise.parent_death import die_with_parent
 
 POISON = 666
 LENGTHS = LengthMixture(median=60.0, sigma=0.5, long_share=0.0)

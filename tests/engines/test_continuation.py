@@ -10,7 +10,18 @@ from functools import cache
 
 import pytest
 
-from streamrl.engines.continuation import (
+from streamrl.base.messages import Generate
+from streamrl.base.types import (
+    Completion,
+    FinishReason,
+    TokenArray,
+    TrajectoryId,
+    VersionSpan,
+    float_array,
+    token_array,
+)
+from streamrl.engines.resumption import join_completions, resumed_request
+from streamrl.vllm.continuation import (
     FEWEST_KEPT,
     ROUNDS_KEPT,
     KeptTokens,
@@ -19,9 +30,6 @@ from streamrl.engines.continuation import (
     with_kept,
     without_kept,
 )
-from streamrl.engines.resumption import join_completions, resumed_request
-from streamrl.messages import Generate
-from streamrl.types import Completion, FinishReason, TokenArray, TrajectoryId, VersionSpan, float_array, token_array
 
 END, WORDS, LONGEST = 0, 4, 5
 Policy = Callable[[tuple[int, ...]], list[float]]

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from streamrl.comm.weights.publisher import ShardSpec, WeightPublisher
-from streamrl.engines.continuation import with_kept
+from streamrl.base.errors import EngineError, RequestRefused, WeightError
+from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.engine import Engine
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
-from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, RequestRefused, WeightError
-from streamrl.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, FinishReason, token_array
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.vllm.continuation import with_kept
+from streamrl.weights.push.publisher import ShardSpec, WeightPublisher
 
 CONTEXT = 512
 MakeRequest = Callable[..., Generate]

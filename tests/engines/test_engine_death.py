@@ -13,8 +13,8 @@ import anyio
 import psutil
 import pytest
 
-from streamrl.errors import EngineError
-from streamrl.messages import Generate, PauseMode
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import Generate, PauseMode
 
 pytestmark = [
     pytest.mark.asyncio,

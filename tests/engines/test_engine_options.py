@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.model_facts import read_model_config
-from streamrl.config.recipe import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.config.rules import broken_rules
-from streamrl.engines.engine_devices import device_problems
-from streamrl.engines.engine_options import (
+from streamrl.base.errors import RecipeError
+from streamrl.plan.model_facts import read_model_config
+from streamrl.recipe.sections import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.rules.rules import broken_rules
+from streamrl.vllm.devices import device_problems
+from streamrl.vllm.options import (
     CPU_BATCH_TOKENS,
     CPU_BLOCK_TOKENS,
     CPU_CACHE_BYTES,
@@ -21,7 +22,6 @@ from streamrl.engines.engine_options import (
     engine_options,
     expected_room,
 )
-from streamrl.errors import RecipeError
 
 CONFIG = {
     "hidden_size": 64,

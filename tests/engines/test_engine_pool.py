@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.base.errors import EngineError, WeightError
+from streamrl.base.messages import Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
+from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.request_routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.resumption import part_id
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, WeightError
-from streamrl.messages import Generate, OrderDone, PauseMode, WeightAnnouncement
-from streamrl.stage_messages import FinishedTrajectory, LaunchTrajectory
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests are collected by path
 from lost_engines_world import Controller, controlled, world
 from recovery_host import POISON
 
+from streamrl.base.messages import Generate
+from streamrl.base.run_events import EngineBack, EngineLost
+from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
-from streamrl.comm.supervisor_orders import KillEngine
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.messages import Generate
-from streamrl.run_events import EngineBack, EngineLost
-from streamrl.types import FinishReason, token_array
+from streamrl.supervise.supervisor_orders import KillEngine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.comm.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
+from streamrl.base.types import Completion
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import WeightPublisher
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.engine_seat import PATIENCE_SECONDS, EngineSeat, SeatedEngines, SleepingEngines
 from streamrl.engines.remote_engine import ENGINE_FAILURE
-from streamrl.engines.simulated_engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError
-from streamrl.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
-from streamrl.types import Completion
+from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
+from streamrl.supervise.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
+from streamrl.sync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from streamrl.base.messages import EngineLoad, Generate, PauseMode
+from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.engines.vllm_statistics import EngineStatistics
-from streamrl.messages import EngineLoad, Generate, PauseMode
-from streamrl.types import Completion, FinishReason, token_array
+from streamrl.vllm.statistics import EngineStatistics
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 

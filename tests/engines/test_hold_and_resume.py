@@ -14,24 +14,24 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.weights.publisher import Published, ShardSpec
-from streamrl.comm.weights.publisher import WeightPublisher as RankPublisher
-from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import WeightPublisher
-from streamrl.engines.engine import Engine
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
-from streamrl.messages import EngineReady, Generate, WeightAnnouncement
-from streamrl.stage_messages import (
+from streamrl.base.messages import EngineReady, Generate, WeightAnnouncement
+from streamrl.base.stage_messages import (
     ContinueTrajectories,
     FinishedTrajectory,
     HoldTrajectories,
     LaunchTrajectory,
     TrajectoryHeld,
 )
+from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.engines.engine import Engine
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
+from streamrl.sync.publisher import WeightPublisher
+from streamrl.weights.push.publisher import Published, ShardSpec
+from streamrl.weights.push.publisher import WeightPublisher as RankPublisher
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")

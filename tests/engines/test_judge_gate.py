@@ -6,9 +6,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from streamrl.config.judge import Judge, YieldKind
-from streamrl.engines.judge_gate import GatePolicy, JudgeGate, gate_policy
-from streamrl.errors import EngineError
+from streamrl.base.errors import EngineError
+from streamrl.judge.gate import GatePolicy, JudgeGate, gate_policy
+from streamrl.recipe.judge import Judge, YieldKind
 
 POLICY = GatePolicy(batch=4, patience_s=1.0, actor_share=0.5, longest_wait_s=10.0)
 AT_ONCE = GatePolicy(batch=1, patience_s=0.0, actor_share=1.0, longest_wait_s=3600.0)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.engine_options import EngineOptions, cpu_environment, shared_environment
-from streamrl.stages.model_probe import problem_of_model
+from streamrl.prompts.model_probe import problem_of_model
+from streamrl.vllm.options import EngineOptions, cpu_environment, shared_environment
 
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from streamrl.config.scheduling import InFlight
-from streamrl.control.publisher import WeightPublisher
+from streamrl.base.errors import EngineError, WeightError
+from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement, WeightSource
+from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.pool_service import PoolService
-from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, WeightError
-from streamrl.messages import Generate, OrderDone, WeightAnnouncement, WeightSource
-from streamrl.types import Completion, FinishReason, token_array
+from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
+from streamrl.sync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.asyncio
 

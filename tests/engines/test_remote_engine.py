@@ -8,13 +8,13 @@ from collections.abc import Callable
 import anyio
 import pytest
 
+from streamrl.base.errors import EngineError, RequestRefused, WeightError
+from streamrl.base.messages import EngineReady, Generate, PauseMode, WeightAnnouncement
+from streamrl.base.types import token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, RequestRefused, WeightError
-from streamrl.messages import EngineReady, Generate, PauseMode, WeightAnnouncement
-from streamrl.types import token_array
+from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 
 pytestmark = pytest.mark.asyncio
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base.messages import Generate
+from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
-from streamrl.messages import Generate
-from streamrl.types import Completion, FinishReason, VersionSpan, float_array, token_array
 
 
 def completion(tokens: list[int], versions: list[int], reason: FinishReason = FinishReason.ABORT) -> Completion:

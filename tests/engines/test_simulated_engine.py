@@ -7,10 +7,10 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import EngineError, WeightError
-from streamrl.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.types import Completion, VersionSpan
+from streamrl.base.errors import EngineError, WeightError
+from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.base.types import Completion, VersionSpan
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 
 pytestmark = pytest.mark.asyncio
 

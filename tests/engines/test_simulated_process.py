@@ -12,20 +12,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.comm.weights.engine_push import announcement_of
-from streamrl.comm.weights.node_mirror import shared_mirror
-from streamrl.comm.weights.publisher import ShardSpec, WeightPublisher
-from streamrl.config.arithmetic import arithmetic_lines, estimate_memory
-from streamrl.config.load import load_recipe
-from streamrl.config.model_facts import read_model_facts
-from streamrl.engines.simulated_engine import InstantClock, SimulatedEngine
-from streamrl.engines.simulated_text import Sentences, sentences_of
-from streamrl.engines.simulated_weights import SimulatedWeights
-from streamrl.errors import RecipeError, WeightError
-from streamrl.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.preflight import preflight
-from streamrl.tokenizer import load_tokenizer
-from streamrl.types import token_array
+from streamrl.base.errors import RecipeError, WeightError
+from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.base.types import token_array
+from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine
+from streamrl.engines.simulated.text import Sentences, sentences_of
+from streamrl.engines.simulated.weights import SimulatedWeights
+from streamrl.plan.arithmetic import arithmetic_lines, estimate_memory
+from streamrl.plan.model_facts import read_model_facts
+from streamrl.plan.preflight import preflight
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.load import load_recipe
+from streamrl.weights.engine_push import announcement_of
+from streamrl.weights.pull.node_mirror import shared_mirror
+from streamrl.weights.push.publisher import ShardSpec, WeightPublisher
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 MakeRequest = Callable[..., Generate]
@@ -79,7 +79,7 @@ def test_what_is_known_before_a_start_knows_the_kind(monkeypatch: pytest.MonkeyP
     assert any("simulated" in line for line in arithmetic_lines(recipe, facts, 512))
     assert estimate_memory(recipe, facts, 512).by_process["engine-0"] < 256 << 20
     assert not recipe.canary and not recipe.compares_logprobs
-    monkeypatch.setattr("streamrl.preflight.engine_package", lambda: None)
+    monkeypatch.setattr("streamrl.plan.preflight.engine_package", lambda: None)
     preflight(recipe)
     with pytest.raises(RecipeError, match="vllm is not installed"):
         preflight(load_recipe(MODEL.parent / "recipe.toml", overrides[1:]))

@@ -261,7 +261,7 @@ def test_abstract_methods_of_the_weight_backend_are_there() -> None:
         for name, node in members(*known).items()
         if any("abstractmethod" in ast.unparse(one) for one in getattr(node, "decorator_list", ()))
     }
-    tree = ast.parse((ROOT / "streamrl/engines/weight_receiver.py").read_text())
+    tree = ast.parse((ROOT / "streamrl/weights/vllm/weight_receiver.py").read_text())
     ours = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "StreamrlWeightTransfer")
     assert abstract and abstract <= {node.name for node in ours.body if isinstance(node, ast.FunctionDef)}
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from streamrl.comm.weights import codec
-from streamrl.comm.weights.manifest import ChunkEntry, ShardSpec, TensorEntry
+from streamrl.weights.codec import codec
+from streamrl.weights.manifest import ChunkEntry, ShardSpec, TensorEntry
 from tests.fuzz import targets_weights
 from tests.weights import fuzz_weight_frames as transfers
 

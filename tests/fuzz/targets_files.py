@@ -9,11 +9,9 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.errors import StreamRLError
+from streamrl.base.types import DropReason, FinishReason, Prompt, TrajectoryId, token_array
 from streamrl.buffers.rollout_buffer import PromptTicket
-from streamrl.config.topology import ProcessPlan, Role, Topology, read_topology
-from streamrl.control.checkpoints import read_scores
-from streamrl.control.control_file import read_control_file
-from streamrl.control.event_log import LogEntry, LogHeader, read_log
 from streamrl.control.events import (
     EVENT_SCHEMA,
     BatchTrained,
@@ -23,14 +21,16 @@ from streamrl.control.events import (
     TrajectoryFailed,
     TrajectoryScored,
 )
-from streamrl.control.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, StepLine, TraceHeader, TrajectoryLine, read_trace
-from streamrl.errors import StreamRLError
-from streamrl.learning.durable_files import DIGESTS, read_digests
-from streamrl.processes.exit_reason import ExitKind, ExitReason, read_reason, reason_path
-from streamrl.processes.guardian import Done, Ended, Session, read_line
+from streamrl.journal.control_file import read_control_file
+from streamrl.journal.event_log import LogEntry, LogHeader, read_log
+from streamrl.journal.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
+from streamrl.learning.state.durable_files import DIGESTS, read_digests
+from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, StepLine, TraceHeader, TrajectoryLine, read_trace
+from streamrl.plan.topology import ProcessPlan, Role, Topology, read_topology
 from streamrl.rewards.kept_rewards import REWARDS_FILE, KeptRewards, read_rewards_file
-from streamrl.types import DropReason, FinishReason, Prompt, TrajectoryId, token_array
+from streamrl.run.checkpoints import read_scores
+from streamrl.supervise.exit_reason import ExitKind, ExitReason, read_reason, reason_path
+from streamrl.supervise.guardian import Done, Ended, Session, read_line
 from tests.control.control_world import control_settings
 from tests.fuzz.execution import Target
 from tests.fuzz.held_file import HeldPath

@@ -13,8 +13,12 @@ from zlib import crc32
 
 import msgspec
 
-from streamrl.buffers.journal import read_journal
-from streamrl.buffers.journal_format import (
+from streamrl.base.errors import StreamRLError
+from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.types import FinishReason, Segment, TrajectoryId
+from streamrl.control.events import BatchTrained, TrajectoryScored
+from streamrl.journal.journal import read_journal
+from streamrl.journal.journal_format import (
     HEAD_BYTES,
     HEADER_BYTES,
     Role,
@@ -25,9 +29,7 @@ from streamrl.buffers.journal_format import (
     encode_header,
     header_seed,
 )
-from streamrl.buffers.journal_writing import segment_path
-from streamrl.control.events import BatchTrained, TrajectoryScored
-from streamrl.control.journal_records import (
+from streamrl.journal.journal_records import (
     JournalCodec,
     JournalEvent,
     JournalHeld,
@@ -37,10 +39,8 @@ from streamrl.control.journal_records import (
     JournalSampled,
     JournalScored,
 )
-from streamrl.errors import StreamRLError
-from streamrl.observe.crash_bundle import MANIFEST, CrashManifest, read_manifest
-from streamrl.stage_messages import SampledSoFar
-from streamrl.types import FinishReason, Segment, TrajectoryId
+from streamrl.journal.journal_writing import segment_path
+from streamrl.supervise.crash.crash_bundle import MANIFEST, CrashManifest, read_manifest
 from tests.fuzz.execution import Target
 from tests.fuzz.seeds import MSGPACK, PLAIN, Seed, message, seed
 from tests.fuzz.targets_streams import COMPLETION, PROMPT

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streamrl.config.rewards import Reward
-from streamrl.rewards import call_frames
-from streamrl.rewards.call_frames import CallAnswer, CallOrder, FrameReader, answered_values
-from streamrl.rewards.code.answers import SandboxError, read_verdict, read_zygote_message
-from streamrl.rewards.code.calls import Channel, Code, CodeFailed, Remote
-from streamrl.rewards.code.cases import read_cases
-from streamrl.rewards.code.names import TextOfTest
-from streamrl.rewards.code.values import encode
+from streamrl.base.types import RewardFailureKind
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.calls import call_frames
+from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, FrameReader, answered_values
 from streamrl.rewards.inspect import RewardInspection, read_inspections
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallFailure, CheckedValue
-from streamrl.types import RewardFailureKind
+from streamrl.sandbox.answers import SandboxError, read_verdict, read_zygote_message
+from streamrl.sandbox.calls import Channel, Code, CodeFailed, Remote
+from streamrl.sandbox.cases import read_cases
+from streamrl.sandbox.names import TextOfTest
+from streamrl.sandbox.values import encode
 from tests.fuzz.execution import Target
 from tests.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, lines_of, message, seed
 

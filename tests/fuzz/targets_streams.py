@@ -7,16 +7,11 @@ from typing import Any
 
 import msgspec
 
-from streamrl import messages as says
-from streamrl import stage_messages as stage
-from streamrl.comm import control_protocol, judge_messages, reward_changes, supervisor_orders, telemetry
-from streamrl.comm.stream_protocol import Greeting, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
-from streamrl.comm.supervisor_orders import ParentMessage
-from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
-from streamrl.config.rewards import Reward
-from streamrl.errors import WireError
-from streamrl.run_events import StepFinished
-from streamrl.types import (
+from streamrl.base import messages as says
+from streamrl.base import stage_messages as stage
+from streamrl.base.errors import WireError
+from streamrl.base.run_events import StepFinished
+from streamrl.base.types import (
     Completion,
     FinishReason,
     Prompt,
@@ -29,6 +24,14 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.comm.stream_protocol import Greeting, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
+from streamrl.judge import messages as judge_messages
+from streamrl.observe import telemetry
+from streamrl.recipe.rewards import Reward
+from streamrl.remote import control_protocol, reward_changes
+from streamrl.supervise import supervisor_orders
+from streamrl.supervise.supervisor_orders import ParentMessage
 from tests.fuzz.execution import Target
 from tests.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 

@@ -14,19 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 
-from streamrl.cli_reward_completions import PlainText, _read_completions
-from streamrl.comm.weights import checkpoint_bits
-from streamrl.comm.weights.checkpoint_bits import map_checkpoint
-from streamrl.config import model_facts
-from streamrl.config.load import load_recipe
-from streamrl.config.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
-from streamrl.config.model_folder import _asks_for_code
-from streamrl.errors import RecipeError, StreamRLError, WeightError
+from streamrl.base.errors import RecipeError, StreamRLError, WeightError
+from streamrl.cli.reward_completions import PlainText, _read_completions
+from streamrl.plan import model_facts
+from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.plan.model_folder import _asks_for_code
+from streamrl.prompts.prompt_rows import BadRow, decode_row, read_prompt, to_form
+from streamrl.prompts.prompt_spec import RowForm, read_spec
+from streamrl.prompts.prompt_tables import TableRows, find_table_files
+from streamrl.prompts.tokenizer import ChatError, load_tokenizer
+from streamrl.recipe.load import load_recipe
 from streamrl.simulate.cluster import DEMO, dump_cluster, load_cluster
-from streamrl.stages.prompt_rows import BadRow, decode_row, read_prompt, to_form
-from streamrl.stages.prompt_spec import RowForm, read_spec
-from streamrl.stages.prompt_tables import TableRows, find_table_files
-from streamrl.tokenizer import ChatError, load_tokenizer
+from streamrl.weights.push import checkpoint_bits
+from streamrl.weights.push.checkpoint_bits import map_checkpoint
 from tests.fuzz.execution import Target
 from tests.fuzz.held_file import HeldPath
 from tests.fuzz.seeds import JSON, PLAIN, TOML, Seed, lines_of, message, seed

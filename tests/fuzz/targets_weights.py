@@ -13,14 +13,18 @@ import msgspec
 import numpy as np
 import zstandard
 
-from streamrl.comm.weights import adaptive_streams, codec, compiled_paths, node_mirror, plain_streams
-from streamrl.comm.weights.bit_patterns import BitArray
-from streamrl.comm.weights.class_split import ClassStreams
-from streamrl.comm.weights.codec import WeightPatch, decode_patch, encode_complete, encode_patch
-from streamrl.comm.weights.manifest import ShardSpec, decode_manifest, digest_of
-from streamrl.comm.weights.node_memory import Holder, Segment
-from streamrl.comm.weights.received_part import ReceivedPart
-from streamrl.comm.weights.requests import (
+from streamrl.base.errors import WeightError
+from streamrl.weights import compiled_paths
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec import adaptive_streams, codec, plain_streams
+from streamrl.weights.codec.class_split import ClassStreams
+from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_complete, encode_patch
+from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
+from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
+from streamrl.weights.pull import node_mirror
+from streamrl.weights.pull.node_memory import Holder, Segment
+from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.requests import (
     ChunkReply,
     FoldReply,
     GetChunk,
@@ -33,8 +37,6 @@ from streamrl.comm.weights.requests import (
     decode_request,
     encoder,
 )
-from streamrl.comm.weights.symbol_streams import decode_symbols, encode_symbols
-from streamrl.errors import WeightError
 from tests.fuzz.execution import Target
 from tests.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 from tests.fuzz.targets_streams import ANNOUNCEMENT
@@ -175,7 +177,7 @@ def _shards() -> list[_Shard]:
 
 def _forms(shard: _Shard) -> list[bytes]:
     """Its patch in every form that there is."""
-    from streamrl.comm.weights import single_exponents
+    from streamrl.weights.codec import single_exponents
 
     adaptive = encode_patch(shard.new, shard.base, shard.dtype)
     with (

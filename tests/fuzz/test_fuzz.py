@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.comm.wire import WireCodec
-from streamrl.errors import RecipeError
-from streamrl.stage_messages import (
+from streamrl.base.errors import RecipeError
+from streamrl.base.stage_messages import (
     CompletionToScore,
     GroupScored,
     GroupsScored,
@@ -28,8 +27,9 @@ from streamrl.stage_messages import (
     ScoreGroup,
     ScoreGroups,
 )
-from streamrl.stages.prompt_tables import find_table_files
-from streamrl.types import FinishReason, Prompt, RewardCall, token_array
+from streamrl.base.types import FinishReason, Prompt, RewardCall, token_array
+from streamrl.comm.wire import WireCodec
+from streamrl.prompts.prompt_tables import find_table_files
 from tests.fuzz import execution
 from tests.fuzz.bombs import bombs
 from tests.fuzz.decoders import every_target

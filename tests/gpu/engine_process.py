@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.recipe import Engines, Model, Prompts, Recipe, Reward, Sampling
-from streamrl.engines.engine_options import engine_options
-from streamrl.engines.vllm_engine import VllmEngine
-from streamrl.messages import Generate
-from streamrl.types import token_array
+from streamrl.base.messages import Generate
+from streamrl.base.types import token_array
+from streamrl.recipe.sections import Engines, Model, Prompts, Recipe, Reward, Sampling
+from streamrl.vllm.engine import VllmEngine
+from streamrl.vllm.options import engine_options
 
 
 def engine_of(directory: Path, sockets: Path, device: str, index: int) -> VllmEngine:

@@ -11,8 +11,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from streamrl.learning.packing import PreparedSample
-from streamrl.types import TrainingSample, TrajectoryId, float_array, token_array
+from streamrl.base.types import TrainingSample, TrajectoryId, float_array, token_array
+from streamrl.learning.batches.packing import PreparedSample
 
 REHEARSING = os.environ.get("STREAMRL_REHEARSAL") == "1"
 _ABSENT = "" if torch.cuda.is_available() else f"no CUDA device: torch {torch.__version__} sees none"

@@ -27,12 +27,12 @@ from engine_process import engine_of, greedy_tokens, request  # noqa: E402
 from gpu_cases import ON_A_GPU, prepared, write_model  # noqa: E402
 from real_engines import bits_of, changed, publisher_of, read_tensors, save_bits  # noqa: E402
 
+from streamrl.base.messages import PauseMode, WeightAnnouncement  # noqa: E402
+from streamrl.base.types import Completion, FinishReason, TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
 from streamrl.engines.resumption import resumed_request  # noqa: E402
-from streamrl.learning.loading import load_policy  # noqa: E402
-from streamrl.learning.logprobs import token_logprobs  # noqa: E402
-from streamrl.learning.packing import pack  # noqa: E402
-from streamrl.messages import PauseMode, WeightAnnouncement  # noqa: E402
-from streamrl.types import Completion, FinishReason, TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.learning.batches.packing import pack  # noqa: E402
+from streamrl.learning.model.loading import load_policy  # noqa: E402
+from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,

@@ -15,9 +15,9 @@ from gpu_cases import ON_BOTH, prepared, samples_of, write_model  # noqa: E402
 from reference_policy import relative_error  # noqa: E402
 from torch.nn.attention import varlen  # noqa: E402
 
-from streamrl.learning.loading import load_policy  # noqa: E402
-from streamrl.learning.logprobs import token_logprobs  # noqa: E402
-from streamrl.learning.packing import pack  # noqa: E402
+from streamrl.learning.batches.packing import pack  # noqa: E402
+from streamrl.learning.model.loading import load_policy  # noqa: E402
+from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 LAYERS = 4

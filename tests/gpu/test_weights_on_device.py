@@ -16,17 +16,17 @@ pytest.importorskip("transformers")
 from gpu_cases import ON_BOTH  # noqa: E402
 from synthetic_updates import adam_step, draw_weights  # noqa: E402
 
-from streamrl.comm.weights.bit_patterns import bit_type  # noqa: E402
-from streamrl.comm.weights.codec import WeightPatch, decode_patch, encode_patch  # noqa: E402
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch  # noqa: E402
-from streamrl.comm.weights.manifest import ShardSpec  # noqa: E402
-from streamrl.comm.weights.mirror import CheckpointMirror, StagedVersion, TensorSpec  # noqa: E402
-from streamrl.comm.weights.state_hash import MODULUS, hash_range  # noqa: E402
-from streamrl.engines.live_weights import LiveWeights, count_routes  # noqa: E402
-from streamrl.engines.load_plan import record_load_plan  # noqa: E402
-from streamrl.errors import WeightError  # noqa: E402
-from streamrl.learning.device_split import encode_on_device  # noqa: E402
-from streamrl.messages import WeightAnnouncement  # noqa: E402
+from streamrl.base.errors import WeightError  # noqa: E402
+from streamrl.base.messages import WeightAnnouncement  # noqa: E402
+from streamrl.learning.state.device_split import encode_on_device  # noqa: E402
+from streamrl.weights.bit_patterns import bit_type  # noqa: E402
+from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch  # noqa: E402
+from streamrl.weights.manifest import ShardSpec  # noqa: E402
+from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch  # noqa: E402
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec  # noqa: E402
+from streamrl.weights.state_hash import MODULUS, hash_range  # noqa: E402
+from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
+from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(240)]
 ELEMENTS = {"cpu": 100_001, "cuda": (1 << 24) + 1}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from sample_groups import close_of
 
+from streamrl.base.types import TrainingGroup, TrainingSample
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.trainer import TorchTrainer
-from streamrl.types import TrainingGroup, TrainingSample
 
 
 @dataclass

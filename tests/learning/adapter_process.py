@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from streamrl.config.recipe import Lora
-from streamrl.config.training_memory import Gathered
-from streamrl.learning import process_group
-from streamrl.learning.lora import save_adapter
-from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.learning.model.lora import save_adapter
+from streamrl.learning.model.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
-from streamrl.learning.published_weights import global_norm, make_weights
+from streamrl.learning.ranks import process_group
+from streamrl.learning.state.optimizer import MasterOptimizer
+from streamrl.learning.state.published_weights import global_norm, make_weights
+from streamrl.plan.training_memory import Gathered
+from streamrl.recipe.sections import Lora
 
 SAMPLES, STEPS = 3, 2
 

@@ -19,16 +19,17 @@ from peak_bytes import PeakBytes
 from sample_groups import close_of, make_groups
 from torch.distributed.fsdp import fully_shard
 
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.config.training_memory import Gathered
-from streamrl.errors import StreamRLError
-from streamrl.learning import checkpoint, process_group
-from streamrl.learning.device_split import DeviceReader
-from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.published_weights import FullWeights
+from streamrl.learning.ranks import process_group
+from streamrl.learning.state import checkpoint
+from streamrl.learning.state.device_split import DeviceReader
+from streamrl.learning.state.optimizer import MasterOptimizer
+from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
-from streamrl.messages import SaveCheckpoint
+from streamrl.plan.training_memory import Gathered
+from streamrl.weights.push.publisher import WeightPublisher
 
 SIZES = [4, 3, 1, 5, 2]
 ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]

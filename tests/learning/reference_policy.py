@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sample_groups import close_of
 
-from streamrl.types import TrainingGroup
+from streamrl.base.types import TrainingGroup
 
 
 def reference_model(path: str, *, rounded: bool = True) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from streamrl.messages import CloseBatch
-from streamrl.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
+from streamrl.base.messages import CloseBatch
+from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId, float_array, token_array
 
 VOCABULARY = 32
 

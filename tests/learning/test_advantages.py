@@ -11,9 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from streamrl.config.algorithms import WITHIN_GROUPS  # noqa: E402
-from streamrl.config.objective import AdvantageKind  # noqa: E402
-from streamrl.learning.advantages import (  # noqa: E402
+from streamrl.learning.objective.advantages import (  # noqa: E402
     FloatVector,
     Moments,
     generalized_advantages,
@@ -24,6 +22,8 @@ from streamrl.learning.advantages import (  # noqa: E402
     token_returns,
     whiten,
 )
+from streamrl.recipe.algorithms import WITHIN_GROUPS  # noqa: E402
+from streamrl.recipe.objective import AdvantageKind  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,14 +13,14 @@ transformers = pytest.importorskip("transformers")
 
 from reference_policy import reference_logprobs, reference_model, relative_error  # noqa: E402
 
-from streamrl.learning import attention  # noqa: E402
-from streamrl.learning.attention import PackedSequence, packed_layout  # noqa: E402
-from streamrl.learning.compilation import checkpoint_activations, compile_policy  # noqa: E402
-from streamrl.learning.loading import load_policy  # noqa: E402
-from streamrl.learning.logprobs import token_logprobs  # noqa: E402
-from streamrl.learning.packing import PreparedSample, pack  # noqa: E402
-from streamrl.learning.policy import PackedPolicy  # noqa: E402
-from streamrl.types import TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.base.types import TrainingSample, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
+from streamrl.learning.model import attention  # noqa: E402
+from streamrl.learning.model.attention import PackedSequence, packed_layout  # noqa: E402
+from streamrl.learning.model.compilation import checkpoint_activations, compile_policy  # noqa: E402
+from streamrl.learning.model.loading import load_policy  # noqa: E402
+from streamrl.learning.model.policy import PackedPolicy  # noqa: E402
+from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

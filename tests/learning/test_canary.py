@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from reference_policy import reference_model  # noqa: E402
 from sample_groups import VOCABULARY, close_of, make_groups  # noqa: E402
 
-from streamrl.config.canary import PROBE_TOKENS, probe_tokens  # noqa: E402
+from streamrl.recipe.canary import PROBE_TOKENS, probe_tokens  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

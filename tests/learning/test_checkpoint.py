@@ -19,13 +19,14 @@ pytest.importorskip("transformers")
 
 from torch import Tensor, nn  # noqa: E402
 
-from streamrl.errors import StreamRLError  # noqa: E402
-from streamrl.learning import checkpoint, durable_files, process_group  # noqa: E402
-from streamrl.learning.checkpoint import TrainerState  # noqa: E402
-from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
+from streamrl.base.errors import StreamRLError  # noqa: E402
+from streamrl.base.whole_files import leave_beside  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.learning.published_weights import FullWeights  # noqa: E402
-from streamrl.whole_files import leave_beside  # noqa: E402
+from streamrl.learning.ranks import process_group  # noqa: E402
+from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
+from streamrl.learning.state.checkpoint import TrainerState  # noqa: E402
+from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
+from streamrl.learning.state.published_weights import FullWeights  # noqa: E402
 
 pytestmark = pytest.mark.torch
 OPTIONS = TrainerOptions(model_path="", run_id="checkpoint", weights_endpoint="", learning_rate=1e-2)

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from streamrl.config.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
-from streamrl.learning.corrections import (  # noqa: E402
+from streamrl.learning.objective.corrections import (  # noqa: E402
     Correction,
     off_policy_correction,
     proximal_logprobs,
     sequence_means,
     sequence_sums,
 )
+from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 
 from sample_groups import close_of, make_groups  # noqa: E402
 
-from streamrl.config.algorithms import objective_settings  # noqa: E402
-from streamrl.config.objective import Algorithm, Objective  # noqa: E402
-from streamrl.learning.critic import ValueHead  # noqa: E402
+from streamrl.learning.objective.critic import ValueHead  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.recipe.algorithms import objective_settings  # noqa: E402
+from streamrl.recipe.objective import Algorithm, Objective  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,22 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_updates import adam_step, draw_weights
 
-from streamrl.comm.weights import compiled_paths, compiled_split, manifest, single_exponents, work_units
-from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.codec import encode_patch
-from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES
-from streamrl.comm.weights.fetch import fetch_version
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.mirror import CheckpointMirror
-from streamrl.comm.weights.publisher import Published, WeightPublisher
-from streamrl.comm.weights.requests import GetFold
-from streamrl.comm.weights.state_hash import MODULUS
-from streamrl.errors import WeightError
-from streamrl.learning.device_split import DeviceReader, encode_on_device, split_on_device
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.published_weights import FullWeights, PublishedWeights
-from streamrl.learning.publishing import publish, start_publisher
-from streamrl.messages import WeightAnnouncement
+from streamrl.learning.state.device_split import DeviceReader, encode_on_device, split_on_device
+from streamrl.learning.state.published_weights import FullWeights, PublishedWeights
+from streamrl.learning.state.publishing import publish, start_publisher
+from streamrl.weights import compiled_paths, manifest, work_units
+from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights.codec import compiled_split, single_exponents
+from streamrl.weights.codec.codec import encode_patch
+from streamrl.weights.codec.exponent_classes import MAXIMUM_CLASSES
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.pull.fetch import fetch_version
+from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.push.publisher import Published, WeightPublisher
+from streamrl.weights.requests import GetFold
+from streamrl.weights.state_hash import MODULUS
 
 pytestmark = pytest.mark.timeout(240)  # the first compiles
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -21,8 +21,10 @@ pytest.importorskip("transformers")
 from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
 from sample_groups import close_of, make_groups  # noqa: E402
 
-from streamrl.config.algorithms import ObjectiveSettings, objective_settings, why_not_streaming  # noqa: E402
-from streamrl.config.objective import (  # noqa: E402
+from streamrl.base.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
+from streamrl.learning.batches import gradients  # noqa: E402
+from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming  # noqa: E402
+from streamrl.recipe.objective import (  # noqa: E402
     AdvantageKind,
     Algorithm,
     KlEstimator,
@@ -34,8 +36,6 @@ from streamrl.config.objective import (  # noqa: E402
     RatioLevel,
     Surrogate,
 )
-from streamrl.learning import gradients  # noqa: E402
-from streamrl.types import TrainingGroup, TrainingSample, VersionSpan, float_array  # noqa: E402
 
 pytestmark = pytest.mark.torch
 StartTrainer = Callable[..., Any]

@@ -10,8 +10,8 @@ import pytest
 MODEL = "examples/sort/model"
 TRAINS = f"""
 import sys, torch
-from streamrl.learning.loading import load_policy
-from streamrl.learning.packing import empty_micro_batch
+from streamrl.learning.model.loading import load_policy
+from streamrl.learning.batches.packing import empty_micro_batch
 device = torch.device("cpu")
 policy = load_policy({MODEL!r}, device)
 policy(empty_micro_batch(device)).sum().backward()
@@ -26,7 +26,7 @@ assert torch._dynamo.is_compiling() is False
 )
 ASKS = """
 import sys
-from streamrl.learning.hugging_face import without_compiler
+from streamrl.learning.model.hugging_face import without_compiler
 with without_compiler():
     import torch._dynamo
     stand_in = sys.modules["torch._dynamo"]
@@ -37,7 +37,7 @@ from torch._dynamo import is_compiling
 """
 MASKS = """
 import torch
-from streamrl.learning.hugging_face import without_compiler
+from streamrl.learning.model.hugging_face import without_compiler
 with without_compiler():
     from transformers.masking_utils import TransformGetItemToIndex
 table = torch.arange(8)

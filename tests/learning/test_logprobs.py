@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from streamrl.learning.logprobs import nucleus_mask, token_logprobs  # noqa: E402
+from streamrl.learning.objective.logprobs import nucleus_mask, token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

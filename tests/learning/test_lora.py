@@ -19,14 +19,14 @@ import adapter_process
 import torch
 from transformers import AutoModelForCausalLM
 
-from streamrl.config.recipe import Lora, OptimizerKind
-from streamrl.config.training_memory import Gathered
-from streamrl.errors import StreamRLError
-from streamrl.learning.lora import AdapterWeights, save_adapter
-from streamrl.learning.optimizer import MasterOptimizer
+from streamrl.base.errors import StreamRLError
+from streamrl.learning.model.lora import AdapterWeights, save_adapter
+from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.policy import PackedPolicy
-from streamrl.learning.published_weights import make_weights
+from streamrl.learning.state.optimizer import MasterOptimizer
+from streamrl.learning.state.published_weights import make_weights
+from streamrl.plan.training_memory import Gathered
+from streamrl.recipe.sections import Lora, OptimizerKind
 
 pytestmark = pytest.mark.torch
 ALPHA, RANK = 10.0, 4

@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from streamrl.learning import masters as masters_module
-from streamrl.learning.masters import SplitMasters
+from streamrl.learning.state import masters as masters_module
+from streamrl.learning.state.masters import SplitMasters
 
 pytestmark = pytest.mark.torch
 

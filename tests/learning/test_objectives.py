@@ -11,16 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from streamrl.config.algorithms import ObjectiveSettings  # noqa: E402
-from streamrl.config.objective import (  # noqa: E402
-    KlEstimator,
-    LossNormalization,
-    OffPolicy,
-    Proximal,
-    RatioLevel,
-    Surrogate,
-)
-from streamrl.learning.objectives import (  # noqa: E402
+from streamrl.learning.objective.objectives import (  # noqa: E402
     TokenInputs,
     TokenLoss,
     loss_denominator,
@@ -29,6 +20,15 @@ from streamrl.learning.objectives import (  # noqa: E402
     token_loss,
     token_weight,
     value_loss,
+)
+from streamrl.recipe.algorithms import ObjectiveSettings  # noqa: E402
+from streamrl.recipe.objective import (  # noqa: E402
+    KlEstimator,
+    LossNormalization,
+    OffPolicy,
+    Proximal,
+    RatioLevel,
+    Surrogate,
 )
 
 pytestmark = pytest.mark.torch

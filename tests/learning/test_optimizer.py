@@ -11,12 +11,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from streamrl.config.recipe import OptimizerKind
-from streamrl.errors import StreamRLError
-from streamrl.learning.masters import WholeMasters
-from streamrl.learning.optimizer import QUANTIZED_BLOCK, MasterOptimizer, quantize_again
+from streamrl.base.errors import StreamRLError
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.published_weights import FullWeights
+from streamrl.learning.state.masters import WholeMasters
+from streamrl.learning.state.optimizer import QUANTIZED_BLOCK, MasterOptimizer, quantize_again
+from streamrl.learning.state.published_weights import FullWeights
+from streamrl.recipe.sections import OptimizerKind
 
 pytestmark = pytest.mark.torch
 ELEMENTS = 5 * QUANTIZED_BLOCK + 37

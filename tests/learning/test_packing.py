@@ -13,10 +13,8 @@ pytest.importorskip("transformers")
 
 from sample_groups import make_groups  # noqa: E402
 
-from streamrl.errors import StreamRLError  # noqa: E402
-from streamrl.learning.packing import PreparedSample, pack, plan_micro_batches  # noqa: E402
-from streamrl.learning.shared_prefix import lay_row, needed_tokens, shared_prefix  # noqa: E402
-from streamrl.types import (  # noqa: E402
+from streamrl.base.errors import StreamRLError  # noqa: E402
+from streamrl.base.types import (  # noqa: E402
     FinishReason,
     Prompt,
     ScoredTrajectory,
@@ -29,6 +27,8 @@ from streamrl.types import (  # noqa: E402
     to_training_sample,
     token_array,
 )
+from streamrl.learning.batches.packing import PreparedSample, pack, plan_micro_batches  # noqa: E402
+from streamrl.learning.batches.shared_prefix import lay_row, needed_tokens, shared_prefix  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,8 @@ pytest.importorskip("transformers")
 
 from sample_groups import make_groups  # noqa: E402
 
-from streamrl.config.algorithms import ObjectiveSettings, objective_settings  # noqa: E402
-from streamrl.config.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective  # noqa: E402
-from streamrl.learning.advantages import separate_advantages  # noqa: E402
-from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.learning.preparation import (  # noqa: E402
+from streamrl.base.types import TrainingGroup, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.learning.batches.preparation import (  # noqa: E402
     SampleScores,
     behavior_of_trained,
     has_signal,
@@ -23,7 +20,10 @@ from streamrl.learning.preparation import (  # noqa: E402
     token_moments,
     whitened,
 )
-from streamrl.types import TrainingGroup, TrajectoryId, float_array, token_array  # noqa: E402
+from streamrl.learning.objective.advantages import separate_advantages  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings  # noqa: E402
+from streamrl.recipe.objective import AdvantageKind, Algorithm, KlEstimator, KlPlace, Objective  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -25,12 +25,19 @@ from sample_groups import close_of, make_groups  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors  # noqa: E402
 
+from streamrl.base.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
-from streamrl.config.algorithms import objective_settings  # noqa: E402
-from streamrl.config.load import dump_recipe  # noqa: E402
-from streamrl.config.model_facts import read_model_facts  # noqa: E402
-from streamrl.config.objective import Algorithm, Objective  # noqa: E402
-from streamrl.config.recipe import (  # noqa: E402
+from streamrl.learning.options import TrainerOptions  # noqa: E402
+from streamrl.learning.ranks import process_group  # noqa: E402
+from streamrl.learning.state import checkpoint  # noqa: E402
+from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
+from streamrl.plan.model_facts import read_model_facts  # noqa: E402
+from streamrl.plan.topology import Topology, plan_topology  # noqa: E402
+from streamrl.plan.training_memory import Gathered, TrainingSizes, bytes_per_rank  # noqa: E402
+from streamrl.recipe.algorithms import objective_settings  # noqa: E402
+from streamrl.recipe.load import dump_recipe  # noqa: E402
+from streamrl.recipe.objective import Algorithm, Objective  # noqa: E402
+from streamrl.recipe.sections import (  # noqa: E402
     ComputeDtype,
     Launch,
     Model,
@@ -41,13 +48,7 @@ from streamrl.config.recipe import (  # noqa: E402
     Transport,
     TransportKind,
 )
-from streamrl.config.topology import Topology, plan_topology  # noqa: E402
-from streamrl.config.training_memory import Gathered, TrainingSizes, bytes_per_rank  # noqa: E402
-from streamrl.control.trainer_ranks import TrainerRanks  # noqa: E402
-from streamrl.learning import checkpoint, process_group  # noqa: E402
-from streamrl.learning.optimizer import MasterOptimizer  # noqa: E402
-from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
+from streamrl.run.trainer_ranks import TrainerRanks  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(630)]
 SCRIPT = Path(__file__).parent / "rank_process.py"

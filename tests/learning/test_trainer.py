@@ -17,12 +17,12 @@ pytest.importorskip("transformers")
 from reference_policy import reference_logprobs, reference_model, relative_error, stepped_gradient  # noqa: E402
 from sample_groups import close_of, make_groups  # noqa: E402
 
-from streamrl.comm.weights.state_hash import hash_range  # noqa: E402
-from streamrl.config.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
-from streamrl.errors import StreamRLError  # noqa: E402
+from streamrl.base.errors import StreamRLError  # noqa: E402
+from streamrl.base.messages import CloseBatch, SaveCheckpoint  # noqa: E402
+from streamrl.base.types import TrainingGroup, float_array  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.messages import CloseBatch, SaveCheckpoint  # noqa: E402
-from streamrl.types import TrainingGroup, float_array  # noqa: E402
+from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
+from streamrl.weights.state_hash import hash_range  # noqa: E402
 
 pytestmark = pytest.mark.torch
 SIZES = [4, 3, 1, 5, 2]
@@ -286,7 +286,7 @@ def test_checkpoint_round_trip(start_trainer: StartTrainer, tmp_path: Path) -> N
 def test_hugging_face_directory(start_trainer: StartTrainer, tmp_path: Path, tiny_model: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from streamrl.tokenizer import load_tokenizer
+    from streamrl.prompts.tokenizer import load_tokenizer
 
     trainer = start_trainer()
     run_steps(trainer, 0, 1)

@@ -10,9 +10,8 @@ import anyio
 import pytest
 from sample_groups import close_of, make_groups
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.errors import StreamBroken, StreamRLError
-from streamrl.messages import (
+from streamrl.base.errors import StreamBroken, StreamRLError
+from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
@@ -27,9 +26,10 @@ from streamrl.messages import (
     WeightsAcknowledged,
     WeightSource,
 )
+from streamrl.base.types import TrainingGroup
+from streamrl.comm.memory_stream import memory_stream
 from streamrl.stages import training
 from streamrl.stages.training import run_training, serve_controllers
-from streamrl.types import TrainingGroup
 
 SOURCE = WeightSource(
     rank=0, endpoint="ipc://x", manifest_digest="", payload_bytes=0, changed_elements=0, total_elements=1

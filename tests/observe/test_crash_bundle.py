@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import StreamRLError
-from streamrl.observe.crash_bundle import EVENTS, LARGEST_BUNDLE, read_manifest, write_crash_bundle
+from streamrl.base.errors import StreamRLError
+from streamrl.supervise.crash.crash_bundle import EVENTS, LARGEST_BUNDLE, read_manifest, write_crash_bundle
 
 CANARIES = {"HF_TOKEN": "canary-hub-0123", "WANDB_API_KEY": "canary-tracker-0123", "JUDGE": "canary-judge-0123"}
 SECRET_OPTION = "canary-option-0123"

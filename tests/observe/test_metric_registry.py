@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamrl.observe.metrics import METRICS, find_metric, unregistered
-from streamrl.observe.metrics_page import metrics_page
-from streamrl.observe.step_line import COLUMNS, FURTHER
+from streamrl.observe.metrics.all_metrics import METRICS, find_metric, unregistered
+from streamrl.observe.metrics.metrics_page import metrics_page
+from streamrl.observe.terminal.step_line import COLUMNS, FURTHER
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_is_made_from_the_registry() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    assert page == metrics_page(), "run: python -m streamrl.observe.metrics_page > docs/metrics.md"
+    assert page == metrics_page(), "run: python -m streamrl.observe.metrics.metrics_page > docs/metrics.md"
 
 
 def test_names_are_unique_and_fully_described() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config.rewards import Reward
-from streamrl.observe.redaction import Redaction, is_secret_name, run_redaction
+from streamrl.recipe.rewards import Reward
+from streamrl.supervise.crash.redaction import Redaction, is_secret_name, run_redaction
 
 RECIPE = """
 [sampling]

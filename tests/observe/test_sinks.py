@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.comm.telemetry import TelemetrySubscriber
+from streamrl.base.run_events import RunStarted
 from streamrl.observe.reporter import EventRecord, Reporter, StepRecord
 from streamrl.observe.sinks import JsonlSink, PublishSink
-from streamrl.run_events import RunStarted
+from streamrl.observe.telemetry import TelemetrySubscriber
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

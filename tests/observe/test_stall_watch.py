@@ -9,12 +9,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.comm.waits import Waits
-from streamrl.errors import RunStalled
-from streamrl.observe.loop_watch import ABORT_AFTER_S, BEAT_S, STACKS_AFTER_S, WARN_AFTER_S, LoopWatch
-from streamrl.observe.stall_watch import StallWatch
-from streamrl.observe.task_stacks import task_stacks, thread_stacks
-from streamrl.run_events import StallSeen
+from streamrl.base.errors import RunStalled
+from streamrl.base.run_events import StallSeen
+from streamrl.base.waits import Waits
+from streamrl.supervise.watch.loop_watch import ABORT_AFTER_S, BEAT_S, STACKS_AFTER_S, WARN_AFTER_S, LoopWatch
+from streamrl.supervise.watch.stall_watch import StallWatch
+from streamrl.supervise.watch.task_stacks import task_stacks, thread_stacks
 
 
 class Clock:
@@ -166,7 +166,7 @@ def test_the_loop_watch_warns_writes_stacks_once_and_aborts() -> None:
 
 @pytest.mark.asyncio
 async def test_a_blocked_loop_is_seen_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.observe.loop_watch.STACKS_AFTER_S", 0.02)
+    monkeypatch.setattr("streamrl.supervise.watch.loop_watch.STACKS_AFTER_S", 0.02)
     seen = threading.Event()
     stacks: list[str] = []
 

@@ -15,22 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.observe.curve import Curve, round_ticks, smoothed, svg_plot, terminal_plot
-from streamrl.observe.printable import log_to
-from streamrl.observe.run_history import MOST_POINTS, RunHistory
-from streamrl.observe.stdout import StdoutReporter
-from streamrl.observe.step_line import (
-    HELD_OUT,
-    LEGEND,
-    duration,
-    evaluation_line,
-    further_columns,
-    short_count,
-    step_line,
-    table_header,
-    table_row,
-)
-from streamrl.run_events import (
+from streamrl.base.run_events import (
     CompletionSampled,
     EvaluationFinished,
     RunDecided,
@@ -41,6 +26,21 @@ from streamrl.run_events import (
     RunWarning,
     StartProgress,
     StepFinished,
+)
+from streamrl.observe.terminal.curve import Curve, round_ticks, smoothed, svg_plot, terminal_plot
+from streamrl.observe.terminal.printable import log_to
+from streamrl.observe.terminal.run_history import MOST_POINTS, RunHistory
+from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.observe.terminal.step_line import (
+    HELD_OUT,
+    LEGEND,
+    duration,
+    evaluation_line,
+    further_columns,
+    short_count,
+    step_line,
+    table_header,
+    table_row,
 )
 
 METRICS = {

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from streamrl.comm.telemetry import (
+from streamrl.base.errors import WireError
+from streamrl.observe.telemetry import (
     TelemetryError,
     TelemetryPublisher,
     TelemetrySubscriber,
     decode_telemetry,
 )
-from streamrl.errors import WireError
 
 
 @pytest.fixture(params=["ipc", "tcp"])

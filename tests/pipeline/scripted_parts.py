@@ -13,32 +13,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from streamrl.buffers.journal import Journal, open_journal
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.config.recipe import ReleaseKind
-from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
-from streamrl.control.alarms import Alarms, alarm_rules
-from streamrl.control.controller import Controller
-from streamrl.control.engine_release import EngineRelease, EngineSizes
-from streamrl.control.engine_switch import SWITCH, EngineSwitch, PreparedEngines
-from streamrl.control.evaluation import HeldOut
-from streamrl.control.event_log import EventLog
-from streamrl.control.events import ControlEvent
-from streamrl.control.prompt_shelf import PromptShelf
-from streamrl.control.publisher import WeightPublisher
-from streamrl.control.recovered_run import RecoveredRun, recovered_run
-from streamrl.control.run_journal import JournalledOutcomes, RunJournal
-from streamrl.control.run_report import RunReport
-from streamrl.control.sample_files import EvaluationSamples
-from streamrl.control.spared_engines import SparedEngines
-from streamrl.control.state import ControlSettings
-from streamrl.control.trainer_ranks import RankStreams, TrainerRanks
-from streamrl.control.trajectory_trace import TRACE_SCHEMA, TraceHeader
-from streamrl.control.weight_audit import WeightAudit
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.messages import (
+from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
@@ -53,8 +28,8 @@ from streamrl.messages import (
     TrainingOrder,
     WeightSource,
 )
-from streamrl.run_events import EvaluationFinished, RunEvent, StepFinished
-from streamrl.stage_messages import (
+from streamrl.base.run_events import EvaluationFinished, RunEvent, StepFinished
+from streamrl.base.stage_messages import (
     CompletionToScore,
     FinishedTrajectory,
     GroupScored,
@@ -68,15 +43,40 @@ from streamrl.stage_messages import (
     SampleReward,
     ScoreGroups,
 )
-from streamrl.stages.reward import RewardSettings, RewardStage
-from streamrl.stages.rollout import RolloutStage
-from streamrl.types import (
+from streamrl.base.types import (
     Prompt,
     RewardFailureKind,
     TrainingSample,
     Trajectory,
     token_array,
 )
+from streamrl.buffers.prompt_shelf import PromptShelf
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.control.events import ControlEvent
+from streamrl.control.state import ControlSettings
+from streamrl.elastic.engine_release import EngineRelease, EngineSizes
+from streamrl.elastic.engine_switch import SWITCH, EngineSwitch, PreparedEngines
+from streamrl.elastic.spared_engines import SparedEngines
+from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.evaluate.evaluation import HeldOut
+from streamrl.evaluate.sample_files import EvaluationSamples
+from streamrl.journal.event_log import EventLog
+from streamrl.journal.journal import Journal, open_journal
+from streamrl.journal.recovered_run import RecoveredRun, recovered_run
+from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
+from streamrl.observe.report.alarms import Alarms, alarm_rules
+from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader
+from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
+from streamrl.recipe.sections import ReleaseKind
+from streamrl.run.controller import Controller
+from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.stages.reward import RewardSettings, RewardStage
+from streamrl.stages.rollout import RolloutStage
+from streamrl.sync.publisher import WeightPublisher
+from streamrl.sync.weight_audit import WeightAudit
 
 TRACE_HEADER = TraceHeader(
     schema=TRACE_SCHEMA,

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun, run_settings
 from test_simulated_run import CONTINUOUS
 
-from streamrl.config.scheduling import RoundKind
-from streamrl.control.replayed_run import replay_run
+from streamrl.journal.replayed_run import replay_run
+from streamrl.recipe.scheduling import RoundKind
 
 pytestmark = pytest.mark.asyncio
 

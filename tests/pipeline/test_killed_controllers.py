@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
 from scripted_parts import TRACE_HEADER, CountingRank, Killed, SimulatedRun, run_settings
 
-from streamrl.config.scheduling import RoundKind, TailBatching
-from streamrl.control.event_log import replay
-from streamrl.control.run_report import RunReport
+from streamrl.base.run_events import EvaluationFinished, RunResumed, RunWarning, StepFinished
 from streamrl.control.settings import ControlSettings
-from streamrl.control.trajectory_trace import TrajectoryTrace
-from streamrl.run_events import EvaluationFinished, RunResumed, RunWarning, StepFinished
+from streamrl.journal.event_log import replay
+from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.trajectory_trace import TrajectoryTrace
+from streamrl.recipe.scheduling import RoundKind, TailBatching
 
 STEPS = 4
 

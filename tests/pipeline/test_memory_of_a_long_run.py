@@ -14,9 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import Killed, SimulatedRun, run_settings
 
-from streamrl.config.scheduling import RoundKind, TailBatching
-from streamrl.control import prompt_shelf
+from streamrl.buffers import prompt_shelf
 from streamrl.control.settings import ControlSettings
+from streamrl.recipe.scheduling import RoundKind, TailBatching
 
 SHORT, LONG, WINDOW = 30, 90, 8
 CONTAINERS = dict | list | set | frozenset | tuple | deque

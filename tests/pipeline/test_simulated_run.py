@@ -11,14 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun, run_settings
 
-from streamrl.config.recipe import ReleaseKind
-from streamrl.config.scheduling import InFlight, RoundKind, StalePolicy
-from streamrl.control.engine_sets import EngineSet
-from streamrl.control.engine_switch import PreparedEngines
-from streamrl.control.event_log import read_log, replay
+from streamrl.base.errors import RewardFailureLimit, StreamRLError
+from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 from streamrl.control.events import AlarmRaised
-from streamrl.errors import RewardFailureLimit, StreamRLError
-from streamrl.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
+from streamrl.elastic.engine_sets import EngineSet
+from streamrl.elastic.engine_switch import PreparedEngines
+from streamrl.journal.event_log import read_log, replay
+from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
+from streamrl.recipe.sections import ReleaseKind
 
 pytestmark = pytest.mark.asyncio
 

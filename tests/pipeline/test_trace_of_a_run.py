@@ -14,10 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import scripted_parts
 
-from streamrl.config.scheduling import LengthSorted, RoundKind, StalePolicy, TailBatching
-from streamrl.control.run_report import RunReport
 from streamrl.control.settings import ControlSettings
-from streamrl.control.trajectory_trace import TRAINED, TrajectoryTrace, read_trace
+from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.report.trajectory_trace import TRAINED, TrajectoryTrace, read_trace
+from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy, TailBatching
 
 POLICIES: list[dict[str, Any]] = [
     {"rounds": RoundKind.SYNCHRONOUS},

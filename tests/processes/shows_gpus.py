@@ -13,10 +13,11 @@ import sys
 
 import anyio
 
-from streamrl.config.topology import Role
-from streamrl.engines.engine_options import EngineOptions
-from streamrl.processes import child, engine_process
+from streamrl.plan.topology import Role
+from streamrl.processes import engine_process
 from streamrl.rewards.environment import passed_environment
+from streamrl.supervise import child
+from streamrl.vllm.options import EngineOptions
 
 
 async def show(context: child.ChildContext) -> None:

@@ -26,10 +26,10 @@ import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
-from streamrl.config.topology import ProcessPlan, Role
-from streamrl.errors import ModelRefused, RewardFailureLimit, StreamBroken
-from streamrl.processes.child import Terminated, leave, parse_arguments
-from streamrl.processes.parent_death import die_with_parent
+from streamrl.base.errors import ModelRefused, RewardFailureLimit, StreamBroken
+from streamrl.plan.topology import ProcessPlan, Role
+from streamrl.supervise.child import Terminated, leave, parse_arguments
+from streamrl.supervise.parent_death import die_with_parent
 
 GRANDCHILD = """
 import os, signal, sys, time

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streamrl.config.load import dump_recipe, load_recipe
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Transport, TransportKind
-from streamrl.config.topology import ProcessPlan, Role, plan_topology
-from streamrl.errors import RecipeError
-from streamrl.processes.child import load_context, role_main
-from streamrl.processes.exit_reason import TERMINATED_CODE, ExitKind, read_reason
-from streamrl.processes.external import serve_external
-from streamrl.processes.parent_death import PARENT_PID
+from streamrl.base.errors import RecipeError
+from streamrl.plan.topology import ProcessPlan, Role, plan_topology
+from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportKind
+from streamrl.remote.external import serve_external
+from streamrl.supervise.child import load_context, role_main
+from streamrl.supervise.exit_reason import TERMINATED_CODE, ExitKind, read_reason
+from streamrl.supervise.parent_death import PARENT_PID
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 RECIPE = Recipe(model=Model(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="m:f"),))
@@ -87,7 +87,7 @@ def test_the_socket_directory_is_read_from_the_topology(run_directory: Path) -> 
 @pytest.mark.parametrize("role", [Role.CONTROLLER, Role.REWARD, Role.ENGINE])
 def test_roles_load_without_torch(role: Role) -> None:
     code = (
-        f"import sys; from streamrl.processes.child import *; role_main(Role('{role}')); print('torch' in sys.modules)"
+        f"import sys; from streamrl.supervise.child import *; role_main(Role('{role}')); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 

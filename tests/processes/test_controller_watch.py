@@ -10,7 +10,17 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from streamrl.config.recipe import (
+from streamrl.base.errors import RunStalled
+from streamrl.base.messages import EngineLoad
+from streamrl.base.run_events import StallSeen
+from streamrl.base.stage_messages import RolloutStatistics
+from streamrl.control.events import RunBegan
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.observe.report.run_waits import RunWaits
+from streamrl.observe.report.wait_reason import ShellView
+from streamrl.recipe.scheduling import RoundKind, StalePolicy
+from streamrl.recipe.sections import (
     Engines,
     Launch,
     Model,
@@ -22,17 +32,7 @@ from streamrl.config.recipe import (
     TransportKind,
     Weights,
 )
-from streamrl.config.scheduling import RoundKind, StalePolicy
-from streamrl.control.events import RunBegan
-from streamrl.control.run_waits import RunWaits
-from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
-from streamrl.control.wait_reason import ShellView
-from streamrl.errors import RunStalled
-from streamrl.messages import EngineLoad
-from streamrl.processes.controller_watch import REPORT_SIGNAL, ControllerWatch, stall_limit_s
-from streamrl.run_events import StallSeen
-from streamrl.stage_messages import RolloutStatistics
+from streamrl.supervise.watch.controller_watch import REPORT_SIGNAL, ControllerWatch, stall_limit_s
 
 QUICK = Recipe(
     model=Model(path="model"),

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from trials import PLANS, STAND_IN, Trial, lives, until
 
-from streamrl.comm.supervisor_orders import StartEngine, StopEngine
-from streamrl.config.topology import ProcessPlan, Role, Topology
-from streamrl.processes.supervisor import Supervisor
+from streamrl.plan.topology import ProcessPlan, Role, Topology
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.supervise.supervisor_orders import StartEngine, StopEngine
 
 pytestmark = pytest.mark.asyncio
 PATIENCE_S = 60.0

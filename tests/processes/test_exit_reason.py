@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.buffers.journal_errors import JournalFailed
-from streamrl.config.topology import Role
-from streamrl.errors import DiskFull, EngineError, ModelRefused, StreamBroken
-from streamrl.processes.exit_reason import (
+from streamrl.base.errors import DiskFull, EngineError, ModelRefused, StreamBroken
+from streamrl.journal.journal_errors import JournalFailed
+from streamrl.plan.topology import Role
+from streamrl.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,
     Death,
     ExitKind,

@@ -8,14 +8,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.cli import main
-from streamrl.cli_serve import serve
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
-from streamrl.config.topology import RENDEZVOUS, Role
-from streamrl.errors import RecipeError
-from streamrl.learning.durable_files import flush_and_digest, write_digests
-from streamrl.processes import external
-from streamrl.processes.child import ChildContext
+from streamrl.base.errors import RecipeError
+from streamrl.cli.main import main
+from streamrl.cli.serve import serve
+from streamrl.learning.state.durable_files import flush_and_digest, write_digests
+from streamrl.plan.topology import RENDEZVOUS, Role
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
+from streamrl.remote import external
+from streamrl.supervise.child import ChildContext
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 RECIPE = Recipe(
@@ -96,8 +96,8 @@ def test_torchrun_that_contradicts_the_recipe_is_refused(served: list[ChildConte
 def test_the_command_line_hands_on_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether there was an index, and whether it was the recipe or the directory of a run."""
     asked: list[tuple[int | None, Path | None]] = []
-    monkeypatch.setattr("streamrl.cli_serve.serve", lambda role, recipe, *given: asked.append(given) or 0)
-    monkeypatch.setattr("streamrl.config.load.load_recipe", lambda path, overrides: RECIPE)
+    monkeypatch.setattr("streamrl.cli.serve.serve", lambda role, recipe, *given: asked.append(given) or 0)
+    monkeypatch.setattr("streamrl.recipe.load.load_recipe", lambda path, overrides: RECIPE)
     assert main(["serve", "trainer", "recipe.toml"]) == main(["serve", "trainer", "recipe.toml", "--index", "0"]) == 0
     assert main(["serve", "trainer", str(tmp_path)]) == 0
     assert asked == [(None, None), (0, None), (None, tmp_path)]

@@ -17,15 +17,15 @@ import psutil
 import pytest
 from trials import PLANS, STAND_IN, Trial, death_in, lives, until
 
-from streamrl.comm.supervisor_orders import KillEngine, StartEngine, StopEngine
-from streamrl.config.topology import RENDEZVOUS_FILE, ProcessPlan, Role, Topology
-from streamrl.errors import RecipeError, RewardFailureLimit
-from streamrl.processes import child_process, restarts
-from streamrl.processes import supervisor as supervisor_module
-from streamrl.processes.exit_reason import ExitKind, reason_of
-from streamrl.processes.restarts import Restarts
-from streamrl.processes.supervisor import Supervisor
-from streamrl.processes.used_memory import _SCAN_S as SCAN_S
+from streamrl.base.errors import RecipeError, RewardFailureLimit
+from streamrl.plan.topology import RENDEZVOUS_FILE, ProcessPlan, Role, Topology
+from streamrl.plan.used_memory import _SCAN_S as SCAN_S
+from streamrl.supervise import child_process, restarts
+from streamrl.supervise import supervisor as supervisor_module
+from streamrl.supervise.exit_reason import ExitKind, reason_of
+from streamrl.supervise.restarts import Restarts
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.supervise.supervisor_orders import KillEngine, StartEngine, StopEngine
 
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
 

@@ -14,19 +14,19 @@ import msgspec
 import pytest
 from trials import until
 
-from streamrl.cli import main
-from streamrl.config.load import dump_recipe, load_recipe
-from streamrl.config.placement import Gpu
-from streamrl.config.recipe import Recipe
-from streamrl.config.topology import Role, plan_topology
-from streamrl.engines import gpus
-from streamrl.engines.engine_options import installed_device
-from streamrl.errors import RecipeError
-from streamrl.preflight import preflight
-from streamrl.processes import external
-from streamrl.processes.child import ChildContext
-from streamrl.processes.supervisor import Supervisor
-from streamrl.run import Pipeline
+from streamrl.base.errors import RecipeError
+from streamrl.cli.main import main
+from streamrl.plan import gpus
+from streamrl.plan.placement import Gpu
+from streamrl.plan.preflight import preflight
+from streamrl.plan.topology import Role, plan_topology
+from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.remote import external
+from streamrl.run.pipeline import Pipeline
+from streamrl.supervise.child import ChildContext
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.vllm.options import installed_device
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
 SHOWS_GPUS = Path(__file__).with_name("shows_gpus.py")
@@ -66,7 +66,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         nvmlDeviceGetMemoryInfo=memory,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    for module in ("streamrl.engines.gpus", "streamrl.preflight"):
+    for module in ("streamrl.plan.gpus", "streamrl.plan.preflight"):
         monkeypatch.setattr(f"{module}.installed_device", lambda: "cuda")
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
@@ -105,7 +105,7 @@ def test_memory_that_a_gpu_shares_with_the_host_is_not_known(cuda: Any) -> None:
 def test_a_cpu_build_has_no_gpus_and_an_installed_build_is_what_decides(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.engines.gpus.installed_device", lambda: "cpu")
+    monkeypatch.setattr("streamrl.plan.gpus.installed_device", lambda: "cpu")
     assert gpus.visible_gpus() == ()
     installed: dict[str, str] = {}
 
@@ -226,7 +226,7 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
 def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str
 ) -> None:
-    monkeypatch.setattr("streamrl.preflight.shared_memory", lambda: 64 << 20)
+    monkeypatch.setattr("streamrl.plan.preflight.shared_memory", lambda: 64 << 20)
     with pytest.raises(RecipeError) as caught:
         preflight(recipe(of_several))
     (problem,) = [problem for problem in caught.value.problems if "/dev/shm" in problem]

@@ -15,11 +15,12 @@ import psutil
 import pytest
 from trials import PLANS, STAND_IN, Trial, lives, until
 
-from streamrl.config.topology import Topology
-from streamrl.processes.child_process import ChildProcess
-from streamrl.processes.guardian import Ended
-from streamrl.processes.supervisor import Supervisor
-from streamrl.processes.sweep import (
+from streamrl.plan.topology import Topology
+from streamrl.plan.used_memory import UsedMemory
+from streamrl.supervise.child_process import ChildProcess
+from streamrl.supervise.guardian import Ended
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.supervise.sweep import (
     TRACES_FILE,
     RunTraces,
     as_argument,
@@ -28,7 +29,6 @@ from streamrl.processes.sweep import (
     members,
     seconds_after_boot,
 )
-from streamrl.processes.used_memory import UsedMemory
 
 LEADER_ENDS = """
 import ctypes, threading, time
@@ -132,7 +132,7 @@ def test_shared_memory_that_is_gone_is_forgotten(tmp_path: Path) -> None:
 
 
 def guarding(run: RunTraces, *, supervisor: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "streamrl.processes.guardian", as_argument(run), str(supervisor)]
+    command = [sys.executable, "-m", "streamrl.supervise.guardian", as_argument(run), str(supervisor)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

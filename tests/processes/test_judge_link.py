@@ -9,17 +9,17 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.base.errors import StreamEnded
+from streamrl.base.messages import EngineLoad
+from streamrl.base.run_events import RunFinished, StepFinished
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.judge import Judge
-from streamrl.config.recipe import Model, Prompts, Recipe
-from streamrl.config.rewards import Reward
-from streamrl.config.topology import JUDGE, Topology, plan_topology
-from streamrl.errors import StreamEnded
-from streamrl.messages import EngineLoad
-from streamrl.processes.judge_link import JudgeLink
-from streamrl.run_events import RunFinished, StepFinished
+from streamrl.judge.link import JudgeLink
+from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.plan.topology import JUDGE, Topology, plan_topology
+from streamrl.recipe.judge import Judge
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Model, Prompts, Recipe
 
 pytestmark = pytest.mark.asyncio
 STEP = StepFinished(step=1, policy_version=1, metrics={"reward/mean": 0.5})

@@ -17,9 +17,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from test_supervisor import STAND_IN, Trial, lives
 
-from streamrl.processes import remains
-from streamrl.processes.remains import remove_remains_of
-from streamrl.processes.sweep import TRACES_FILE, RunTraces, keep_traces
+from streamrl.supervise import remains
+from streamrl.supervise.remains import remove_remains_of
+from streamrl.supervise.sweep import TRACES_FILE, RunTraces, keep_traces
 
 PARENT = """
 import sys

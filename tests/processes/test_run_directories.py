@@ -11,16 +11,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.buffers.journal import JournalRefused, open_journal
-from streamrl.config.load import dump_recipe, load_recipe
-from streamrl.config.recipe import Recipe
+from streamrl.base.errors import RecipeError
 from streamrl.control.settings import control_settings
-from streamrl.errors import RecipeError
-from streamrl.learning.durable_files import flush_and_digest, write_digests
-from streamrl.processes.run_inputs import write_inputs
-from streamrl.processes.run_lock import RunLock
-from streamrl.processes.run_record import EVENT_LOG, open_record, refuse_lost_journal
-from streamrl.run import Pipeline, _make_run_directory
+from streamrl.journal.journal import JournalRefused, open_journal
+from streamrl.learning.state.durable_files import flush_and_digest, write_digests
+from streamrl.recipe.load import dump_recipe, load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.run.pipeline import Pipeline, _make_run_directory
+from streamrl.run.run_inputs import write_inputs
+from streamrl.run.run_lock import RunLock
+from streamrl.run.run_record import EVENT_LOG, open_record, refuse_lost_journal
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 AT_ONCE = 8
@@ -53,7 +53,7 @@ def save(run: Path, version: int, *, damaged: bool = False) -> Path:
 def test_runs_that_begin_at_the_same_moment_have_a_directory_each(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.run.time.strftime", lambda _: "20261122-031500")
+    monkeypatch.setattr("streamrl.run.pipeline.time.strftime", lambda _: "20261122-031500")
     parent, together = Path(recipe.run.directory), threading.Barrier(AT_ONCE)
 
     def begin(_: int) -> Path:

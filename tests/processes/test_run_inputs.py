@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from streamrl.config.load import load_recipe
-from streamrl.config.recipe import Recipe
-from streamrl.errors import RecipeError, StreamRLError
-from streamrl.processes import run_inputs
-from streamrl.processes.run_inputs import changed_inputs, refuse_changes, write_inputs
-from streamrl.processes.run_lock import RunLock
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.run.pipeline import run_inputs
+from streamrl.run.run_inputs import changed_inputs, refuse_changes, write_inputs
+from streamrl.run.run_lock import RunLock
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
 HOLD = """
 import signal, sys
 from pathlib import Path
-from streamrl.processes.run_lock import RunLock
+from streamrl.run.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 signal.pause()

@@ -12,10 +12,11 @@ import msgspec
 import pytest
 from trials import PLANS, STAND_IN, Trial, death_in, lives, until
 
-from streamrl.comm.supervisor_orders import StartEngine, StopEngine
-from streamrl.config.topology import Topology
-from streamrl.processes import engine_orders, guarded_sessions, supervisor
-from streamrl.processes.supervisor import Supervisor
+from streamrl.plan.topology import Topology
+from streamrl.processes import engine_orders
+from streamrl.supervise import guarded_sessions, supervisor
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.supervise.supervisor_orders import StartEngine, StopEngine
 
 pytestmark = pytest.mark.asyncio
 

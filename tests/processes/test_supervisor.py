@@ -15,9 +15,9 @@ import anyio
 import pytest
 from trials import NAMES, STAND_IN, Trial, death_in, kill_session, lives, until
 
-from streamrl.config.topology import ProcessPlan, Role
-from streamrl.errors import StreamRLError
-from streamrl.processes.supervisor import Supervisor
+from streamrl.base.errors import StreamRLError
+from streamrl.plan.topology import ProcessPlan, Role
+from streamrl.supervise.supervisor import Supervisor
 
 ENDS_WITHIN_S = 10.0
 
@@ -156,7 +156,7 @@ async def test_a_judge_that_dies_is_started_again_until_its_budget_is_spent(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, with grandchildren that outlive it: they end before its successor begins, and the run goes on."""
-    monkeypatch.setattr("streamrl.processes.restarts.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("streamrl.supervise.restarts.FIRST_PAUSE_S", 0.05)
     one = trial()
     (one.directory / "behaviour" / "judge-0").write_text("orphan")
     plan = ProcessPlan(role=Role.JUDGE, index=0, restarts=2)

@@ -18,9 +18,9 @@ import pytest
 from trials import Trial, death_in, kill_session
 
 from streamrl.engines.process_watch import ProcessWatch
-from streamrl.processes import sweep as sweeping
-from streamrl.processes.parent_death import RUN_MARKER
-from streamrl.processes.sweep import (
+from streamrl.supervise import sweep as sweeping
+from streamrl.supervise.parent_death import RUN_MARKER
+from streamrl.supervise.sweep import (
     TRACES_FILE,
     RunTraces,
     end_session,

@@ -11,9 +11,9 @@ import anyio
 import psutil
 import pytest
 
-from streamrl.config.topology import ProcessPlan, Role, Topology
-from streamrl.errors import ProcessDied
-from streamrl.processes.supervisor import Supervisor
+from streamrl.base.errors import ProcessDied
+from streamrl.plan.topology import ProcessPlan, Role, Topology
+from streamrl.supervise.supervisor import Supervisor
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 PLANS = (
@@ -59,7 +59,7 @@ class Trial:
             line = process.cmdline()
         except psutil.Error:
             return False
-        return "streamrl.processes.guardian" in line and any(str(self.sockets) in word for word in line)
+        return "streamrl.supervise.guardian" in line and any(str(self.sockets) in word for word in line)
 
     def assert_nothing_left(self) -> None:
         assert self.left() == []

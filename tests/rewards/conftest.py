@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.recipe import Model, Prompts, Recipe
-from streamrl.config.rewards import Reward, RewardLimits
-from streamrl.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryId, float_array, token_array
+from streamrl.base.types import FinishReason, Prompt, Segment, Trajectory, TrajectoryId, float_array, token_array
+from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.sections import Model, Prompts, Recipe
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789:"
 SPECIAL = ("<pad>", "<eos>", "<unk>")

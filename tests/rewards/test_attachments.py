@@ -12,21 +12,21 @@ from typing import Any
 import anyio
 import pytest
 
-from streamrl.cli_reward_changes import add_changes
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.stage_messages import FinishedTrajectory, Scored
+from streamrl.base.types import ScoredTrajectory, Trajectory
+from streamrl.cli.reward_changes import add_changes
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.reward_changes import RewardRequest
 from streamrl.comm.zmq_stream import zmq_receiver
-from streamrl.config.recipe import Recipe
-from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError, StreamRLError
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe
+from streamrl.remote.reward_changes import RewardRequest
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward, reward
 from streamrl.rewards.kept_rewards import fresh_rewards
 from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import FinishedTrajectory, Scored
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardSettings, RewardStage, next_ready
-from streamrl.types import ScoredTrajectory, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]
@@ -64,7 +64,7 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("streamrl.cli_reward_changes._change", lambda run, operation: asked.append(operation) or 0)
+    monkeypatch.setattr("streamrl.cli.reward_changes._change", lambda run, operation: asked.append(operation) or 0)
     parser = argparse.ArgumentParser()
     add_changes(parser.add_subparsers())
     options = parser.parse_args([*action, function, "--option", option])

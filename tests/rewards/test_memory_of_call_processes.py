@@ -12,9 +12,9 @@ import pytest
 SCRIPT = """
 import asyncio, ctypes, socket, sys, threading
 import msgspec
-from streamrl.config.rewards import Reward
-from streamrl.rewards.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
-from streamrl.rewards.call_process import LoopServer
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
+from streamrl.rewards.calls.call_process import LoopServer
 from streamrl.rewards.signature import load_reward
 
 class Heap(ctypes.Structure):

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.config.rewards import AdaptiveLimit, Reward
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.rewards import AdaptiveLimit, Reward
 from streamrl.rewards import RewardSignature, load_reward, needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 
@@ -181,7 +181,7 @@ def test_process_that_inspects_ends_with_the_one_that_asked(tmp_path: Path) -> N
         "os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     script = (
-        "from streamrl.config.rewards import Reward\n"
+        "from streamrl.recipe.rewards import Reward\n"
         "from streamrl.rewards.inspect import inspect_in_subprocess\n"
         f"inspect_in_subprocess([Reward(function={str(module) + ':reward'!r})])\n"
     )

@@ -13,17 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.comm.wire import WireCodec
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Recipe
-from streamrl.config.rewards import Reward
-from streamrl.errors import RecipeError, StreamBroken, StreamEnded
-from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
-from streamrl.rewards.reward_exchange import OrderMessage, score_message
-from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import (
+from streamrl.base.errors import RecipeError, StreamBroken, StreamEnded
+from streamrl.base.stage_messages import (
     CloseRewardSet,
     GroupScored,
     GroupsScored,
@@ -34,13 +25,22 @@ from streamrl.stage_messages import (
     RewardWorkerReady,
     ScoreGroups,
 )
-from streamrl.types import (
+from streamrl.base.types import (
     FinishReason,
     RewardFailureKind,
     Segment,
     Trajectory,
     token_array,
 )
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.wire import WireCodec
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe
+from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+from streamrl.rewards.reward_exchange import OrderMessage, score_message
+from streamrl.rewards.worker import run_reward_worker
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]

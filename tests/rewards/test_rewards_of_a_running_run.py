@@ -19,22 +19,22 @@ import psutil
 import pytest
 from msgspec import structs
 
-from streamrl.cli import main
-from streamrl.comm.control_socket import serving_control
+from streamrl.base.errors import RecipeError
+from streamrl.base.stage_messages import FinishedTrajectory, Scored
+from streamrl.base.types import ScoredTrajectory, Trajectory
+from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.config.recipe import Recipe, ResumedRewards
-from streamrl.config.rewards import AdaptiveLimit, Reward
-from streamrl.config.topology import Topology, control_socket, plan_topology, rewards_endpoint
-from streamrl.errors import RecipeError
-from streamrl.preflight import preflight, resumed
-from streamrl.processes.control_operations import ControlOperations
+from streamrl.plan.preflight import preflight, resumed
+from streamrl.plan.topology import Topology, control_socket, plan_topology, rewards_endpoint
 from streamrl.processes.reward_workers import change_rewards, open_reward_stage
+from streamrl.recipe.rewards import AdaptiveLimit, Reward
+from streamrl.recipe.sections import Recipe, ResumedRewards
+from streamrl.remote.control_socket import serving_control
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.time_limits import LearntLimits
-from streamrl.stage_messages import FinishedTrajectory, Scored
+from streamrl.run.control_operations import ControlOperations
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage
-from streamrl.types import ScoredTrajectory, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]

@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config.recipe import Recipe
-from streamrl.config.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
+from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.sections import Recipe
 from streamrl.rewards import load_reward
-from streamrl.rewards.call_child import PoolCall
+from streamrl.rewards.calls.call_child import PoolCall
+from streamrl.rewards.calls.trusted_calls import TrustedCalls
 from streamrl.rewards.lanes import RewardLane
 from streamrl.rewards.reward_exchange import outcome_of
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import SampleValue, combine
-from streamrl.rewards.trusted_calls import TrustedCalls
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
-from streamrl.tokenizer import load_tokenizer
-from streamrl.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
 MakeRecipe = Callable[..., Recipe]

@@ -6,13 +6,13 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.recipe import Recipe
-from streamrl.rewards.worker import run_reward_worker
-from streamrl.stage_messages import (
+from streamrl.base.stage_messages import (
     RewardOrder,
     RewardResult,
 )
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.recipe.sections import Recipe
+from streamrl.rewards.worker import run_reward_worker
 
 
 async def main(recipe: Recipe, orders_at: str, results_at: str) -> None:

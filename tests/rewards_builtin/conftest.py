@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config.rewards import Reward
+from streamrl.recipe.rewards import Reward
 from streamrl.rewards.signature import RewardFunction, load_reward
 
 

@@ -15,14 +15,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET
-from streamrl.config.rewards import FailurePolicy, Reward, RewardLimits
-from streamrl.errors import RecipeError
-from streamrl.rewards.builtin.judge_client import JudgeError
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
-from streamrl.rewards.signature import RewardFunction
-from streamrl.tokenizer import load_tokenizer
-from streamrl.types import (
+from streamrl.base.errors import RecipeError
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     RewardFailure,
@@ -34,6 +28,12 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.judge.client import JudgeError
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.recipe.rewards import FailurePolicy, Reward, RewardLimits
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.signature import RewardFunction
 
 httpx = pytest.importorskip("httpx")
 
@@ -224,7 +224,7 @@ def test_a_failure_is_not_kept(judge, server: Server) -> None:
 
 
 def test_the_cache_forgets_the_oldest(tmp_path: Path) -> None:
-    from streamrl.rewards.builtin.judge_cache import AnswerCache
+    from streamrl.judge.cache import AnswerCache
 
     cache = AnswerCache("", 100)
     for number in range(512):
@@ -235,7 +235,7 @@ def test_the_cache_forgets_the_oldest(tmp_path: Path) -> None:
 
 
 def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> None:
-    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
     server.answers = [(429, "busy"), (503, "starting"), (200, "Score: 9")]
     assert run(judge(), "4") == [0.9]
     assert len(server.calls) == 3
@@ -252,7 +252,7 @@ def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> Non
 def test_a_server_that_refuses_is_a_failure_with_its_reason(
     judge, server: Server, monkeypatch, status: int, asked: int, message: str
 ) -> None:
-    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
     server.answers = [(status, "because")]
     (error,) = run(judge(retries=2), "4")
     assert isinstance(error, JudgeError)
@@ -261,7 +261,7 @@ def test_a_server_that_refuses_is_a_failure_with_its_reason(
 
 
 def test_nobody_there(make, monkeypatch) -> None:
-    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
     reward = make("judge", endpoint="http://127.0.0.1:9/v1", model="m", retries=1)
     (error,) = run(reward, "4")
     assert "cannot be reached after 2 attempts" in str(error) and "is it up?" in str(error)
@@ -346,7 +346,7 @@ def scored(samples: int, *, trusted: bool = True, time_limit_s: float = 30.0, **
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
 
 
 def assert_failed(outcome: Any, kind: RewardFailureKind, policy: FailurePolicy, message: str) -> None:
@@ -447,7 +447,7 @@ def serving(listening: Server) -> Iterator[Server]:
 
 @pytest.mark.usefixtures("soon")
 def test_without_an_endpoint_the_runs_own_judge_is_asked_and_waited_for(make, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("streamrl.rewards.builtin.judge_client._OWN_RETRIES", 0)
+    monkeypatch.setattr("streamrl.judge.client._OWN_RETRIES", 0)
     path = tmp_path / "http"
     monkeypatch.setenv(JUDGE_SOCKET, str(path))
     monkeypatch.setenv(JUDGE_MODEL, "/models/judge")

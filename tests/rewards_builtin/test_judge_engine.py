@@ -16,14 +16,14 @@ import msgspec
 import psutil
 import pytest
 
-from streamrl.comm.judge_messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.config.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
-from streamrl.config.load import dump_recipe
-from streamrl.config.recipe import Model, Prompts, Recipe
-from streamrl.config.rewards import Reward
-from streamrl.config.topology import JUDGE, Topology, judge_socket, plan_topology
+from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.plan.topology import JUDGE, Topology, judge_socket, plan_topology
+from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
+from streamrl.recipe.load import dump_recipe
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Model, Prompts, Recipe
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")

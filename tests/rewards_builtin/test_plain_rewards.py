@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.errors import RecipeError
-from streamrl.rewards.builtin import BUILTIN
+from streamrl.base.errors import RecipeError
+from streamrl.rewards.builtin.catalog import BUILTIN
 from streamrl.rewards.builtin.length import soft_overlong_penalty
 
 

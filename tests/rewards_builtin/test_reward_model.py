@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
 from streamrl.rewards.builtin.sequence_classifier import RewardModelOptions
 from streamrl.rewards.signature import RewardFunction
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from streamrl.rewards.code.jail import Limits
-from streamrl.rewards.code.sandbox import Sandbox
-from streamrl.rewards.code.syscalls import drop_capabilities, set_no_new_privileges
+from streamrl.sandbox.jail import Limits
+from streamrl.sandbox.sandbox import Sandbox
+from streamrl.sandbox.syscalls import drop_capabilities, set_no_new_privileges
 
 MIB = 1 << 20
 LIMITS = Limits(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from streamrl.rewards.code.jail import Limits
-from streamrl.rewards.code.sandbox import Sandbox
+from streamrl.sandbox.jail import Limits
+from streamrl.sandbox.sandbox import Sandbox
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

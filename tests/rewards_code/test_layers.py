@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from streamrl.errors import RecipeError
-from streamrl.rewards.code import layers, reward, seccomp
-from streamrl.rewards.code.cases import SnippetCase
-from streamrl.rewards.code.layers import LayersFound, available_layers, probe_layers, require_isolation
-from streamrl.rewards.code.sandbox import ALL_LAYERS, Sandbox, SandboxError
+from streamrl.base.errors import RecipeError
+from streamrl.sandbox import layers, reward, seccomp
+from streamrl.sandbox.cases import SnippetCase
+from streamrl.sandbox.layers import LayersFound, available_layers, probe_layers, require_isolation
+from streamrl.sandbox.sandbox import ALL_LAYERS, Sandbox, SandboxError
 
 HEADERS = [
     (0, Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from streamrl.errors import RecipeError
-from streamrl.rewards.code.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
-from streamrl.rewards.code.results import same_result
-from streamrl.rewards.code.reward import CaseEnd, CaseOutcome, CodeOptions, CodeReward, code_reward
-from streamrl.rewards.code.sandbox import Sandbox
+from streamrl.base.errors import RecipeError
+from streamrl.sandbox.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
+from streamrl.sandbox.results import same_result
+from streamrl.sandbox.reward import CaseEnd, CaseOutcome, CodeOptions, CodeReward, code_reward
+from streamrl.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

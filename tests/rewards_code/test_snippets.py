@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from streamrl.rewards.code.reward import CaseEnd, CodeOptions, CodeReward
-from streamrl.rewards.code.sandbox import Sandbox
+from streamrl.sandbox.reward import CaseEnd, CodeOptions, CodeReward
+from streamrl.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.config.toml_text import toml_value
-from streamrl.control.event_log import read_log, replay
 from streamrl.control.events import RewardsAttached, RunBegan
+from streamrl.journal.event_log import read_log, replay
+from streamrl.recipe.toml_text import toml_value
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(300)]

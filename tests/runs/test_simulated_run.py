@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.toml_text import toml_value
-from streamrl.control.trajectory_trace import read_trace
+from streamrl.observe.report.trajectory_trace import read_trace
+from streamrl.recipe.toml_text import toml_value
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(100)]

@@ -15,10 +15,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.comm import control_protocol, control_socket
-from streamrl.comm.control_protocol import ControlAnswer, ControlOperation, ControlRefused, ControlRequest, is_allowed
-from streamrl.comm.control_socket import ControlServer, ask_control
-from streamrl.comm.reward_changes import (
+from streamrl.recipe.rewards import Reward
+from streamrl.remote import control_protocol, control_socket
+from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, ControlRefused, ControlRequest, is_allowed
+from streamrl.remote.control_socket import ControlServer, ask_control
+from streamrl.remote.reward_changes import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -26,7 +27,6 @@ from streamrl.comm.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
-from streamrl.config.rewards import Reward
 
 pytestmark = pytest.mark.asyncio
 REWARD = Reward(function="m:f")
@@ -58,7 +58,7 @@ async def serving(path: Path) -> AsyncIterator[ControlServer]:
 
 async def test_whoever_asks_without_pause_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("streamrl.comm.control_socket.time.monotonic", lambda: now)
+    monkeypatch.setattr("streamrl.remote.control_socket.time.monotonic", lambda: now)
     monkeypatch.setattr(control_socket, "BURST", 5)
     async with serving(tmp_path / "c"):
         answers = [await ask_control(tmp_path / "c", ListRewards(), "", 5) for _ in range(7)]

@@ -51,7 +51,7 @@ def test_every_file_named_exists() -> None:
             ROOT / "streamrl" / name,
             ROOT / name,
             ROOT / "tests" / "security" / name,
-            ROOT / "streamrl/comm/weights" / name,
+            ROOT / "streamrl/weights" / name,
         ]
         assert any(place.is_file() for place in places), name
     assert {path.name for path in Path(__file__).parent.glob("test_*.py")} <= names, "every test file is named"

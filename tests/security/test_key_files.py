@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli import main
-from streamrl.comm.transport_keys import (
+from streamrl.base.errors import StreamRLError
+from streamrl.cli.main import main
+from streamrl.plan.topology import Role
+from streamrl.recipe.load import dump_recipe
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportSecurity
+from streamrl.remote.transport_keys import (
     KEY_ROLE,
     KEYS_DIRECTORY,
     OPEN_TO_ALL,
@@ -21,10 +25,6 @@ from streamrl.comm.transport_keys import (
     read_role_keys,
     transport_environment,
 )
-from streamrl.config.load import dump_recipe
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Transport, TransportSecurity
-from streamrl.config.topology import Role
-from streamrl.errors import StreamRLError
 from streamrl.rewards.inspect import inspect_in_subprocess
 
 

@@ -14,16 +14,17 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from streamrl.comm import guarded_sockets, zmq_sockets
-from streamrl.comm.guarded_sockets import GuardedContext, gate_of, keys_for
-from streamrl.comm.key_gate import KeyGate
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import EngineOrder, Resume
+from streamrl.comm import zmq_sockets
 from streamrl.comm.socket_options import make_socket
-from streamrl.comm.telemetry import TelemetryPublisher, TelemetrySubscriber
-from streamrl.comm.transport_keys import OPEN_TO_ALL, KeyRole, make_keys, public_keys, read_role_keys
-from streamrl.comm.weights.publisher import WeightPublisher
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.errors import StreamRLError
-from streamrl.messages import EngineOrder, Resume
+from streamrl.observe.telemetry import TelemetryPublisher, TelemetrySubscriber
+from streamrl.remote import guarded_sockets
+from streamrl.remote.guarded_sockets import GuardedContext, gate_of, keys_for
+from streamrl.remote.key_gate import KeyGate
+from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole, make_keys, public_keys, read_role_keys
+from streamrl.weights.push.publisher import WeightPublisher
 
 ActAs = Callable[..., None]
 OUTCOMES = (

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import model_facts
-from streamrl.config.model_facts import ModelDirectoryError, read_model_facts
-from streamrl.config.model_folder import unsafe_content
-from streamrl.engines.engine_options import model_config, shared_environment
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.plan import model_facts
+from streamrl.plan.model_facts import ModelDirectoryError, read_model_facts
+from streamrl.plan.model_folder import unsafe_content
 from streamrl.rewards.builtin import sequence_classifier
 from streamrl.rewards.builtin.declared import BadOption
+from streamrl.vllm.options import model_config, shared_environment
 
 CONFIG = {"hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8}
 
@@ -101,8 +101,8 @@ def test_a_folder_that_could_run_code_is_refused_by_who_reads_it(folder: Path, n
 @pytest.mark.torch
 def test_the_trainer_refuses_it_before_anything_is_imported_for_it(folder: Path) -> None:
     torch = pytest.importorskip("torch")
-    from streamrl.errors import StreamRLError
-    from streamrl.learning.loading import load_policy
+    from streamrl.base.errors import StreamRLError
+    from streamrl.learning.model.loading import load_policy
 
     adds("modeling_evil.py", f"open({str(folder / 'ran')!r}, 'w')")(folder)
     asks("config.json", {"model_type": "evil", "auto_map": {"AutoModelForCausalLM": "modeling_evil.M"}})(folder)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
-from streamrl.comm.guarded_sockets import GuardedContext
-from streamrl.comm.telemetry import LARGEST_MESSAGE, LARGEST_SUBSCRIPTION, TelemetryPublisher, TelemetrySubscriber
-from streamrl.comm.weights.pull_socket import pull_socket
-from streamrl.comm.weights.requests import REQUEST_LIMIT
 from streamrl.comm.zmq_sockets import create_socket
+from streamrl.observe.telemetry import LARGEST_MESSAGE, LARGEST_SUBSCRIPTION, TelemetryPublisher, TelemetrySubscriber
+from streamrl.remote.guarded_sockets import GuardedContext
+from streamrl.weights.pull.pull_socket import pull_socket
+from streamrl.weights.requests import REQUEST_LIMIT
 
 
 @contextmanager

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.cli import report_error
-from streamrl.config.recipe import Model, Prompts, Recipe, Reward, Run
-from streamrl.config.rules import broken_rules
-from streamrl.errors import StreamRLError
-from streamrl.learning.durable_files import DIGESTS, read_digests
-from streamrl.observe.printable import LONGEST_RECORD, PrintableFormatter, one_line, printable
+from streamrl.base.errors import StreamRLError
+from streamrl.cli.main import report_error
+from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.observe.reporter import LONGEST_NAME, MOST_NAMES, EventRecord, Reporter, StepRecord
-from streamrl.observe.stdout import StdoutReporter
+from streamrl.observe.terminal.printable import LONGEST_RECORD, PrintableFormatter, one_line, printable
+from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Run
+from streamrl.rules.rules import broken_rules
 
 COMMANDS = {
     "clears the screen": "\x1b[2J",
@@ -73,9 +73,9 @@ def test_no_text_forges_a_line_of_a_log() -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     log = logging.Logger("streamrl")
     log.addHandler(handler)
-    log.warning("a reward said %s", "no\nCRITICAL streamrl.run: all is well\r\x1b[2K")
+    log.warning("a reward said %s", "no\nCRITICAL streamrl.run.pipeline: all is well\r\x1b[2K")
     lines = stream.getvalue().splitlines()
-    assert lines == ["WARNING streamrl: a reward said no", "  CRITICAL streamrl.run: all is well\\r\\x1b[2K"]
+    assert lines == ["WARNING streamrl: a reward said no", "  CRITICAL streamrl.run.pipeline: all is well\\r\\x1b[2K"]
     log.warning("x" * (10 * LONGEST_RECORD))
     assert len(stream.getvalue()) < 2 * LONGEST_RECORD
     assert f"({9 * LONGEST_RECORD + len('WARNING streamrl: ')} more characters)" in stream.getvalue()

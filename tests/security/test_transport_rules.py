@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.config.hosts import host_of, is_loopback, is_public, is_wildcard
-from streamrl.config.recipe import Metrics, Model, Prompts, Recipe, Reward, Transport, TransportKind, TransportSecurity
-from streamrl.config.rules import broken_rules
-from streamrl.config.transport_rules import insecure_notice, transport_metrics
+from streamrl.plan.hosts import host_of, is_loopback, is_public, is_wildcard
+from streamrl.recipe.sections import (
+    Metrics,
+    Model,
+    Prompts,
+    Recipe,
+    Reward,
+    Transport,
+    TransportKind,
+    TransportSecurity,
+)
+from streamrl.rules.rules import broken_rules
+from streamrl.rules.transport_rules import insecure_notice, transport_metrics
 
 CURVE, NONE = TransportSecurity.CURVE, TransportSecurity.NONE
 

@@ -8,7 +8,7 @@ import msgspec
 from worlds import control_settings
 
 from streamrl.control import actions as do
-from streamrl.control.trajectory_trace import EnginesLine, RecordedRun, StepLine, TraceHeader, TrajectoryLine
+from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TraceHeader, TrajectoryLine
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import ModelledLengths

@@ -10,9 +10,9 @@ import pytest
 from recorder import Recorder
 from worlds import control_settings, with_part
 
-from streamrl.config.scheduling import RoundKind, TailBatching
-from streamrl.control.trajectory_trace import TrajectoryTrace
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.observe.report.trajectory_trace import TrajectoryTrace
+from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.cluster import DEMO, HEAVY
 from streamrl.simulate.engine_fit import StepSamples, fit_step

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli import EXIT_BAD_INPUT, EXIT_FAILED, main
-from streamrl.errors import StreamRLError
+from streamrl.base.errors import StreamRLError
+from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, main
 from streamrl.simulate.cluster import DEMO, PRESETS, dump_cluster, load_cluster
 
 RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"

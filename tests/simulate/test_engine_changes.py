@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from worlds import TINY, control_settings, with_part
 
-from streamrl.config.recipe import ReleaseKind
-from streamrl.config.scheduling import RoundKind, TailBatching
-from streamrl.control.engine_sets import EngineSet
+from streamrl.elastic.engine_sets import EngineSet
+from streamrl.recipe.scheduling import RoundKind, TailBatching
+from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.cluster import ROLLPACKER_14B, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, scaled_engine
 from streamrl.simulate.lengths import ModelledLengths

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.base.types import TrajectoryId
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
-from streamrl.types import TrajectoryId
 
 MODEL = EngineModel(base_s=1e-3, per_running_s=1e-4, per_context_token_s=1e-6, max_running=4)
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.control.trajectory_trace import RecordedRun, TraceHeader, TrajectoryLine
+from streamrl.observe.report.trajectory_trace import RecordedRun, TraceHeader, TrajectoryLine
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
 from streamrl.simulate.length_fit import fit_lengths
 from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows

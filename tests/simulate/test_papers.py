@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from worlds import control_settings, with_part
 
-from streamrl.config.scheduling import GroupSizing, LengthSorted, Losers, RoundKind, SizingKind, TailBatching
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Losers, RoundKind, SizingKind, TailBatching
 from streamrl.simulate.cluster import DEMO, ROLLPACKER_14B, ROLLPACKER_14B_CODE, Engines
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport

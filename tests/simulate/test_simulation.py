@@ -12,17 +12,17 @@ import msgspec
 import pytest
 from worlds import TINY, control_settings, with_part
 
-from streamrl.config.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.base.errors import StreamRLError
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
-from streamrl.engines.continuation import ROUNDS_KEPT
-from streamrl.errors import StreamRLError
+from streamrl.recipe.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import DEMO, HEAVY, Engines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.routing import LeastLoaded
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
+from streamrl.vllm.continuation import ROUNDS_KEPT
 
 POLICIES: dict[str, dict[str, Any]] = {
     "synchronous": {},

@@ -14,13 +14,9 @@ import msgspec
 import pytest
 from worlds import control_settings, with_part
 
-from streamrl.cli import main
-from streamrl.config.load import check_recipe, load_recipe
-from streamrl.config.recipe import Recipe
-from streamrl.config.scheduling import RoundKind, TailBatching
-from streamrl.control.prediction import Form
-from streamrl.control.rounds.auto import SYNCHRONOUS, AutoRounds
-from streamrl.control.trajectory_trace import (
+from streamrl.base.errors import StreamRLError
+from streamrl.cli.main import main
+from streamrl.observe.report.trajectory_trace import (
     TRACE_SCHEMA,
     EnginesLine,
     StepLine,
@@ -28,8 +24,12 @@ from streamrl.control.trajectory_trace import (
     TrajectoryLine,
     TrajectoryTrace,
 )
-from streamrl.errors import StreamRLError
-from streamrl.pipeline import control_settings as settings_of
+from streamrl.policies.adviser.auto import SYNCHRONOUS, AutoRounds
+from streamrl.policies.adviser.prediction import Form
+from streamrl.recipe.load import check_recipe, load_recipe
+from streamrl.recipe.scheduling import RoundKind, TailBatching
+from streamrl.recipe.sections import Recipe
+from streamrl.run.run_controller import control_settings as settings_of
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B, ClusterModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation, simulate

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.scheduling import RoundKind, StalePolicy
 from streamrl.control.settings import ControlSettings
+from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.simulate.cluster import ClusterModel, Engines
 from streamrl.simulate.engines import EngineModel
 from streamrl.simulate.lengths import LengthModel

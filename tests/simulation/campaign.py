@@ -32,7 +32,7 @@ from ledger import Violation
 from world import Outcome, World
 from world_shape import Shape, draw_shape
 
-from streamrl.whole_files import write_whole
+from streamrl.base.whole_files import write_whole
 
 SAVE_EVERY = 20
 FEWEST_FAULTS, MOST_FAULTS = 6, 16

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
+from streamrl.base.messages import CloseBatch, Generate
+from streamrl.base.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.state import ControlState
 from streamrl.engines.resumption import whole_of
-from streamrl.messages import CloseBatch, Generate
-from streamrl.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
 
 STAMPS = 1 << 20
 MODULUS = 1 << 64

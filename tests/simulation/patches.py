@@ -21,45 +21,38 @@ from simulated_trainer import SimulatedTrainer
 from stamped_engine import StampedEngine
 from world_disk import SimulatedDisk, SimulatedLock, Writer
 
-from streamrl import pipeline
 from streamrl import run as run_module
-from streamrl.buffers.journal import open_journal
 from streamrl.comm import zmq_stream
-from streamrl.comm.control_socket import serving_control
-from streamrl.config import topology as topology_module
-from streamrl.config.load import load_recipe
-from streamrl.control.engine_planning import PlanningSettings
-from streamrl.control.engine_release import EngineRelease
-from streamrl.control.run_report import RunReport
 from streamrl.control.state import ControlState
-from streamrl.control.whole_state import keep_whole, restore_whole
+from streamrl.elastic.engine_planning import PlanningSettings
+from streamrl.elastic.engine_release import EngineRelease
 from streamrl.engines import engine_host
-from streamrl.engines.engine_options import installed_device
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.engines.simulated_engine import SimulationOptions
-from streamrl.observe.crash_bundle import write_crash_bundle
-from streamrl.observe.loop_watch import LoopWatch
+from streamrl.engines.simulated.engine import SimulationOptions
+from streamrl.journal.journal import open_journal
+from streamrl.journal.whole_state import keep_whole, restore_whole
+from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import PublishSink
-from streamrl.preflight import preflight, resumed
-from streamrl.processes import (
-    child_process,
-    controller_process,
-    engine_process,
-    reward_process,
-    supervisor,
-    sweep,
-    trainer_process,
-)
-from streamrl.processes.remains import remove_remains_of
-from streamrl.processes.run_inputs import refuse_changes
-from streamrl.processes.run_lock import RunLock
-from streamrl.processes.run_record import refuse_lost_journal
-from streamrl.processes.stacks import ask_for_stacks
+from streamrl.plan import topology as topology_module
+from streamrl.plan.preflight import preflight, resumed
+from streamrl.processes import controller_process, engine_process, reward_process, trainer_process
+from streamrl.prompts import prompts as prompts_module
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.load import load_recipe
+from streamrl.remote.control_socket import serving_control
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.signature import inspect_reward
-from streamrl.stages import prompts as prompts_module
-from streamrl.tokenizer import load_tokenizer
+from streamrl.run.pipeline import run_controller as pipeline
+from streamrl.run.run_inputs import refuse_changes
+from streamrl.run.run_lock import RunLock
+from streamrl.run.run_record import refuse_lost_journal
+from streamrl.supervise import child_process, supervisor, sweep
+from streamrl.supervise.crash.crash_bundle import write_crash_bundle
+from streamrl.supervise.remains import remove_remains_of
+from streamrl.supervise.watch.loop_watch import LoopWatch
+from streamrl.supervise.watch.stacks import ask_for_stacks
+from streamrl.vllm.options import installed_device
 
 if TYPE_CHECKING:
     from world import World

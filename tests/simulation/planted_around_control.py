@@ -15,25 +15,25 @@ from planted_bugs import Planted, every, replaced
 from simulated_machine import SimulatedPopen
 from world_faults import Faults
 
-from streamrl.buffers.journal import Journal
+from streamrl.base.errors import WireError
+from streamrl.base.messages import Generated, GenerationFailed
+from streamrl.base.types import FinishReason
+from streamrl.base.wakeup import Wakeup
 from streamrl.buffers.rollout_buffer import RolloutBuffer
 from streamrl.comm import stream_protocol
 from streamrl.comm.stream_protocol import ReceivingEnd, SendingEnd
-from streamrl.comm.wakeup import Wakeup
-from streamrl.control import controller as controller_module
 from streamrl.control.events import CheckpointDone, StopRequested, TrajectoryScored
-from streamrl.control.outstanding import Outstanding
-from streamrl.control.recovered_run import RecoveredRun
-from streamrl.control.run_journal import RunJournal
 from streamrl.control.state import ControlState
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.errors import WireError
-from streamrl.messages import Generated, GenerationFailed
-from streamrl.processes import supervisor
-from streamrl.processes.supervisor import Supervisor
+from streamrl.journal.journal import Journal
+from streamrl.journal.outstanding import Outstanding
+from streamrl.journal.recovered_run import RecoveredRun
+from streamrl.journal.run_journal import RunJournal
+from streamrl.run.pipeline import controller as controller_module
 from streamrl.stages import rollout as rollout_module
 from streamrl.stages.reward import RewardStage
-from streamrl.types import FinishReason
+from streamrl.supervise import supervisor
+from streamrl.supervise.supervisor import Supervisor
 
 # ---- recovery ------------------------------------------------------------------------------------
 
@@ -263,8 +263,8 @@ def _undeclared(before: Any) -> Any:
 def _advantages_differ() -> str:
     import torch
 
-    from streamrl.config.objective import AdvantageKind
-    from streamrl.learning import advantages
+    from streamrl.learning.objective import advantages
+    from streamrl.recipe.objective import AdvantageKind
 
     random = Random(0)
     groups = [[random.choice((0.0, 0.5, random.random())) for _ in range(random.randint(2, 8))] for _ in range(100)]

@@ -9,16 +9,16 @@ import anyio
 import msgspec
 from planted_bugs import Planted, every, replaced
 
+from streamrl.base.types import RewardFailure, ScoredTrajectory
 from streamrl.buffers.rollout_buffer import Group, RolloutBuffer
+from streamrl.buffers.scored_payloads import ScoredPayloads
 from streamrl.buffers.slots import SlotLedger
-from streamrl.control.engine_steps import EngineSteps
-from streamrl.control.scored_payloads import ScoredPayloads
 from streamrl.control.state import ControlState
-from streamrl.control.trainer_ranks import TrainerRanks
+from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages import reward as reward_module
 from streamrl.stages import rollout as rollout_module
 from streamrl.stages.reward import RewardStage
-from streamrl.types import RewardFailure, ScoredTrajectory
+from streamrl.sync.engine_steps import EngineSteps
 
 # ---- accounting, exactly once ----------------------------------------------------------------------
 

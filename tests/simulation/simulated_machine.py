@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from virtual_time import PROCESS, SimulatedProcess
 
-from streamrl.config.topology import ProcessPlan
-from streamrl.errors import StreamRLError
-from streamrl.processes import child
-from streamrl.processes.child import ChildContext, Terminated, role_main
-from streamrl.processes.child_process import ChildProcess
-from streamrl.processes.exit_reason import TERMINATED_CODE, exit_code_of, leaves, reason_of, write_reason
+from streamrl.base.errors import StreamRLError
+from streamrl.plan.topology import ProcessPlan
+from streamrl.supervise import child
+from streamrl.supervise.child import ChildContext, Terminated, role_main
+from streamrl.supervise.child_process import ChildProcess
+from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, leaves, reason_of, write_reason
 
 if TYPE_CHECKING:
     from world import World

@@ -15,9 +15,9 @@ from typing import Any
 import anyio
 from virtual_time import PROCESS, SimulatedProcess, VirtualLoop
 
+from streamrl.base.errors import StreamRLError
+from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream_protocol import Origin, ReceivingEnd, StreamEnd
-from streamrl.comm.wakeup import Wakeup
-from streamrl.errors import StreamRLError
 
 RECONNECT_S = 0.1
 SLOW_S = 0.2

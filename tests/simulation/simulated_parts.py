@@ -10,7 +10,7 @@ from fault_plan import Phase
 from ledger import digest_of
 from virtual_time import PROCESS
 
-from streamrl.types import Prompt, token_array
+from streamrl.base.types import Prompt, token_array
 
 if TYPE_CHECKING:
     from world import World

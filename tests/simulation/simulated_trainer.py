@@ -10,9 +10,8 @@ from ledger import digest_of
 from simulated_parts import TOKENIZER_DIGEST
 from virtual_time import PROCESS
 
-from streamrl.errors import StreamRLError
-from streamrl.learning.durable_files import files_below, flush_and_digest, move_into_place, write_digests
-from streamrl.messages import (
+from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
     CloseBatch,
@@ -21,8 +20,9 @@ from streamrl.messages import (
     TrainerReady,
     WeightSource,
 )
-from streamrl.types import TrainingGroup
-from streamrl.whole_files import take_beside
+from streamrl.base.types import TrainingGroup
+from streamrl.base.whole_files import take_beside
+from streamrl.learning.state.durable_files import files_below, flush_and_digest, move_into_place, write_digests
 
 if TYPE_CHECKING:
     from world import World

@@ -13,11 +13,11 @@ from fault_plan import Phase
 from ledger import MODULUS, digest_of, stamp_of
 from virtual_time import PROCESS
 
-from streamrl.engines import simulated_engine
-from streamrl.engines.simulated_engine import SimulatedEngine, SimulationOptions
-from streamrl.errors import RequestRefused, WeightError
-from streamrl.messages import Generate, OrderDone, WeightAnnouncement
-from streamrl.types import Completion, FloatArray, float_array
+from streamrl.base.errors import RequestRefused, WeightError
+from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
+from streamrl.base.types import Completion, FloatArray, float_array
+from streamrl.engines.simulated import engine as simulated_engine
+from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 
 if TYPE_CHECKING:
     from world import World

@@ -32,10 +32,10 @@ from world_faults import Faults
 from world_operator import Operator
 from world_shape import Shape
 
-from streamrl.config.topology import ProcessPlan, Role, Topology
+from streamrl.base.messages import CloseBatch, SaveCheckpoint
 from streamrl.control import events as on
 from streamrl.control.state import ControlState
-from streamrl.messages import CloseBatch, SaveCheckpoint
+from streamrl.plan.topology import ProcessPlan, Role, Topology
 
 RECOVERY_S = 5.0
 LOOK_EVERY_S = 10.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from virtual_time import PROCESS, SimulatedProcess
 
-from streamrl.buffers.journal_disk import LocalDisk
+from streamrl.journal.journal_disk import LocalDisk
 
 if TYPE_CHECKING:
     from world import World

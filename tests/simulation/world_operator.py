@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from fault_plan import ENDS_RUNS, Phase
 
-from streamrl.config.topology import JOURNAL_DIRECTORY
-from streamrl.run import Pipeline
-from streamrl.run_events import RunFinished, RunResumed
+from streamrl.base.run_events import RunFinished, RunResumed
+from streamrl.plan.topology import JOURNAL_DIRECTORY
+from streamrl.run.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from world import World

@@ -7,8 +7,19 @@ from random import Random
 import msgspec
 from fault_plan import Course, Phase
 
-from streamrl.config.objective import Objective
-from streamrl.config.recipe import (
+from streamrl.engines.simulated.engine import LengthMixture
+from streamrl.recipe.objective import Objective
+from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.scheduling import (
+    InFlight,
+    LengthSorted,
+    Losers,
+    Rollout,
+    RoundKind,
+    StalePolicy,
+    TailBatching,
+)
+from streamrl.recipe.sections import (
     Checkpoint,
     Engines,
     Evaluation,
@@ -22,17 +33,6 @@ from streamrl.config.recipe import (
     Training,
     Weights,
 )
-from streamrl.config.rewards import Reward, RewardLimits
-from streamrl.config.scheduling import (
-    InFlight,
-    LengthSorted,
-    Losers,
-    Rollout,
-    RoundKind,
-    StalePolicy,
-    TailBatching,
-)
-from streamrl.engines.simulated_engine import LengthMixture
 
 TAIL, SORTED, CONTINUOUS = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED, RoundKind.CONTINUOUS
 ROUNDS: tuple[dict[str, object], ...] = (

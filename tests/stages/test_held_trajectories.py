@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import RequestRefused
-from streamrl.messages import Generate, PauseMode, WeightAnnouncement
-from streamrl.stage_messages import (
+from streamrl.base.errors import RequestRefused
+from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
+from streamrl.base.stage_messages import (
     CancelTrajectories,
     ContinueTrajectories,
     FinishedTrajectory,
@@ -26,8 +24,10 @@ from streamrl.stage_messages import (
     TrajectoryHeld,
     TrajectoryLost,
 )
+from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Completion, FinishReason, Prompt, TrajectoryId, VersionSpan, token_array
 
 pytestmark = pytest.mark.asyncio
 LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from streamrl.config.load import resolve_spec
-from streamrl.errors import RecipeError, StreamRLError
-from streamrl.stages.prompt_spec import SourceKind, read_spec
-from streamrl.stages.prompts import check_prompts, open_prompts
-from streamrl.tokenizer import Tokenizer
-from streamrl.types import Prompt
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import Prompt
+from streamrl.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.prompts.prompts import check_prompts, open_prompts
+from streamrl.prompts.tokenizer import Tokenizer
+from streamrl.recipe.load import resolve_spec
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -29,7 +29,7 @@ class Letters(Tokenizer):
         self.vocabulary_size = 1 << 16
 
     def encode(self, text: str) -> Any:
-        from streamrl.types import token_array
+        from streamrl.base.types import token_array
 
         return token_array(list(map(ord, text)))
 
@@ -286,7 +286,7 @@ def test_a_task_has_the_columns_of_its_verifier(tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_missing_names_the_extra(tokenizer: Tokenizer, tmp_path: Path, monkeypatch) -> None:
-    import streamrl.stages.prompt_tasks as tasks
+    import streamrl.prompts.prompt_tasks as tasks
 
     monkeypatch.setattr(tasks, "find_spec", lambda name: None)
     (problem,) = check_prompts("reasoning_gym:chain_sum", tokenizer, {})

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import RecipeError, StreamRLError
-from streamrl.stages.prompt_rows import BadRow, decode_row, read_prompt
-from streamrl.stages.prompts import PromptSource, check_prompts, open_prompts
-from streamrl.tokenizer import Tokenizer, load_tokenizer
-from streamrl.types import Prompt, token_array
+from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.types import Prompt, token_array
+from streamrl.prompts.prompt_rows import BadRow, decode_row, read_prompt
+from streamrl.prompts.prompts import PromptSource, check_prompts, open_prompts
+from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<bos>")
@@ -409,7 +409,7 @@ async def test_an_iterator_goes_on_behind_what_an_earlier_life_drew(
 
 @pytest.mark.asyncio
 async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokenizer, module: Path) -> None:
-    from streamrl.user_code import load_user_object
+    from streamrl.recipe.user_code import load_user_object
 
     source = open_prompts(f"{module}:generate", tokenizer, seed=0, shuffle=True)
     ((first, *_),) = await draw_all(source, 2)
@@ -423,7 +423,7 @@ async def test_generator_runs_on_its_own_thread_and_is_closed(tokenizer: Tokeniz
 async def test_blocking_iterator_leaves_the_loop_free_and_a_cancelled_draw_loses_nothing(
     tokenizer: Tokenizer, module: Path, name: str
 ) -> None:
-    from streamrl.user_code import load_user_object
+    from streamrl.recipe.user_code import load_user_object
 
     source = open_prompts(f"{module}:{name}", tokenizer, seed=0, shuffle=True)
     with pytest.raises(TimeoutError):

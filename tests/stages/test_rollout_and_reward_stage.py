@@ -10,13 +10,9 @@ import anyio
 import msgspec
 import pytest
 
-from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.wire import WireCodec
-from streamrl.config.rewards import Reward
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.errors import RecipeError, StreamEnded
-from streamrl.messages import PauseMode
-from streamrl.stage_messages import (
+from streamrl.base.errors import RecipeError, StreamEnded
+from streamrl.base.messages import PauseMode
+from streamrl.base.stage_messages import (
     CancelTrajectories,
     CloseRewardSet,
     CompletionToScore,
@@ -34,9 +30,7 @@ from streamrl.stage_messages import (
     TrajectoryHeld,
     TrajectoryLost,
 )
-from streamrl.stages.reward import RewardSettings, RewardStage
-from streamrl.stages.rollout import RolloutStage
-from streamrl.types import (
+from streamrl.base.types import (
     FinishReason,
     Prompt,
     RewardFailure,
@@ -47,6 +41,12 @@ from streamrl.types import (
     float_array,
     token_array,
 )
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.wire import WireCodec
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.recipe.rewards import Reward
+from streamrl.stages.reward import RewardSettings, RewardStage
+from streamrl.stages.rollout import RolloutStage
 
 pytestmark = pytest.mark.asyncio
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))

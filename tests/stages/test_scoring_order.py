@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.base.types import FinishReason, Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.stages.scoring_order import ScoringOrder, WaitingOrder
-from streamrl.types import FinishReason, Prompt, Trajectory, TrajectoryId, token_array
 
 
 def order_of(number: int, group: int, *, evaluation: bool = False) -> WaitingOrder:

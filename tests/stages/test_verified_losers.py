@@ -9,12 +9,12 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+from streamrl.base.messages import PauseMode
+from streamrl.base.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory
+from streamrl.base.types import Prompt, Trajectory, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.simulated_engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.messages import PauseMode
-from streamrl.stage_messages import CancelTrajectories, FinishedTrajectory, LaunchTrajectory
+from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
-from streamrl.types import Prompt, Trajectory, TrajectoryId, token_array
 
 pytestmark = pytest.mark.asyncio
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))

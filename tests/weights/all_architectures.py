@@ -37,8 +37,8 @@ from real_engines import (
     write_model,
 )
 
-from streamrl.comm.weights import WeightPublisher
-from streamrl.comm.weights.requests import GetChunk, decode_request
+from streamrl.weights import WeightPublisher
+from streamrl.weights.requests import GetChunk, decode_request
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import zmq
 
-from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.fetch import FetchedVersion, KeptParts, fetch_version
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.mirror import CheckpointMirror
-from streamrl.comm.weights.publisher import Published, WeightPublisher
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
+from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.push.publisher import Published, WeightPublisher
 
 Bits = dict[str, np.ndarray]
 Frames = list[bytes]

@@ -31,16 +31,16 @@ import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from streamrl.comm.weights import compiled_paths
-from streamrl.comm.weights import publisher as publishing
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch, _Decoding
-from streamrl.comm.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
-from streamrl.comm.weights.mirror import CheckpointMirror
-from streamrl.comm.weights.received_part import ReceivedPart
-from streamrl.comm.weights.requests import ChunkReply, FoldReply, GetChunk, GetFold, ManifestReply, encoder
-from streamrl.comm.weights.serving import ServedPart, ServingThread
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights import compiled_paths
+from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch, _Decoding
+from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.push import publisher as publishing
+from streamrl.weights.push.serving import ServedPart, ServingThread
+from streamrl.weights.requests import ChunkReply, FoldReply, GetChunk, GetFold, ManifestReply, encoder
 
 SECONDS_A_CASE = 20.0
 CASES_AT_ONCE = 2000

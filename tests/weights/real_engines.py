@@ -16,9 +16,9 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.messages import OrderDone, WeightAnnouncement
+from streamrl.base.messages import OrderDone, WeightAnnouncement
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.push.publisher import WeightPublisher
 
 Bits = dict[str, np.ndarray]
 Shapes = dict[str, tuple[int, ...]]
@@ -138,7 +138,7 @@ async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncItera
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from streamrl.comm.weights import WEIGHT_BACKEND
+    from streamrl.weights import WEIGHT_BACKEND
 
     arguments = AsyncEngineArgs(
         model=str(directory),
@@ -202,7 +202,7 @@ class Push:
         )
 
     async def commit(self, announcement: WeightAnnouncement) -> OrderDone:
-        from streamrl.comm.weights import commit, stage
+        from streamrl.weights import commit, stage
 
         staged = await stage(self.llm, announcement)
         self.staged_bytes = staged.payload_bytes
@@ -245,7 +245,7 @@ def set_engine_variables(
     set_variable: Callable[[str, str], None], rpc_directory: Path, *, workers: int = 1, **more: str
 ) -> None:
     """What an engine's process needs in its environment; one core for each worker."""
-    from streamrl.comm.weights import engine_environment
+    from streamrl.weights import engine_environment
 
     cores = sorted(os.sched_getaffinity(0))
     variables = {

@@ -17,11 +17,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from streamrl.comm.weights import fetch
-from streamrl.comm.weights.mirror import CheckpointMirror, StagedVersion
-from streamrl.comm.weights.state_hash import MODULUS, hash_range
-from streamrl.engines.weight_transaction import WeightTransaction
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.pull import fetch
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
+from streamrl.weights.state_hash import MODULUS, hash_range
+from streamrl.weights.vllm.weight_transaction import WeightTransaction
 
 POINTS = ("decoding", "applying", "verifying", "advancing")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.comm.weights import adaptive_streams, bit_masks, plain_streams
-from streamrl.comm.weights.adaptive_streams import decode_streams, encode_streams
-from streamrl.comm.weights.class_split import ClassStreams
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights.codec import adaptive_streams, bit_masks, plain_streams
+from streamrl.weights.codec.adaptive_streams import decode_streams, encode_streams
+from streamrl.weights.codec.class_split import ClassStreams
 
 pytestmark = pytest.mark.timeout(240)  # the first compiles
 U16, U32 = np.dtype("<u2"), np.dtype("<u4")

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.comm.weights import class_split, compiled_split
-from streamrl.comm.weights.bit_patterns import bit_type, mantissa_bits
-from streamrl.comm.weights.class_split import ClassStreams
-from streamrl.comm.weights.exponent_classes import MAXIMUM_CLASSES, choose_thresholds
-from streamrl.comm.weights.ordered_bits import apply_steps, from_ordered, step_symbols, to_ordered
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights.bit_patterns import bit_type, mantissa_bits
+from streamrl.weights.codec import class_split, compiled_split
+from streamrl.weights.codec.class_split import ClassStreams
+from streamrl.weights.codec.exponent_classes import MAXIMUM_CLASSES, choose_thresholds
+from streamrl.weights.ordered_bits import apply_steps, from_ordered, step_symbols, to_ordered
 
 DTYPES = ["bfloat16", "float16", "float32"]
 U16 = np.dtype("<u2")

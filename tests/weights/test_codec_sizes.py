@@ -14,8 +14,8 @@ from synthetic_updates import (
 )
 from update_entropy import UpdateCounts
 
-from streamrl.comm.weights import compiled_paths
-from streamrl.comm.weights.codec import decode_patch, encode_patch
+from streamrl.weights import compiled_paths
+from streamrl.weights.codec.codec import decode_patch, encode_patch
 
 ELEMENTS = 2_000_000
 

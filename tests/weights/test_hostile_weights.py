@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import zstandard
 
-from streamrl.comm.weights import codec, compiled_paths
-from streamrl.comm.weights import fetch as fetching
-from streamrl.comm.weights.codec import decode_patch
-from streamrl.comm.weights.manifest import decode_manifest
-from streamrl.comm.weights.received_part import ReceivedPart
-from streamrl.comm.weights.symbol_streams import encode_symbols
-from streamrl.comm.weights.work_units import listed_units
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights import codec, compiled_paths
+from streamrl.weights.codec.codec import decode_patch
+from streamrl.weights.codec.symbol_streams import encode_symbols
+from streamrl.weights.manifest import decode_manifest
+from streamrl.weights.pull import fetch as fetching
+from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.work_units import listed_units
 from tests.weights.faulty_link import Frames, SmallPush, changed, flip
 from tests.weights.fuzz_weight_frames import Sample, hostile, replies_of, run_cases, world
 

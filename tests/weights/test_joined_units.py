@@ -18,14 +18,14 @@ from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthe
 from update_entropy import UpdateCounts
 from weight_measurement import UpdatedTensor, units_of
 
-from streamrl.comm.weights import compiled_paths, manifest, work_units
-from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.codec import encode_patch
-from streamrl.comm.weights.fetch import ShardPatch, _Decoding
-from streamrl.comm.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.comm.weights.work_units import WorkUnit, listed_units
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights import compiled_paths, manifest, work_units
+from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights.codec.codec import encode_patch
+from streamrl.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.pull.fetch import ShardPatch, _Decoding
+from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.work_units import WorkUnit, listed_units
 from tests.weights.faulty_link import SmallPush
 from tests.weights.fuzz_weight_frames import hostile, world
 
@@ -155,9 +155,9 @@ def test_a_process_with_a_small_model_never_loads_the_compiler() -> None:
     code = """
         import sys
         import numpy as np
-        from streamrl.comm.weights import publisher
-        from streamrl.comm.weights.manifest import ShardSpec
-        from streamrl.comm.weights.codec import decode_patch
+        from streamrl.weights.push import publisher
+        from streamrl.weights.manifest import ShardSpec
+        from streamrl.weights.codec.codec import decode_patch
         shards = [ShardSpec(f"t{i}", "bfloat16", (3000,), 0, 3000) for i in range(100)]
         made = publisher.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
         bits = {s.name: np.arange(3000, dtype=np.uint16) for s in shards}

@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pytest
 
-from streamrl.comm.weights.codec import WeightPatch
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.mirror import CheckpointMirror, StagedVersion, TensorSpec
-from streamrl.comm.weights.state_hash import MODULUS, hash_range
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.codec.codec import WeightPatch
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
+from streamrl.weights.state_hash import MODULUS, hash_range
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from streamrl.engines import load_plan_reload  # noqa: E402
-from streamrl.engines.live_weights import LiveWeights, count_routes  # noqa: E402
-from streamrl.engines.live_weights_layers import LiveLayers  # noqa: E402
-from streamrl.engines.load_plan import record_load_plan  # noqa: E402
-from streamrl.engines.load_plan_layouts import observe_after_loading  # noqa: E402
+from streamrl.weights.vllm import load_plan_reload  # noqa: E402
+from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
+from streamrl.weights.vllm.live_weights_layers import LiveLayers  # noqa: E402
+from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
+from streamrl.weights.vllm.load_plan_layouts import observe_after_loading  # noqa: E402
 
 ROWS, COLUMNS = 4, 8
 TENSORS = {

@@ -7,20 +7,20 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from streamrl.comm.weights.codec import WeightPatch
-from streamrl.comm.weights.fetch import FetchedVersion, ShardPatch
-from streamrl.comm.weights.manifest import ShardSpec
-from streamrl.comm.weights.mirror import CheckpointMirror, TensorSpec
-from streamrl.comm.weights.state_hash import MODULUS, hash_range
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.codec.codec import WeightPatch
+from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
+from streamrl.weights.pull.mirror import CheckpointMirror, TensorSpec
+from streamrl.weights.state_hash import MODULUS, hash_range
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from streamrl.engines.live_weights import LiveWeights, count_routes  # noqa: E402
-from streamrl.engines.load_plan import LoadPlan, Rectangle, record_load_plan  # noqa: E402
-from streamrl.engines.load_plan_layouts import fit_rectangles, observe_after_loading  # noqa: E402
+from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
+from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, record_load_plan  # noqa: E402
+from streamrl.weights.vllm.load_plan_layouts import fit_rectangles, observe_after_loading  # noqa: E402
 
 ROWS, COLUMNS = 6, 8
 TENSORS = {

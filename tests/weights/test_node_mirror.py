@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.comm.weights.node_memory import Holder, SharedMemory
-from streamrl.comm.weights.node_mirror import NodeMirror
-from streamrl.comm.weights.requests import GetChunk, decode_request
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.pull.node_memory import Holder, SharedMemory
+from streamrl.weights.pull.node_mirror import NodeMirror
+from streamrl.weights.requests import GetChunk, decode_request
 from tests.weights.faulty_link import TENSORS, Bits, FaultyLink, SmallPush, changed, random_bits
 from tests.weights.test_folded_deltas import save_checkpoint
 
@@ -237,10 +237,10 @@ _WORKER = """
 import os, signal, sys, threading
 from pathlib import Path
 import msgspec
-from streamrl.comm.weights import node_mirror
-from streamrl.comm.weights.fetch import fetch_version
-from streamrl.comm.weights.node_mirror import NodeMirror
-from streamrl.messages import WeightAnnouncement
+from streamrl.weights.pull import node_mirror
+from streamrl.weights.pull.fetch import fetch_version
+from streamrl.weights.pull.node_mirror import NodeMirror
+from streamrl.base.messages import WeightAnnouncement
 
 point, directory, *paths = sys.argv[1:]
 mirror = NodeMirror(Path(directory))

@@ -1,4 +1,4 @@
-"""``streamrl.comm.weights`` is what an outside user imports: all of it is there, and nothing else is needed."""
+"""``streamrl.weights`` is what an outside user imports: all of it is there, and nothing else is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from streamrl.comm import weights
+from streamrl import weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,13 +32,13 @@ def test_the_example_and_its_page_need_nothing_else() -> None:
     for source in (example, *re.findall(r"```python\n(from.*?)```", page, flags=re.DOTALL)):
         used = imported(source)
         assert used
-        assert used <= {f"streamrl.comm.weights.{name}" for name in weights.__all__}
+        assert used <= {f"streamrl.weights.{name}" for name in weights.__all__}
 
 
 def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
     """vLLM's front end and cores import the plugin, which takes names from here."""
     script = (
-        "import sys, streamrl.engines.vllm_plugin, streamrl.comm.weights; "
+        "import sys, streamrl.vllm.plugin, streamrl.weights; "
         "sys.stdout.write(' '.join({'zmq', 'numpy', 'torch', 'vllm', 'anyio'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.comm.weights.received_part import ReceivedPart
-from streamrl.comm.weights.reply_queue import ReplyQueue
+from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.push.reply_queue import ReplyQueue
 from tests.weights.fuzz_weight_frames import replies_of, world
 
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from streamrl.engines.live_weights_scatter import _AHEAD, scatter_checked
+from streamrl.weights.vllm.live_weights_scatter import _AHEAD, scatter_checked
 
 SIZES = (0, 1, _AHEAD, 3 * _AHEAD + 5)
 

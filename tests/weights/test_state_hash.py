@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.comm.weights import compiled_paths
-from streamrl.comm.weights.state_hash import MODULUS, hash_elements, hash_range
+from streamrl.weights import compiled_paths
+from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 
 
 def bits_of(count: int, seed: int) -> np.ndarray:

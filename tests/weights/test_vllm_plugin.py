@@ -13,9 +13,7 @@ import pytest
 
 
 def test_does_nothing_in_a_process_of_somebody_else() -> None:
-    script = (
-        "import sys; from streamrl.engines.vllm_plugin import register; register(); sys.exit('vllm' in sys.modules)"
-    )
+    script = "import sys; from streamrl.vllm.plugin import register; register(); sys.exit('vllm' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "STREAMRL_ENGINE"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=30)
 
@@ -26,7 +24,7 @@ def test_a_child_dies_with_a_killed_parent() -> None:
         import multiprocessing, os, time
 
         def child(ready):
-            from streamrl.engines.vllm_plugin import die_with_parent
+            from streamrl.vllm.plugin import die_with_parent
             die_with_parent()
             ready.send(os.getpid())
             time.sleep(60)
@@ -54,7 +52,7 @@ def test_a_worker_can_start_where_numba_was_imported() -> None:
     pytest.importorskip("numba")
     script = textwrap.dedent("""
         import numba, sys
-        from streamrl.engines.vllm_plugin import make_numba_harmless
+        from streamrl.vllm.plugin import make_numba_harmless
         from vllm.triton_utils.dispatcher import _rebind_kernels
         make_numba_harmless()
         make_numba_harmless()
@@ -71,7 +69,7 @@ def test_the_places_of_packed_experts_are_those_where_vllm_puts_them(dtype: str)
     torch, operations = pytest.importorskip("torch"), pytest.importorskip("vllm._custom_ops")
     import numpy as np
 
-    from streamrl.engines.load_plan_layouts import _permutation_of_experts
+    from streamrl.weights.vllm.load_plan_layouts import _permutation_of_experts
 
     shape = (3, 320, 224)  # 71,680 elements an expert: more than 16 bits count
     experts = torch.nn.Parameter(torch.randn(shape).to(getattr(torch, dtype)), requires_grad=False)

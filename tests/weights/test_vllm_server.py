@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import anyio
 import pytest
 
-from streamrl.comm.weights import VllmServer, push
-from streamrl.comm.weights.vllm_names import TEXT_METHODS
-from streamrl.errors import EngineError, WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import EngineError, WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights import VllmServer, push
+from streamrl.weights.vllm_names import TEXT_METHODS
 
 HASH = 2**64 - 3  # more than a float holds
 HELD = {"policy_version": 7, "state_hash": HASH, "expected_hash": HASH, "error": ""}

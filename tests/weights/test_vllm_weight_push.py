@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from streamrl.comm.weights.loaded_checkpoint import CheckpointBase
-from streamrl.comm.weights.publisher import WeightPublisher
-from streamrl.comm.weights.serving import ServedPart
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.push.loaded_checkpoint import CheckpointBase
+from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.push.serving import ServedPart
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -130,7 +130,7 @@ async def push_while_sampling(push: Push, tasks: asyncio.TaskGroup, bits: Bits, 
 
 
 async def refuse_what_does_not_fit(push: Push, bits: Bits, shapes: Shapes) -> Bits:
-    from streamrl.comm.weights import commit
+    from streamrl.weights import commit
 
     before = await checksums_of(push)
     with pytest.raises(WeightError, match="version 5 cannot be committed: staged is None"):

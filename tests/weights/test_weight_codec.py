@@ -12,10 +12,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.comm.weights import compiled_paths, single_exponents
-from streamrl.comm.weights.bit_patterns import as_bits, bit_type
-from streamrl.comm.weights.codec import Codec, EncodedPatch, WeightPatch, decode_patch, encode_patch
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights import compiled_paths
+from streamrl.weights.bit_patterns import as_bits, bit_type
+from streamrl.weights.codec import single_exponents
+from streamrl.weights.codec.codec import Codec, EncodedPatch, WeightPatch, decode_patch, encode_patch
 
 U16, U32 = np.dtype("<u2"), np.dtype("<u4")
 DTYPES = ["bfloat16", "float16", "float32"]

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import zmq
 
-from streamrl.comm.weights import fetch as fetching
-from streamrl.comm.weights import publisher as publishing
-from streamrl.comm.weights import work_units
-from streamrl.comm.weights.codec import decode_patch
-from streamrl.comm.weights.fetch import KeptParts
-from streamrl.comm.weights.requests import GetChunk, GetManifest, decode_request, encoder
-from streamrl.errors import WeightError
+from streamrl.base.errors import WeightError
+from streamrl.weights import work_units
+from streamrl.weights.codec.codec import decode_patch
+from streamrl.weights.pull import fetch as fetching
+from streamrl.weights.pull.fetch import KeptParts
+from streamrl.weights.push import publisher as publishing
+from streamrl.weights.requests import GetChunk, GetManifest, decode_request, encoder
 from tests.weights.faulty_link import LOST, Cut, Fault, FaultyLink, Frames, SmallPush, changed, flip, random_bits
 
 FRAMES = 5

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import zmq
 
-from streamrl.comm.weights import manifest, work_units
-from streamrl.comm.weights import publisher as publisher_module
-from streamrl.comm.weights.bit_patterns import bit_type
-from streamrl.comm.weights.codec import WeightPatch
-from streamrl.comm.weights.fetch import FetchedVersion, fetch_version
-from streamrl.comm.weights.manifest import CHUNK_BYTES, ShardSpec
-from streamrl.comm.weights.mirror import CheckpointMirror
-from streamrl.comm.weights.published_versions import MAXIMUM_PENDING
-from streamrl.comm.weights.publisher import Published, WeightPublisher
-from streamrl.comm.weights.received_part import CHUNK_ATTEMPTS
-from streamrl.comm.weights.serving import ServedPart, ServingThread
-from streamrl.comm.weights.state_hash import MODULUS
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement, WeightSource
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement, WeightSource
+from streamrl.weights import manifest, work_units
+from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights.codec.codec import WeightPatch
+from streamrl.weights.manifest import CHUNK_BYTES, ShardSpec
+from streamrl.weights.pull.fetch import FetchedVersion, fetch_version
+from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
+from streamrl.weights.push import publisher as publisher_module
+from streamrl.weights.push.published_versions import MAXIMUM_PENDING
+from streamrl.weights.push.publisher import Published, WeightPublisher
+from streamrl.weights.push.serving import ServedPart, ServingThread
+from streamrl.weights.state_hash import MODULUS
 
 Bits = dict[str, np.ndarray]
 

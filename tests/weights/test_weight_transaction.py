@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.comm.weights.mirror import StagedPatch
-from streamrl.engines.weight_transaction import LiveModel, StageReport, WeightTransaction
-from streamrl.errors import WeightError
-from streamrl.messages import WeightAnnouncement
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.pull.mirror import StagedPatch
+from streamrl.weights.vllm.weight_transaction import LiveModel, StageReport, WeightTransaction
 from tests.weights.faulty_link import TENSORS, Bits, SmallPush, changed, random_bits
 from tests.weights.receiver_process import POINTS
 from tests.weights.test_folded_deltas import save_checkpoint
@@ -25,8 +25,8 @@ from tests.weights.test_folded_deltas import save_checkpoint
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from streamrl.engines.live_weights import LiveWeights, count_routes  # noqa: E402
-from streamrl.engines.load_plan import record_load_plan  # noqa: E402
+from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
+from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 
 ROUTES = 3
 

@@ -1,4 +1,4 @@
-"""``code``: the program of a completion against test cases, in the sandbox of ``streamrl.rewards.code``."""
+"""``code``: the program of a completion against test cases, in the sandbox of ``streamrl.sandbox``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from streamrl.rewards.builtin.declared import RewardCallable
 
 
 def code(**options: Any) -> RewardCallable:
-    """The reward function of ``streamrl.rewards.code``, imported when a recipe asks for it."""
-    make: Any = import_module("streamrl.rewards.code").code_reward
+    """The reward function of ``streamrl.sandbox``, imported when a recipe asks for it."""
+    make: Any = import_module("streamrl.sandbox").code_reward
     return make(**options)  # type: ignore[no-any-return]

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.check_fields import expected, struct_fields
-from streamrl.config.problems import nearest, shown
-from streamrl.errors import RecipeError
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.check_fields import expected, struct_fields
+from streamrl.recipe.problems import nearest, shown
 
 RewardCallable = Callable[..., Any]
 """``function(completion, **columns)``, or a coroutine function of that form."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.problems import nearest
+from streamrl.recipe.problems import nearest
 from streamrl.rewards.builtin.declared import (
     BadOption,
     BuiltinReward,

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from streamrl.config.recipe import ComputeDtype
+from streamrl.recipe.sections import ComputeDtype
 from streamrl.rewards.builtin.sequence_classifier import RewardModelOptions
 
 

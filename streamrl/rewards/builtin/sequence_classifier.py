@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.config.model_folder import unsafe_content
-from streamrl.config.objective import Natural, Positive
-from streamrl.config.recipe import ComputeDtype
+from streamrl.plan.model_folder import unsafe_content
+from streamrl.recipe.objective import Natural, Positive
+from streamrl.recipe.sections import ComputeDtype
 from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
 
 

@@ -1,0 +1,332 @@
+"""What travels on the streams between processes. Tagged unions: the tag names the kind on the wire.
+
+==================  =======================  ==================  =====================
+stream              from -> to               item                bounded by
+==================  =======================  ==================  =====================
+``orders``          controller -> engine     ``EngineOrder``     slots
+``completions``     engine -> controller     ``EngineEvent``     slots
+``batches``         controller -> rank       ``TrainingOrder``   one batch in flight
+``reports``         rank -> controller       ``TrainingEvent``   one per order
+``steps``           controller -> parent     ``RunEvent``        steps
+==================  =======================  ==================  =====================
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from streamrl.base.types import (
+    Completion,
+    Record,
+    TokenArray,
+    TrainingGroup,
+)
+
+
+class Message(Record, frozen=True, tag=True):
+    """Base of everything that travels alone on a stream."""
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+class WeightSource(Record, frozen=True):
+    """Where one trainer rank serves its part of a version, and what that part is.
+
+    ``manifest_digest`` identifies the manifest bytes; the manifest itself is fetched from ``endpoint``.
+    """
+
+    rank: int
+    endpoint: str
+    manifest_digest: str
+    payload_bytes: int
+    changed_elements: int
+    total_elements: int
+
+
+class WeightAnnouncement(Record, frozen=True):
+    """A version that engines may stage. ``base_version`` None: an anchor, complete in itself.
+
+    ``state_hash`` is the 64-bit additive hash of all weights at ``policy_version`` (sum over ranks mod 2**64).
+    ``probe_logprobs``: what the trainer found for the tokens of ``config.canary`` by the version before this one
+    (empty: it was not asked).
+    """
+
+    policy_version: int
+    base_version: int | None
+    state_hash: int
+    sources: tuple[WeightSource, ...]
+    probe_logprobs: tuple[float, ...] = ()
+
+
+# ---- controller -> engine ------------------------------------------------------------------------
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight (vLLM's words): abort returns them cut, keep freezes them."""
+
+    ABORT = "abort"
+    KEEP = "keep"
+
+
+class Generate(Message, frozen=True):
+    """Sample one completion. ``prefix_length`` tokens at the end of ``token_ids`` are an earlier part of
+    the same completion (a resumed trajectory): they count against ``max_tokens`` already. ``kept`` tokens there were
+    sampled with this seed by other weights: what of them these weights choose, too, need not be decoded. ``scored``: so
+    many tokens there are answered, with their logprobs at temperature 1, and nothing is sampled after them."""
+
+    request_id: str
+    token_ids: TokenArray
+    max_tokens: int
+    seed: int
+    temperature: float
+    top_p: float = 1.0
+    prefix_length: int = 0
+    kept: int = 0
+    scored: int = 0
+
+
+class Abort(Message, frozen=True):
+    """Stop these requests; each still answers with ``Generated`` (finish reason abort)."""
+
+    request_ids: tuple[str, ...]
+
+
+class Pause(Message, frozen=True):
+    """Stop sampling. ``clear_cache``: drop KV and prefix blocks made by the old weights."""
+
+    order_id: int
+    mode: PauseMode
+    clear_cache: bool
+
+
+class Resume(Message, frozen=True):
+    """Go on sampling after a pause."""
+
+    order_id: int
+
+
+class Sleep(Message, frozen=True):
+    """Give the device's memory back until ``Wake``: the engine's set is not in use. ``level``: vLLM's; 1 keeps the
+    weights in host memory, 2 drops them."""
+
+    order_id: int
+    level: int
+
+
+class Wake(Message, frozen=True):
+    """Take the device's memory again. The live version must be committed before anything is sampled."""
+
+    order_id: int
+
+
+class StageWeights(Message, frozen=True):
+    """Fetch, check and decode a version while generation goes on; nothing live changes."""
+
+    order_id: int
+    announcement: WeightAnnouncement
+
+
+class CommitWeights(Message, frozen=True):
+    """Apply the staged version to the live weights. Only while paused."""
+
+    order_id: int
+    policy_version: int
+
+
+class ComputeChecksums(Message, frozen=True):
+    """Ask for the engine's own checksum of every live parameter (slow)."""
+
+    order_id: int
+
+
+EngineOrder = Generate | Abort | Pause | Resume | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
+
+
+# ---- engine -> controller ------------------------------------------------------------------------
+
+
+class EngineReady(Message, frozen=True):
+    """First message of an engine: what it is and holds. ``kv_tokens``: room of its KV cache (0: unknown).
+
+    An engine that outlived its controller is ``paused`` and says what it holds: ``policy_version`` with the
+    ``state_hash`` of its live weights (0: nothing that it can vouch for). ``pid``: of its host (0: unknown).
+    """
+
+    engine: str
+    policy_version: int
+    max_context: int
+    max_running: int
+    tokenizer_digest: str = ""
+    kv_tokens: int = 0
+    state_hash: int = 0
+    paused: bool = False
+    pid: int = 0
+
+
+class Generated(Message, frozen=True):
+    """The completion of one request; with ``prefix_length`` only the new tokens."""
+
+    request_id: str
+    completion: Completion
+    seconds: float
+
+
+class GenerationFailed(Message, frozen=True):
+    """One request could not be served; the engine goes on."""
+
+    request_id: str
+    reason: str
+
+
+class OrderDone(Message, frozen=True):
+    """An order was carried out. ``state_hash``: after a commit, computed from the live weights."""
+
+    order_id: int
+    seconds: float
+    state_hash: int = 0
+    payload_bytes: int = 0
+    checksums: dict[str, str] = {}
+
+
+class OrderFailed(Message, frozen=True):
+    """An order could not be carried out; the engine still holds what it held."""
+
+    order_id: int
+    reason: str
+
+
+class EngineLoad(Message, frozen=True):
+    """Sent a few times a second, and on change of state. ``token_s``: mean seconds of one decode step since the report
+    before (0: none), ``mean_running`` its requests. ``preemptions`` for want of KV, as all counters since the start."""
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    generated_tokens: int
+    preemptions: int = 0
+    token_s: float = 0.0
+    mean_running: float = 0.0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
+EngineEvent = EngineReady | Generated | GenerationFailed | OrderDone | OrderFailed | EngineLoad
+
+
+# ---- controller -> trainer rank ------------------------------------------------------------------
+
+
+class TrainGroup(Message, frozen=True):
+    """A whole scored group of the open batch. May be trained on at once (streaming)."""
+
+    group: TrainingGroup
+
+
+class CloseBatch(Message, frozen=True):
+    """The open batch is complete: step the optimizer and publish ``policy_version``.
+
+    The totals are over all ranks, so every rank can check what it reduced. ``engines_idle``: nothing is sampled until
+    the next version is live, so the trainer may take the engines' cores.
+    """
+
+    batch_id: int
+    policy_version: int
+    groups: int
+    samples: int
+    trained_tokens: int
+    engines_idle: bool = False
+
+
+class WeightsAcknowledged(Message, frozen=True):
+    """Every engine holds ``policy_version`` live: the shadow may advance to it."""
+
+    policy_version: int
+
+
+class PublishAnchor(Message, frozen=True):
+    """Publish the current version complete, whatever engines hold."""
+
+    policy_version: int
+
+
+class EnginesFreed(Message, frozen=True):
+    """``count`` engines do nothing until the next round (0: all serve again): their cores are for training."""
+
+    count: int
+
+
+class TrainTogether(Message, frozen=True):
+    """Every rank trains what waits, in as many rows as any of them has: each row is a collective."""
+
+
+class SaveCheckpoint(Message, frozen=True):
+    """Write trainer state and a Hugging Face directory under ``directory`` (atomic: a rename at the end).
+
+    ``min_free_bytes``: refuse where less would be left on the disk. ``beside``: sha256 by name of files that control
+    left for it on the file system (``whole_files.leave_beside``): they may be larger than a message.
+    """
+
+    directory: str
+    policy_version: int
+    min_free_bytes: int = 0
+    beside: dict[str, bytes] = {}
+
+
+TrainingOrder = (
+    TrainGroup | TrainTogether | CloseBatch | WeightsAcknowledged | PublishAnchor | EnginesFreed | SaveCheckpoint
+)
+
+
+# ---- trainer rank -> controller ------------------------------------------------------------------
+
+
+class TrainerReady(Message, frozen=True):
+    """First message of a rank. ``policy_version`` is what it holds (0: the initial weights). ``trained_parameters``:
+    of adapters; 0: all are trained. ``together_tokens``: of all ranks, when they want to be ordered to train together
+    before the close; 0: never."""
+
+    rank: int
+    ranks: int
+    policy_version: int
+    parameters: int
+    state_hash: int
+    tokenizer_digest: str = ""
+    trained_parameters: int = 0
+    together_tokens: int = 0
+
+
+class StepReport(Message, frozen=True):
+    """One optimizer step, from one rank. ``metrics`` are reduced over ranks (equal on each). ``probe_logprobs``: by the
+    weights before the step (empty: this rank was not asked, or trained nothing)."""
+
+    rank: int
+    batch_id: int
+    policy_version: int
+    base_version: int | None
+    state_hash: int
+    source: WeightSource
+    metrics: dict[str, float]
+    probe_logprobs: tuple[float, ...] = ()
+
+
+class AnchorPublished(Message, frozen=True):
+    """Answer to ``PublishAnchor``."""
+
+    rank: int
+    policy_version: int
+    state_hash: int
+    source: WeightSource
+
+
+class CheckpointSaved(Message, frozen=True):
+    """Answer to ``SaveCheckpoint``."""
+
+    rank: int
+    directory: str
+    policy_version: int
+    seconds: float
+
+
+TrainingEvent = TrainerReady | StepReport | AnchorPublished | CheckpointSaved

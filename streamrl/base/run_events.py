@@ -1,0 +1,154 @@
+"""What a run tells its parent, and that its observers: the items of the ``steps`` stream."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from streamrl.base.messages import Message
+
+
+class StartProgress(Message, frozen=True):
+    """While the run starts: what ``process`` (or several, with commas) does: ``starting`` or ``ready``."""
+
+    process: str
+    state: str
+    seconds: float
+
+
+class RunStarted(Message, frozen=True):
+    """Every process is ready. ``policy_version``: the step that the run goes on from, 0 unless it was resumed.
+    ``trained_parameters``: those of adapters; 0: all are trained."""
+
+    run_id: str
+    directory: str
+    metrics_endpoint: str
+    steps: int
+    parameters: int
+    policy_version: int = 0
+    trained_parameters: int = 0
+
+
+class RunProgress(Message, frozen=True):
+    """Between two steps: how far the open round is. ``phase`` is one of rollout, training, weights, evaluation."""
+
+    step: int
+    phase: str
+    finished: int
+    wanted: int
+
+
+class StepFinished(Message, frozen=True):
+    """One optimizer step whose version is live on the engines. Metric names: docs/metrics.md."""
+
+    step: int
+    policy_version: int
+    metrics: dict[str, float]
+
+
+class EvaluationFinished(Message, frozen=True):
+    """Held-out evaluation of one version."""
+
+    step: int
+    policy_version: int
+    metrics: dict[str, float]
+
+
+class CompletionSampled(Message, frozen=True):
+    """One completion that step ``step`` trained on, with its ``reward``, and ``rewards`` by function before weights.
+    ``chosen``: which one of the batch (``best``, ``worst``, ``random``)."""
+
+    step: int
+    chosen: str
+    prompt_id: str
+    prompt: str
+    text: str
+    reward: float
+    rewards: dict[str, float]
+    tokens: int
+    finish_reason: str
+
+    def shortened(self, most: int) -> CompletionSampled:
+        """The same with at most ``most`` characters of each text, from its start and its end, where answers stand."""
+        return structs.replace(self, prompt=_shortened(self.prompt, most), text=_shortened(self.text, most))
+
+
+def _shortened(text: str, most: int) -> str:
+    mark = f" [... {len(text) - most} characters ...] "
+    return text if len(text) <= most else text[: most // 2] + mark + text[-(most - most // 2) :]
+
+
+class RunWarning(Message, frozen=True):
+    """An alarm: a metric of ``step`` left its bounds. ``message``: the value, the bound and what to look at."""
+
+    step: int
+    message: str
+
+
+class RunDecided(Message, frozen=True):
+    """Control changed how it works: the kind of round, or the group size. ``figures``: what the decision rests on."""
+
+    step: int
+    subject: str
+    reason: str
+    figures: dict[str, float] = {}
+
+
+class EngineLost(Message, frozen=True):
+    """An engine died, or was ended because it stood still; the run goes on with the others. ``requests``: those that it
+    served, which are asked for elsewhere."""
+
+    engine: str
+    reason: str
+    requests: int = 0
+
+
+class EngineBack(Message, frozen=True):
+    """An engine that was lost serves again, at the live version, ``seconds`` after it was missed."""
+
+    engine: str
+    seconds: float
+
+
+class RunResumed(Message, frozen=True):
+    """The run goes on where its journal ends. ``restored``: counts of what it holds (``what_was_restored``). Ranks held
+    ``held_version`` and trained ``trained_again`` batches once more; ``same_weights``: whether they hold what they had
+    published as that version before (None: nobody knows)."""
+
+    policy_version: int
+    restored: dict[str, int]
+    held_version: int
+    trained_again: int = 0
+    same_weights: bool | None = None
+
+
+class StallSeen(Message, frozen=True):
+    """Nothing of the run has moved for ``seconds``, and it is about to end. ``waits``: who waits for what, since when,
+    a line each; ``file``: the same with the stacks of everything."""
+
+    waits: tuple[str, ...]
+    seconds: float
+    file: str
+
+
+class RunFinished(Message, frozen=True):
+    """Last message: the run did what it should (``reason``: finished, drained, prompts exhausted)."""
+
+    reason: str
+    step: int
+
+
+RunEvent = (
+    StartProgress
+    | RunStarted
+    | RunProgress
+    | StepFinished
+    | EvaluationFinished
+    | CompletionSampled
+    | RunWarning
+    | RunDecided
+    | EngineLost
+    | EngineBack
+    | RunResumed
+    | StallSeen
+    | RunFinished
+)

@@ -1,0 +1,121 @@
+"""Small files that are whole or absent, whoever reads them meanwhile and whenever their writer is killed; those that
+must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+from streamrl.base.errors import StreamRLError
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``content`` beside ``path``, then put it there in one step. Not flushed: a power cut may take it, which is
+    for what nobody asks after one (why a process died, what it would leave behind)."""
+    partial = _partial(path)
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def write_durable(path: Path, content: bytes) -> None:
+    """As ``write_whole``; durable when it returns."""
+    partial = _partial(path)
+    _write_flushed(partial, content)
+    partial.replace(path)
+    flush_directory(path.parent)
+
+
+def append_whole(file: IO[bytes], content: bytes) -> None:
+    """Append ``content`` to an unbuffered file. One takes less than it was given where the disk gets full on the way:
+    what it took is cut off again before that is raised, so that a later line does not go on behind half of this one."""
+    begin = file.seek(0, os.SEEK_END)
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        file.truncate(begin)
+        raise
+
+
+def write_link(path: Path, target: str) -> None:
+    """Make ``path`` a symbolic link to ``target``, a name beside it, in one step, also where it is a link already; of
+    writers with a target each the last one wins. Durable when it returns."""
+    partial = path.with_name(f".{path.name}.{target}.partial")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    partial.replace(path)
+    flush_directory(path.parent)
+
+
+def make_directory(directory: Path) -> None:
+    """Make it where it is not there, with all above it. Durable when it returns."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    flush_directory(directory.parent)
+
+
+def flush_directory(directory: Path) -> None:
+    """Force to the disk which names are in it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- files for a directory that another process writes ---------------------------------------------
+
+
+def leave_beside(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Put ``files``, of any size, where whoever writes ``directory`` takes them from (``take_beside``), in place of
+    what an earlier call left there. Returns their sha256 by name. Durable when it returns."""
+    folder = beside_folder(directory)
+    shutil.rmtree(folder, ignore_errors=True)
+    if not files:
+        return {}
+    make_directory(folder)
+    for name, content in files.items():
+        _write_flushed(folder / name, content)
+    flush_directory(folder)
+    return {name: hashlib.sha256(content).digest() for name, content in files.items()}
+
+
+def take_beside(directory: Path, into: Path, digests: Mapping[str, bytes]) -> None:
+    """Move what ``leave_beside`` left for ``directory`` into a directory on the same file system, not flushed. Raises
+    ``StreamRLError`` for a file that is not there or has another digest."""
+    folder = beside_folder(directory)
+    for name, expected in digests.items():
+        try:
+            with (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").digest()
+        except FileNotFoundError as error:
+            raise StreamRLError(
+                f"{folder / name} is not there, where the controller wrote it: controller and trainer ranks need the "
+                f"same file system at {directory.parent}"
+            ) from error
+        if found != expected:
+            raise StreamRLError(f"{folder / name} differs from what the controller wrote: look at the disk")
+        (folder / name).replace(into / name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def beside_folder(directory: Path) -> Path:
+    """Where files for ``directory`` wait. Named like everything half-written, so that it is cleaned like that."""
+    return directory.with_name(f".{directory.name}.beside.partial")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _write_flushed(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,32 @@
+"""``streamrl check``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.plan.machine_check import Finding, State, check_machine, worst
+
+_MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
+
+
+def check(*, as_json: bool) -> int:
+    """Print the findings. Exit code 1 where something must be repaired before a run with real engines."""
+    findings = check_machine()
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    else:
+        print("\n".join(finding_lines(findings)))
+    return 1 if worst(findings) is State.FAIL else 0
+
+
+def finding_lines(findings: list[Finding]) -> list[str]:
+    """Two columns, and below each finding that is not ok its remedy."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{_MARKS[finding.state]}  {finding.name:<{width}}  {finding.detail}")
+        if finding.remedy:
+            lines.append(f"{'':{width + 8}}-> {finding.remedy}")
+    bad = [sum(finding.state is state for finding in findings) for state in (State.FAIL, State.WARN)]
+    verdict = "this machine can run streamrl" if not bad[0] else "runs with real engines cannot work here yet"
+    return [*lines, "", f"{verdict} ({bad[0]} to repair, {bad[1]} to know)"]

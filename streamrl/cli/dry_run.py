@@ -1,0 +1,85 @@
+"""``streamrl train RECIPE --dry-run``: everything that is known before a start, and every problem, and no start."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamrl.base.errors import RecipeError
+from streamrl.plan.arithmetic import arithmetic_lines, process_lines
+from streamrl.plan.gpus import gpu_placement
+from streamrl.plan.preflight import CheckedModel, check_model, preflight, resumed
+from streamrl.plan.topology import plan_topology
+from streamrl.prompts.model_probe import problem_of_model
+from streamrl.prompts.prompt_spec import SourceKind, read_spec
+from streamrl.prompts.prompts import open_rows
+from streamrl.recipe.load import dump_recipe
+from streamrl.recipe.sections import EngineKind, Launch, Recipe
+from streamrl.vllm.options import engine_options
+
+PROBE_TIMEOUT_S = 300.0
+
+
+def dry_run(recipe: Recipe, path: Path, overrides: Sequence[str]) -> int:
+    """Print the resolved recipe, its arithmetic and the processes; then raise ``RecipeError`` when a check fails."""
+    arguments = " ".join([shlex.quote(str(path)), *(f"--set {shlex.quote(text)}" for text in overrides)])
+    recipe, kept = resumed(recipe)
+    topology = plan_topology(recipe, Path(tempfile.gettempdir()) / "streamrl-XXXXXXXX")
+    model = _model(recipe)
+    facts, context = (model.facts, model.context) if model else (None, 0)
+    print("# the resolved recipe\n")
+    print(dump_recipe(recipe))
+    print("# what it adds up to\n")
+    print("\n".join(arithmetic_lines(recipe, facts, context, _held_out(recipe))))
+    print("\n# what would be started\n")
+    print("\n".join(process_lines(recipe, topology, arguments)))
+    if gpus := gpu_placement(recipe).lines():
+        print("\n# memory of the GPUs\n")
+        print("\n".join(gpus))
+    preflight(recipe, kept)
+    tried = _try_model(recipe)
+    print(f"\n{'all checks passed' if tried else 'all other checks passed'}; nothing was started")
+    return 0
+
+
+def _try_model(recipe: Recipe) -> bool:
+    """Try the model where this host starts engines of it. Returns False where the trial gave no answer.
+
+    Raises ``RecipeError`` for a model that cannot be trained, or that vLLM cannot serve under trained weights.
+    """
+    if recipe.engines.kind is not EngineKind.VLLM or recipe.transport.engines is not Launch.LOCAL:
+        print("\nthe model was not tried with vLLM: this host starts no engine of it")
+        return True
+    print("\nthe model is tried with the trainer and vLLM, without its weights (about 10 s): ", end="", flush=True)
+    problem = problem_of_model(engine_options(recipe, 0, tempfile.gettempdir()), PROBE_TIMEOUT_S)
+    print({None: "not found out", "": "works"}.get(problem, "refused"))
+    if problem:
+        raise RecipeError([f"model.path: {problem}"])
+    return problem is not None
+
+
+def _held_out(recipe: Recipe) -> int:
+    """Rows of the held-out prompts; 0 where they cannot be counted: ``preflight`` says why, if that is wrong."""
+    if not recipe.evaluation.prompts:
+        return 0
+    try:
+        spec = read_spec(recipe.evaluation.prompts)
+        if spec.kind is SourceKind.ITERATOR:
+            return 0
+        rows = open_rows(spec)
+    except (RecipeError, OSError):
+        return 0
+    try:
+        return rows.size
+    finally:
+        rows.close()
+
+
+def _model(recipe: Recipe) -> CheckedModel | None:
+    """None where the model is not there: ``preflight`` says so at the end, with everything else."""
+    try:
+        return check_model(recipe)
+    except RecipeError:
+        return None

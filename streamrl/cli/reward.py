@@ -1,0 +1,176 @@
+"""``streamrl reward test FUNCTION --prompts FILE``: a reward alone, on completions from a file or from a real engine.
+
+It runs as in a training run: in the same processes, with the same limits and the same checks of what it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+from rich.console import Console
+
+from streamrl.base.errors import RecipeError
+from streamrl.base.types import Prompt
+from streamrl.cli.main import recipe_file
+from streamrl.cli.reward_arguments import RewardTestRequest
+from streamrl.cli.reward_changes import reward_option
+from streamrl.cli.reward_completions import (
+    CompletedGroup,
+    PlainText,
+    groups_from_engine,
+    groups_from_file,
+    recipe_of_model,
+)
+from streamrl.cli.reward_report import RewardReport, rich_report, summarize
+from streamrl.observe.terminal.printable import log_to, printable
+from streamrl.prompts.prompts import missing_columns, open_prompts
+from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
+from streamrl.recipe.load import load_recipe, resolve_function
+from streamrl.recipe.rewards import Reward, RewardLimits
+from streamrl.recipe.sections import Recipe
+from streamrl.rewards.inspect import inspect_in_subprocess
+from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.scoring import Outcome
+from streamrl.rewards.signature import RewardSignature, needed_columns
+
+
+def run_reward_test(request: RewardTestRequest) -> int:
+    """Run the test and print the report. Exit code 1 when no completion got a value; raises ``RecipeError``."""
+    log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+    reward = _reward(request)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with _only_the_report_on_stdout():
+        report = asyncio.run(_run(request, reward))
+    if request.as_json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        Console(soft_wrap=True).print(rich_report(report, request.prompts))
+    return 0 if report.scored else 1
+
+
+@contextlib.contextmanager
+def _only_the_report_on_stdout() -> Iterator[None]:
+    """vLLM logs to stdout, in several processes; whoever reads the report must not get that."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _reward(request: RewardTestRequest) -> Reward:
+    function = resolve_function(request.function, Path.cwd())
+    if min(request.time_limit_s, request.memory_mib, request.prompt_count, request.samples) <= 0:
+        raise RecipeError(["-n, --samples, --time-limit and --memory must be above 0: correct them"])
+    return Reward(
+        function=function,
+        options=dict(map(reward_option, request.options)),
+        time_limit_s=request.time_limit_s,
+        memory_mib=request.memory_mib,
+        environment=request.environment,
+        trusted=request.trusted,
+    )
+
+
+async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:
+    # SIGTERM cancels, as Ctrl-C does: what was started is ended in order.
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    signature = _signature(reward)
+    columns = needed_columns([signature])
+    recipe = None if request.completions is not None else _sampling_recipe(request)
+    model = request.tokenizer if recipe is None else recipe.model.path
+    tokenizer: Tokenizer = load_tokenizer(model) if model is not None else PlainText()
+    source = open_prompts(request.prompts, tokenizer, seed=0, shuffle=False)
+    try:
+        if recipe is None:
+            assert request.completions is not None, "without completions there is a recipe"
+            groups = await groups_from_file(request.completions, source, request.prompt_count, tokenizer)
+            _require_columns(request, [group.prompt for group in groups], columns)
+        else:
+            prompts = await source.draw(min(request.prompt_count, source.size or request.prompt_count))
+            _require_columns(request, prompts, columns)
+            _say(f"starting {recipe.model.path}: {len(prompts)} prompts x {request.samples} completions")
+            groups = await groups_from_engine(recipe, prompts, request.samples)
+    finally:
+        await source.aclose()
+    outcomes, seconds = await _score(reward, groups, tokenizer)
+    bytes_for_tokens = model is None and "token_ids" in signature.provided
+    return summarize(
+        reward.label, outcomes, groups, seconds, decode=tokenizer.decode, bytes_for_tokens=bytes_for_tokens
+    )
+
+
+def _sampling_recipe(request: RewardTestRequest) -> Recipe:
+    """What completions are sampled by: a recipe, or one made for just a model. Raises ``RecipeError``."""
+    here = Path("recipe.toml")
+    if request.engine is not None:
+        recipe = recipe_of_model(request.engine)
+    elif request.recipe is not None or here.is_file():
+        recipe = load_recipe(recipe_file(request.recipe or here))
+    else:
+        remedy = "name --completions FILE, --engine MODEL or --recipe RECIPE"
+        raise RecipeError([f"there is nothing to score: {remedy}, or start this in a directory with a recipe.toml"])
+    given = {"max_tokens": request.max_tokens, "temperature": request.temperature}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if any(value <= 0 for value in chosen.values()):
+        raise RecipeError(["--max-tokens and --temperature must be above 0: correct them"])
+    return structs.replace(recipe, sampling=structs.replace(recipe.sampling, **chosen))
+
+
+def _signature(reward: Reward) -> RewardSignature:
+    """Read in a process of its own, so that this one imports no user code. Raises ``RecipeError``."""
+    (inspection,) = inspect_in_subprocess([reward])
+    if inspection.signature is None:
+        raise RecipeError(list(inspection.problems))
+    return inspection.signature
+
+
+def _require_columns(
+    request: RewardTestRequest, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[str]]
+) -> None:
+    if not prompts:
+        raise RecipeError([f"prompts {request.prompts} is empty: add rows"])
+    for number, prompt in enumerate(prompts, start=1):
+        if missing := missing_columns(prompt, columns):
+            raise RecipeError([f"prompts {request.prompts}, prompt {number} {line}" for line in missing])
+
+
+def _say(text: str) -> None:
+    """Progress, on stderr: stdout is the report."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+async def _score(
+    reward: Reward, groups: Sequence[CompletedGroup], tokenizer: Tokenizer
+) -> tuple[list[tuple[Outcome, ...]], float]:
+    """Outcomes of each group, and the seconds that all took."""
+    async with asyncio.TaskGroup() as user_calls:
+        attached = RewardsOf(version=0, rewards=(reward,), limits=RewardLimits())
+        rewards = RewardSet(attached, tokenizer, user_calls)
+        try:
+            await rewards.open()
+            started = time.perf_counter()
+            async with asyncio.TaskGroup() as scoring:
+                watching = scoring.create_task(rewards.watch())
+                tasks = [scoring.create_task(rewards.score(group.trajectories)) for group in groups]
+                outcomes = [await task for task in tasks]
+                watching.cancel()
+            return outcomes, time.perf_counter() - started
+        finally:
+            await asyncio.shield(rewards.aclose())

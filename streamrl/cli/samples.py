@@ -1,0 +1,80 @@
+"""``streamrl samples RUN``: completions of a run, those that were trained on and those of evaluations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.run_events import CompletionSampled
+from streamrl.observe.terminal.printable import printable
+from streamrl.observe.terminal.sample_text import sample_block
+
+
+def show_samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> int:
+    """Print those of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was trained,
+    and the last evaluation). Raises ``StreamRLError`` where there are none."""
+    if not (run_directory / "recipe.toml").is_file():
+        raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
+    trained: dict[int, dict[str, CompletionSampled]] = {}
+    for name in ("older-samples.jsonl", "samples.jsonl"):
+        for sample in _lines(run_directory / name, CompletionSampled):
+            if sample.step < max(trained, default=0):  # the run went back: later steps were trained again, or are gone
+                trained = {step: samples for step, samples in trained.items() if step < sample.step}
+            trained.setdefault(sample.step, {})[sample.chosen] = sample
+    files = {int(path.stem[5:]): path for path in sorted((run_directory / "evaluations").glob("step-*.jsonl"))}
+    chosen = set(steps) if steps else {*list(trained)[-1:], *list(files)[-1:]}
+    blocks = []
+    for step in sorted(chosen):
+        evaluated = _of_evaluation(files[step], step) if step in files else {}
+        for what, samples in (("training", trained.get(step, {})), ("evaluation", evaluated)):
+            found = [(kind, samples[kind]) for kind in kinds if kind in samples]
+            blocks += ["\n".join(sample_block(f"{what}, step {step}, {kind}", sample)) for kind, sample in found]
+    if not blocks:
+        known = f"training has steps {min(trained)} to {max(trained)}" if trained else "it has trained no step"
+        if files:
+            known += f", evaluations {', '.join(map(str, files))}"
+        raise StreamRLError(f"{run_directory} has no completions of what was asked for: {known}")
+    print(printable("\n\n".join(blocks)))
+    return 0
+
+
+def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
+    """The best, the worst and a random completion of an evaluation."""
+    scored = [line for line in _lines(path, dict[str, Any]) if line.get("reward") is not None]
+    if not scored:
+        return {}
+    ordered = sorted(scored, key=lambda line: line["reward"])
+    some = {"best": ordered[-1], "worst": ordered[0], "random": random.Random(step).choice(ordered)}
+    return {
+        kind: CompletionSampled(
+            step=step,
+            chosen=kind,
+            prompt_id=line["prompt_id"],
+            prompt=line["prompt_text"],
+            text=line["text"],
+            reward=line["reward"],
+            rewards=line["reward_parts"],
+            tokens=len(line["token_ids"]),
+            finish_reason=line["finish_reason"],
+        )
+        for kind, line in some.items()
+    }
+
+
+def _lines(path: Path, kind: Any) -> Iterator[Any]:
+    """Lines of a file of the run; none where there is no file, and not half a line of a run that was killed."""
+    decode = msgspec.json.Decoder(kind).decode
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    yield decode(line)
+                except UNDECODABLE:
+                    continue
+    except OSError:
+        return

@@ -1,0 +1,250 @@
+"""``streamrl simulate`` and ``streamrl calibrate``: what a recipe would do on a cluster, in virtual time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from streamrl.base.errors import RecipeError
+from streamrl.control.settings import control_settings
+from streamrl.observe.report.trajectory_trace import RecordedRun
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.simulate.calibrate import Fit, calibrate
+from streamrl.simulate.cluster import ClusterModel, differences, dump_cluster, load_cluster
+from streamrl.simulate.engine_changes import engine_plan
+from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLengths, capped
+from streamrl.simulate.recording import load_recording
+from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.simulation import simulate
+
+PROGRESS_AFTER_S = 2.0
+DEFAULT_CLUSTER = "demo"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line asked for."""
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    cluster: str
+    trace: Path | None
+    compare: str
+    steps: int
+    warm_up: int
+    seed: int
+    as_json: bool
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to simulate. ``name``: in tables and file names."""
+
+    name: str
+    recipe: Recipe
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the output. ``took_s``: real seconds."""
+
+    name: str
+    cluster: str
+    took_s: float
+    report: SimulationReport
+
+
+def simulate_recipe(request: Request) -> int:
+    """Simulate each candidate, print the tables (or JSON)."""
+    refuse_impossible_numbers(request.steps, request.warm_up, request.seed)
+    chosen = candidates(request)
+    name, model, lengths = _world(request)
+    console = Console(stderr=True)
+    cap = model.lengths.cap if lengths is None else lengths.cap
+    for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
+        print(f"note: {note}", file=sys.stderr)
+    outcomes = [_simulate_one(candidate, request, name, model, lengths, console) for candidate in chosen]
+    if request.as_json:
+        print(msgspec.json.format(msgspec.json.encode(outcomes), indent=2).decode())
+        return 0
+    wide = Console(width=None if sys.stdout.isatty() else 150)
+    wide.print(f"cluster {name}: {_cluster_sentence(model)}")
+    for table in (speed_table(outcomes), quality_table(outcomes), kinds_table(outcomes)):
+        wide.print(table)
+    return 0
+
+
+def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
+    """Raises ``RecipeError`` with what may be given."""
+    if steps < 1 or warm_up < 0 or seed < 0:
+        raise RecipeError([f"--steps {steps} --warm-up {warm_up} --seed {seed}: at least 1, 0 and 0"])
+
+
+def candidates(request: Request) -> list[Candidate]:
+    """The recipe itself, or one for each policy of ``--compare``: ``rounds[:key=value...]``. Raises ``RecipeError``."""
+    if not request.compare:
+        recipe = load_recipe(request.recipe, request.overrides)
+        return [Candidate(name=str(recipe.rollout.rounds), recipe=recipe)]
+    chosen: list[Candidate] = []
+    for text in filter(None, (part.strip() for part in request.compare.split(","))):
+        rounds, *settings = text.split(":")
+        overrides = (*request.overrides, f'rollout.rounds="{rounds}"', *settings)
+        chosen.append(Candidate(name=text, recipe=load_recipe(request.recipe, overrides)))
+    if not chosen:
+        raise RecipeError([f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous"])
+    return chosen
+
+
+def _world(request: Request) -> tuple[str, ClusterModel, LengthSource | None]:
+    """Name and model of the cluster, and the lengths where a recorded run gives them."""
+    if request.trace is None:
+        name = request.cluster or DEFAULT_CLUSTER
+        return name, load_cluster(name), None
+    run = load_recording(request.trace)
+    lengths = RecordedLengths(run, seed=request.seed)
+    if request.cluster:
+        return request.cluster, load_cluster(request.cluster), lengths
+    return f"of run {run.header.run_id}", _fit(request.trace, run).model, lengths
+
+
+def _fit(path: Path, run: RecordedRun) -> Fit:
+    """Calibrated, with what the run's own recipe knows."""
+    recipe = (path if path.is_dir() else path.parent) / "recipe.toml"
+    return calibrate(run, load_recipe(recipe) if recipe.is_file() else None)
+
+
+def _simulate_one(
+    candidate: Candidate,
+    request: Request,
+    name: str,
+    model: ClusterModel,
+    lengths: LengthSource | None,
+    console: Console,
+) -> Outcome:
+    engines = engine_plan(candidate.recipe, model)
+    begun = time.monotonic()
+    total = request.steps + request.warm_up
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(candidate.name, total=total, visible=False)
+
+        def progress(version: int) -> None:
+            bar.update(task, completed=version, visible=time.monotonic() - begun > PROGRESS_AFTER_S)
+
+        report = simulate(
+            control_settings(candidate.recipe),
+            model,
+            request.steps,
+            lengths=capped(
+                lengths or ModelledLengths(model.lengths, request.seed), candidate.recipe.sampling.max_tokens
+            ),
+            in_flight=candidate.recipe.rollout.in_flight,
+            seed=request.seed,
+            warm_up=request.warm_up,
+            progress=progress,
+            engines=engines,
+        )
+    return Outcome(name=candidate.name, cluster=name, took_s=time.monotonic() - begun, report=report)
+
+
+def _cluster_sentence(model: ClusterModel) -> str:
+    engine, lengths = model.engine, model.lengths
+    return (
+        f"{model.engines.count} engines of {engine.max_running} requests, a decode step of 1 takes "
+        f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_running} {engine.step_s(engine.max_running) * 1e3:.3g} ms; "
+        f"completions to {lengths.cap} tokens. All times are simulated."
+    )
+
+
+def speed_table(outcomes: list[Outcome]) -> Table:
+    """One row a candidate: times and rates. Speed-ups are against the first one."""
+    names = ("step s", "P50", "P95", "groups/s", "goodput tok/s", "speed in groups", "in tokens", "preemptions")
+    table = _table("simulated", ("rounds", *names))
+    first = outcomes[0].report
+    for outcome in outcomes:
+        r = outcome.report
+        table.add_row(
+            outcome.name,
+            f"{r.step_s_mean:.3g}",
+            f"{r.step_s_p50:.3g}",
+            f"{r.step_s_p95:.3g}",
+            f"{r.groups_s:.3g}",
+            f"{r.goodput:.0f}",
+            f"{r.groups_s / first.groups_s:.2f}",
+            f"{r.goodput / first.goodput:.2f}",
+            str(r.preemptions),
+        )
+    return table
+
+
+def quality_table(outcomes: list[Outcome]) -> Table:
+    """One row a candidate: what the engines' time went into, how old and how long what is trained is."""
+    names = ("bubble", "of step", "staleness", "largest", "wait", "largest", "length", "wasted", "stragglers")
+    table = _table("", ("rounds", *names))
+    for outcome in outcomes:
+        r = outcome.report
+        table.add_row(
+            outcome.name,
+            f"{r.rollout_bubble:.3f}",
+            f"{r.step_bubble:.3f}",
+            f"{r.staleness_mean:.2f}",
+            str(r.staleness_max),
+            f"{r.wait_mean:.2f}",
+            str(r.wait_max),
+            f"{r.length_ratio:.3f}",
+            f"{r.wasted_share:.1%}",
+            f"{r.straggler_rate:.2f}",
+        )
+    return table
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title or None)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("rounds", "kind") else "right", overflow="fold")
+    return table
+
+
+def kinds_table(outcomes: list[Outcome]) -> Table:
+    """One row a kind of round: how long it takes, and what it trains on against what the prompts would give."""
+    columns = ("rounds", "kind", "steps", "step s", "rollout s", "longest", "trained mean", "P95", "at cap", "unbiased")
+    table = _table("by kind of round; unbiased: mean, P95, share at the cap", columns)
+    for outcome in outcomes:
+        unbiased = outcome.report.unbiased
+        for kind in outcome.report.kinds:
+            table.add_row(
+                outcome.name,
+                kind.round_kind,
+                str(kind.steps),
+                f"{kind.step_s:.3g}",
+                f"{kind.rollout_s:.3g}",
+                f"{kind.longest_mean:.0f}",
+                f"{kind.trained.mean:.1f}",
+                str(kind.trained.p95),
+                f"{kind.trained.cap_share:.2%}",
+                f"{unbiased.mean:.1f}, {unbiased.p95}, {unbiased.cap_share:.2%}",
+            )
+    return table
+
+
+def calibrate_run(recorded: Path, out: Path | None) -> int:
+    """Fit a cluster model to a run and write it, or print it; how well it fits goes to standard error."""
+    fit = _fit(recorded, load_recording(recorded))
+    text = dump_cluster(fit.model)
+    print(
+        f"fitted to {fit.completions} completions and {fit.steps} steps of {recorded}: decode steps within "
+        f"{fit.step_error:.1%}, times from launch to last token within {fit.life_error:.1%} (medians)",
+        file=sys.stderr,
+    )
+    if out is None:
+        print(text, end="")
+    else:
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError([f"--out {out}: {error.strerror}: name a file that can be written to"]) from error
+        print(f"wrote {out}; use it with: streamrl simulate RECIPE --cluster {out}")
+    return 0

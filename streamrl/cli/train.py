@@ -1,0 +1,129 @@
+"""``streamrl train RECIPE``: the parent process of a run, and what its user sees of it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
+from streamrl.observe.terminal.printable import also_log_to, log_to
+from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.plan.arithmetic import SIMULATED_SENTENCE
+from streamrl.plan.topology import Role, plan_topology
+from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.rules.learning_rates import learning_rate_notice
+from streamrl.rules.objective_text import streaming_notice
+from streamrl.rules.transport_rules import insecure_notice
+from streamrl.run.pipeline import Pipeline, recipe_of_run
+
+DRAIN_S = 600.0
+"""How long a drain may take: the open step and a checkpoint. Whoever cannot wait sends the signal again."""
+
+
+def train(recipe: Recipe) -> bool:
+    """Run ``recipe``. True: it is done or drained; False: it was cut short. Raises what broke it."""
+    return _follow(recipe, lambda: Pipeline(recipe))
+
+
+def resume(run_directory: Path, overrides: Sequence[str] = (), *, force: bool) -> bool:
+    """Go on with a run that ended or was killed. ``force``: also where its data, model or code have changed."""
+    return _follow(
+        recipe_of_run(run_directory, overrides),
+        lambda: Pipeline.of_run(run_directory, overrides=overrides, despite_changes=force),
+    )
+
+
+def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
+    log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
+    return anyio.run(_follow_it, recipe, make, backend_options={"use_uvloop": sys.platform != "win32"})
+
+
+def _drain_signals() -> list[signal.Signals]:
+    """SIGHUP, of a terminal that goes away, where it is not ignored (nohup)."""
+    hung_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+    return [signal.SIGINT, signal.SIGTERM, *hung_up]
+
+
+async def _follow_it(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
+    # Open to the end: a signal that comes while the second one is obeyed must not cut the clean-up short.
+    with StdoutReporter() as report, anyio.open_signal_receiver(*_drain_signals()) as signals:
+        async with anyio.create_task_group() as tasks:
+            run = _Run(recipe, make, report, tasks.cancel_scope)
+            tasks.start_soon(run.obey, signals)
+            tasks.start_soon(run.show_start)
+            await run.follow()
+            tasks.cancel_scope.cancel()
+    return run.finished
+
+
+class _Run:
+    """One run in the foreground. Cancelling ``whole`` ends it at once, and then too nothing is left behind."""
+
+    def __init__(
+        self, recipe: Recipe, make: Callable[[], Pipeline], report: StdoutReporter, whole: anyio.CancelScope
+    ) -> None:
+        self.finished = False
+        self._recipe = recipe
+        self._make = make
+        self._report = report
+        self._whole = whole
+        self._pipeline: Pipeline | None = None
+        self._started = anyio.Event()
+
+    async def follow(self) -> None:
+        """Show every event until the run ends. Raises what broke the run."""
+        try:
+            async with self._make() as pipeline:
+                self._pipeline = pipeline
+                with also_log_to(pipeline.run_directory / "logs" / "supervisor.log"):
+                    async for event in pipeline.events():
+                        self._report(event)
+                        if isinstance(event, RunStarted):
+                            self._started.set()
+                            if self._recipe.engines.kind is EngineKind.SIMULATED:
+                                self._report.line(f"  engines  {SIMULATED_SENTENCE}")
+                            rate, adapters = self._recipe.training.learning_rate, bool(event.trained_parameters)
+                            if notice := learning_rate_notice(rate, event.parameters, adapters=adapters):
+                                self._report.line(f"  warning  {notice}")
+                            if notice := streaming_notice(self._recipe):
+                                self._report.line(f"  streaming {notice}")
+                        self.finished = self.finished or isinstance(event, RunFinished)
+        finally:
+            self._pipeline = None
+            self._started.set()
+
+    async def obey(self, signals: AsyncIterator[signal.Signals]) -> None:
+        """First SIGINT, SIGTERM or SIGHUP: drain. The second, or one before there is a run: end at once."""
+        draining = False
+        async for number in signals:
+            if draining or self._pipeline is None:
+                self._report.line(f"{number.name}: ending at once")
+                self._whole.cancel()
+                return
+            draining = True
+            self._report.line(f"{number.name}: finishing the open step, then ending; send it again to end at once")
+            self._whole.deadline = anyio.current_time() + DRAIN_S
+            self._pipeline.drain()
+
+    async def show_start(self) -> None:
+        """Tell what the run waits for until every process is ready: loading an engine takes up to a minute."""
+        began = time.monotonic()
+        if notice := insecure_notice(self._recipe):
+            self._report.line(notice)
+        processes = plan_topology(self._recipe, Path()).processes
+        by_hand = [process.name for process in processes if not process.local]
+        if by_hand:
+            self._report.line(f"waiting for {', '.join(by_hand)}: start them with `streamrl serve`")
+        shown = (p for p in processes if p.local and not p.resting and p.role is not Role.CONTROLLER)
+        names = ", ".join(process.name for process in shown)
+        while not self._started.is_set():
+            self._report(StartProgress(process=names, state="starting", seconds=time.monotonic() - began))
+            with anyio.move_on_after(1):
+                await self._started.wait()

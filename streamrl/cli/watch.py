@@ -1,0 +1,70 @@
+"""``streamrl watch ENDPOINT``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from streamrl.base.errors import StreamRLError
+from streamrl.comm.zmq_sockets import has_ipc_listener
+from streamrl.observe.telemetry import TelemetrySubscriber
+from streamrl.observe.terminal.stdout import StdoutReporter
+from streamrl.observe.terminal.watch import follow, to_run_event, write_json
+from streamrl.plan.topology import metrics_endpoint, read_topology
+from streamrl.recipe.load import load_recipe
+from streamrl.remote.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
+
+PATIENCE_S = 5.0
+
+
+def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
+    """Show messages until the run has ended or Ctrl-C; 1 where it ended without saying so. ``where``: a run's
+    directory, or the endpoint of its metrics. Any number of watchers may look at one run. ``keys``: where the keys of
+    an observer are, for a run that has keys. Raises ``StreamRLError``."""
+    if "://" not in where and not Path(where).is_dir():
+        raise StreamRLError(
+            f"{where} is neither the directory of a run nor an endpoint: write runs/latest, tcp://HOST:PORT or ipc://PATH"
+        )
+    endpoint = endpoint_of(Path(where)) if Path(where).is_dir() else where
+    if keys is not None:
+        os.environ.update({KEYS_DIRECTORY: str(keys), KEY_ROLE: KeyRole.OBSERVER.value})
+    quiet = False
+    with TelemetrySubscriber(endpoint) as subscriber, StdoutReporter() as report:
+        try:
+            for message in follow(subscriber.receive, PATIENCE_S):
+                if message is None:
+                    if _is_gone(endpoint):
+                        print(f"the run has ended: no process listens at {endpoint}", file=sys.stderr)
+                        return 1
+                    if not quiet:
+                        print(f"nothing comes from {endpoint}; still waiting", file=sys.stderr, flush=True)
+                    quiet = True
+                    continue
+                quiet = False
+                if as_json:
+                    write_json(message, sys.stdout)
+                elif (event := to_run_event(message)) is not None:
+                    report(event)
+        except KeyboardInterrupt:
+            pass  # leaving is what Ctrl-C asks a watcher for; the run does not notice
+        lost = subscriber.lost
+    if lost:
+        print(f"{lost} messages were lost on the way: this reader was too slow", file=sys.stderr)
+    return 0
+
+
+def endpoint_of(run_directory: Path) -> str:
+    """Where the run of that directory publishes its metrics. Raises ``StreamRLError`` for one that is not a run's."""
+    try:
+        topology = read_topology(run_directory)
+    except OSError as error:
+        raise StreamRLError(
+            f"{run_directory} is not the directory of a run ({error.strerror}): give one, such as runs/latest"
+        ) from error
+    return metrics_endpoint(load_recipe(run_directory / "recipe.toml"), topology)
+
+
+def _is_gone(endpoint: str) -> bool:
+    """Whether the run at an ipc ``endpoint`` has ended; one on tcp may be out of reach for a while."""
+    return endpoint.startswith("ipc://") and not has_ipc_listener(endpoint)

@@ -1,0 +1,46 @@
+"""No rounds: every slot is kept busy, weights change in flight, staleness is bounded by slots and deadlines (ADR 2)."""
+
+from __future__ import annotations
+
+import math
+
+from streamrl.base.types import DropReason
+from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.control.settings import ControlSettings
+from streamrl.recipe.scheduling import StalePolicy
+
+
+class ContinuousRounds(StatelessRounds):
+    """Staleness of ``rollout.max_staleness`` at most."""
+
+    on_policy = False
+
+    def __init__(self, settings: ControlSettings) -> None:
+        self._slots = (settings.max_staleness + 1) * settings.batch_trajectories
+
+    def launch(self, view: RoundView) -> Launch | None:
+        # What is launched beyond the last batch would be thrown away.
+        needed = view.seats + (view.steps_left - 1) * view.batch_trajectories - view.untrained_trajectories
+        groups = min(view.free_slots // view.group_size, math.ceil(needed / view.group_size))
+        # A queue is there when the run was forked from one of other rounds: what waits longest goes first.
+        source = Source.QUEUE if view.queued else Source.FRESH
+        if source is Source.QUEUE:
+            groups = min(groups, view.queued)
+        if groups <= 0:
+            return None
+        return Launch(groups=groups, source=source, size=view.group_size, round_kind="continuous")
+
+    def may_join(self, view: RoundView, candidate: Candidate) -> bool:
+        if view.when_stale is not StalePolicy.WAIT:
+            return candidate.deadline >= view.trainer_version
+        return view.leaves_time_for_others(candidate)
+
+    def remainder(self, view: RoundView) -> Remainder:
+        return Remainder.RUN_ON
+
+    @property
+    def losing(self) -> DropReason:
+        return DropReason.STALE
+
+    def slots(self) -> int:
+        return self._slots

@@ -1,0 +1,324 @@
+"""Which prepared set of engines serves the next round (RollPacker, arXiv 2509.21009, section 4.2): pure decisions.
+
+A set is a number of engines and a tensor-parallel size, on the same devices; one is awake. Few engines with many
+workers have more room for KV, since weights are stored once for each engine, and take a decode step faster, but not as
+much faster as they have workers. So a race that is short of KV wants another set than a long tail does.
+
+The paper doubles the tensor-parallel size when preemptions rise above 1.05 times the last round's and halves it after
+four rounds without any, and calls a switch negligible. Here that rule only says when an *untried* set is worth a trial.
+Whether to go is decided in seconds: what each set took, or is expected to take, over the rounds that are left, against
+what the switches cost. A difference that the scatter of rounds could explain is none, so a steady load settles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from streamrl.base.errors import RecipeError
+from streamrl.control.actions import Explain
+
+
+class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to use the devices of the rollout. ``kv_tokens``: tokens that the KV cache of *one* engine holds (0: more
+    than is ever asked for); ``round_kinds``: rounds that it always serves, whatever is measured."""
+
+    name: str
+    engines: int
+    tensor_parallel: int
+    kv_tokens: int = 0
+    max_running: int = 256
+    round_kinds: tuple[str, ...] = ()
+
+    @property
+    def capacity(self) -> float:
+        """Tokens that all caches hold together."""
+        return float(self.engines * self.kv_tokens) if self.kv_tokens else math.inf
+
+
+class SetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``rise``, ``quiet_rounds``: the paper's constants; the others are ours. ``scaling``: share of the ideal speed-up
+    of a decode step that doubling the workers gives, where it was not measured; ``horizon``: rounds over which a switch
+    must pay; ``least_gain``: share of a round's time below which nothing is done; ``headroom``: share of a cache that
+    may be expected to fill; ``scatter``: relative standard deviation of a round's seconds that is assumed beside what
+    is measured; ``certainty``: of a gain, in standard errors."""
+
+    rise: float = 1.05
+    quiet_rounds: int = 4
+    scaling: float = 0.8
+    horizon: int = 20
+    least_gain: float = 0.05
+    headroom: float = 0.9
+    scatter: float = 0.05
+    certainty: float = 2.0
+
+
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode step of an engine with one worker: ``base_s + per_running_s x running`` seconds."""
+
+    base_s: float
+    per_running_s: float
+
+
+class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished round on one set: ``seconds`` from its first request to its last that was waited for. ``kv_usage``:
+    largest share of an engine's cache in use. ``requests`` launched, ``tokens`` sampled, those of the ``longest``
+    completion that was waited for, and of a ``prompt`` in the mean."""
+
+    round_kind: str
+    engine_set: str
+    seconds: float
+    preemptions: int
+    kv_usage: float
+    requests: int
+    tokens: float
+    longest: float
+    prompt: float = 0.0
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that rounds took over what was expected of them: how many rounds, mean, sum of squared differences."""
+
+    rounds: int = 0
+    mean: float = 1.0
+    squares: float = 0.0
+
+    def with_one(self, value: float) -> Ratio:
+        """Welford's update; the last ``MOST_REMEMBERED`` rounds count about equally, older ones fade."""
+        rounds = min(self.rounds + 1, MOST_REMEMBERED)
+        difference = value - self.mean if self.rounds else 0.0
+        mean = self.mean + difference / rounds if self.rounds else value
+        kept = self.squares * (1 - 1 / rounds) if self.rounds >= MOST_REMEMBERED else self.squares
+        return Ratio(rounds=rounds, mean=mean, squares=kept + difference * (value - mean))
+
+
+MOST_REMEMBERED = 16
+"""Rounds of one kind on one set: as lengths grow, the older ones say less."""
+PRIOR_ROUNDS = 2
+"""How many rounds the assumed scatter counts for, beside those that were measured."""
+
+
+class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of round. ``ratios`` by set. ``preempted``, ``quiet``: rounds in a row with and without preemption on
+    the set in use; ``rose``: the last preempted more than ``rise`` times the one before. ``rounds`` and ``runs``: how
+    many there were, and how often they began after a round of another kind."""
+
+    last: RoundMeasured
+    ratios: dict[str, Ratio]
+    preempted: int = 0
+    quiet: int = 0
+    rose: bool = False
+    rounds: int = 1
+    runs: int = 1
+
+    def error(self, name: str, scatter: float) -> float:
+        """Standard error of the mean ratio of set ``name``, as a share of it: from how much such rounds scatter on any
+        set, and the assumed ``scatter``. As of one round where it was never used."""
+        known = self.ratios.values()
+        squares = sum(ratio.squares / ratio.mean**2 for ratio in known) + PRIOR_ROUNDS * scatter**2
+        variance = squares / (sum(ratio.rounds - 1 for ratio in known) + PRIOR_ROUNDS)
+        return math.sqrt(variance / max(self.ratios[name].rounds if name in self.ratios else 1, 1))
+
+
+class SetHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """What the decision remembers; goes from one call into the next."""
+
+    kinds: dict[str, KindHistory] = {}
+    last_kind: str = ""
+
+    @property
+    def rounds(self) -> int:
+        """How many were measured."""
+        return sum(kind.rounds for kind in self.kinds.values())
+
+
+class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """``because`` is None where nothing changes. ``gain_s``: expected over the horizon, switches paid."""
+
+    engine_set: str
+    gain_s: float = 0.0
+    because: Explain | None = None
+
+
+def faster_steps(tensor_parallel: int, scaling: float) -> float:
+    """How many times as fast a decode step is with so many workers as with one."""
+    return float((2 * scaling) ** math.log2(tensor_parallel))
+
+
+def expected_seconds(
+    one: EngineSet,
+    load: RoundMeasured,
+    cost: StepCost,
+    settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
+) -> float:
+    """What a round like ``load`` would take on ``one``, before what was measured corrects it.
+
+    As many decode steps as the longest completion has tokens, or as the tokens of an engine need when KV or
+    ``max_running`` bounds how many requests run: ``steps x base + tokens x per_running``, both faster with workers.
+    """
+    tokens = load.tokens / one.engines
+    requests = max(load.requests / one.engines, 1.0)
+    held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life
+    running = min(requests, float(one.max_running), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
+    steps = max(load.longest, tokens / max(running, 1.0))
+    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(one.tensor_parallel, settings.scaling)
+
+
+def with_round(
+    history: SetHistory,
+    measured: RoundMeasured,
+    sets: Sequence[EngineSet],
+    cost: StepCost,
+    settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
+) -> SetHistory:
+    """``history`` with one more round. Raises ``RecipeError`` for a set that is not in ``sets``."""
+    expected = expected_seconds(_named(sets, measured.engine_set), measured, cost, settings)
+    before = history.kinds.get(measured.round_kind)
+    begins = history.last_kind != measured.round_kind
+    ratio = measured.seconds / max(expected, 1e-9)
+    if before is None:
+        now = KindHistory(
+            last=measured,
+            ratios={measured.engine_set: Ratio().with_one(ratio)},
+            preempted=int(measured.preemptions > 0),
+            quiet=int(measured.preemptions == 0),
+        )
+    else:
+        same = before.last.engine_set == measured.engine_set
+        known = before.ratios.get(measured.engine_set, Ratio())
+        now = KindHistory(
+            last=measured,
+            ratios={**before.ratios, measured.engine_set: known.with_one(ratio)},
+            preempted=(before.preempted * same + 1) if measured.preemptions else 0,
+            quiet=0 if measured.preemptions else before.quiet * same + 1,
+            rose=same and measured.preemptions > settings.rise * before.last.preemptions,
+            rounds=before.rounds + 1,
+            runs=before.runs + begins,
+        )
+    return SetHistory(kinds={**history.kinds, measured.round_kind: now}, last_kind=measured.round_kind)
+
+
+def plan_engine_set(
+    sets: Sequence[EngineSet],
+    history: SetHistory,
+    *,
+    current: str,
+    round_kind: str,
+    cost: StepCost,
+    switch_s: float,
+    rounds_left: int,
+    settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
+) -> SetPlan:
+    """The set that serves the round of ``round_kind`` which is about to begin; ``switch_s``: what one switch costs.
+
+    Raises ``RecipeError`` when ``current`` is not in ``sets``.
+    """
+    here = _named(sets, current)
+    for one in sets:
+        if round_kind in one.round_kinds:
+            return _pinned(one, here, round_kind)
+    kind = history.kinds.get(round_kind)
+    horizon = min(settings.horizon, rounds_left)
+    if kind is None or horizon <= 0:
+        return SetPlan(engine_set=current)
+    plans = [
+        _weighed(one, here, history, kind, cost, switch_s, horizon, settings)
+        for one in sets
+        if one.name != current and not one.round_kinds and _worth_a_trial(one, here, kind, settings)
+    ]
+    best = max(plans, key=lambda plan: plan.gain_s, default=None)
+    return best if best is not None and best.gain_s > 0 else SetPlan(engine_set=current)
+
+
+def _pinned(one: EngineSet, here: EngineSet, round_kind: str) -> SetPlan:
+    if one.name == here.name:
+        return SetPlan(engine_set=one.name)
+    reason = f"{round_kind} rounds belong to set {one.name} (engines.sets)"
+    return SetPlan(engine_set=one.name, because=Explain(subject="engine_set", reason=reason, figures={}))
+
+
+def _worth_a_trial(one: EngineSet, here: EngineSet, kind: KindHistory, settings: SetSettings) -> bool:
+    """Of a set that such rounds were never on: what is expected of it is a guess, and needs a sign beside it."""
+    if one.name in kind.ratios:
+        return True
+    if one.capacity > here.capacity:
+        return kind.rose or kind.preempted >= settings.quiet_rounds
+    if kind.quiet < settings.quiet_rounds:
+        return False
+    if math.isinf(one.capacity):
+        return True
+    return kind.last.kv_usage * here.capacity / one.capacity <= settings.headroom
+
+
+def _weighed(
+    one: EngineSet,
+    here: EngineSet,
+    history: SetHistory,
+    kind: KindHistory,
+    cost: StepCost,
+    switch_s: float,
+    horizon: int,
+    settings: SetSettings,
+) -> SetPlan:
+    """What it is worth to go to ``one``: for good, or for rounds of this kind and back, whichever is more."""
+
+    def gain(of: KindHistory) -> float:
+        """Seconds a round, at least, with the certainty that is asked for."""
+        was, was_error = _seconds(here, of, here, cost, settings)
+        would, would_error = _seconds(one, of, here, cost, settings)
+        saved = was - would
+        if saved <= 0:
+            return saved
+        if one.name in of.ratios:
+            return saved - settings.certainty * math.hypot(was * was_error, would * would_error)
+        return saved * (1 - settings.certainty * was_error)  # both are corrected by one ratio, and err together
+
+    share = {name: each.rounds / history.rounds for name, each in history.kinds.items()}
+    mine = gain(kind)
+    was, _ = _seconds(here, kind, here, cost, settings)
+    would, _ = _seconds(one, kind, here, cost, settings)
+    if mine <= 0 or was - would < settings.least_gain * was:
+        return SetPlan(engine_set=here.name)
+    for_good = horizon * sum(share[name] * gain(each) for name, each in history.kinds.items()) - switch_s
+    of_this_kind = horizon * share[kind.last.round_kind]
+    there_and_back = of_this_kind * mine - 2 * switch_s * max(of_this_kind * kind.runs / kind.rounds, 1.0)
+    alone = len(history.kinds) == 1
+    total = for_good if alone else max(for_good, there_and_back)
+    stays = alone or for_good >= there_and_back
+    tried = "took" if one.name in kind.ratios else "is expected to take"
+    reason = (
+        f"{kind.last.round_kind} rounds: set {one.name} {tried} {would:.3g} s where set {here.name} takes {was:.3g} s"
+        f" ({kind.last.preemptions} preemptions, KV {kind.last.kv_usage:.0%} full in the last); with a switch of"
+        f" {switch_s:.3g} s it saves {total:.3g} s of the next {horizon} rounds"
+        f" {'for good' if stays else 'for these rounds alone'}"
+    )
+    figures = {
+        "seconds": was,
+        "seconds_expected": would,
+        "preemptions": float(kind.last.preemptions),
+        "kv_usage": kind.last.kv_usage,
+        "switch_s": switch_s,
+        "gain_s": total,
+    }
+    because = Explain(subject="engine_set", reason=reason, figures=figures)
+    return SetPlan(engine_set=one.name, gain_s=total, because=because)
+
+
+def _seconds(
+    one: EngineSet, kind: KindHistory, here: EngineSet, cost: StepCost, settings: SetSettings
+) -> tuple[float, float]:
+    """Seconds of a round of that kind on ``one``, and the relative error of that. A set that such rounds were never on
+    is corrected as the set in use is, or as those that are known are."""
+    expected = expected_seconds(one, kind.last, cost, settings)
+    name = next((name for name in (one.name, here.name) if name in kind.ratios), "")
+    means = [kind.ratios[name].mean] if name else [ratio.mean for ratio in kind.ratios.values()]
+    return expected * sum(means) / len(means), kind.error(name, settings.scatter)
+
+
+def _named(sets: Sequence[EngineSet], name: str) -> EngineSet:
+    for one in sets:
+        if one.name == name:
+            return one
+    raise RecipeError([f"engine set {name!r} is not among {', '.join(one.name for one in sets)}"])

@@ -1,0 +1,153 @@
+"""What the journal of a run holds, as records: control's events, and what they are about.
+
+A record of a trajectory or of prompts comes before the event that tells control of them, so that whatever control knows
+has its content behind it. Nothing of an evaluation is kept: it is done again from its start, or, where engines hold a
+newer version by then, given up with a warning.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from streamrl.base.errors import StreamRLError, WireError
+from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Record,
+    RewardCall,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+from streamrl.comm.wire import Buffer, OneFrameCodec
+from streamrl.control.events import ControlEvent
+from streamrl.journal.whole_state import WholeState
+
+JOURNAL_SCHEMA = 1
+
+
+class JournalBase(Record, frozen=True, tag=True):
+    """Where a segment begins: control as it was after ``events`` events, ``elapsed_s`` after the start of the run."""
+
+    whole: WholeState
+    events: int
+    elapsed_s: float
+    schema: int = JOURNAL_SCHEMA
+
+
+class JournalEvent(Record, frozen=True, tag=True):
+    """Control was told of ``event``, ``time_s`` after the start of the run."""
+
+    event: ControlEvent
+    time_s: float
+
+
+class JournalPrompts(Record, frozen=True, tag=True):
+    """Prompts that were drawn."""
+
+    prompts: tuple[Prompt, ...]
+
+
+class JournalHeld(Record, frozen=True, tag=True):
+    """A trajectory was cut and keeps what it has."""
+
+    id: TrajectoryId
+    done: SampledSoFar
+
+
+class JournalSampled(Record, frozen=True, tag=True):
+    """A trajectory that is whole, on its way to its reward. Its prompt is among the prompts."""
+
+    id: TrajectoryId
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    rollout_seconds: float
+
+
+class JournalScored(Record, frozen=True, tag=True):
+    """The reward of a trajectory that was sampled."""
+
+    id: TrajectoryId
+    reward: float
+    reward_parts: dict[str, float] = {}
+    reward_seconds: float = 0.0
+    calls: tuple[RewardCall, ...] = ()
+    reward_version: int = 0
+    separate_rewards: dict[str, tuple[float, float]] = {}
+
+
+class JournalPublished(Record, frozen=True, tag=True):
+    """What ranks published as ``policy_version`` has this state hash."""
+
+    policy_version: int
+    state_hash: int
+
+
+JournalRecord = (
+    JournalBase | JournalEvent | JournalPrompts | JournalHeld | JournalSampled | JournalScored | JournalPublished
+)
+
+
+class JournalCodec:
+    """Records to bytes and back, each in one piece."""
+
+    def __init__(self) -> None:
+        self._codec: OneFrameCodec[JournalRecord] = OneFrameCodec(JournalRecord)
+
+    def encode(self, record: JournalRecord) -> bytes:
+        """The bytes of ``record``."""
+        return self._codec.encode(record)
+
+    def decode(self, body: Buffer) -> JournalRecord:
+        """The record of ``body``. Raises ``StreamRLError`` where another streamrl wrote it."""
+        try:
+            record = self._codec.decode(body)
+        except WireError as error:
+            raise StreamRLError(
+                f"a record of the journal cannot be read: {error}; use the streamrl that wrote it"
+            ) from error
+        if isinstance(record, JournalBase) and record.schema != JOURNAL_SCHEMA:
+            raise StreamRLError(f"the journal has schema {record.schema}, this streamrl reads {JOURNAL_SCHEMA}")
+        return record
+
+
+def sampled_record(trajectory: Trajectory) -> JournalSampled:
+    """``trajectory`` without its prompt."""
+    return JournalSampled(
+        id=trajectory.id,
+        segments=trajectory.segments,
+        finish_reason=trajectory.finish_reason,
+        rollout_seconds=trajectory.rollout_seconds,
+    )
+
+
+def scored_record(scored: ScoredTrajectory) -> JournalScored:
+    """What its reward adds to a trajectory."""
+    fields = {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
+    return JournalScored(id=scored.trajectory.id, **fields)
+
+
+def trajectory_of(sampled: JournalSampled, prompt: Prompt) -> Trajectory:
+    """The inverse of ``sampled_record``."""
+    return Trajectory(prompt=prompt, **msgspec.structs.asdict(sampled))
+
+
+def scored_trajectory(sampled: JournalSampled, scored: JournalScored, prompt: Prompt) -> ScoredTrajectory:
+    """The inverse of both."""
+    fields = {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
+    return ScoredTrajectory(trajectory=trajectory_of(sampled, prompt), **fields)
+
+
+def done_of(sampled: JournalSampled) -> SampledSoFar:
+    """What the rollout stage needs to pass it on to its reward once more."""
+    (segment,) = sampled.segments
+    completion = Completion(
+        token_ids=segment.token_ids,
+        behavior_logprobs=segment.behavior_logprobs,
+        finish_reason=sampled.finish_reason,
+        version_spans=segment.version_spans,
+    )
+    return SampledSoFar(completion=completion, parts=1, seconds=sampled.rollout_seconds)

@@ -1,0 +1,192 @@
+"""A run as its journal tells it: control, rebuilt by replay, and the content of what it knows. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.types import Prompt, ScoredTrajectory, TrainingGroup, TrajectoryId, to_training_sample
+from streamrl.comm.wire import Buffer
+from streamrl.control.events import CheckpointDone
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.journal.event_log import LogEntry
+from streamrl.journal.journal import Recovered
+from streamrl.journal.journal_records import (
+    JournalBase,
+    JournalCodec,
+    JournalEvent,
+    JournalHeld,
+    JournalPrompts,
+    JournalPublished,
+    JournalRecord,
+    JournalSampled,
+    JournalScored,
+    done_of,
+    scored_trajectory,
+)
+from streamrl.journal.outstanding import Outstanding, TrainedBatch
+from streamrl.journal.whole_state import restore_whole
+
+
+class RecoveredRun:
+    """``state`` and ``outstanding`` are as they were after the last event of the journal: ``events`` so far, ``told``
+    the last of them, since the base; ``elapsed_s`` after the start of the run. ``held``: the version that the ranks
+    hold; batches since then are kept, though a checkpoint followed them (one that is damaged now)."""
+
+    def __init__(self, base: JournalBase, settings: ControlSettings, held: int) -> None:
+        self._held = held
+        self.state: ControlState
+        self.outstanding: Outstanding
+        self.state, self.outstanding = restore_whole(settings, base.whole)
+        self.events = base.events
+        self.elapsed_s = base.elapsed_s
+        self.told: list[LogEntry] = []
+        self.prompts: dict[str, Prompt] = {}
+        self.sampled: dict[TrajectoryId, JournalSampled] = {}
+        self.scored: dict[TrajectoryId, JournalScored] = {}
+        self.held: dict[TrajectoryId, JournalHeld] = {}
+        self.published: JournalPublished | None = None
+        self.checkpointed: int | None = None
+        """The segment of the journal that began at the last checkpoint."""
+
+    def take(self, record: JournalRecord) -> None:
+        """The next record."""
+        match record:
+            case JournalBase():
+                raise StreamRLError("a journal with a base in its middle: it was not written by this streamrl")
+            case JournalEvent(event=event, time_s=time_s):
+                self.told.append(LogEntry(n=self.events, time_s=time_s, event=event))
+                self.events += 1
+                self.elapsed_s = time_s
+                if not (isinstance(event, CheckpointDone) and event.policy_version > self._held):
+                    self.outstanding.told(event)
+                self.outstanding.ordered(self.state.handle(event))
+            case JournalPrompts():
+                self.prompts.update((prompt.prompt_id, prompt) for prompt in record.prompts)
+            case JournalSampled():
+                self.sampled[record.id] = record
+            case JournalScored():
+                self.scored[record.id] = record
+            case JournalHeld():
+                self.held[record.id] = record
+            case JournalPublished():
+                self.published = record
+
+    def settle(self) -> None:
+        """All records were taken: forget what has ended."""
+        needed = self.outstanding.trajectories_needed(self.state)
+        needed.update(i for group in self.state.buffer.groups.values() for i in group.members)
+        for kept in (self.sampled, self.scored, self.held):
+            for trajectory in [one for one in kept if one not in needed]:
+                del kept[trajectory]
+
+    def forget_content(self) -> None:
+        """The run goes on: what was recovered is with those who work on it."""
+        for kept in (self.told, self.prompts, self.sampled, self.scored, self.held):
+            kept.clear()
+
+    @property
+    def leads_on(self) -> bool:
+        """Whether every batch is there that was trained after the version which the ranks hold."""
+        batches = self.outstanding.trained_since(self._held)
+        return [batch.policy_version for batch in batches] == list(
+            range(self._held + 1, self.state.trainer_version + 1)
+        )
+
+    def payload(self, trajectory: TrajectoryId) -> ScoredTrajectory | None:
+        """One that was scored; None for one that was not."""
+        sampled, scored = self.sampled.get(trajectory), self.scored.get(trajectory)
+        prompt = self.prompts.get(trajectory.prompt_id)
+        if sampled is None or scored is None or prompt is None:
+            return None
+        return scored_trajectory(sampled, scored, prompt)
+
+    def payloads(self) -> dict[TrajectoryId, ScoredTrajectory]:
+        """Of all that were scored."""
+        found = {trajectory: self.payload(trajectory) for trajectory in self.scored}
+        return {trajectory: payload for trajectory, payload in found.items() if payload is not None}
+
+    def batch_of(self, policy_version: int) -> list[ScoredTrajectory]:
+        """What was trained into ``policy_version``, since the last checkpoint."""
+        batches = [b for b in self.outstanding.trained_since(-1) if b.policy_version == policy_version]
+        found = [self.payload(trajectory) for b in batches for group in b.groups for trajectory in group.ids]
+        return [payload for payload in found if payload is not None]
+
+    def take_done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
+        """What one that is launched again has: it was whole and waited for its reward, or was stopped. Once."""
+        sampled, held = self.sampled.pop(trajectory, None), self.held.pop(trajectory, None)
+        if sampled is not None:
+            return done_of(sampled)
+        return None if held is None else held.done
+
+    def training_groups(self, batch: TrainedBatch) -> list[TrainingGroup]:
+        """The groups of a batch, in the order in which they were trained. Raises ``StreamRLError`` where one is not in
+        the journal."""
+        groups = []
+        for handed in batch.groups:
+            members = [self.payload(trajectory) for trajectory in handed.ids]
+            samples = tuple(to_training_sample(member) for member in members if member is not None)
+            if len(samples) < len(handed.ids):
+                raise StreamRLError(
+                    f"the journal lacks samples of group {handed.group_id}, which was trained into version "
+                    f"{batch.policy_version}: it cannot be trained again; start from a checkpoint "
+                    "(checkpoint.resume_from)"
+                )
+            groups.append(TrainingGroup(group_id=handed.group_id, batch_id=handed.batch_id, samples=samples))
+        return groups
+
+    def records(self) -> Iterable[JournalRecord]:
+        """What of it is no event: the content of what control knows."""
+        yield from self.held.values()
+        yield from self.sampled.values()
+        yield from self.scored.values()
+
+
+def recovered_run(found: Recovered, settings: ControlSettings, held: int) -> RecoveredRun | None:
+    """Replay what a journal holds, for ranks that hold version ``held``; None where there is nothing. From its last
+    base on, or from the one before where a damaged checkpoint makes that necessary. Raises ``StreamRLError``."""
+    run: RecoveredRun | None = None
+    for beginning in reversed([one for one in found.beginnings if one.base_records]):
+        run = replayed_run((record.payload for record in found.records(beginning)), settings, held)
+        if run is not None:
+            run.checkpointed = found.beginnings[-1].segment
+        if run is None or run.leads_on:
+            break
+    return run
+
+
+def replayed_run(records: Iterable[Buffer], settings: ControlSettings, held: int) -> RecoveredRun | None:
+    """Replay the ``records`` since a base; None where there are none. Raises ``StreamRLError``."""
+    codec = JournalCodec()
+    run: RecoveredRun | None = None
+    for body in records:
+        record = codec.decode(body)
+        if run is not None:
+            run.take(record)
+        elif isinstance(record, JournalBase):
+            run = RecoveredRun(record, settings, held)
+        else:
+            raise StreamRLError(f"a journal begins with a {type(record).__name__} instead of a base")
+    if run is not None:
+        run.settle()
+    return run
+
+
+def what_was_restored(run: RecoveredRun) -> dict[str, int]:
+    """Counts for people."""
+    state = run.state
+    groups = state.buffer.groups.values()
+    open_members = {i for group in groups for i in group.open_ids()}
+    return {
+        "events": run.events,
+        "replayed": len(run.told),
+        "trained": state.buffer.trained,
+        "scored": sum(len(group.members) - group.open for group in groups),
+        "unscored": sum(i in run.sampled for i in open_members),
+        "partial": sum(i in run.held and i not in run.sampled for i in open_members),
+        "again": sum(i not in run.sampled and i not in run.held for i in open_members),
+        "queued": len(state.supply.queue),
+        "drawn": state.supply.drawn_prompts,
+    }

@@ -1,0 +1,217 @@
+"""The journal of a run as its controller keeps it: what control is told, and the content of what it knows.
+
+Appending never waits. Before anything is done that cannot be undone (a step of the optimizer), ``settled`` waits until
+everything so far is on the disk. A checkpoint that is durable makes what came before it superfluous: the journal begins
+anew there, with the whole control state. What is between it and the checkpoint before stays until the next one: should
+the newer one turn out to be damaged, the run goes on from the older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
+from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
+from streamrl.comm.stream import SendStream, StreamStatistics
+from streamrl.control.actions import ControlAction
+from streamrl.control.events import CheckpointDone, ControlEvent, RunBegan, TrajectoryFailed
+from streamrl.control.state import ControlState
+from streamrl.journal.journal_records import (
+    JournalBase,
+    JournalCodec,
+    JournalEvent,
+    JournalHeld,
+    JournalPrompts,
+    JournalPublished,
+    JournalRecord,
+    sampled_record,
+    scored_record,
+)
+from streamrl.journal.outstanding import Outstanding
+from streamrl.journal.recovered_run import RecoveredRun
+from streamrl.journal.whole_state import keep_whole
+
+RECORD_KIND = 1
+"""Kind of all frames: the records say themselves what they are."""
+
+_PROMPTS_IN_RECORD = 100
+_PROMPT_BYTES_IN_RECORD = 16 << 20
+"""A record of several prompts takes no more. The journal refuses one of ``journal_format.RECORD_LIMIT``."""
+
+
+class Appending(Protocol):
+    """What is needed of ``buffers.journal.Journal``."""
+
+    def append(self, kind: int, payload: bytes) -> int: ...
+
+    async def room(self) -> None: ...
+
+    async def durable(self, sequence: int) -> None: ...
+
+    def begin_segment(self, base: Sequence[tuple[int, bytes]]) -> int: ...
+
+    async def forget_before(self, segment: int) -> None: ...
+
+
+class RunJournal:
+    """``journal`` None: nothing is kept, and nothing is outstanding. ``prompts``: those that control may still ask for.
+    ``recovered``: what an earlier life left in it; its ``outstanding`` is gone on with."""
+
+    def __init__(
+        self,
+        journal: Appending | None,
+        prompts: Callable[[], Sequence[Prompt]],
+        recovered: RecoveredRun | None = None,
+    ) -> None:
+        self._journal = journal
+        self._prompts = prompts
+        self._begun = recovered is not None
+        self._codec = JournalCodec()
+        self._last = 0
+        self._kept: dict[TrajectoryId, dict[type, JournalRecord]] = {}
+        self.outstanding = recovered.outstanding if recovered else Outstanding()
+        self._events = recovered.events if recovered else 0
+        self._published = recovered.published if recovered else None
+        self._checkpointed = recovered.checkpointed if recovered else None
+        for record in recovered.records() if recovered else ():
+            self._keep(record)
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is one."""
+        return self._journal is not None
+
+    # ---- what comes in ---------------------------------------------------------------------------
+
+    def drawn(self, prompts: Sequence[Prompt]) -> None:
+        """Before control is told of them."""
+        if self._appends:
+            for encoded in self._prompt_records(prompts):
+                self._append_encoded(encoded)
+
+    def came(self, outcome: RolloutOutcome) -> None:
+        """A trajectory left the engines: whole, or stopped."""
+        if isinstance(outcome, FinishedTrajectory) and not outcome.trajectory.evaluation:
+            self._note(sampled_record(outcome.trajectory))
+        elif isinstance(outcome, TrajectoryHeld) and outcome.done is not None:
+            self._note(JournalHeld(id=outcome.id, done=outcome.done))
+
+    def scored(self, scored: ScoredTrajectory) -> None:
+        """Before control is told of it."""
+        self._note(scored_record(scored))
+
+    def published(self, policy_version: int, state_hash: int) -> None:
+        """Ranks have made this version."""
+        self._published = JournalPublished(policy_version=policy_version, state_hash=state_hash)
+        self._append(self._published)
+
+    def ended(self, ids: Iterable[TrajectoryId]) -> None:
+        """Nobody will ask for their content again."""
+        for trajectory in ids:
+            self._kept.pop(trajectory, None)
+
+    # ---- control ---------------------------------------------------------------------------------
+
+    async def told(self, event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
+        """Before control handles ``event``."""
+        if isinstance(event, CheckpointDone):
+            self.outstanding.forget_trained(event.policy_version)
+            await self._begin_anew(state, elapsed_s)
+        self._events += 1
+        self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
+        if isinstance(event, TrajectoryFailed):
+            self.ended((event.id,))
+        if self._journal is not None:
+            self.outstanding.told(event)
+
+    async def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
+        """What control ordered after ``event``, and what it is now."""
+        if self._journal is not None:
+            self.outstanding.ordered(actions)
+        if isinstance(event, RunBegan):
+            await self._begin_anew(state, 0.0)
+
+    async def settled(self) -> None:
+        """Return when everything so far is on the disk. Raises ``JournalFailed``."""
+        if self._journal is not None and self._last:
+            await self._journal.durable(self._last)
+
+    async def room(self) -> None:
+        """Wait while more waits to be written than memory should hold."""
+        if self._journal is not None:
+            await self._journal.room()
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    async def _begin_anew(self, state: ControlState, elapsed_s: float) -> None:
+        if self._journal is not None:
+            self._begun = True
+            base = [(RECORD_KIND, encoded) for encoded in self._base(state, elapsed_s)]
+            older, self._checkpointed = self._checkpointed, self._journal.begin_segment(base)
+            await self._journal.forget_before(self._checkpointed if older is None else older)
+
+    def _base(self, state: ControlState, elapsed_s: float) -> Iterator[bytes]:
+        encode = self._codec.encode
+        yield encode(JournalBase(whole=keep_whole(state, self.outstanding), events=self._events, elapsed_s=elapsed_s))
+        yield from self._prompt_records(self._prompts())
+        if self._published is not None:
+            yield encode(self._published)
+        for records in self._kept.values():
+            yield from map(encode, records.values())
+
+    def _prompt_records(self, prompts: Sequence[Prompt]) -> Iterator[bytes]:
+        for first in range(0, len(prompts), _PROMPTS_IN_RECORD):
+            yield from self._cut_by_bytes(prompts[first : first + _PROMPTS_IN_RECORD])
+
+    def _cut_by_bytes(self, prompts: Sequence[Prompt]) -> Iterator[bytes]:
+        encoded = self._codec.encode(JournalPrompts(prompts=tuple(prompts)))
+        if len(encoded) <= _PROMPT_BYTES_IN_RECORD or len(prompts) == 1:
+            yield encoded
+            return
+        half = len(prompts) // 2
+        yield from self._cut_by_bytes(prompts[:half])
+        yield from self._cut_by_bytes(prompts[half:])
+
+    def _note(self, record: JournalRecord) -> None:
+        self._keep(record)
+        self._append(record)
+
+    def _keep(self, record: JournalRecord) -> None:
+        identity = getattr(record, "id", None)
+        if self._journal is not None and isinstance(identity, TrajectoryId):
+            self._kept.setdefault(identity, {})[type(record)] = record
+
+    def _append(self, record: JournalRecord) -> None:
+        if self._appends:
+            self._append_encoded(self._codec.encode(record))
+
+    @property
+    def _appends(self) -> bool:
+        return self._journal is not None and self._begun  # the first base says what was before it
+
+    def _append_encoded(self, encoded: bytes) -> None:
+        assert self._journal is not None
+        self._last = self._journal.append(RECORD_KIND, encoded)
+
+
+class JournalledOutcomes:
+    """The stream from rollout to reward, with each outcome in the journal before it goes on."""
+
+    def __init__(self, journal: RunJournal, outcomes: SendStream[RolloutOutcome]) -> None:
+        self._journal = journal
+        self._outcomes = outcomes
+
+    async def send(self, item: RolloutOutcome) -> None:
+        """See ``SendStream``. Waits while the disk is behind."""
+        await self._journal.room()
+        self._journal.came(item)
+        await self._outcomes.send(item)
+
+    async def aclose(self) -> None:
+        """See ``SendStream``."""
+        await self._outcomes.aclose()
+
+    def statistics(self) -> StreamStatistics:
+        """See ``SendStream``."""
+        return self._outcomes.statistics()

@@ -1,0 +1,152 @@
+"""Requests to an OpenAI-compatible endpoint: several at once, tried again where that may help."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+from streamrl.base.errors import StreamRLError
+
+if TYPE_CHECKING:
+    import httpx
+
+_WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 15.0
+_LONGEST_WAIT_FOR_OWN_S = 1.0  # it is being started again; nobody else is troubled by asking often
+_CONNECT_S = 10.0
+_LONGEST_DETAIL = 200
+_OWN_RETRIES = 4
+
+
+class JudgeError(StreamRLError):
+    """The judge gave no answer; the message names the endpoint, what it said and the remedy."""
+
+
+class _Connection:
+    """What belongs to one event loop."""
+
+    def __init__(self, http: httpx.AsyncClient, places: asyncio.Semaphore) -> None:
+        self.http = http
+        self.places = places
+
+
+class JudgeClient:
+    """Asks one endpoint. Nothing is opened before the first question, so that it may be made before a fork."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        headers: Mapping[str, str],
+        *,
+        concurrency: int,
+        retries: int,
+        timeout_s: float | None,
+        socket_path: str | None = None,
+    ) -> None:
+        """``timeout_s`` None: whoever asks knows how long it waits. ``socket_path``: of the run's own judge, which is
+        started again when it dies: it is asked until it is there. Empty: there is none."""
+        self._endpoint = endpoint.rstrip("/")
+        self._headers = dict(headers)
+        self._concurrency = concurrency
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._socket_path = socket_path
+        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
+
+    @classmethod
+    def of_own(cls, socket_path: str, *, concurrency: int) -> Self:
+        """A client of the run's own judge."""
+        return cls(
+            "http://judge/v1",
+            {},
+            concurrency=concurrency,
+            retries=_OWN_RETRIES,
+            timeout_s=None,
+            socket_path=socket_path,
+        )
+
+    async def ask(self, route: str, body: Mapping[str, Any]) -> str:
+        """The text that the model wrote. Raises ``JudgeError`` when the last attempt failed as well."""
+        if self._socket_path == "":
+            raise JudgeError("there is nobody to ask: set endpoint, or run a recipe whose [judge] has a model")
+        connection = self._connection()
+        async with connection.places:
+            return await self._ask(connection.http, route, body)
+
+    async def aclose(self) -> None:
+        """Close the connections of the running loop. The next question opens them again."""
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None:
+            await connection.http.aclose()
+
+    def _connection(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if loop not in self._connections:
+            import httpx
+
+            limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
+            http = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=httpx.Timeout(self._timeout_s, connect=_CONNECT_S),
+                transport=httpx.AsyncHTTPTransport(uds=self._socket_path, limits=limits),
+            )
+            self._connections[loop] = _Connection(http, asyncio.Semaphore(self._concurrency))
+        return self._connections[loop]
+
+    async def _ask(self, http: httpx.AsyncClient, route: str, body: Mapping[str, Any]) -> str:
+        import httpx
+
+        url = f"{self._endpoint}/{route}"
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                response = await http.post(url, json=dict(body))
+            except httpx.TransportError as error:
+                if self._socket_path:
+                    await asyncio.sleep(min(_wait_s(attempt, ""), _LONGEST_WAIT_FOR_OWN_S))
+                    continue
+                if attempt > self._retries:
+                    what = f"{type(error).__name__} {error}".strip()
+                    tried = f"after {attempt} attempts"
+                    raise JudgeError(f"the judge {url} cannot be reached {tried} ({what}): is it up?") from error
+                await asyncio.sleep(_wait_s(attempt, ""))
+                continue
+            if response.status_code == 200:
+                return _text(response, url)
+            if attempt > self._retries or response.status_code not in _WORTH_A_RETRY:
+                detail = " ".join(response.text[:_LONGEST_DETAIL].split())
+                raise JudgeError(f"the judge {url} answered {response.status_code}: {detail}: {_remedy(response)}")
+            await asyncio.sleep(_wait_s(attempt, response.headers.get("Retry-After", "")))
+
+
+def _wait_s(attempt: int, retry_after: str) -> float:
+    """Seconds before the attempt after ``attempt``: what the server asked for, else doubling, with jitter."""
+    if retry_after.isdigit():
+        return min(float(retry_after), _LONGEST_WAIT_S)
+    return min(_FIRST_WAIT_S * 2.0 ** min(attempt - 1, 16), _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+
+
+def _text(response: httpx.Response, url: str) -> str:
+    try:
+        choice = response.json()["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise JudgeError(f"the judge {url} gave no answer of the OpenAI form: {response.text[:100]!r}") from error
+    if not isinstance(text, str):
+        raise JudgeError(f"the judge {url} wrote no text (a reasoning model may need a larger max_tokens)")
+    return text
+
+
+def _remedy(response: httpx.Response) -> str:
+    remedies = {
+        400: "mend the request",
+        401: "set api_key_variable to the variable that holds the key",
+        403: "set api_key_variable to the variable that holds the key",
+        404: "correct endpoint, or model",
+        429: "lower concurrency",
+    }
+    return remedies.get(response.status_code, "look into its log")

@@ -1,0 +1,189 @@
+"""From training samples to rows of packed tokens, in an order that does not depend on arrival."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from streamrl.base.types import FloatArray, TokenArray, TrainingSample
+from streamrl.learning.batches.shared_prefix import lay_row, needed_tokens, shared_prefix, trained_indices
+from streamrl.learning.model.attention import PackedLayout, PackedSequence, packed_layout
+from streamrl.learning.objective.advantages import FloatVector
+from streamrl.learning.objective.objectives import TokenInputs
+from streamrl.learning.ranks import process_group
+
+CHEAP_COPY = 16
+"""A group is cut at the end of a row when a copy of its prefix is at most this part of the budget."""
+
+
+class PreparedSample(msgspec.Struct, frozen=True):
+    """A sample with what its batch, its group, the reference model and the critic say about its trained tokens.
+
+    Arrays are float32, one entry for each trained token, in order. ``weight``: of each trained token in the
+    un-normalised sum. ``token_advantages`` None: ``advantage`` for every token.
+    """
+
+    sample: TrainingSample
+    advantage: float = 0.0
+    weight: float = 1.0
+    token_advantages: FloatVector | None = None
+    proximal: FloatVector | None = None
+    reference: FloatVector | None = None
+    old_values: FloatVector | None = None
+    returns: FloatVector | None = None
+
+
+class MicroBatch(NamedTuple):
+    """One row of ``T`` tokens with ``N`` trained ones among them.
+
+    ``tokens_T``, ``positions_T``: int64. ``predictors_N``: index in the row of the token whose output predicts
+    the target ``targets_N`` (the one before it; siblings that share a prompt share it). ``sample_ids``: of the row's
+    sequences, in the order of ``inputs.sequence_N``.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    layout: PackedLayout
+    predictors_N: Tensor
+    targets_N: Tensor
+    inputs: TokenInputs
+    sample_ids: tuple[str, ...]
+
+
+def plan_micro_batches(samples: Sequence[PreparedSample], budget: int) -> list[list[PreparedSample]]:
+    """Split into rows of about equal size and at most ``budget`` tokens (a longer sample has a row of its own).
+
+    Siblings are neighbours, so that ``pack`` lays their prompt down once; where a group is cut, each part has a copy.
+    Canonical: the same set gives the same rows however it arrived. Groups are sorted by their longest sample, as
+    attention is cheapest among nearly equal lengths.
+    """
+    groups: dict[tuple[str, int], list[PreparedSample]] = {}
+    for item in sorted(samples, key=lambda item: (needed_tokens(item.sample), item.sample.id)):
+        groups.setdefault(_group_key(item), []).append(item)
+    ordered = sorted(groups.items(), key=lambda entry: (needed_tokens(entry[1][-1].sample), entry[0]))
+    prefixes = [shared_prefix([item.sample for item in siblings]) for _, siblings in ordered]
+    sizes = [_laid_tokens(siblings, prefix) for (_, siblings), prefix in zip(ordered, prefixes, strict=True)]
+    total = sum(sizes) + sum(_copied_tokens(*laid, budget) for laid in zip(sizes, prefixes, strict=True))
+    # A small last row costs almost as much as a full one: share the tokens out.
+    wanted = total / max(1, math.ceil(total / budget))
+    rows: list[list[PreparedSample]] = []
+    used = taken = 0
+    for (_, siblings), prefix, size in zip(ordered, prefixes, sizes, strict=True):
+        cut_anywhere = CHEAP_COPY * prefix <= budget or size > budget
+        laid, full = False, not cut_anywhere and used + size > budget
+        for item in siblings:
+            own = needed_tokens(item.sample) - prefix
+            shared_out = taken >= wanted * len(rows) and (cut_anywhere or not laid)
+            if full or shared_out or used + own + (0 if laid else prefix) > budget or not rows:
+                rows.append([])
+                used, laid, full = 0, False, False
+            rows[-1].append(item)
+            cost = own if laid else own + prefix
+            used, taken, laid = used + cost, taken + cost, True
+    return rows
+
+
+def packed_rows(
+    samples: Sequence[PreparedSample], budget: int, policy_version: int, device: torch.device, *, together: bool
+) -> Iterator[MicroBatch]:
+    """The rows of ``plan_micro_batches``, packed. ``together``: as many on every rank, with empty ones at the end where
+    another rank has more. Collective then."""
+    planned = plan_micro_batches(samples, budget)
+    rows = len(planned)
+    if together:
+        rows = round(process_group.all_reduce([float(rows)], device, dist.ReduceOp.MAX)[0])
+    for index in range(rows):
+        yield pack(planned[index], policy_version, device) if index < len(planned) else empty_micro_batch(device)
+
+
+def _group_key(item: PreparedSample) -> tuple[str, int]:
+    return item.sample.id.prompt_id, item.sample.id.group_id
+
+
+def _laid_tokens(siblings: Sequence[PreparedSample], prefix: int) -> int:
+    return prefix + sum(needed_tokens(item.sample) - prefix for item in siblings)
+
+
+def _copied_tokens(size: int, prefix: int, budget: int) -> int:
+    """Further copies of the prefix of a group that no row can hold."""
+    return (size - prefix - 1) // max(1, budget - prefix) * prefix if size > budget else 0
+
+
+def pack(row: Sequence[PreparedSample], policy_version: int, device: torch.device) -> MicroBatch:
+    """One row as tensors. Neighbours of one group share their prompt.
+
+    Raises ``StreamRLError`` for a sample without trained tokens, or whose first one is trained: nothing predicts it.
+    """
+    samples = [item.sample for item in row]
+    trained = [trained_indices(sample) for sample in samples]
+    laid = lay_row([[item.sample for item in siblings] for _, siblings in groupby(row, _group_key)])
+    counts = [len(indices) for indices in trained]
+
+    def of_trained(arrays: Sequence[TokenArray | FloatArray | NDArray[Any]], dtype: type) -> Tensor:
+        """Entries of the trained tokens of each sample's array, joined."""
+        chosen: list[NDArray[Any]] = [
+            np.asarray(values, dtype=dtype)[where] for values, where in zip(arrays, trained, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(chosen)).to(device)
+
+    def per_token(values: list[float] | list[int], dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
+
+    def joined(vectors: list[FloatVector | None]) -> Tensor | None:
+        """One vector for the row; None where the samples have none (they all have it, or none has)."""
+        present = [vector for vector in vectors if vector is not None]
+        return torch.from_numpy(np.concatenate(present)).to(device) if present else None
+
+    advantages = joined([item.token_advantages for item in row])
+    return MicroBatch(
+        tokens_T=torch.from_numpy(laid.tokens_T).to(device),
+        positions_T=torch.from_numpy(laid.positions_T).to(device),
+        layout=packed_layout(laid.sequences, device),
+        predictors_N=torch.from_numpy(laid.predictors_N).to(device),
+        targets_N=of_trained([sample.token_ids for sample in samples], np.int64),
+        inputs=TokenInputs(
+            behavior_N=of_trained([sample.behavior_logprobs for sample in samples], np.float32),
+            advantages_N=per_token([i.advantage for i in row], np.float32) if advantages is None else advantages,
+            weights_N=per_token([item.weight for item in row], np.float32),
+            staleness_N=policy_version - of_trained([token_versions(sample) for sample in samples], np.int64),
+            sequence_N=per_token(list(range(len(row))), np.int64),
+            sequences=len(row),
+            proximal_N=joined([item.proximal for item in row]),
+            reference_N=joined([item.reference for item in row]),
+            old_values_N=joined([item.old_values for item in row]),
+            returns_N=joined([item.returns for item in row]),
+        ),
+        sample_ids=tuple(str(item.sample.id) for item in row),
+    )
+
+
+def token_versions(sample: TrainingSample) -> NDArray[np.int64]:
+    """Policy version of each token, where it is sampled: the oldest one for a token of which nothing else is said."""
+    versions = np.full(len(sample.token_ids), sample.oldest_version, dtype=np.int64)
+    for span in sample.version_spans:
+        versions[span.start : span.end] = span.policy_version
+    return versions
+
+
+def empty_micro_batch(device: torch.device) -> MicroBatch:
+    """Two tokens, none trained: keeps a rank in step with collectives when it has nothing to train."""
+    nothing = torch.zeros(0, device=device)
+    index = torch.zeros(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        tokens_T=torch.zeros(2, dtype=torch.int64, device=device),
+        positions_T=torch.arange(2, device=device),
+        layout=packed_layout([PackedSequence(0, 2)], device),
+        predictors_N=index,
+        targets_N=index,
+        inputs=TokenInputs(nothing, nothing, nothing, index, index, 0),
+        sample_ids=(),
+    )

@@ -1,0 +1,175 @@
+"""From scored groups to samples with advantages: what siblings, the batch, the reference and the critic say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from streamrl.base.types import TrainingGroup, TrainingSample, TrajectoryId
+from streamrl.learning.batches.packing import PreparedSample
+from streamrl.learning.objective.advantages import (
+    FloatVector,
+    Moments,
+    generalized_advantages,
+    group_advantages,
+    moments_of,
+    separate_advantages,
+    soft_overlong_penalty,
+    token_returns,
+    whiten,
+)
+from streamrl.learning.objective.objectives import reference_kl, token_weight
+from streamrl.learning.options import TrainerOptions
+from streamrl.recipe.algorithms import WHOLE_BATCH, WITHIN_GROUPS
+from streamrl.recipe.objective import AdvantageKind, KlPlace
+
+
+class SampleScores(msgspec.Struct, frozen=True, kw_only=True):
+    """What models say about the trained tokens of a sample before it is trained. Float32, one entry each."""
+
+    proximal: FloatVector | None = None
+    reference: FloatVector | None = None
+    values: FloatVector | None = None
+
+
+UNSCORED = SampleScores()
+
+
+def shaped_reward(sample: TrainingSample, options: TrainerOptions) -> float:
+    """The reward that the objective sees: with DAPO's soft overlong punishment, where it is asked for."""
+    return sample.reward + _overlong(sample, options)
+
+
+def _overlong(sample: TrainingSample, options: TrainerOptions) -> float:
+    settings = options.objective
+    return soft_overlong_penalty(
+        sample.trained_tokens,
+        max_tokens=options.max_tokens,
+        buffer=settings.overlong_buffer,
+        penalty=settings.overlong_penalty,
+    )
+
+
+def has_signal(group: TrainingGroup, options: TrainerOptions) -> bool:
+    """Whether a group can have a gradient at all. Rewards that are compared alone may differ where totals are equal."""
+    compared = [(shaped_reward(sample, options), sample.separate_rewards) for sample in group.samples]
+    return options.objective.trains_without_signal or any(rewards != compared[0] for rewards in compared)
+
+
+def counts_in_loss(sample: TrainingSample, options: TrainerOptions) -> bool:
+    """Whether the loss sees the tokens of a sample: truncated ones may be left out (DAPO's overlong filtering)."""
+    return options.objective.train_truncated or not sample.truncated
+
+
+def behavior_of_trained(sample: TrainingSample) -> FloatVector:
+    """Behaviour logprobs of the trained tokens."""
+    mask = np.frombuffer(sample.loss_mask, dtype=np.uint8) != 0
+    trained: FloatVector = np.frombuffer(sample.behavior_logprobs, dtype=np.float32)[mask]
+    return trained
+
+
+def prepare_group(
+    group: TrainingGroup, scores: Mapping[TrajectoryId, SampleScores], options: TrainerOptions
+) -> list[PreparedSample]:
+    """Samples of one group with their advantages; those of ``WHOLE_BATCH`` kinds are not final yet."""
+    kind = options.objective.advantages
+    penalties = [_penalties(sample, scores.get(sample.id, UNSCORED), options) for sample in group.samples]
+    if kind in WHOLE_BATCH - WITHIN_GROUPS:
+        compared = [shaped_reward(sample, options) for sample in group.samples]
+    else:
+        # Siblings are compared by what the whole sample earned, so its penalties are one number.
+        compared = _compared(group, [float(p.sum()) for p in penalties], options)
+    return [
+        _prepare(sample, value, p, scores.get(sample.id, UNSCORED), options)
+        for sample, value, p in zip(group.samples, compared, penalties, strict=True)
+        if sample.trained_tokens and counts_in_loss(sample, options)  # models say nothing of a sample without any
+    ]
+
+
+def _compared(group: TrainingGroup, penalties: Sequence[float], options: TrainerOptions) -> list[float]:
+    """Advantages of the siblings by their totals; or by each reward alone, where each that shapes them is one more."""
+    kind = options.objective.advantages
+    if not any(sample.separate_rewards for sample in group.samples):
+        totals = [shaped_reward(s, options) - penalty for s, penalty in zip(group.samples, penalties, strict=True)]
+        return list(group_advantages(torch.tensor(totals, dtype=torch.float64), kind).tolist())
+    rewards = [
+        sample.separate_rewards | _shaping(sample, penalty, options)
+        for sample, penalty in zip(group.samples, penalties, strict=True)
+    ]
+    return list(separate_advantages(rewards, kind).tolist())
+
+
+def _shaping(sample: TrainingSample, penalty: float, options: TrainerOptions) -> dict[str, tuple[float, float]]:
+    """(weight, value) of what shapes a reward that is compared alone. The size of a value is lost in the comparison,
+    so the coefficient is the weight. Names that no reward has: one with "/" is refused."""
+    settings = options.objective
+    shaping: dict[str, tuple[float, float]] = {}
+    if settings.overlong_buffer and settings.overlong_penalty:
+        value = _overlong(sample, options) / settings.overlong_penalty
+        shaping["/overlong"] = settings.overlong_penalty, value
+    if settings.has_reference and settings.kl_in is KlPlace.REWARD:
+        shaping["/kl"] = settings.kl_coefficient, -penalty / settings.kl_coefficient
+    return shaping
+
+
+def _penalties(sample: TrainingSample, scores: SampleScores, options: TrainerOptions) -> FloatVector:
+    settings = options.objective
+    behavior = behavior_of_trained(sample)
+    if scores.reference is None or settings.kl_in is not KlPlace.REWARD:
+        return np.zeros_like(behavior)
+    kl = reference_kl(torch.from_numpy(behavior.copy()), torch.from_numpy(scores.reference), settings.kl_estimator)
+    return (settings.kl_coefficient * kl).numpy()
+
+
+def _prepare(
+    sample: TrainingSample, value: float, penalties: FloatVector, scores: SampleScores, options: TrainerOptions
+) -> PreparedSample:
+    settings = options.objective
+    advantages = returns = None
+    if settings.advantages is AdvantageKind.GAE:
+        assert scores.values is not None
+        rewards = -penalties
+        rewards[-1:] += np.float32(value)
+        advantages, returns = generalized_advantages(
+            rewards, scores.values, discount=settings.discount, gae_lambda=settings.gae_lambda
+        )
+    elif settings.advantages in WHOLE_BATCH:
+        # Siblings were compared by what the whole sample earned: the penalties are in ``value`` then.
+        in_value = settings.advantages is AdvantageKind.GROUP_THEN_BATCH
+        advantages = token_returns(value, np.zeros_like(penalties) if in_value else penalties)
+    return PreparedSample(
+        sample,
+        advantage=value,
+        weight=token_weight(settings.loss_normalization, sample.trained_tokens),
+        token_advantages=advantages,
+        proximal=scores.proximal,
+        reference=scores.reference,
+        old_values=scores.values,
+        returns=returns,
+    )
+
+
+def token_moments(samples: Sequence[PreparedSample]) -> Moments:
+    """Moments of the token advantages of one rank's samples."""
+    vectors = [item.token_advantages for item in samples if item.token_advantages is not None]
+    return moments_of(np.concatenate(vectors)) if vectors else Moments()
+
+
+def whitened(samples: Sequence[PreparedSample], moments: Moments) -> list[PreparedSample]:
+    """The same samples with advantages relative to the whole batch (or cohort)."""
+    return [
+        msgspec.structs.replace(item, token_advantages=whiten(item.token_advantages, moments))
+        for item in samples
+        if item.token_advantages is not None
+    ]
+
+
+def worth_training(item: PreparedSample, options: TrainerOptions) -> bool:
+    """Whether a sample can have a gradient: without KL, entropy or critic an advantage of 0 has none."""
+    settings = options.objective
+    if settings.has_critic or settings.has_reference or settings.entropy_coefficient:
+        return True
+    return bool(item.advantage if item.token_advantages is None else item.token_advantages.any())

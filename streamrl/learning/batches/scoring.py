@@ -1,0 +1,77 @@
+"""Passes without gradient, before a sample is trained: reference logprobs, proximal logprobs, values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from streamrl.base.types import TrainingSample, TrajectoryId
+from streamrl.learning.batches.gradients import chunks
+from streamrl.learning.batches.packing import MicroBatch, PreparedSample, packed_rows
+from streamrl.learning.batches.preparation import SampleScores
+from streamrl.learning.model.policy import PackedPolicy, compute_context, set_sharded
+from streamrl.learning.objective.advantages import FloatVector
+from streamrl.learning.objective.critic import ValueHead
+from streamrl.learning.objective.logprobs import token_logprobs
+from streamrl.learning.options import TrainerOptions
+
+
+@torch.no_grad()
+def score_samples(
+    samples: Sequence[TrainingSample],
+    policy: PackedPolicy,
+    options: TrainerOptions,
+    device: torch.device,
+    *,
+    reference: PackedPolicy | None,
+    critic: ValueHead | None,
+    proximal: bool,
+    together: bool,
+) -> dict[TrajectoryId, SampleScores]:
+    """Run what was asked for over the trained tokens of ``samples``; the models stay as they are. Empty for nothing.
+    ``together``: parameters are gathered by layer; collective."""
+    if reference is None and critic is None and not proximal:
+        return {}
+    trained = [sample for sample in samples if sample.trained_tokens]
+    ids = {str(sample.id): sample.id for sample in trained}
+    scores: dict[TrajectoryId, SampleScores] = {}
+    prepared = [PreparedSample(sample) for sample in trained]
+    for row in packed_rows(prepared, options.micro_batch_tokens, 0, device, together=together):
+        logprobs = values = references = None
+        with compute_context(options, device):
+            if proximal or critic is not None:
+                hidden_ND = policy(row)
+                logprobs = _split(row, _logprobs(policy, hidden_ND, row, options)) if proximal else None
+                values = _split(row, critic(hidden_ND)) if critic is not None else None
+            if reference is not None:
+                references = _split(row, _logprobs(reference, reference(row), row, options))
+        for index, name in enumerate(row.sample_ids):
+            scores[ids[name]] = SampleScores(
+                proximal=logprobs[index] if logprobs else None,
+                reference=references[index] if references else None,
+                values=values[index] if values else None,
+            )
+    if together:
+        for model in (policy, reference):
+            set_sharded(model, True)
+    return scores
+
+
+def _logprobs(policy: PackedPolicy, hidden_ND: Tensor, row: MicroBatch, options: TrainerOptions) -> Tensor:
+    found = [
+        token_logprobs(
+            policy.head(hidden_ND[part]), row.targets_N[part], temperature=options.temperature, top_p=options.top_p
+        )[0]
+        for part in chunks(policy, row.targets_N.numel())
+    ]
+    return torch.cat(found)
+
+
+def _split(row: MicroBatch, values_N: Tensor) -> list[FloatVector]:
+    """One vector for each sequence of the row."""
+    counts = torch.bincount(row.inputs.sequence_N, minlength=row.inputs.sequences).cpu().numpy()
+    vectors: list[FloatVector] = np.split(values_N.float().cpu().numpy(), np.cumsum(counts)[:-1])
+    return vectors

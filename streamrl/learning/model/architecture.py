@@ -1,0 +1,118 @@
+"""What differs between causal language models outside of their layers: logits, layer lists, names in the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamrl.base.errors import StreamRLError
+from streamrl.learning.model.hugging_face import PreTrainedModel, revert_weight_conversion
+
+
+class LogitScaling(NamedTuple):
+    """What a model does to the output of its head: times ``factor``, then ``softcap * tanh(logits / softcap)``."""
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits of the model from outputs of its head, any shape."""
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def logit_scaling(config: Any) -> LogitScaling:
+    """By the names that transformers' configs use: Cohere multiplies, Granite divides, HyperCLOVA X multiplies under
+    Granite's name, Gemma caps."""
+    text = config.get_text_config()
+    factor, scaling = (float(getattr(text, name, None) or 1.0) for name in ("logit_scale", "logits_scaling"))
+    factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
+    return LogitScaling(factor, getattr(text, "final_logit_softcapping", None))
+
+
+def longest_exact_sequence(config: Any) -> int | None:
+    """Tokens up to which rotary angles do not depend on the other sequences of a row; None: whatever the length.
+
+    The rope types ``dynamic`` and ``longrope`` choose their angles by the longest position of the whole forward.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    limits = [
+        int(kind.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for kind in kinds
+        if kind.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers: the longest module list that lies in no other (lists of experts lie inside of layers)."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = [m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outermost:
+        raise StreamRLError(f"model type {model.config.model_type!r} has no list of layers: it cannot be sharded")
+    return max((list(layers) for layers in outermost), key=len)
+
+
+class CheckpointPiece(NamedTuple):
+    """One tensor of the checkpoint: ``shape`` at element ``start`` of the flattened parameter ``parameter``."""
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``contiguous()`` gives back the strided view, so that every result still says where in the parameter it lies."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
+
+
+def checkpoint_pieces(model: PreTrainedModel) -> list[CheckpointPiece]:
+    """Where each tensor of the checkpoint lies in the parameters, tied ones once, by parameter and position.
+
+    transformers renames and fuses weights at load (experts of one layer become one parameter); engines know the names
+    and shapes of the file. Its own conversion is run backwards over meta tensors; every result must be one contiguous
+    part of a parameter. Raises ``StreamRLError`` where it is not.
+    """
+    parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in parameters.items()}
+    with _WithoutCopies():  # type: ignore[no-untyped-call]
+        converted = revert_weight_conversion(model, dict(parameters))
+    pieces = []
+    for name, tensor in converted.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        if owner is None or not tensor.is_contiguous():
+            raise StreamRLError(
+                f"model type {model.config.model_type!r} computes parameters from {name!r} when it is loaded: "
+                "engines cannot be given trained weights under the names of the checkpoint"
+            )
+        pieces.append(CheckpointPiece(name, owner, tuple(tensor.shape), int(tensor.storage_offset())))
+    order = {name: index for index, name in enumerate(parameters)}
+    pieces.sort(key=lambda piece: (order[piece.parameter], piece.start))
+    _check_complete(pieces, parameters)
+    return pieces
+
+
+def _check_complete(pieces: list[CheckpointPiece], parameters: dict[str, Tensor]) -> None:
+    """The pieces of a parameter must follow each other without a gap and fill it."""
+    ends = dict.fromkeys(parameters, 0)
+    for piece in pieces:
+        if piece.start == ends[piece.parameter]:
+            ends[piece.parameter] += torch.Size(piece.shape).numel()
+    broken = [name for name, tensor in parameters.items() if ends[name] != tensor.numel()]
+    if broken:
+        raise StreamRLError(f"parameters {broken[:3]} are not made of tensors of the checkpoint one after the other")
+
+
+def persistent_buffers(model: PreTrainedModel) -> list[str]:
+    """Names of saved tensors that are no parameters, such as the expert bias of DeepSeek-V3."""
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return sorted(set(cast("dict[str, Tensor]", model.state_dict())) - trained)

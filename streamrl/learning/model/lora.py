@@ -1,0 +1,208 @@
+"""Low-rank adapters: peft chooses the targets and initialises, the forward and the engines get the merged bits.
+
+Hu et al., "LoRA" (2021), section 4.1: ``W = W0 + s B A`` with ``s = alpha / rank``. ``W0`` is the base as it is
+published (bfloat16), and what is published is ``bfloat16(W0 + s B A)``. The forward runs on these bits, so the policy
+that is differentiated is the one that sampled; the rounding is passed straight through: with ``G = dL/dW``,
+``dA = s B^T G`` and ``dB = s G A^T``.
+
+A and B are cut into ranges of rows over the ranks, B as its weight is; a merge needs all of A, which is gathered.
+Without FSDP2 a dense gradient lives from its own backward to its projection only; with it until the close of the batch.
+
+Bytes: 4 an element of the model (forward), 2 an adapted element (the base); masters and gradient 8 an adapter element.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.seeds import derive_seed
+from streamrl.learning.model.policy import PackedPolicy
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.masters import Masters, WholeMasters
+from streamrl.learning.state.published_weights import (
+    PUBLISHED_DTYPE,
+    PublishedWeights,
+    bit_array,
+    local_part,
+    local_shards,
+)
+
+WHOLE_NETWORK = ("all-linear",)
+"""peft's name for every linear module except the output head."""
+
+
+class _Adapted(NamedTuple):
+    """One adapted weight ``[N, M]``: its name and parameter, this rank's rows of its base, and the names of A and B."""
+
+    weight: str
+    parameter: nn.Parameter
+    base: Tensor
+    scale: float
+    a: str
+    b: str
+
+
+class AdapterWeights(PublishedWeights):
+    """Masters are the adapters, A ``[rank, M]`` and B ``[N, rank]`` of each target; nothing else is trained.
+
+    Raises ``StreamRLError`` for targets that the model does not have or that are no plain linear modules.
+    """
+
+    def __init__(self, options: TrainerOptions, policy: PackedPolicy) -> None:
+        super().__init__(policy.trained_parameters(), policy.pieces)
+        self.model_path = options.model_path
+        layers, self.config = _chosen_by_peft(options, policy)
+        self._tensors: dict[str, Tensor] = {}
+        self._adapted: list[_Adapted] = []
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(False)
+            part = local_part(parameter.detach())
+            part.copy_(part.to(PUBLISHED_DTYPE))
+        for module, (lora_a, lora_b, scale) in layers.items():
+            self._adapt(module, lora_a, lora_b, scale)
+        self.master_shards = local_shards(self._tensors)
+        self.adapter_elements = sum(math.prod(shard.shape) for shard in self.master_shards)
+        self.masters: Masters = WholeMasters(torch.cat([local_part(t).flatten() for t in self._tensors.values()]))
+        self.gradient_L = torch.zeros_like(self.masters.whole())
+        self._tensors = self.as_tensors(self.masters.whole())
+        self._gradients = {n: local_part(t) for n, t in self.as_tensors(self.gradient_L).items()}
+        self._whole_a: dict[str, Tensor] = {}
+        self._frozen_bits: dict[nn.Parameter, np.ndarray] = {}
+        self.refresh_forward()
+
+    def _adapt(self, module: str, lora_a: Tensor, lora_b: Tensor, scale: float) -> None:
+        weight = f"{module}.weight"
+        parameter = self._parameters.get(weight)
+        if parameter is None:
+            raise StreamRLError(
+                f"lora.targets: {module!r} shares its weight with another module, so it cannot have an adapter "
+                "of its own: leave it out"
+            )
+        parameter.requires_grad_(True)
+        base = local_part(parameter.detach()).to(PUBLISHED_DTYPE)
+        adapted = _Adapted(weight, parameter, base, scale, f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+        for name, tensor in ((adapted.a, lora_a), (adapted.b, lora_b)):
+            if isinstance(parameter.data, DTensor):
+                tensor = distribute_tensor(tensor, parameter.data.device_mesh, parameter.data.placements)
+            self._tensors[name] = tensor
+        if not self._sharded:
+
+            def project(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                self._project(adapted, parameter.grad, self._gradients[adapted.a])
+                parameter.grad = None
+
+            cast("Any", parameter).register_post_accumulate_grad_hook(project)
+        self._adapted.append(adapted)
+
+    def _master_tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors
+
+    @torch.no_grad()
+    def _project(self, adapted: _Adapted, gradient_NM: Tensor, into_a: Tensor) -> None:
+        """Add the gradients of A (what these rows of the weight give to all of it) and of this rank's rows of B."""
+        b_NR = local_part(self._tensors[adapted.b])
+        into_a.addmm_(b_NR.T, gradient_NM, alpha=adapted.scale)
+        self._gradients[adapted.b].addmm_(gradient_NM, self._whole_a[adapted.a].T, alpha=adapted.scale)
+
+    @torch.no_grad()
+    def refresh_forward(self) -> None:
+        for adapted in self._adapted:
+            a_RM = self._tensors[adapted.a]
+            whole_a = self._whole_a[adapted.a] = a_RM.full_tensor() if isinstance(a_RM, DTensor) else a_RM
+            b_NR = local_part(self._tensors[adapted.b])
+            merged_NM = torch.addmm(adapted.base.float(), b_NR, whole_a, alpha=adapted.scale)
+            local_part(adapted.parameter.detach()).copy_(merged_NM.to(PUBLISHED_DTYPE))
+
+    @torch.no_grad()
+    def collect_gradient(self) -> Tensor:
+        if self._sharded:
+            a_shards = {shard.name: shard for shard in self.master_shards}
+            for adapted in self._adapted:
+                into_a = torch.zeros_like(self._whole_a[adapted.a])
+                if adapted.parameter.grad is not None:
+                    self._project(adapted, local_part(adapted.parameter.grad), into_a)
+                    adapted.parameter.grad = None
+                dist.all_reduce(into_a)
+                shard = a_shards[adapted.a]
+                self.gradient_L[shard.place] += into_a.flatten()[shard.offset :][: shard.stop - shard.start]
+        return self.gradient_L
+
+    def clear_gradient(self) -> None:
+        self.gradient_L.zero_()
+        for adapted in self._adapted:
+            adapted.parameter.grad = None
+
+    def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
+        if parameter.requires_grad:
+            return bit_array(local_part(parameter))
+        if parameter not in self._frozen_bits:
+            self._frozen_bits[parameter] = bit_array(local_part(parameter))
+        return self._frozen_bits[parameter]
+
+    def full_adapter(self) -> dict[str, Tensor]:
+        """All of A and B of each target, float32 on the CPU, by peft's names. Collective; every rank gets them."""
+        full: dict[str, Tensor] = {}
+        for name, tensor in self._tensors.items():
+            complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full[f"base_model.model.{name}"] = complete.to("cpu", copy=True)
+        return full
+
+
+def _chosen_by_peft(
+    options: TrainerOptions, policy: PackedPolicy
+) -> tuple[dict[str, tuple[Tensor, Tensor, float]], LoraConfig]:
+    """A, B and scale by the name of their module, and the configuration. The model is left as it was.
+
+    The values of A are those of the run's seed. Raises ``StreamRLError``.
+    """
+    lora, model = options.lora, policy.hugging_face
+    targets = None if not lora.targets else WHOLE_NETWORK[0] if lora.targets == WHOLE_NETWORK else list(lora.targets)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    device = next(model.parameters()).device
+    layers: dict[str, tuple[Tensor, Tensor, float]] = {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that tied weights cannot be merged: they are refused
+        torch.manual_seed(derive_seed(options.seed, "lora") % (1 << 32))
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            raise StreamRLError(
+                f"lora.targets {list(lora.targets)} do not fit {options.model_path!r}: {error}; name modules of the "
+                'model, such as ["q_proj", "v_proj"], or ["all-linear"]'
+            ) from error
+        found = {n: m for n, m in adapted.base_model.model.named_modules() if isinstance(m, LoraLayer)}
+        adapted.unload()
+    for name, layer in found.items():
+        if not isinstance(layer.get_base_layer(), nn.Linear):
+            kind = type(layer.get_base_layer()).__name__
+            raise StreamRLError(f"lora.targets: {name!r} is a module of kind {kind}; only linear ones can be adapted")
+        a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+        layers[name] = (a.float(), b.float(), float(layer.scaling["default"]))
+    return layers, config
+
+
+def save_adapter(directory: Path, weights: AdapterWeights) -> None:
+    """Write the adapter in peft's format, for ``PeftModel.from_pretrained`` or an engine. Collective; rank 0 writes."""
+    tensors = weights.full_adapter()
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    directory.mkdir(parents=True)
+    weights.config.base_model_name_or_path = weights.model_path
+    weights.config.inference_mode = True
+    weights.config.save_pretrained(str(directory))
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})

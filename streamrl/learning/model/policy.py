@@ -1,0 +1,139 @@
+"""The model as the trainer sees it: packed tokens in, hidden states of the predicting positions out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from streamrl.base.errors import StreamRLError
+from streamrl.learning.batches.packing import MicroBatch
+from streamrl.learning.model.architecture import (
+    checkpoint_pieces,
+    decoder_layers,
+    logit_scaling,
+    longest_exact_sequence,
+)
+from streamrl.learning.options import TrainerOptions
+from streamrl.plan.training_memory import Gathered
+from streamrl.recipe.sections import ComputeDtype
+
+
+class PackedPolicy(nn.Module):
+    """A Hugging Face causal language model on packed rows. Its forward is the unit that FSDP2 sees as its root.
+
+    ``pieces``: where each tensor of the checkpoint lies in the parameters; they are published under its names.
+    The output head is not applied here but in chunks by the caller, so that the logits of a whole row never exist.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        kind = f"model type {self.hugging_face.config.model_type!r}"
+        if self.hugging_face.base_model is model:
+            raise StreamRLError(f"{kind} has no inner model that gives hidden states")
+        if not self.hugging_face._can_set_attn_implementation() or not self.hugging_face._supports_attention_backend:
+            raise StreamRLError(
+                f"{kind} does not use transformers' attention interface: it cannot be trained on packed rows"
+            )
+        self.pieces = checkpoint_pieces(self.hugging_face)
+        self._scaling = logit_scaling(self.hugging_face.config)
+        self._longest = longest_exact_sequence(self.hugging_face.config)
+
+    @property
+    def hugging_face(self) -> Any:
+        """The transformers model itself."""
+        return self.model
+
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        """Logits ``[N, V]``: the output head, and what the model does to what comes out of it."""
+        return self._scaling(self.hugging_face.get_output_embeddings()(hidden_ND))
+
+    def forward(self, row: MicroBatch) -> Tensor:
+        """Hidden states that predict the trained tokens of the row: float [N, D]. Raises ``StreamRLError`` for a
+        sequence so long that its rotary angles would depend on the row."""
+        if self._longest is not None and row.layout.longest > self._longest:
+            raise StreamRLError(
+                f"a sequence has {row.layout.longest} tokens; with the rope type of this model at most {self._longest} "
+                "can be trained: lower sampling.max_tokens or engines.max_context"
+            )
+        output = self.hugging_face.base_model(
+            input_ids=row.tokens_T[None],
+            position_ids=row.positions_T[None],
+            attention_mask=None,
+            use_cache=False,
+            packed=row.layout,
+        )
+        hidden_TD: Tensor = output.last_hidden_state[0]
+        return hidden_TD.index_select(0, row.predictors_N)
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names in the model; tied ones once."""
+        return dict(self.model.named_parameters())
+
+
+def shard(policy: PackedPolicy, over: DeviceMesh, gathered: Gathered, *, sixteen_bit: bool) -> None:
+    """FSDP2: each decoder layer is a unit, the rest is the root's, which stays gathered from its forward to the end of
+    the backward, as the head runs in between. ``sixteen_bit``: all-gather in bfloat16; stored float32 values
+    are exact bfloat16.
+
+    ``gathered``: for the forward and the backward of a unit, with the gradient reduced in each backward; or until
+    ``set_sharded``, with gradients added up on each rank until ``set_gradient_sync``.
+    """
+    by_layer = gathered is Gathered.LAYER
+    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if sixteen_bit:
+        mixed = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in decoder_layers(policy.hugging_face):
+        fully_shard(layer, mesh=over, mp_policy=mixed, reshard_after_forward=by_layer)
+    fully_shard(policy, mesh=over, mp_policy=mixed, reshard_after_forward=False)
+    cast("FSDPModule", policy).set_reshard_after_backward(by_layer)
+
+
+def gather_once(policy: PackedPolicy) -> None:
+    """After loading: gather unit by unit, so that tied parameters are one again and gradients of gathered bfloat16
+    parameters add up in float32, as those of float32 parameters do under autocast. Collective."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for parameter in module.parameters():
+                if not isinstance(parameter, DTensor):
+                    parameter.grad_dtype = torch.float32
+            module.reshard()
+
+
+def set_sharded(policy: PackedPolicy | None, sharded: bool) -> None:
+    """Shard or gather every unit. Collective. Nothing to do without FSDP2."""
+    for module in policy.modules() if policy is not None else ():
+        if isinstance(module, FSDPModule):
+            module.reshard() if sharded else module.unshard()
+
+
+def set_gradient_sync(policy: PackedPolicy, synced: bool) -> None:
+    """Whether a backward reduces gradients over the ranks, or adds them up locally."""
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_gradient_sync(synced)
+
+
+def drop_unreduced_gradients(policy: PackedPolicy) -> None:
+    """Of a batch that was not closed: what this rank added up and never reduced. Parameters are gathered."""
+    if isinstance(policy, FSDPModule):
+        policy.zero_grad()
+
+
+def computes_in_sixteen_bits(options: TrainerOptions, device: torch.device) -> bool:
+    """Whether forwards run in bfloat16, as ``options.compute_dtype`` says (``auto``: on CUDA)."""
+    wanted = options.compute_dtype
+    return wanted is ComputeDtype.BFLOAT16 or (wanted is ComputeDtype.AUTO and device.type == "cuda")
+
+
+def compute_context(options: TrainerOptions, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What forwards run in: bfloat16 autocast, or nothing."""
+    if computes_in_sixteen_bits(options, device):
+        return torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext()

@@ -1,0 +1,162 @@
+"""Where the ranks of one trainer meet: ``torch.distributed``, also with one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from streamrl.base.errors import StreamBroken, StreamRLError
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.ranks.rendezvous import meet_at, stay_on_interface
+
+LEAVE_TIMEOUT = timedelta(seconds=10)
+TORCHRUN = "env://"
+"""Rendezvous of ranks that torchrun started: torch reads MASTER_ADDR and MASTER_PORT."""
+PEER_IS_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timeout")
+"""How gloo, whose errors have no class of their own, says that another rank died or hangs."""
+
+
+def choose_device(options: TrainerOptions) -> torch.device:
+    """The device of this rank; ``auto`` is CUDA if available. A rank of a run sees its own GPU only.
+    Raises ``StreamRLError``."""
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise StreamRLError(
+                'training.device is "cuda" and this machine has no CUDA device: set it to "cpu" or "auto"'
+            )
+        device = torch.device("cuda", options.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(name)
+
+
+def join(options: TrainerOptions, device: torch.device) -> None:
+    """Become rank ``options.rank`` of ``options.ranks``: gloo on CPU, NCCL on CUDA. Raises ``StreamRLError``."""
+    if options.ranks > 1 and not options.rendezvous:
+        raise StreamRLError(
+            f"{options.ranks} trainer ranks have no rendezvous: give one, tcp://host:port or file:///path, "
+            "or start them with torchrun"
+        )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=options.collective_timeout_s)
+    if options.rendezvous != TORCHRUN:
+        stay_on_interface(options.rendezvous)
+    try:
+        if options.rendezvous.startswith("tcp://"):
+            store = meet_at(options.rendezvous, options.rank, options.ranks, timeout)
+            dist.init_process_group(backend, store=store, rank=options.rank, world_size=options.ranks, timeout=timeout)
+        elif options.rendezvous:
+            dist.init_process_group(
+                backend,
+                init_method=options.rendezvous,
+                rank=options.rank,
+                world_size=options.ranks,
+                timeout=timeout,
+            )
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise StreamRLError(
+            f"trainer rank {options.rank} of {options.ranks} did not meet the others at "
+            f"{options.rendezvous or 'its own store'}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def needs_peers(doing: str) -> Iterator[None]:
+    """Around collectives, also as a decorator: raises ``StreamBroken`` when another rank is gone or does not answer.
+
+    gloo notices a dead process at once; one that hangs, and anything under NCCL, after ``collective_timeout_s``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(text in str(error) for text in PEER_IS_GONE):
+            raise
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        others = f"rank {1 - rank}" if ranks == 2 else f"one of the other {ranks - 1} ranks"
+        raise StreamBroken(
+            f"trainer rank {rank} of {ranks} was {doing} when {others} ended or stopped to answer; the log of that "
+            f"rank says why ({error})"
+        ) from error
+
+
+def mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension."""
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def leave() -> None:
+    """Wait for the other ranks, for a while, and leave. Call it after the model and the optimizer are gone.
+
+    Leaving without the barrier aborted a rank in 2 of 5 runs. When a peer is dead there is nobody to wait for.
+    """
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(RuntimeError):
+        if dist.get_backend() == "gloo":
+            dist.monitored_barrier(timeout=LEAVE_TIMEOUT)
+        else:
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def use_threads(threads: int) -> None:
+    """Torch's threads for this process; 0: every core. In the thread that computes: OpenMP keeps it per thread."""
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+
+
+def all_reduce(
+    values: list[float], device: torch.device, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
+    """Reduce float64 values over the ranks."""
+    if dist.get_world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=operation)
+    result: list[float] = tensor.tolist()
+    return result
+
+
+def count_before(mine: int, device: torch.device) -> int:
+    """Sum of the counts of the ranks before this one. Collective."""
+    counts = [0.0] * dist.get_world_size()
+    counts[dist.get_rank()] = float(mine)
+    return round(sum(all_reduce(counts, device)[: dist.get_rank()]))
+
+
+def all_gather_bytes(mine: bytes) -> list[bytes]:
+    """What each rank has, by rank. Tensors travel, never objects: torch would pickle those."""
+    if dist.get_world_size() == 1:
+        return [mine]
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(mine)], dtype=torch.int64, device=device))
+    longest = max(1, *(int(length) for length in lengths))
+    own = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(own) for _ in lengths]
+    dist.all_gather(gathered, own)
+    return [part.cpu().numpy().tobytes()[: int(length)] for part, length in zip(gathered, lengths, strict=True)]
+
+
+def all_gather_values(values: torch.Tensor) -> torch.Tensor:
+    """Concatenate float32 vectors of different lengths over the ranks."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return values
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([values.numel()], dtype=torch.int64, device=values.device))
+    longest = max(1, *(int(count) for count in counts))
+    padded = [values.new_zeros(longest) for _ in range(ranks)]
+    dist.all_gather(padded, torch.nn.functional.pad(values, (0, longest - values.numel())))
+    return torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])

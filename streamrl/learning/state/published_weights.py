@@ -1,0 +1,322 @@
+"""Masters and what is published: the forward runs on the bits that the engines hold.
+
+The optimizer steps float32 masters; every parameter of the model is the float32 value of its published bfloat16 bits,
+bit for bit what engines sample with. Gradients and masters of a rank are each one flat vector ``_L`` (L local elements,
+tensor after tensor). AdamW is elementwise, so that is exact for any sharding.
+
+Bytes an element, without optimizer and activations: forward 4, the rest of the masters 2 (``masters.SplitMasters``),
+gradient 4. Published bits are the upper halves of the forward's float32 values: no copy on a CPU. The model of the
+caller is taken over tensor by tensor, so loading never holds more than that.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from streamrl.base.errors import StreamRLError
+from streamrl.learning.model.architecture import CheckpointPiece
+from streamrl.learning.model.policy import PackedPolicy
+from streamrl.learning.options import TrainerOptions
+from streamrl.learning.state.masters import Masters, SplitMasters, WholeMasters
+from streamrl.recipe.sections import OptimizerKind
+from streamrl.weights.manifest import ShardSpec
+
+PUBLISHED_DTYPE = torch.bfloat16
+UPPER_HALF = 1 if sys.byteorder == "little" else 0
+NORM_ELEMENTS = 1 << 20
+"""Elements that a norm takes at once: in float64, all of them would take twice the memory of the gradient."""
+
+
+class LocalShard(NamedTuple):
+    """This rank's rows of one tensor: ``[start, stop)`` of the flat vectors, ``offset`` in the full tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    offset: int
+    start: int
+    stop: int
+
+    @property
+    def place(self) -> slice:
+        """Its place in the flat vectors."""
+        return slice(self.start, self.stop)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shards(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
+    """Where this rank's part of each tensor lies in a flat vector, one after the other."""
+    shards, start = [], 0
+    for name, tensor in tensors.items():
+        shape, offset = tuple(tensor.shape), 0
+        local_shape = shape
+        if isinstance(tensor, DTensor):
+            # Private in torch, and the only place that knows it is this line: a shard is a range of rows.
+            local, first = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+            local_shape = tuple(local)
+            offset = first[0] * (tensor.numel() // max(1, shape[0])) if shape else 0
+        count = int(np.prod(local_shape, dtype=np.int64))
+        shards.append(LocalShard(name, shape, local_shape, offset, start, start + count))
+        start += count
+    return shards
+
+
+def published_shards(shards: Sequence[LocalShard], pieces: Sequence[CheckpointPiece]) -> list[LocalShard]:
+    """This rank's part of each tensor of the checkpoint, given its part of each parameter: a range of elements."""
+    by_name = {shard.name: shard for shard in shards}
+    published = []
+    for name, parameter, shape, first in pieces:
+        shard = by_name[parameter]
+        here = range(shard.offset, shard.offset + shard.stop - shard.start)
+        start = min(max(first, here.start), here.stop)
+        stop = min(max(first + int(np.prod(shape, dtype=np.int64)), start), here.stop)
+        moved = shard.start - shard.offset
+        offset = start - first if stop > start else 0
+        published.append(LocalShard(name, shape, (stop - start,), offset, start + moved, stop + moved))
+    return published
+
+
+class PublishedWeights(ABC):
+    """Masters, gradients and published bits of one rank. Parameters must be sharded (if they are) and loaded.
+
+    ``shards``: the published tensors, with the names and shapes of the checkpoint (``pieces``; None: those of the
+    parameters). ``master_shards``: the tensors that the masters, ``gradient_L`` and optimizer moments consist of.
+    """
+
+    master_shards: list[LocalShard]
+    masters: Masters
+    gradient_L: Tensor
+    adapter_elements = 0
+    """Elements of all adapters over all ranks, where nothing else is trained."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], pieces: Sequence[CheckpointPiece] | None = None) -> None:
+        self._parameters = parameters
+        self._parameter_shards = local_shards(parameters)
+        self._pieces = pieces or [CheckpointPiece(s.name, s.name, s.shape, 0) for s in self._parameter_shards]
+        self.shards = published_shards(self._parameter_shards, self._pieces)
+        self._sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+
+    @property
+    def shard_specs(self) -> list[ShardSpec]:
+        """What this rank serves to engines."""
+        dtype = str(PUBLISHED_DTYPE).removeprefix("torch.")
+        return [
+            ShardSpec(name=s.name, dtype=dtype, shape=s.shape, offset=s.offset, count=s.stop - s.start)
+            for s in self.shards
+        ]
+
+    @property
+    def total_elements(self) -> int:
+        """Elements of all published tensors over all ranks."""
+        return sum(int(np.prod(shard.shape, dtype=np.int64)) for shard in self.shards)
+
+    @property
+    def decayed(self) -> list[slice]:
+        """The places of matrices in the masters: weight decay is for them, not for norms and biases."""
+        merged: list[slice] = []
+        for shard in self.master_shards:
+            if len(shard.shape) < 2 or shard.start == shard.stop:
+                continue
+            if merged and merged[-1].stop == shard.start:
+                merged[-1] = slice(merged[-1].start, shard.stop)
+            else:
+                merged.append(shard.place)
+        return merged
+
+    @abstractmethod
+    def refresh_forward(self) -> None:
+        """After masters changed: every parameter becomes the float32 value of its published bits. Collective."""
+
+    @abstractmethod
+    def collect_gradient(self) -> Tensor:
+        """This rank's part of the gradient of the masters: ``gradient_L``. Collective; once, before ``step``."""
+
+    @abstractmethod
+    def clear_gradient(self) -> None:
+        """Before the next batch."""
+
+    @torch.no_grad()
+    def bits(self) -> dict[str, np.ndarray]:
+        """Published bits of this rank as flat uint16 arrays, by name. Views where they can be: valid until a step."""
+        return self._by_piece({n: self._parameter_bits(parameter) for n, parameter in self._parameters.items()})
+
+    def _parameter_bits(self, parameter: nn.Parameter) -> np.ndarray:
+        return bit_array(local_part(parameter))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the published bits lie on a device, and what changed is best found there."""
+        return any(local_part(parameter).device.type != "cpu" for parameter in self._parameters.values())
+
+    def values(self) -> dict[str, Tensor]:
+        """What ``bits`` is made of, where it lies: flat float32 views, by name. Valid until a step."""
+        flat = {name: local_part(parameter.detach()).reshape(-1) for name, parameter in self._parameters.items()}
+        return self._by_piece(flat)
+
+    def _by_piece(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """The published tensors, given this rank's part of each parameter."""
+        starts = {shard.name: shard.start for shard in self._parameter_shards}
+        return {
+            shard.name: flat[piece.parameter][shard.start - starts[piece.parameter] :][: shard.stop - shard.start]
+            for piece, shard in zip(self._pieces, self.shards, strict=True)
+        }
+
+    @abstractmethod
+    def _master_tensors(self) -> Mapping[str, Tensor]:
+        """Tensors with the shapes and the sharding of ``master_shards``."""
+
+    def as_tensors(self, flat_L: Tensor) -> dict[str, Tensor]:
+        """Views of a float32 vector (masters or an optimizer moment) as full or distributed tensors, for checkpoints.
+        They stay where the vector is, also when that is host memory and the mesh is CUDA's."""
+        tensors: dict[str, Tensor] = {}
+        for shard, like in zip(self.master_shards, self._master_tensors().values(), strict=True):
+            local = flat_L.detach()[shard.place].view(shard.local_shape)
+            if isinstance(like, DTensor):
+                # ``DTensor.from_local`` would copy host memory to the device of the mesh, and what is loaded be lost.
+                local = cast("Any", DTensor)(local, like._spec, requires_grad=False)
+            tensors[shard.name] = local
+        return tensors
+
+    @torch.no_grad()
+    def full_published(self) -> dict[str, Tensor]:
+        """All published tensors complete, bfloat16 on the CPU. Collective; the first rank gets them, others nothing."""
+        mine = not dist.is_initialized() or dist.get_rank() == 0
+        complete: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            published = parameter.detach().to(PUBLISHED_DTYPE)
+            whole = published.full_tensor() if isinstance(published, DTensor) else published
+            # Copied: what is gathered from uneven shards is a view of a padded buffer, which safetensors refuses.
+            if mine:
+                complete[name] = whole.to("cpu", copy=True)
+        full: dict[str, Tensor] = {}
+        for name, parameter_name, shape, first in self._pieces if mine else ():
+            piece = complete[parameter_name].flatten()[first:][: torch.Size(shape).numel()].view(shape)
+            # A tensor of its own: safetensors refuses views of one storage.
+            full[name] = piece.clone() if piece.numel() < complete[parameter_name].numel() else piece
+        return full
+
+
+class FullWeights(PublishedWeights):
+    """Every parameter is trained: published bits are ``bfloat16(master)``.
+
+    ``masters_on_host``: masters lie whole in host memory, for an optimizer that steps there; the gradient stays on the
+    device and bfloat16 bits come back, through pinned memory on CUDA. On a CPU that is the same memory, and no other.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        pieces: Sequence[CheckpointPiece] | None = None,
+        *,
+        masters_on_host: bool = False,
+    ) -> None:
+        super().__init__(parameters, pieces)
+        self.master_shards = self._parameter_shards
+        device = local_part(next(iter(parameters.values()))).device
+        size = self.master_shards[-1].stop
+        forward_L = None if self._sharded else self._take_over(torch.empty(size, dtype=torch.float32, device=device))
+        self._crossing_L: Tensor | None = None
+        if masters_on_host and device.type != "cpu":
+            whole_L = torch.empty(size, dtype=torch.float32)
+            for shard, parameter in self._pairs():
+                whole_L[shard.place] = local_part(parameter.detach()).flatten()
+            self.masters: Masters = WholeMasters(whole_L)
+            self._crossing_L = torch.empty(size, dtype=PUBLISHED_DTYPE, pin_memory=True)
+        elif forward_L is not None:
+            self.masters = SplitMasters([lambda: forward_L], [size], device)
+        else:
+            parts = [self._flat_part(parameter) for parameter in parameters.values()]
+            self.masters = SplitMasters(parts, [shard.stop - shard.start for shard in self.master_shards], device)
+        self.gradient_L = torch.zeros(size, dtype=torch.float32, device=device)
+        for parameter, gradient in zip(parameters.values(), self.as_tensors(self.gradient_L).values(), strict=True):
+            # A gradient that exists is added to in place: backward fills the flat vector itself.
+            parameter.grad = gradient
+        self.refresh_forward()
+
+    @torch.no_grad()
+    def _take_over(self, forward_L: Tensor) -> Tensor:
+        """Parameters become views of one vector, which gets their values; what they held is freed one by one."""
+        for shard, parameter in self._pairs():
+            forward_L[shard.place] = parameter.flatten()
+            parameter.data = forward_L[shard.place].view(shard.shape)
+        return forward_L
+
+    @staticmethod
+    def _flat_part(parameter: nn.Parameter) -> Callable[[], Tensor]:
+        return lambda: local_part(parameter.detach()).view(-1)
+
+    def _pairs(self) -> list[tuple[LocalShard, nn.Parameter]]:
+        return list(zip(self.master_shards, self._parameters.values(), strict=True))
+
+    def _master_tensors(self) -> Mapping[str, Tensor]:
+        return self._parameters
+
+    @torch.no_grad()
+    def refresh_forward(self) -> None:
+        if self._crossing_L is None:
+            return  # split masters are written with the forward
+        rounded_L = self._crossing_L.copy_(self.masters.whole()).to(self.gradient_L.device)
+        for shard, parameter in self._pairs():
+            local_part(parameter).copy_(rounded_L[shard.place].view(shard.local_shape))
+
+    def collect_gradient(self) -> Tensor:
+        return self.gradient_L
+
+    def clear_gradient(self) -> None:
+        self.gradient_L.zero_()
+
+
+def bit_array(published: Tensor) -> np.ndarray:
+    """The bits of float32 values that bfloat16 has, as flat uint16: their upper halves, a view of values on a CPU."""
+    halves = upper_halves(published.detach().reshape(-1))
+    # Gathered before they cross: a copy of every second half would take all.
+    there = halves if halves.device.type == "cpu" else halves.contiguous().cpu()
+    return there.numpy().view(np.uint16)
+
+
+def upper_halves(values: Tensor) -> Tensor:
+    """The bits of flat float32 values that bfloat16 has, as int16: a view, which lies apart."""
+    return values.view(torch.int16)[UPPER_HALF::2]
+
+
+def make_weights(options: TrainerOptions, policy: PackedPolicy) -> PublishedWeights:
+    """The weights that ``options`` train: all of them, or adapters. The policy must be sharded (if it is) and loaded.
+
+    Collective. Raises ``StreamRLError`` for targets of an adapter that the model does not have, and for adapters whose
+    masters should be in host memory.
+    """
+    on_host = options.optimizer is OptimizerKind.ADAMW_OFFLOADED
+    if options.lora.rank:
+        if on_host:
+            raise StreamRLError(
+                f'training.optimizer is "{options.optimizer}" with lora.rank {options.lora.rank}: masters and moments '
+                'of adapters are small and stay on the device; set it to "adamw"'
+            )
+        # Only here: peft takes more than a second to import.
+        from streamrl.learning.model.lora import AdapterWeights
+
+        return AdapterWeights(options, policy)
+    return FullWeights(policy.trained_parameters(), policy.pieces, masters_on_host=on_host)
+
+
+def global_norm(gradient_L: Tensor) -> float:
+    """Euclidean norm over the shards of all ranks."""
+    parts = torch.split(gradient_L, NORM_ELEMENTS)
+    square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).sum()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(square)
+    return float(square.sqrt())

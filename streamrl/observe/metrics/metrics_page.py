@@ -1,0 +1,79 @@
+"""Print ``docs/metrics.md``: ``python -m streamrl.observe.metrics.metrics_page > docs/metrics.md``."""
+
+from __future__ import annotations
+
+import sys
+
+from streamrl.observe.metrics.all_metrics import METRICS
+
+
+def metrics_page() -> str:
+    """The page as it must stand in the repository."""
+    lines = [_HEAD]
+    heading = ""
+    for metric in METRICS:
+        if (section := metric.name.partition("/")[0]) != heading:
+            heading = section
+            lines += ["", f"## {heading}", "", "| name | unit | made by | meaning |", "|---|---|---|---|"]
+        name = f"**`{metric.name}`**" if metric.line else f"`{metric.name}`"
+        lines.append(f"| {name} | {metric.unit} | {metric.aggregation} | {metric.meaning} |")
+    return "\n".join([*lines, "", _PLACES])
+
+
+_HEAD = """# Metrics
+
+Made from `streamrl/observe/metrics/` by `python -m streamrl.observe.metrics.metrics_page`; a test compares the two.
+The names are the same in `metrics.jsonl`, on the metrics socket and in `StepFinished.metrics`; `<name>` in one is
+filled in by the run. **Bold**: on the step line. A *step* makes one version of the weights: one step of the
+optimizer, or as many as batches where a long round trains several at once (`tail_batching.long_round_batches`)."""
+
+_PLACES = """## Where they go
+
+| place | form |
+|---|---|
+| stdout | one line a step: the bold metrics |
+| `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
+| `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`journal/event_log.py`) |
+| `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
+| `older-trace.jsonl` | what it held when it had grown to 1 GiB and was begun anew, for the last time |
+| `samples.jsonl` | best, worst and a random completion of each batch; `streamrl samples RUN` shows them |
+| `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`evaluate/sample_files.py`) |
+| `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
+| `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl replay`) |
+| metrics socket | see below |
+| `curve.svg` | reward and evaluation over steps, written when the run ends |
+
+`time` is in seconds since 1970. A value that is not finite is `null`.
+
+## The metrics socket, schema 1
+
+A ZeroMQ PUB socket (XPUB) at `metrics.endpoint` of the recipe, or at an ipc endpoint that the run prints.
+`streamrl watch ENDPOINT` shows it; any ZeroMQ SUB socket can read it. Each message has three frames:
+
+| frame | content |
+|---|---|
+| 0 | topic, one of those below; an empty subscription takes all |
+| 1 | schema version in decimal: `1`. Refuse a version that you do not know |
+| 2 | JSON object: `run_id`, `sequence` (from 1 in each topic), `time`, `replay`, and the fields of the topic |
+
+| topic | fields |
+|---|---|
+| `run` | `state` (`started`, `finished`) and what the run says of itself |
+| `step`, `evaluation` | `step`, `policy_version`, `metrics` (name to value) |
+| `progress` | `step`, `phase`, `finished`, `wanted` |
+| `sample` | a completion that was trained on, now and then: `prompt`, `text`, `reward`, `rewards`, `tokens` |
+| `warning` | `step`, `message`: a metric left its bounds |
+| `decision` | `step`, `subject`, `reason`, `figures`: control changed how it works from `step` on |
+| `stall` | `waits`, `seconds`, `file`: nothing moves any more, and the run is about to end |
+| `event` | `event` (its kind), `fields` |
+
+- **Late joiners.** When a subscription arrives, the last message of every topic is sent again, with `replay` true.
+  Ignore a message whose `sequence` you have already seen for its topic.
+- **Slow subscribers.** Publishing never waits. A subscriber that falls more than 1,000 messages behind loses messages:
+  it sees how many by the gap in `sequence`. `health/telemetry_dropped_total` counts how often that happened.
+- Within a schema version fields are only added.
+"""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_page())

@@ -1,0 +1,403 @@
+"""What a run tells its observers: progress inside a step, one record a step, evaluations, the trace.
+
+Measures; decides nothing. The two events that tell control what the engines and a step took come from here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+
+from streamrl.base.messages import EngineLoad, StepReport
+from streamrl.base.run_events import (
+    CompletionSampled,
+    EvaluationFinished,
+    RunDecided,
+    RunEvent,
+    RunProgress,
+    RunResumed,
+    RunWarning,
+    StepFinished,
+)
+from streamrl.base.stage_messages import RewardOutcome, RolloutStatistics, Scored
+from streamrl.base.types import DropReason, ScoredTrajectory, TrajectoryId
+from streamrl.control.actions import Explain, LaunchGroup
+from streamrl.control.events import EnginesMeasured, RoundTimed
+from streamrl.control.state import ControlState
+from streamrl.evaluate.evaluation import Evaluation
+from streamrl.evaluate.sample_files import TrainingSamples
+from streamrl.journal.catching_up import CaughtUp
+from streamrl.journal.recovered_run import RecoveredRun, what_was_restored
+from streamrl.observe.report.reward_window import RewardWindow
+from streamrl.observe.report.run_waits import RunWaits
+from streamrl.observe.report.sampled_work import SampledWork
+from streamrl.observe.report.step_metrics import (
+    completion_metrics,
+    control_metrics,
+    discard_metrics,
+    length_metrics,
+    reward_metrics,
+    staleness_metrics,
+    waste_metrics,
+)
+from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, TrajectoryTrace
+from streamrl.observe.report.wait_reason import ShellView
+from streamrl.sync.publisher import PushReport
+
+PROGRESS_INTERVAL_S = 0.25
+_MEASURED_WITH_TIME = ("time/", "perf/", "util/")
+NO_LOAD = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+
+
+class _Trained(msgspec.Struct):
+    """A batch that was trained and whose version is not live yet."""
+
+    metrics: dict[str, float]
+    round_kind: str
+    samples: int
+    groups: int
+    tokens: int
+    rollout_s: float
+    training_s: float
+    rollout_bubble: float
+    shown: list[CompletionSampled]
+
+
+class RunReport:
+    """Turns what happened into ``RunEvent`` messages. ``capacity``: trajectories that the engines can run at once, the
+    same for both bubble ratios; ``engines``: how many there are, of which so many are ``serving``;
+    ``rewards_in_flight``: what the reward stage holds; ``recovering``: an earlier life is gone on with, until it began;
+    ``loop_lag``: longest time without an answer of this loop since it was asked last.
+    ``trace``, ``samples`` None: not recorded. ``lived_s``: of earlier lives. ``length_limit``: of ``FirstLengths``."""
+
+    def __init__(
+        self,
+        emit: Callable[[RunEvent], Awaitable[None]],
+        rollout: Callable[[], RolloutStatistics],
+        capacity: int,
+        *,
+        engines: int = 1,
+        serving: Callable[[], int] = lambda: 1,
+        rewards_in_flight: Callable[[], int] = lambda: 0,
+        loop_lag: Callable[[], float] = lambda: 0.0,
+        trace: TrajectoryTrace | None = None,
+        samples: TrainingSamples | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        lived_s: float = 0.0,
+        recovering: bool = False,
+        length_limit: int = 0,
+    ) -> None:
+        self._emit = emit
+        self._rollout = rollout
+        self._capacity = capacity
+        self._engines, self._serving = engines, serving
+        self._recovering = recovering
+        self._rewards_in_flight, self._loop_lag = rewards_in_flight, loop_lag
+        self._trace, self._samples = trace, samples
+        self._clock = clock
+        self._lived_s = lived_s
+        self._started = self._step_started = self._closed_at = self._progressed_at = clock()
+        self._trained_at = self._publishing_at = self._started
+        self._last_rollout = self._closed_rollout = rollout()
+        self._trained: dict[int, _Trained] = {}
+        self._timed: dict[int, RoundTimed] = {}
+        self._rewards = RewardWindow()
+        self._rounds: Counter[str] = Counter()
+        self._round_kind, self._recovered = "", -1
+        self._work = SampledWork(trace, length_limit)
+        self._last_load = NO_LOAD
+        self.waits = RunWaits(clock, self._shell)
+
+    def elapsed(self) -> float:
+        """Seconds since the run began."""
+        return self._lived_s + self._clock() - self._started
+
+    def began(self) -> None:
+        """The first version is live: the first step begins."""
+        self._step_started = self._clock()
+        self._recovering = False
+        self.waits.take(self._step_started)
+        self._last_rollout = self._rollout()
+
+    async def resumed(self, recovered: RecoveredRun, caught_up: CaughtUp, held_version: int, state_hash: int) -> None:
+        """The run goes on from its journal, with weights of ``state_hash``."""
+        version, before = caught_up.policy_version, recovered.published
+        known = before is not None and before.policy_version == version
+        await self._emit(
+            RunResumed(
+                policy_version=version,
+                restored=what_was_restored(recovered),
+                held_version=held_version,
+                trained_again=caught_up.batches,
+                same_weights=before.state_hash == state_hash if known and before is not None else None,
+            )
+        )
+
+    def trained_before(
+        self, policy_version: int, batch: Sequence[ScoredTrajectory], reports: Sequence[StepReport], round_kind: str
+    ) -> None:
+        """A life before this one made ``policy_version`` of ``batch`` and did not say so. ``round_kind``: if known."""
+        if batch:
+            self._recovered, self._round_kind = policy_version, round_kind
+            self.batch_trained(policy_version, batch, reports[0].metrics if reports else {})
+
+    # ---- trajectories ----------------------------------------------------------------------------
+
+    def launched(self, action: LaunchGroup, round_kind: str, prompt_tokens: int) -> None:
+        """A group was ordered, as part of a round of ``round_kind``."""
+        self._work.launched(
+            action.ids,
+            self.elapsed(),
+            round_kind=round_kind,
+            prompt_tokens=prompt_tokens,
+            policy_version=action.policy_version,
+        )
+
+    def came_back(self, item: RewardOutcome) -> None:
+        """An outcome of one trajectory arrived: before it is looked at, also for one that was dropped meanwhile."""
+        if isinstance(item, Scored):
+            wanted = self._work.is_wanted(item.outcome.trajectory.id)
+            self._rewards.came_back(item, self.elapsed(), wanted=wanted)
+        self._work.came_back(item, self.elapsed())
+
+    def dropped(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
+        """Control will not train them, whether they ended or still run."""
+        self._rewards.forget(ids)
+        self._work.dropped(ids, reason, self.elapsed())
+
+    # ---- engines ---------------------------------------------------------------------------------
+
+    def engines_serve(self, count: int) -> None:
+        """So many engines serve requests from now on; the others do nothing."""
+        self._engines = count
+
+    def engines_measured(self, load: EngineLoad) -> EnginesMeasured:
+        """What the engines did since this was asked before, for control and the trace. ``load``: of all together.
+
+        Ask a few times a second. ``EngineLoad`` is at most 0.2 s old.
+        """
+        self.waits.look()
+        before, self._last_load = self._last_load, load
+        if load.generated_tokens < before.generated_tokens:
+            before = load  # an engine left, and its counters with it: from here on again
+        steps = load.decode_steps - before.decode_steps
+        decoded = load.decode_tokens - before.decode_tokens
+        measured = EnginesMeasured(
+            running=decoded / steps * self._engines if steps > 0 else float(load.running),
+            waiting=load.waiting,
+            token_s=(load.decode_s - before.decode_s) / steps if steps > 0 else 0.0,
+            kv_usage=load.kv_cache_usage,
+            preemptions=load.preemptions - before.preemptions,
+        )
+        if self._trace is not None and load != before:
+            line = EnginesLine(
+                time_s=round(self.elapsed(), 4),
+                running=load.running,
+                waiting=load.waiting,
+                kv_usage=round(load.kv_cache_usage, 5),
+                token_s=round(measured.token_s, 7),
+                mean_running=round(measured.running, 3) if steps > 0 else 0.0,
+                generated_tokens=load.generated_tokens - before.generated_tokens,
+                preemptions=measured.preemptions,
+            )
+            self._trace.append(line)
+        return measured
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def batch_closed(self, round_kind: str) -> None:
+        """The trainer was told to step on the batch of a round of ``round_kind``."""
+        self._closed_at = self._clock()
+        self._closed_rollout = self._rollout()
+        self._round_kind = round_kind
+
+    def batch_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], trainer: dict[str, float]) -> None:
+        """The trainer stepped on ``batch``; ``trainer`` are its own figures."""
+        now = self._trained_at = self._clock()
+        self._work.trained(batch, self.elapsed())
+        rollout_s = max(self._closed_at - self._step_started, 0.0)
+        groups = len({s.trajectory.id.group_id for s in batch})
+        kind = self._round_kind
+        if kind:
+            self._rounds[kind] += 1
+        self._trained[policy_version] = _Trained(
+            metrics={
+                **reward_metrics(batch),
+                **self._rewards.cost(batch),
+                **completion_metrics(batch),
+                **staleness_metrics(batch, policy_version - 1),
+                **trainer,
+                "time/wait_batch_s": rollout_s,
+                "time/close_batch_s": now - self._closed_at,
+            }
+            | ({f"round/{kind}/group_size": len(batch) / groups} if kind else {}),
+            round_kind=kind,
+            samples=len(batch),
+            groups=groups,
+            tokens=sum(s.trajectory.generated_tokens for s in batch),
+            rollout_s=rollout_s,
+            training_s=now - self._closed_at,
+            rollout_bubble=self._idle_share(self._last_rollout, self._closed_rollout, rollout_s),
+            shown=self._samples.take(policy_version, batch) if self._samples is not None else [],
+        )
+
+    def publishing(self) -> None:
+        """The version that was trained last is pushed now."""
+        self._publishing_at = self._clock()
+
+    async def step_finished(
+        self, push: PushReport, state: ControlState, engines: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Every engine holds the version that the step made. ``engines``: figures of the sets of engines, if there are
+        several. Returns what was reported."""
+        now = self._clock()
+        seconds = max(now - self._step_started, 1e-9)
+        self._step_started = now
+        version = push.policy_version
+        trained = self._trained.pop(version, None)
+        if trained is None:  # of a life before this one, which told of it
+            return {}
+        rollout, before = self._rollout(), self._last_rollout
+        self._last_rollout = rollout
+        sampled = rollout.generated_tokens - before.generated_tokens
+        metrics = trained.metrics | self._time_metrics(trained, push, seconds)
+        metrics |= {
+            "util/bubble_ratio": self._idle_share(before, rollout, seconds),
+            "util/rollout_bubble_ratio": trained.rollout_bubble,
+            "util/capacity": float(self._capacity),
+            "util/loop_lag_s": self._loop_lag(),
+            "perf/gen_tok_s": sampled / seconds,
+            "perf/train_tok_s": trained.tokens / seconds,
+            "perf/samples_s": trained.samples / seconds,
+            "perf/groups_s": trained.groups / seconds,
+        }
+        if verified := rollout.verified_tokens - before.verified_tokens:
+            metrics["perf/kept_tok_accepted_ratio"] = (rollout.accepted_tokens - before.accepted_tokens) / verified
+        metrics |= self._work_metrics(trained) | control_metrics(state) | self._rewards.take() | dict(engines)
+        metrics["reward/in_flight"] = float(self._rewards_in_flight())
+        metrics |= self.waits.take(now)
+        if version == self._recovered:  # it began in another life: what it took is not known
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED_WITH_TIME)}
+        else:
+            self._timed[version] = RoundTimed(
+                policy_version=version,
+                rollout_s=trained.rollout_s,
+                training_s=trained.training_s,
+                push_s=now - self._publishing_at,
+            )
+            self._trace_step(trained, push, seconds, sampled)
+        await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
+        for sample in trained.shown:
+            await self._emit(sample)
+        return metrics
+
+    def round_timed(self, policy_version: int) -> RoundTimed | None:
+        """What the step that made ``policy_version`` took; once, after ``step_finished``. None: it is not known."""
+        return self._timed.pop(policy_version, None)
+
+    async def evaluation_finished(self, policy_version: int, figures: dict[str, float]) -> None:
+        """One evaluation. It ran beside the next step, whose time and tokens it is part of."""
+        await self._emit(EvaluationFinished(step=policy_version, policy_version=policy_version, metrics=figures))
+
+    async def warned(self, step: int, message: str) -> None:
+        """An alarm was raised by the metrics of ``step``."""
+        await self._emit(RunWarning(step=step, message=message))
+
+    async def decided(self, decision: Explain, step: int) -> None:
+        """Control changed how it works, from ``step`` on."""
+        subject, figures = decision.subject, decision.figures
+        await self._emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
+
+    async def progress(self, state: ControlState, evaluation: Evaluation | None) -> None:
+        """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
+        now = self._clock()
+        self.waits.look(state)
+        if now - self._progressed_at < PROGRESS_INTERVAL_S:
+            return
+        self._progressed_at = now
+        phase, finished, wanted = "rollout", state.batch.samples, state.batch.target
+        if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer.groups):
+            phase, finished, wanted = "evaluation", len(evaluation.outcomes), evaluation.wanted
+        elif state.publishing is not None:
+            phase = "weights"
+        elif state.batch.closed:
+            phase = "training"
+        step = min(state.trainer_version + 1, state.steps)
+        await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=wanted))
+
+    def close(self) -> None:
+        """The run ends: write what is left of the trace. Idempotent."""
+        self._work.close(self.elapsed())
+        for file in (self._trace, self._samples):
+            if file is not None:
+                file.close()
+
+    # ---- parts of a step's record ----------------------------------------------------------------
+
+    def _shell(self) -> ShellView:
+        return ShellView(
+            sampling=self._rollout().running,
+            scoring=self._rewards_in_flight(),
+            capacity=self._capacity,
+            engines=self._serving(),
+            recovering=self._recovering,
+        )
+
+    def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
+        """1 - sum(min(running, capacity) dt) / (capacity sum(dt))."""
+        if seconds <= 0:
+            return 0.0
+        busy = (after.busy_seconds - before.busy_seconds) / (self._capacity * seconds)
+        return min(max(1 - busy, 0.0), 1.0)
+
+    def _time_metrics(self, trained: _Trained, push: PushReport, seconds: float) -> dict[str, float]:
+        figures = trained.metrics
+        working = sum(figures.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))
+        return {
+            "time/step_s": seconds,
+            "time/wait_eval_s": self._publishing_at - self._trained_at,
+            "time/weight_sync_s": push.total_s,
+            "time/weight_stage_s": push.staged_s,
+            "time/engine_paused_s": push.paused_s,
+            "weights/payload_bytes": float(push.payload_bytes),
+            "weights/changed_ratio": push.changed_share,
+            "weights/reanchored": float(push.reanchored),
+            **({"weights/canary_deviation": push.canary.deviation} if push.canary else {}),
+            "util/trainer_idle_ratio": max(1 - working / seconds, 0.0),
+        }
+
+    def _work_metrics(self, trained: _Trained) -> dict[str, float]:
+        """What was sampled, kept and discarded since the last step."""
+        window = self._work.take_window()
+        ended = sum(length.tokens for length in window.sampled)
+        several = len(self._rounds) > 1
+        metrics = length_metrics(window, self._work.lengths, by_kind=several)
+        metrics |= discard_metrics(window, by_kind=several)
+        metrics |= waste_metrics(self._work.wasted_tokens, self._work.ended_tokens)
+        metrics |= {f"round/{kind}/total": float(count) for kind, count in self._rounds.items()}
+        metrics["perf/generated_per_trained_tok"] = ended / max(trained.tokens, 1)
+        return metrics
+
+    def _trace_step(self, trained: _Trained, push: PushReport, seconds: float, sampled: int) -> None:
+        if self._trace is None:
+            return
+        figures = trained.metrics
+        line = StepLine(
+            time_s=round(self.elapsed(), 4),
+            policy_version=push.policy_version,
+            round_kind=trained.round_kind,
+            group_size=round(trained.samples / trained.groups, 3),
+            samples=trained.samples,
+            trained_tokens=trained.tokens,
+            generated_tokens=sampled,
+            step_s=round(seconds, 5),
+            rollout_s=round(trained.rollout_s, 5),
+            training_s=round(trained.training_s, 5),
+            push_s=round(self._timed[push.policy_version].push_s, 5),
+            paused_s=round(push.paused_s, 5),
+            forward_backward_s=round(figures.get("time/forward_backward_s", 0.0), 5),
+        )
+        self._trace.append(line)

@@ -1,0 +1,294 @@
+"""What a run measured, for the simulator and the calibration: ``trace.jsonl``, one JSON object a line.
+
+The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine`` or an ``EnginesLine``, told
+apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend nearly.
+Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from this file:
+control has its own log (``event_log``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.whole_files import append_whole
+from streamrl.recipe.sections import Recipe
+
+TRACE_SCHEMA = 1
+TRAINED = "trained"
+UNFINISHED = "unfinished"
+"""Outcome of a trajectory that was under way when the run ended."""
+
+_TAIL_BYTES = 1 << 16
+FLUSH_INTERVAL_S = 1.0
+MOST_BYTES = 1 << 30
+"""Of one file: some million trajectories. Then another one is begun."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of the lines: append fields with defaults, never reuse a name."""
+
+
+class TraceHeader(Line, frozen=True, tag="header"):
+    """First line. ``recipe.toml`` beside it has what is missing here.
+
+    ``capacity``: requests that all engines together run at once, as the bubble ratios count it. ``kv_tokens``: tokens
+    that the KV caches of all engines hold (0: unknown). ``started_at``: seconds since 1970. ``engine_kind``: of
+    ``simulated`` ones lengths and times say nothing about a model.
+    """
+
+    schema: int
+    run_id: str
+    started_at: float
+    seed: int
+    max_tokens: int
+    max_context: int
+    temperature: float
+    prompts_per_batch: int
+    group_size: int
+    rounds: str
+    max_staleness: int
+    engines: int
+    capacity: int
+    kv_tokens: int = 0
+    ranks: int = 1
+    parameters: int = 0
+    engine_kind: str = "vllm"
+
+
+def trace_header(
+    recipe: Recipe,
+    *,
+    run_id: str,
+    started_at: float,
+    max_context: int,
+    capacity: int,
+    kv_tokens: int = 0,
+    parameters: int = 0,
+) -> TraceHeader:
+    """The header of a run of ``recipe``; what the recipe leaves to the engines comes from their ``EngineReady``."""
+    return TraceHeader(
+        schema=TRACE_SCHEMA,
+        run_id=run_id,
+        started_at=started_at,
+        seed=recipe.run.seed,
+        max_tokens=recipe.sampling.max_tokens,
+        max_context=max_context,
+        temperature=recipe.sampling.temperature,
+        prompts_per_batch=recipe.rollout.prompts_per_batch,
+        group_size=recipe.rollout.group_size,
+        rounds=str(recipe.rollout.rounds),
+        max_staleness=recipe.rollout.max_staleness,
+        engines=recipe.engines.count,
+        capacity=capacity,
+        kv_tokens=kv_tokens,
+        ranks=recipe.training.ranks,
+        parameters=parameters,
+        engine_kind=recipe.engines.kind.value,
+    )
+
+
+class TrajectoryLine(Line, frozen=True, tag="trajectory"):
+    """A trajectory that ended.
+
+    ``outcome``: ``trained``, a ``DropReason``, or ``unfinished``. ``tokens``: sampled, also by one that was stopped;
+    ``finish_reason`` is empty for such a one. ``rollout_s``: launch to last token; ``reward_s``: in the reward
+    functions; ``ended_s``: when it was trained or its end was known. ``oldest_version`` to ``newest_version``: those
+    that sampled it (the launch version where that is not known).
+    """
+
+    prompt_id: str
+    group: int
+    sample: int
+    attempt: int
+    prompt_tokens: int
+    tokens: int
+    finish_reason: str
+    outcome: str
+    round_kind: str
+    launched_s: float
+    ended_s: float
+    rollout_s: float
+    reward_s: float = 0.0
+    reward: float | None = None
+    oldest_version: int = 0
+    newest_version: int = 0
+
+
+class StepLine(Line, frozen=True, tag="step"):
+    """One optimizer step whose version is live.
+
+    ``rollout_s``: until the batch was full; ``training_s``: from there until it was trained; ``push_s``: until live;
+    ``step_s``: all of it, with waits. ``training_cpu_s``: CPU time of rank 0 in forward, backward and optimizer
+    (0: unknown); ``forward_backward_s``: wall time of that part, wherever in the step it lay.
+    """
+
+    time_s: float
+    policy_version: int
+    round_kind: str
+    group_size: float
+    samples: int
+    trained_tokens: int
+    generated_tokens: int
+    step_s: float
+    rollout_s: float
+    training_s: float
+    push_s: float
+    paused_s: float = 0.0
+    forward_backward_s: float = 0.0
+    training_cpu_s: float = 0.0
+
+
+class EnginesLine(Line, frozen=True, tag="engines"):
+    """All engines together, a few times a second.
+
+    ``running``, ``waiting``, ``kv_usage`` (share): at ``time_s``. Since the line before: ``token_s``, mean seconds of
+    one decode step (0: none was seen), while ``mean_running`` requests ran; ``generated_tokens``; ``preemptions``.
+    """
+
+    time_s: float
+    running: int
+    waiting: int
+    kv_usage: float
+    token_s: float = 0.0
+    mean_running: float = 0.0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+TraceLine = TrajectoryLine | StepLine | EnginesLine
+
+
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole trace, each kind of line in the order of the file."""
+
+    header: TraceHeader
+    trajectories: tuple[TrajectoryLine, ...]
+    steps: tuple[StepLine, ...]
+    engines: tuple[EnginesLine, ...]
+
+
+class TrajectoryTrace:
+    """Appends lines to ``path``: encoded at once, written together about once a second and at the end.
+
+    A killed run loses its last second; a line is never torn by anything but that. ``goes_on``: an earlier life of the
+    run wrote a part already. ``most_bytes``: then the file is put aside, in place of the one before, and begun anew.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: TraceHeader,
+        *,
+        goes_on: bool = False,
+        flush_interval_s: float = FLUSH_INTERVAL_S,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._path, self._header, self._most_bytes = path, header, most_bytes
+        begun = goes_on and path.exists()
+        if begun:
+            cut_torn_line(path)
+        self._file: IO[bytes] = path.open("ab" if begun else "wb", buffering=0)
+        self._encoder = msgspec.json.Encoder()
+        self._pending = bytearray()
+        self._interval_s = flush_interval_s
+        self._written_s = 0.0
+        if not begun or not path.stat().st_size:
+            self._encode(header)
+        self.flush()
+
+    def append(self, line: TraceLine) -> None:
+        """Take one line; its own time says when a write is due."""
+        self._encode(line)
+        now = line.ended_s if isinstance(line, TrajectoryLine) else line.time_s
+        if now - self._written_s >= self._interval_s:
+            self._written_s = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is pending. It stays so where the disk does not take all of it: ``OSError`` is raised."""
+        if self._pending:
+            append_whole(self._file, bytes(self._pending))
+            self._pending.clear()
+            if self._file.tell() > self._most_bytes:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._file.close()
+        self._path.replace(self._path.with_name(f"older-{self._path.name}"))
+        self._file = self._path.open("wb", buffering=0)
+        self._encode(self._header)
+
+    def close(self) -> None:
+        """Write what is pending and close the file. Idempotent."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _encode(self, line: TraceLine | TraceHeader) -> None:
+        self._encoder.encode_into(line, self._pending, -1)
+        self._pending += b"\n"
+
+
+def cut_torn_line(path: Path) -> None:
+    """Leave only whole lines in ``path``: a killed run may have left half of one."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _TAIL_BYTES, 0)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def read_trace(path: Path) -> RecordedRun:
+    """The trace in ``path``. A last line without its newline (a killed run) is left out.
+
+    Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, naming it.
+    """
+    lines = trace_lines(path)
+    header = next(lines)
+    trajectories: list[TrajectoryLine] = []
+    steps: list[StepLine] = []
+    engines: list[EnginesLine] = []
+    if not isinstance(header, TraceHeader):
+        raise StreamRLError(f"{path}: the first line is a {type(header).__name__}, not the header of a trace")
+    for line in lines:
+        match line:
+            case TrajectoryLine():
+                trajectories.append(line)
+            case StepLine():
+                steps.append(line)
+            case EnginesLine():
+                engines.append(line)
+            case TraceHeader():
+                raise StreamRLError(f"{path}: a second header; one file holds one run")
+    return RecordedRun(header=header, trajectories=tuple(trajectories), steps=tuple(steps), engines=tuple(engines))
+
+
+def trace_lines(path: Path) -> Iterator[TraceHeader | TraceLine]:
+    """The lines of a trace one by one, for files that are too large to hold. Raises as ``read_trace``."""
+    decoder = msgspec.json.Decoder(TraceHeader | TraceLine)
+    with path.open("rb") as file:
+        number = 0
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
+                break
+            try:
+                line = decoder.decode(text)
+            except UNDECODABLE as error:
+                raise StreamRLError(f"{path}, line {number}: not a line of a trace: {error}") from error
+            if isinstance(line, TraceHeader) and line.schema != TRACE_SCHEMA:
+                raise StreamRLError(f"{path}: trace schema {line.schema}, this streamrl reads {TRACE_SCHEMA}")
+            yield line
+    if number == 0 or (number == 1 and not text.endswith(b"\n")):
+        raise StreamRLError(f"{path} has no complete line: not a trace")

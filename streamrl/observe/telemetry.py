@@ -1,0 +1,248 @@
+"""The metrics socket: publish to whoever listens, never wait for them. The schema is in docs/metrics.md.
+
+A thread owns the sockets, so that a subscriber that joins late gets the last message of every topic at once,
+also while the run publishes nothing. ``publish`` only puts the message into a bounded queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
+from streamrl.comm.socket_options import make_signal, make_socket
+from streamrl.comm.zmq_sockets import bind, connect
+from streamrl.remote.guarded_sockets import GuardedContext
+from streamrl.remote.transport_keys import KeyRole
+
+log = logging.getLogger(__name__)
+
+TELEMETRY_SCHEMA = 1
+HIGH_WATER = 1000
+LARGEST_MESSAGE = 1 << 19
+"""Bytes. As JSON they become up to thirty times as many when they are decoded."""
+LARGEST_SUBSCRIPTION = 1 << 10
+_WAKE_ENDPOINT = "inproc://wake"
+
+
+class TelemetryError(StreamRLError):
+    """The metrics socket cannot be had."""
+
+
+class Telemetry(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the metrics socket; ``fields`` as docs/metrics.md lists them by topic."""
+
+    topic: str
+    run_id: str
+    sequence: int
+    time: float
+    replay: bool
+    fields: dict[str, Any]
+
+
+class TelemetryPublisher:
+    """Binds ``endpoint`` and publishes from its own thread. Raises ``TelemetryError`` when it cannot bind."""
+
+    def __init__(self, endpoint: str, *, run_id: str, high_water: int = HIGH_WATER) -> None:
+        self._run_id = run_id
+        self._sequences: dict[str, int] = {}
+        self._latest: dict[str, dict[str, Any]] = {}
+        self._pending: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(maxsize=high_water)
+        self._dropped_before_socket = 0
+        self._dropped_at_socket = 0
+        self._closed = False
+        self._context = GuardedContext()
+        self._socket = make_socket(
+            self._context,
+            zmq.XPUB,
+            endpoint=endpoint,
+            max_frame_bytes=LARGEST_SUBSCRIPTION,
+            linger_ms=200,
+            send_high_water_mark=high_water,
+        )
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a second subscriber to the same topic must be welcomed too
+        self._wake_receive = make_signal(self._context, _WAKE_ENDPOINT)
+        self._wake_send = make_signal(self._context, _WAKE_ENDPOINT)
+        try:
+            bind(self._wake_receive, _WAKE_ENDPOINT)
+            connect(self._wake_send, _WAKE_ENDPOINT)
+            self.endpoint = bind(self._socket, endpoint, KeyRole.OBSERVER)
+        except StreamRLError as error:
+            self._context.close_gate()
+            self._context.destroy(linger=0)
+            raise TelemetryError(
+                f"the metrics socket is not there: {error}; set metrics.endpoint to a free one, or leave it empty"
+            ) from error
+        self._thread = threading.Thread(target=self._serve, name="telemetry", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Messages not taken into the queue, plus one each time that a subscriber ran over its limit: libzmq skips it
+        from then on without a word until it reads again, so this is a lower bound. A subscriber's own count is exact.
+        """
+        return self._dropped_before_socket + self._dropped_at_socket
+
+    def publish(self, topic: str, fields: dict[str, Any]) -> None:
+        """Queue one message. Returns at once, always. Call from one thread. Raises ``StreamRLError`` where the socket
+        has keys and nobody decides any more who may connect."""
+        if self._closed:
+            return
+        if (gate := self._context.opened_gate) is not None:
+            gate.check()
+        self._sequences[topic] = self._sequences.get(topic, 0) + 1
+        body = {"run_id": self._run_id, "sequence": self._sequences[topic], "time": time.time(), "replay": False}
+        try:
+            self._pending.put_nowait((topic, body | fields))
+        except queue.Full:
+            self._dropped_before_socket += 1
+        self._wake()
+
+    def close(self) -> None:
+        """Send what is queued, within the linger, and end the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake()
+        self._thread.join()
+        self._wake_send.close(linger=0)
+        self._context.close_gate()
+        self._context.term()
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_send.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            return  # enough wake-ups are under way
+
+    def _serve(self) -> None:
+        try:
+            self._serve_all()
+        finally:  # an open socket would hold ``close`` up for ever
+            self._wake_receive.close(linger=0)
+            self._socket.close()
+
+    def _serve_all(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_receive, zmq.POLLIN)
+        while not (self._closed and self._pending.empty()):
+            ready = dict(poller.poll())
+            if self._wake_receive in ready:
+                self._wake_receive.recv(zmq.NOBLOCK)
+                self._send_pending()
+            if self._socket in ready and self._socket.recv(zmq.NOBLOCK)[:1] == b"\x01":
+                self._welcome()
+
+    def _send_pending(self) -> None:
+        while True:
+            try:
+                topic, body = self._pending.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                content = msgspec.json.encode(body)
+            except UNENCODABLE as error:
+                self._dropped_before_socket += 1
+                log.warning("a message of the metrics socket (%s) cannot be written: %s", topic, error)
+                continue
+            self._latest[topic] = body
+            self._send(topic, content)
+
+    def _welcome(self) -> None:
+        for topic, body in self._latest.items():
+            self._send(topic, msgspec.json.encode(body | {"replay": True}))
+
+    def _send(self, topic: str, content: bytes) -> None:
+        frames = [topic.encode(), str(TELEMETRY_SCHEMA).encode(), content]
+        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            # Somebody is over the limit. The others must have the message all the same, and the loss is counted.
+            self._dropped_at_socket += 1
+            self._socket.setsockopt(zmq.XPUB_NODROP, 0)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+class TelemetrySubscriber:
+    """Reads a metrics socket, blocking. ``lost`` counts the messages that the publisher dropped for this reader."""
+
+    def __init__(self, endpoint: str, *, topics: tuple[str, ...] = (), high_water: int = HIGH_WATER) -> None:
+        self._seen: dict[tuple[str, str], int] = {}
+        self.lost = 0
+        self._context = GuardedContext()
+        self._socket = make_socket(
+            self._context,
+            zmq.SUB,
+            endpoint=endpoint,
+            max_frame_bytes=LARGEST_MESSAGE,
+            receive_high_water_mark=high_water,
+        )
+        try:
+            for topic in topics or ("",):
+                self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+            connect(self._socket, endpoint, KeyRole.CONTROLLER)
+        except StreamRLError as error:
+            self._context.destroy(linger=0)
+            raise TelemetryError(
+                f"{endpoint} cannot be watched ({error}): write tcp://HOST:PORT or ipc://PATH"
+            ) from error
+
+    def __enter__(self) -> TelemetrySubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        self._context.destroy(linger=0)
+
+    def receive(self, timeout_s: float) -> Telemetry | None:
+        """The next message not seen before, or None when nothing new came in time. Raises ``WireError``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining = deadline - time.monotonic()
+            if not self._socket.poll(max(0, int(remaining * 1000))):
+                return None
+            message = decode_telemetry(self._socket.recv_multipart(zmq.NOBLOCK))
+            if self._is_new(message):
+                return message
+
+    def _is_new(self, message: Telemetry) -> bool:
+        key = (message.run_id, message.topic)
+        last = self._seen.get(key, 0)
+        if message.sequence <= last:
+            return False
+        if last and not message.replay:
+            self.lost += message.sequence - last - 1
+        self._seen[key] = message.sequence
+        return True
+
+
+def decode_telemetry(frames: list[bytes]) -> Telemetry:
+    """A message from its three frames. Raises ``WireError`` for anything else than schema 1."""
+    if len(frames) != 3 or frames[1] != str(TELEMETRY_SCHEMA).encode():
+        version = frames[1][:20] if len(frames) > 1 else b"none"
+        raise WireError(
+            f"not a telemetry message of schema {TELEMETRY_SCHEMA} (its version: {version!r}); "
+            "use the streamrl version of the run"
+        )
+    try:
+        if len(frames[2]) > LARGEST_MESSAGE:
+            raise ValueError(f"{len(frames[2])} bytes; {LARGEST_MESSAGE} are the most")
+        body = msgspec.json.decode(frames[2], type=dict[str, Any])
+        head = {name: body.pop(name) for name in ("run_id", "sequence", "time", "replay")}
+        return msgspec.convert(head | {"topic": frames[0].decode(), "fields": body}, Telemetry)
+    except (KeyError, *UNDECODABLE) as error:
+        raise WireError(f"a telemetry message that does not decode: {error}") from error

@@ -1,0 +1,285 @@
+"""The run as its user sees it: start-up, one line a step, progress within a step, a summary with a curve.
+
+On a terminal the lines are a table with a live progress line below; elsewhere each line is complete in itself,
+so that it can be searched, and progress is repeated only when nothing was printed for half a minute.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from textwrap import TextWrapper
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from streamrl.base.run_events import (
+    CompletionSampled,
+    EngineBack,
+    EngineLost,
+    EvaluationFinished,
+    RunDecided,
+    RunEvent,
+    RunFinished,
+    RunProgress,
+    RunResumed,
+    RunStarted,
+    RunWarning,
+    StallSeen,
+    StartProgress,
+    StepFinished,
+)
+from streamrl.observe.terminal.printable import printable
+from streamrl.observe.terminal.resumed_lines import resumed_lines
+from streamrl.observe.terminal.run_history import RunHistory
+from streamrl.observe.terminal.sample_text import sample_line
+from streamrl.observe.terminal.step_line import (
+    LEGEND,
+    duration,
+    evaluation_line,
+    further_columns,
+    round_of,
+    step_line,
+    table_header,
+    table_row,
+)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+SILENCE_S = 30.0
+HEADER_EVERY = 20
+SHOWN_WAITS = 8
+
+
+class Screen(Protocol):
+    """Where lines go, and a place for what changes."""
+
+    is_table: bool
+
+    def width(self) -> int | None:
+        """Characters of a row of the table; None: as many as it takes."""
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        """Print one line that stays."""
+
+    def progress(self, text: str, done: int, total: int) -> None:
+        """Show what is going on now. ``total`` 0: not known."""
+
+    def close(self) -> None:
+        """Take the progress away."""
+
+
+class PlainScreen:
+    """For files, pipes and CI: whole lines, no control characters."""
+
+    is_table = False
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._printed = clock()
+
+    def width(self) -> int | None:
+        return None
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        self._stream.write(printable(text) + "\n")
+        self._stream.flush()
+        self._printed = self._clock()
+
+    def progress(self, text: str, done: int, total: int) -> None:
+        if self._clock() - self._printed >= SILENCE_S:
+            self.line(f"{text} {done}/{total}" if total else text)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class TerminalScreen:
+    """For a terminal: rich shows the progress line and prints above it."""
+
+    is_table = True
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
+        self._console = Console(file=stream, highlight=False)
+        self._wrapper = partial(TextWrapper, subsequent_indent="    ", break_on_hyphens=False)
+        columns = (
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            BarColumn(20),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+        )
+        self._progress: Progress = Progress(*columns, console=self._console, transient=True)
+        self._task: TaskID | None = None
+        self._shown = ""
+
+    def width(self) -> int:
+        return max(self._console.width - 1, 20)
+
+    def line(self, text: str, *, dim: bool = False) -> None:
+        # Long lines break between words; a path that is longer than the terminal stays one word, to be copied.
+        wrapper = self._wrapper(width=self.width(), break_long_words=dim)
+        shown = wrapper.fill(printable(text)) if text else text
+        self._console.print(shown, markup=False, soft_wrap=True, style="dim" if dim else None)
+
+    def progress(self, text: str, done: int, total: int) -> None:
+        count = f"{done}/{total}" if total else ""
+        if text != self._shown and self._task is not None:
+            self._progress.remove_task(self._task)  # the elapsed time counts within one phase
+            self._task = None
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task(text, total=total or None, count=count)
+            self._shown = text
+        self._progress.update(self._task, completed=done, total=total or None, count=count)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class StdoutReporter:
+    """Call it with each ``RunEvent``; use it as a context manager, so that the terminal is left as it was."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        stream = sys.stdout if stream is None else stream
+        wants_table = stream.isatty() if terminal is None else terminal
+        self._screen: Screen = TerminalScreen(stream) if wants_table else PlainScreen(stream, clock)
+        self._history = RunHistory(clock)
+        self._rows = 0
+        self._round: tuple[str, float] | None = None
+        self._moving: frozenset[str] = frozenset()
+        self._ready: set[str] = set()
+
+    def __enter__(self) -> StdoutReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._screen.close()
+
+    def __call__(self, event: RunEvent) -> None:
+        """Show one event."""
+        match event:
+            case StartProgress():
+                self._starting(event)
+            case RunStarted():
+                self._started(event)
+            case RunProgress():
+                where = f"step {event.step}/{self._history.steps}" if event.phase != "evaluation" else "eval"
+                self._screen.progress(f"{where} {event.phase}", event.finished, event.wanted)
+            case StepFinished():
+                self._stepped(event)
+            case EvaluationFinished():
+                self._history.evaluated(event)
+                self._screen.line(evaluation_line(event.step, event.metrics))
+                self._say_verdict()
+            case CompletionSampled():
+                self._screen.line(sample_line(event), dim=True)
+            case RunWarning():
+                self._screen.line(f"warning at step {event.step}: {event.message}")
+            case StallSeen():
+                self._stalled(event)
+            case RunResumed():
+                self._history.resumed(event)
+                for text in resumed_lines(event):
+                    self._screen.line(text)
+            case EngineLost():
+                self._screen.line(f"{event.engine} is lost with {event.requests} requests ({event.reason})")
+            case EngineBack():
+                self._screen.line(f"{event.engine} serves again; it was missed for {event.seconds:.1f} s")
+            case RunDecided():
+                self._screen.line(f"{event.subject} from step {event.step} on: {event.reason}")
+            case RunFinished():
+                self._finished(event)
+
+    def line(self, text: str) -> None:
+        """Print a line of the caller's, above the progress."""
+        self._screen.line(text)
+
+    def _starting(self, event: StartProgress) -> None:
+        names = event.process.split(", ")
+        if event.state == "ready":
+            new = [name for name in names if name not in self._ready]
+            self._ready.update(new)
+            if new:
+                self._screen.line(f"{', '.join(new)} ready after {duration(event.seconds)}")
+            return
+        if missing := [name for name in names if name not in self._ready]:
+            time_so_far = "" if self._screen.is_table else f" ({duration(event.seconds)})"
+            self._screen.progress(f"waiting for {', '.join(missing)}{time_so_far}", 0, 0)
+
+    def _started(self, event: RunStarted) -> None:
+        if self._history.run_id == event.run_id:
+            return  # its controller was started again
+        self._history.started(event)
+        resumed = f", from step {event.policy_version}" if event.policy_version else ""
+        trained = f" ({event.trained_parameters:,} of them trained)" if event.trained_parameters else ""
+        self._screen.line(f"run {event.run_id}: {event.steps} steps, {event.parameters:,} parameters{trained}{resumed}")
+        if event.directory:
+            self._screen.line(f"  files    {event.directory}")
+        if event.metrics_endpoint:
+            self._screen.line(f"  metrics  streamrl watch {event.metrics_endpoint}")
+        for text in LEGEND:
+            self._screen.line(text)
+
+    def _stepped(self, event: StepFinished) -> None:
+        step_s, remaining_s = self._history.stepped(event)
+        moving = self._moving | self._moved_by(event.metrics)
+        if moving != self._moving:
+            self._moving, self._rows = moving, 0  # another column: the head comes again
+        steps, screen = self._history.steps, self._screen
+        further = further_columns(moving, steps, screen.width())
+        if screen.is_table and self._rows % HEADER_EVERY == 0:
+            screen.line(table_header(steps, further))
+        self._rows += 1
+        write = table_row if screen.is_table else step_line
+        screen.line(write(event.step, steps, self._history.shown(event.metrics), step_s, remaining_s, further))
+        self._say_verdict()
+
+    def _say_verdict(self) -> None:
+        if verdict := self._history.verdict():
+            self._screen.line(verdict)
+
+    def _moved_by(self, metrics: dict[str, float]) -> frozenset[str]:
+        """Labels of the columns that this step has a reason to show from here on: the round where its kind or group
+        size differs from the first step's, the KL where there is a reference, staleness where something is stale."""
+        seen = round_of(metrics)
+        first = self._round = self._round or seen
+        differs = seen and first and (seen[0], round(seen[1])) != (first[0], round(first[1]))
+        labels = {"round"} if differs else set()
+        if "policy/reference_kl" in metrics:
+            labels.add("kl")
+        if metrics.get("async/staleness_max", 0.0) > 0:
+            labels.add("stale")
+        return frozenset(labels)
+
+    def _stalled(self, event: StallSeen) -> None:
+        self._screen.line(f"nothing has moved for {duration(event.seconds)}; the run ends. Waits, the longest first:")
+        for text in event.waits[:SHOWN_WAITS]:
+            self._screen.line(f"  {text}")
+        self._screen.line(f"  all of them, with stacks: {event.file}")
+
+    def _finished(self, event: RunFinished) -> None:
+        self._screen.close()
+        for text in self._history.summary(event.reason):
+            self._screen.line(text)
+        try:
+            curve = self._history.write_curve()
+        except OSError as error:
+            self._screen.line(f"warning: curve.svg could not be written: {error}")
+            return
+        if curve is not None:
+            self._screen.line(f"  curve  {curve}")

@@ -1,0 +1,84 @@
+"""The GPUs that this process may use, as NVML lists them, and what a run on this host would make of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from pathlib import Path
+
+from streamrl.base.errors import RecipeError
+from streamrl.plan.arithmetic import device_bytes
+from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.plan.placement import Demand, Gpu, Placement, place
+from streamrl.plan.topology import CUDA_DEVICES
+from streamrl.recipe.sections import Recipe
+from streamrl.vllm.options import installed_device, max_context, model_config
+
+CONTEXT_BYTES = 1 << 30
+"""Of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, the allocator's rest."""
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves, in its order. As in CUDA, what follows an unknown name is ignored;
+    unlike in CUDA, an abbreviated GPU UUID is such a name: write it whole. None where the installed packages compute on
+    the CPU, or no driver answers."""
+    if installed_device() == "cpu":
+        return ()
+    try:
+        nvml = importlib.import_module("pynvml")  # comes with vLLM's CUDA build
+    except ImportError:
+        return ()
+    found: list[Gpu] = []
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        every = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+        for name in map(str.strip, os.environ.get(CUDA_DEVICES, every).split(",")):
+            by_number = nvml.nvmlDeviceGetHandleByIndex
+            handle = by_number(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+            memory = 0
+            with contextlib.suppress(nvml.NVMLError):  # a GPU that shares the host's memory does not say it
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
+            found.append(Gpu(name, memory))
+    return tuple(found)
+
+
+def gpu_placement(recipe: Recipe, *, by_hand: bool = False) -> Placement:
+    """GPUs of this host for the processes of ``recipe`` (see ``place``); of ``by_hand`` processes, hosts like this one
+    are taken to follow each other."""
+    gpus = visible_gpus()
+    hosts = recipe.engines.count * recipe.engines.tensor_parallel + recipe.training.ranks if by_hand else 1
+    everywhere = [Gpu(gpu.name, gpu.memory, host) for host in range(hosts) for gpu in gpus]
+    return place(recipe, everywhere, _demand(recipe) if gpus else Demand(), by_hand=by_hand)
+
+
+def _demand(recipe: Recipe) -> Demand:
+    """Nothing for a model that cannot be read, which ``preflight`` names."""
+    model = facts_of(recipe.model.path)
+    context = recipe.engines.max_context
+    with contextlib.suppress(RecipeError):
+        context = max_context(recipe, model_config(recipe.model.path))
+    scorers = [
+        _bytes(facts, str(reward.options.get("dtype")))
+        for reward in recipe.rewards
+        if reward.function == "reward_model" and reward.options.get("device") != "cpu"
+        if (facts := facts_of(str(reward.options.get("path", ""))))
+    ]
+    return Demand(
+        engine=_bytes(model, recipe.engines.dtype, context) if model else 0,
+        rank=device_bytes(recipe, model, context) + CONTEXT_BYTES if model else 0,
+        rewards=sum(scorers) + CONTEXT_BYTES if scorers else None,
+    )
+
+
+def _bytes(facts: ModelFacts, dtype: str, context: int = 0) -> int:
+    """Weights and the cache of one request."""
+    return (facts.parameters + context * facts.key_value_bytes // 4) * (4 if dtype == "float32" else 2)
+
+
+def facts_of(path: str) -> ModelFacts | None:
+    """The model in a directory; None where there is none that can be read."""
+    try:
+        return read_model_facts(Path(path)) if path else None
+    except ModelDirectoryError:
+        return None

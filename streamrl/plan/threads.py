@@ -1,0 +1,41 @@
+"""How the cores of one CPU host are shared. Spinning threads of a trainer cost its engine more than they bring."""
+
+from __future__ import annotations
+
+from streamrl.recipe.sections import Launch, Recipe
+
+
+def engine_threads(recipe: Recipe, cores: int) -> int:
+    """OpenMP threads of one CPU engine: half of the host's ``cores`` for all engines that this run starts here. With
+    more than one, what it samples is not the same again."""
+    if recipe.run.deterministic:
+        return 1
+    return max(cores // (2 * recipe.engines.count), 1)
+
+
+def judge_threads(recipe: Recipe, cores: int) -> int:
+    """OpenMP threads of the run's own judge on a CPU: ``judge.threads``, or a quarter of the host's (0: no judge)."""
+    if not recipe.judge.model:
+        return 0
+    return recipe.judge.threads or max(cores // 4, 1)
+
+
+def idle_threads(recipe: Recipe, cores: int) -> int:
+    """Torch threads of one rank while the engines of this host do nothing: all cores, shared by the ranks."""
+    if recipe.run.deterministic:
+        return recipe.training.threads or 1
+    return recipe.training.threads or max(cores // recipe.training.ranks, 1)
+
+
+def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
+    """Torch threads of one rank: ``training.threads``, or what engines and judge of this host leave, shared by the
+    ranks.
+
+    ``freed``: so many of the engines do nothing until the next round.
+    """
+    if recipe.training.threads or recipe.run.deterministic:
+        return recipe.training.threads or 1
+    shared = engines_on_cpu and recipe.transport.engines is Launch.LOCAL
+    left = cores - (recipe.engines.count - freed) * engine_threads(recipe, cores) if shared else cores
+    left -= judge_threads(recipe, cores) if engines_on_cpu else 0
+    return max(left // recipe.training.ranks, 1)

@@ -1,0 +1,228 @@
+"""Who the processes of a run are and where their streams live. Computed from the recipe, never set."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.recipe.sections import Launch, Recipe, TransportKind
+
+CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+TOPOLOGY_FILE = "topology.json"
+JOURNAL_DIRECTORY = "journal"
+"""In the directory of a run."""
+RECONNECT_S = 120.0
+"""So long do engine hosts and trainer ranks wait for the next controller when one is gone. It is there in seconds: the
+supervisor, which ends with what it started, starts it."""
+
+
+class Role(StrEnum):
+    """What a process of the run is."""
+
+    CONTROLLER = "controller"
+    ENGINE = "engine"
+    TRAINER = "trainer"
+    REWARD = "reward"
+    JUDGE = "judge"
+
+
+class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``resting``: only when it is
+    told to, because its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
+    own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_share``: of each, for an
+    engine."""
+
+    role: Role
+    index: int
+    local: bool = True
+    resting: bool = False
+    restarts: int = 0
+    gpus: tuple[str, ...] = ()
+    gpu_memory_share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Its name in logs, errors and metrics."""
+        return self.role.value if self.role is Role.CONTROLLER else f"{self.role.value}-{self.index}"
+
+
+class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
+    """``count`` engines, from number ``first`` on, of ``tensor_parallel`` workers. ``kv_tokens`` 0: what fits."""
+
+    first: int
+    count: int
+    tensor_parallel: int
+    max_running: int
+    kv_tokens: int
+    cores: tuple[str, ...]
+    rounds: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """``2x1``: two engines of one worker."""
+        return f"{self.count}x{self.tensor_parallel}"
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Names of its engines."""
+        return tuple(f"engine-{index}" for index in range(self.first, self.first + self.count))
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes and endpoints of one run. The controller binds every stream; ranks bind their weight endpoint.
+    ``min_serving``: with fewer engines that can be had the run ends."""
+
+    processes: tuple[ProcessPlan, ...]
+    endpoints: dict[str, str]
+    min_serving: int = 1
+
+    def endpoint(self, process: str, stream: str) -> str:
+        """Endpoint of ``stream`` of ``process``, e.g. ``("engine-0", "orders")``."""
+        return self.endpoints[f"{process}.{stream}"]
+
+
+STREAMS = {
+    Role.CONTROLLER: ("steps",),
+    Role.ENGINE: ("orders", "completions"),
+    Role.TRAINER: ("batches", "reports", "weights"),
+    Role.REWARD: ("orders", "results"),
+    Role.JUDGE: ("orders", "reports"),
+}
+JUDGE = "judge-0"
+"""The run's own judge, where the recipe names a model for it."""
+RENDEZVOUS = "trainer.rendezvous"
+RENDEZVOUS_FILE = "rendezvous"
+"""In the directory of the sockets: where ranks of one host meet. Ranks that are started again need a new one."""
+
+
+def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
+    """The sets of engines of ``recipe``, the one that begins first; usually it is the only one."""
+    engines = recipe.engines
+    first = PreparedSet(
+        first=0,
+        count=engines.count,
+        tensor_parallel=engines.tensor_parallel,
+        max_running=engines.max_running,
+        kv_tokens=engines.kv_tokens,
+        cores=engines.cores,
+        rounds=engines.rounds,
+    )
+    sets = [first]
+    for shape in engines.sets:
+        sets.append(
+            PreparedSet(
+                first=sets[-1].first + sets[-1].count,
+                count=shape.count,
+                tensor_parallel=shape.tensor_parallel,
+                max_running=shape.max_running or -(-engines.max_running * engines.count // shape.count),
+                kv_tokens=shape.kv_tokens,
+                cores=shape.cores,
+                rounds=shape.rounds,
+            )
+        )
+    return tuple(sets)
+
+
+def expected_kv_tokens(known: int, workers: int, of: int, weight_tokens: float) -> int:
+    """Tokens that the KV cache of an engine of ``workers`` holds, from the ``known`` room of one ``of`` so many workers
+    on devices of the same memory (0: no limit is known).
+
+    ``weight_tokens``: tokens whose KV takes as much memory as the weights. A device has room for
+    ``(known + weight_tokens) / of`` tokens of both; weights are stored once for each engine.
+    """
+    if not known:
+        return 0
+    return max(int((known + weight_tokens) / of * workers - weight_tokens), 1)
+
+
+def set_of_engine(recipe: Recipe, index: int) -> PreparedSet:
+    """The set that engine ``index`` belongs to. Raises ``IndexError`` for one that is not in the recipe."""
+    for one in prepared_sets(recipe):
+        if one.first <= index < one.first + one.count:
+            return one
+    raise IndexError(f"engine-{index} is not in this recipe")
+
+
+def plan_topology(recipe: Recipe, socket_directory: Path) -> Topology:
+    """Processes of ``recipe``; ipc endpoints are files in ``socket_directory`` (short: a socket path has 107 bytes)."""
+    engines_local = recipe.transport.engines is Launch.LOCAL
+    training_local = recipe.transport.training is Launch.LOCAL
+    core = recipe.core_restarts
+    processes = [ProcessPlan(role=Role.CONTROLLER, index=0, restarts=core)]
+    processes += [
+        ProcessPlan(role=Role.REWARD, index=i, restarts=recipe.run.restarts)
+        for i in range(recipe.reward_limits.workers)
+    ]
+    last = prepared_sets(recipe)[-1]
+    processes += [
+        ProcessPlan(
+            role=Role.ENGINE,
+            index=i,
+            local=engines_local,
+            resting=i >= recipe.engines.count,
+            restarts=recipe.engine_restarts,
+        )
+        for i in range(last.first + last.count)
+    ]
+    processes += [
+        ProcessPlan(role=Role.TRAINER, index=i, local=training_local, restarts=core)
+        for i in range(recipe.training.ranks)
+    ]
+    if recipe.judge.model:
+        processes.append(ProcessPlan(role=Role.JUDGE, index=0, restarts=recipe.judge.restarts))
+    names = [f"{p.name}.{s}" for p in processes for s in STREAMS.get(p.role, ())]
+    tcp = recipe.transport.kind is TransportKind.TCP
+    endpoints = {}
+    for offset, name in enumerate(names):
+        # Reward workers, the judge and the controller are always children of this run, so they never need a port.
+        if tcp and name.startswith((Role.ENGINE.value, Role.TRAINER.value)):
+            endpoints[name] = f"tcp://{recipe.transport.host}:{recipe.transport.port + offset}"
+        else:
+            endpoints[name] = f"ipc://{socket_directory / name}"
+    endpoints[RENDEZVOUS] = f"tcp://{recipe.transport.host}:{recipe.transport.port + len(names)}" if tcp else ""
+    return Topology(
+        processes=tuple(processes),
+        endpoints=endpoints,
+        min_serving=recipe.engines.min_serving,
+    )
+
+
+def local_engine(topology: Topology, name: str) -> ProcessPlan:
+    """An engine that the supervisor starts. Raises ``StreamRLError`` for another name."""
+    engines = {p.name: p for p in topology.processes if p.role is Role.ENGINE and p.local}
+    if name not in engines:
+        raise StreamRLError(f"{name} is no engine of this host; it has {', '.join(engines) or 'none'}")
+    return engines[name]
+
+
+def judge_socket(topology: Topology) -> Path | None:
+    """Where the run's own judge answers questions, for this user on this host only; None: there is none."""
+    orders = topology.endpoints.get(f"{JUDGE}.orders")
+    return Path(orders.removeprefix("ipc://")).with_name(f"{JUDGE}.http") if orders else None
+
+
+def rewards_endpoint(topology: Topology) -> str:
+    """Where changes of the rewards reach the controller. Beside its own stream, which never leaves the host."""
+    return f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.rewards"
+
+
+def read_topology(run_directory: Path) -> Topology:
+    """As the supervisor of the run wrote it. Raises ``OSError``, and ``StreamRLError`` for another file."""
+    path = run_directory / TOPOLOGY_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Topology)
+    except UNDECODABLE as error:
+        raise StreamRLError(f"{path} is not the topology of a run ({error}): give the directory of one") from error
+
+
+def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:
+    """Where the run publishes its metrics: as the recipe says, or beside its own sockets."""
+    return recipe.metrics.endpoint or f"{topology.endpoint(Role.CONTROLLER.value, 'steps')}.metrics"
+
+
+def control_socket(topology: Topology) -> Path:
+    """Where the holder of the run listens for whoever looks at it or changes it: this user on this host."""
+    return Path(topology.endpoint(Role.CONTROLLER.value, "steps").removeprefix("ipc://")).with_name("control")

@@ -1,0 +1,317 @@
+"""How large the next groups are: fixed, straggler-aware (SAGC), or random with given shares.
+
+Contract: asked once for each round with ``size``; told once for each step with ``observe``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from streamrl.base.seeds import derive_seed
+from streamrl.policies import sagc
+from streamrl.recipe.scheduling import GroupSizing, SizingKind
+
+
+class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Completion lengths of one complete group in sampled tokens, by sample number, and which reached the cap."""
+
+    lengths: tuple[int, ...]
+    truncated: tuple[bool, ...]
+
+
+class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of the next round's groups, why, and figures for metrics (``sizing/...``). ``notify``: the user reads
+    the reason also where the size stays."""
+
+    size: int
+    reason: str
+    figures: dict[str, float]
+    notify: bool = False
+
+
+class GroupSizer(Protocol):
+    """One of the sizing policies. Reward is not an input."""
+
+    @property
+    def size(self) -> int:
+        """Group size of the next round."""
+        ...
+
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        """All complete groups of one step, before any filter. At most once a step. ``batches``: that it trained."""
+        ...
+
+    def snapshot(self) -> dict[str, object]:
+        """What a resumed run needs."""
+        ...
+
+    def restore(self, state: dict[str, object]) -> None:
+        """The inverse, on a new sizer."""
+        ...
+
+
+def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
+    """The sizer of a recipe. ``fixed_size``: ``rollout.group_size``, which the straggler-aware one starts with.
+
+    Raises ``ValueError`` where ``settings`` do not fit together (``streamrl.rules.sizing_rules`` says so earlier).
+    """
+    if settings.kind is SizingKind.SAGC:
+        return StragglerAwareSize(settings, fixed_size, batch_trajectories)
+    if settings.kind is SizingKind.RANDOM:
+        return RandomSize(settings, batch_trajectories, seed)
+    return FixedSize(fixed_size, settings.straggler_ratio)
+
+
+class FixedSize:
+    """Always the same size. Straggler rates are measured all the same, so that runs can be compared."""
+
+    def __init__(self, size: int, straggler_ratio: float) -> None:
+        self._size = size
+        self._straggler_ratio = straggler_ratio
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        rate = sagc.straggler_rate(_tables(groups), self._straggler_ratio)
+        return SizingDecision(size=self._size, reason="fixed by the recipe", figures=_figures(self._size, rate))
+
+    def snapshot(self) -> dict[str, object]:
+        return {}
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Nothing to restore: the size is the recipe's."""
+
+
+class _Draws(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``RandomSize`` keeps: draws of each size so far, the last one, and the steps that it served."""
+
+    drawn: dict[int, int]
+    size: int
+    held: int = 0
+
+
+class RandomSize:
+    """Sizes by chance with given shares, each for ``dwell`` steps: the control experiment of straggler-aware sizing.
+
+    A draw favours the sizes that are behind their share, so that a short run has the histogram that was asked for:
+    after any number of draws a size is off by about one. The order is chance, and a function of ``seed`` alone.
+    """
+
+    def __init__(self, settings: GroupSizing, batch_trajectories: int, seed: int) -> None:
+        if len(settings.shares) != len(settings.sizes) or sum(settings.shares) <= 0 or min(settings.shares) < 0:
+            raise ValueError(f"{len(settings.shares)} shares for {len(settings.sizes)} sizes: give each one, 0 or more")
+        sagc.check_divides(settings.sizes, batch_trajectories)
+        self._settings = settings
+        self._seed = seed
+        self._draws = self._draw(dict.fromkeys(settings.sizes, 0))
+
+    @property
+    def size(self) -> int:
+        return self._draws.size
+
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        rate = sagc.straggler_rate(_tables(groups), self._settings.straggler_ratio)
+        held = self._draws.held + 1
+        if held < self._settings.dwell:
+            self._draws = msgspec.structs.replace(self._draws, held=held)
+            reason = f"stays {self.size}: drawn for {self._settings.dwell} steps, {held} of them done"
+        else:
+            self._draws = self._draw(self._draws.drawn)
+            reason = f"{self.size} by chance: draw {sum(self._draws.drawn.values())}"
+        return SizingDecision(size=self.size, reason=reason, figures=_figures(self.size, rate))
+
+    def snapshot(self) -> dict[str, object]:
+        return _builtins(self._draws)
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Go on after the draws of ``state``; a checkpoint of another kind of sizing: start anew."""
+        if "drawn" in state:
+            draws = msgspec.convert(state, _Draws, str_keys=True)
+            drawn = {size: draws.drawn.get(size, 0) for size in self._settings.sizes}
+            known = draws.size in self._settings.sizes
+            self._draws = msgspec.structs.replace(draws, drawn=drawn) if known else self._draw(drawn)
+
+    def _draw(self, drawn: dict[int, int]) -> _Draws:
+        sizes, shares, number = self._settings.sizes, self._settings.shares, sum(drawn.values())
+        total = sum(shares)
+        behind = [
+            max(share / total * (number + 1) - drawn[size], 0.0) for size, share in zip(sizes, shares, strict=True)
+        ]
+        point = derive_seed(self._seed, "group size", number) / 2**63 * sum(behind)
+        # Rounding may leave the point just beyond the last size that is behind: take that one.
+        chosen = max(size for size, weight in zip(sizes, behind, strict=True) if weight > 0)
+        for size, weight in zip(sizes, behind, strict=True):
+            if point < weight:
+                chosen = size
+                break
+            point -= weight
+        return _Draws(drawn={**drawn, chosen: drawn[chosen] + 1}, size=chosen)
+
+
+class StragglerAwareSize:
+    """SAGC: the largest groups whose long-term straggler rate stays within a budget (see ``streamrl.policies.sagc``).
+
+    Each step it counts the groups that straggled, learns the risk of every size (larger groups are split into smaller
+    ones, so that one size informs all below it), moves a virtual queue by the rate above the budget, and chooses the
+    size of best utility less queue times risk. Risk is taken optimistically, so that no size is given up untried; a
+    size is kept for ``dwell`` steps at least. ``reuse`` false is the ablation in which a size informs only itself.
+    """
+
+    def __init__(
+        self,
+        settings: GroupSizing,
+        start: int,
+        batch_trajectories: int,
+        *,
+        reuse: bool = True,
+    ) -> None:
+        sagc.check_sizes(settings.sizes, batch_trajectories)
+        if start not in settings.sizes:
+            raise ValueError(f"group size {start}, which a run starts with, is none of {list(settings.sizes)}: add it")
+        self._settings = settings
+        self._sizes = settings.sizes
+        self._reuse = reuse
+        self._utilities = sagc.utilities_of(settings.sizes)
+        first = settings.sizes[-1] if settings.calibration_steps else start
+        self._memory = sagc.SizingMemory(size=first, budget=settings.budget, asked=settings.budget)
+
+    @property
+    def size(self) -> int:
+        return self._memory.size
+
+    @property
+    def budget(self) -> float:
+        """The long-term straggler rate that is kept: the recipe's, or what calibration replaced it by."""
+        return self._memory.budget
+
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        settings, tables = self._settings, _tables(groups)
+        rate = sagc.straggler_rate(tables, settings.straggler_ratio)
+        if rate is None:
+            return self._decided(None, f"stays {self.size}: no group of the step was large enough to tell")
+        calibrating = self._memory.steps < settings.calibration_steps
+        memory = sagc.learn(
+            self._memory,
+            tables,
+            self._sizes,
+            ratio=settings.straggler_ratio,
+            discount=settings.discount,
+            reuse=self._reuse or calibrating,
+        )
+        memory = sagc.spend(
+            memory,
+            rate,
+            batches,
+            smallest=self._sizes[0],
+            tightening=settings.tightening,
+            tradeoff=settings.tradeoff,
+        )
+        self._memory = msgspec.structs.replace(memory, held=memory.held + batches)
+        reason = self._calibrate() if calibrating else ""
+        if self._memory.steps < settings.calibration_steps:
+            return self._decided(rate, reason)
+        chosen = self._choose()
+        warning = self._warning()
+        decision = self._decided(rate, "; ".join(text for text in (reason, warning, chosen) if text))
+        return msgspec.structs.replace(decision, notify=bool(warning))
+
+    def snapshot(self) -> dict[str, object]:
+        return _builtins(self._memory)
+
+    def restore(self, state: dict[str, object]) -> None:
+        """Go on with what ``state`` knows; a checkpoint of another kind of sizing: start anew.
+
+        Sizes that the recipe has no more are forgotten; where the current one is among them, the first size is taken.
+        Where the recipe asks for another budget (a fork), what was spent of the one before does not count, and there is
+        a calibration again; what is known of the sizes stays.
+        """
+        if "budget" not in state:
+            return
+        memory, new = msgspec.convert(state, sagc.SizingMemory, str_keys=True), self._memory
+        other_budget = memory.asked not in (0.0, new.asked)
+        if other_budget:
+            memory = msgspec.structs.replace(memory, budget=new.budget, queue=0.0, steps=0, rate_sum=0.0, warned=False)
+        anew = memory.size not in self._sizes or (other_budget and self._settings.calibration_steps)
+        size = new.size if anew else memory.size
+        self._memory = msgspec.structs.replace(memory, size=size, asked=new.asked)
+
+    def _calibrate(self) -> str:
+        """One step at the largest size is done. After the last one the budget is judged, and the queue made as if that
+        budget had been in force from the start."""
+        memory, steps = self._memory, self._settings.calibration_steps
+        if memory.steps < steps:
+            return f"stays {memory.size}: calibrating, step {memory.steps} of {steps}"
+        risks = sagc.risks_of(memory, self._sizes, 0.0)
+        budget, reason = sagc.workable_budget(memory.budget, risks, self._settings.tightening)
+        memory = msgspec.structs.replace(memory, budget=budget)
+        queue = max(memory.overspent, 0.0)
+        self._memory = msgspec.structs.replace(memory, queue=queue, held=max(memory.held, self._settings.dwell))
+        return reason
+
+    def _choose(self) -> str:
+        memory, settings = self._memory, self._settings
+        risks = sagc.risks_of(memory, self._sizes, settings.optimism)
+        if sagc.is_out_of_reach(memory, self._sizes[0]):
+            # The queue is at its cap, where the utility of the largest size outweighs a risk that hardly differs.
+            best = self._sizes[0]
+        else:
+            best = sagc.best_size(self._utilities, risks, queue=memory.queue, tradeoff=settings.tradeoff)
+        standing = f"queue {memory.queue:.2f}, risk {risks[best].low:.2f} at size {best}, budget {memory.budget:g}"
+        if best == memory.size:
+            return f"stays {best}: {standing}"
+        if memory.held < settings.dwell:
+            return f"stays {memory.size} for {settings.dwell} steps, {memory.held} of them done: {standing}"
+        self._memory = msgspec.structs.replace(memory, size=best, held=0)
+        return f"{memory.size} to {best}: {standing}"
+
+    def _warning(self) -> str:
+        """What the user is told, once, where no size meets the budget."""
+        memory, smallest = self._memory, self._sizes[0]
+        if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest):
+            return ""
+        self._memory = msgspec.structs.replace(memory, warned=True)
+        risk = sagc.risks_of(memory, [smallest], 0.0)[smallest].mean
+        return (
+            f"no size meets group_sizing.budget = {memory.budget:g}: size {smallest} straggles in {risk:.2f} of its "
+            f"groups; the least budget that it could meet is {math.ceil(risk * 20) / 20:g}"
+        )
+
+    def _decided(self, rate: float | None, reason: str) -> SizingDecision:
+        memory = self._memory
+        figures = _figures(memory.size, rate)
+        figures["sizing/queue"] = memory.queue
+        figures["sizing/budget"] = memory.budget
+        risks = sagc.risks_of(memory, self._sizes, self._settings.optimism)
+        figures.update({f"sizing/risk_{size}": risk.mean for size, risk in risks.items()})
+        return SizingDecision(size=memory.size, reason=reason, figures=figures)
+
+
+def _tables(groups: Sequence[GroupLengths]) -> list[sagc.LengthTable]:
+    """Lengths of the groups of each size, infinite where a member was truncated: its length is not known."""
+    by_size: dict[int, list[GroupLengths]] = {}
+    for group in groups:
+        by_size.setdefault(len(group.lengths), []).append(group)
+    tables = []
+    for same in by_size.values():
+        table_GL = np.array([group.lengths for group in same], dtype=np.float64)
+        for row, group in enumerate(same):
+            if True in group.truncated:
+                table_GL[row, list(group.truncated)] = np.inf
+        tables.append(table_GL)
+    return tables
+
+
+def _figures(size: int, rate: float | None) -> dict[str, float]:
+    return {"sizing/size": float(size)} | ({} if rate is None else {"sizing/straggler_rate": rate})
+
+
+def _builtins(memory: msgspec.Struct) -> dict[str, object]:
+    state: dict[str, object] = msgspec.to_builtins(memory, str_keys=True)
+    return state

@@ -1,0 +1,41 @@
+"""Round policies by name. A new one is a file of its own, or a class of the user's (``rollout.policy``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streamrl.base.errors import RecipeError
+from streamrl.control.continuous import ContinuousRounds
+from streamrl.control.round_policy import RoundPolicy
+from streamrl.control.settings import ControlSettings
+from streamrl.control.synchronous import SynchronousRounds
+from streamrl.policies.adviser.auto import AutoRounds
+from streamrl.policies.length_sorted import LengthSorted
+from streamrl.policies.tail_batching import TailBatching
+from streamrl.recipe.scheduling import RoundKind
+from streamrl.recipe.user_code import load_user_object
+
+ROUND_POLICIES: dict[RoundKind, Callable[[ControlSettings], RoundPolicy]] = {
+    RoundKind.SYNCHRONOUS: SynchronousRounds,
+    RoundKind.TAIL_BATCHING: TailBatching,
+    RoundKind.LENGTH_SORTED: LengthSorted,
+    RoundKind.CONTINUOUS: ContinuousRounds,
+    RoundKind.AUTO: AutoRounds,
+}
+
+_ASKED = tuple(sorted(name for name in {*vars(RoundPolicy), *RoundPolicy.__annotations__} if not name.startswith("_")))
+"""What control asks of a policy: without one of them a run would fail hours later, at its first loser or checkpoint."""
+
+
+def make_round_policy(settings: ControlSettings) -> RoundPolicy:
+    """The policy of ``settings.rounds``. Raises ``RecipeError`` where ``settings.policy`` does not make one."""
+    if settings.rounds is not RoundKind.CUSTOM:
+        return ROUND_POLICIES[settings.rounds](settings)
+    made = load_user_object(settings.policy)
+    if not isinstance(made, type):
+        raise RecipeError([f'rollout.policy: "{settings.policy}" is a {type(made).__name__}: name a class'])
+    policy: RoundPolicy = made(settings)
+    missing = [name for name in _ASKED if not hasattr(policy, name)]
+    if missing:
+        raise RecipeError([f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see rounds/policy.py'])
+    return policy

@@ -1,0 +1,196 @@
+"""What straggler-aware group control rests on: the straggler event, the risk of each size, and what to choose.
+
+After arXiv 2606.02218 ("straggler-aware group sizing"), whose constants and update rule are not public: this is a
+controller of that outline (a discounted Beta posterior for each size and a virtual queue on the long-term rate), not
+the published one. Pure functions; the state between steps is in ``SizingMemory``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from streamrl.rules.sizing_rules import SMALLEST_SIZE
+
+LengthTable = NDArray[np.float64]
+"""``_GL``: lengths of G groups of equally many members L, by sample number; infinite where a member was truncated."""
+
+
+QUEUE_CAP = 5.0
+"""Largest queue, in multiples of V, while no size meets the budget."""
+
+
+class SizingMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """All that straggler-aware sizing knows between steps; it is what a checkpoint keeps.
+
+    ``held``: steps since ``size`` was chosen. ``steps``: with a complete group, so far. One that trained several
+    batches counts as so many in both. ``rate_sum``: sum of their straggler rates. ``queue``: the virtual queue Q.
+    ``budget``: of the recipe, or what calibration put in its place; ``asked``: of the recipe (0: an older streamrl kept
+    it). ``straggling``, ``calm``: discounted numbers of groups of each size that straggled and that did not.
+    ``warned``: the warning that no size meets the budget was given.
+    """
+
+    size: int
+    budget: float
+    held: int = 0
+    steps: int = 0
+    rate_sum: float = 0.0
+    queue: float = 0.0
+    straggling: dict[int, float] = {}
+    calm: dict[int, float] = {}
+    asked: float = 0.0
+    warned: bool = False
+
+    @property
+    def overspent(self) -> float:
+        """How far the sum of all straggler rates is above the budget's, in whole steps of rate 1."""
+        return self.rate_sum - self.steps * self.budget
+
+
+class SizeRisk(msgspec.Struct, frozen=True, kw_only=True):
+    """What the posterior says of one size: its mean, and the optimistic (lower) bound that decides."""
+
+    mean: float
+    low: float
+
+
+def count_stragglers(groups: Sequence[LengthTable], size: int, ratio: float) -> tuple[int, int]:
+    """(groups that straggled, groups) of ``size``, after each group is split into such by generation index.
+
+    Members are exchangeable given their prompt, so that any fixed split is an unbiased sample of the smaller size. What
+    is left over of a group is not counted. A group straggles when its longest length is at least ``ratio`` times its
+    median one. Lengths are 1 or more.
+    """
+    straggled = number = 0
+    for table_GL in groups:
+        whole = table_GL.shape[1] // size * size
+        rows_RS = np.sort(table_GL[:, :whole].reshape(-1, size), axis=1)
+        median_R = (rows_RS[:, (size - 1) // 2] + rows_RS[:, size // 2]) / 2
+        straggled += int(np.count_nonzero(rows_RS[:, -1] >= ratio * median_R))
+        number += len(rows_RS)
+    return straggled, number
+
+
+def straggler_rate(groups: Sequence[LengthTable], ratio: float) -> float | None:
+    """Share of the groups that straggled, each at the size that it has; None where none is large enough to tell."""
+    telling = [table_GL for table_GL in groups if table_GL.shape[1] >= SMALLEST_SIZE]
+    counts = [count_stragglers([table_GL], table_GL.shape[1], ratio) for table_GL in telling]
+    number = sum(number for _, number in counts)
+    return sum(straggled for straggled, _ in counts) / number if number else None
+
+
+def learn(
+    memory: SizingMemory,
+    groups: Sequence[LengthTable],
+    sizes: Sequence[int],
+    *,
+    ratio: float,
+    discount: float,
+    reuse: bool,
+) -> SizingMemory:
+    """Forget a little of every size, since the policy drifts, and count the groups of this step.
+
+    With ``reuse`` a group also informs every smaller size; without it only the size in use.
+    """
+    straggling, calm = dict(memory.straggling), dict(memory.calm)
+    for size in sizes:
+        informs = reuse or size == memory.size
+        straggled, number = count_stragglers(groups, size, ratio) if informs else (0, 0)
+        straggling[size] = straggling.get(size, 0.0) * discount + straggled
+        calm[size] = calm.get(size, 0.0) * discount + number - straggled
+    return msgspec.structs.replace(memory, straggling=straggling, calm=calm)
+
+
+def risks_of(memory: SizingMemory, sizes: Sequence[int], optimism: float) -> dict[int, SizeRisk]:
+    """The posterior of each size, ascending, under Jeffreys' prior. ``low``: ``optimism`` deviations below the mean,
+    and never below that of a smaller size, because risk cannot fall with the size."""
+    risks: dict[int, SizeRisk] = {}
+    low = 0.0
+    for size in sizes:
+        straggling, calm = memory.straggling.get(size, 0.0), memory.calm.get(size, 0.0)
+        mean = (straggling + 0.5) / (straggling + calm + 1)
+        deviation = math.sqrt(mean * (1 - mean) / (straggling + calm + 2))
+        low = max(low, mean - optimism * deviation)
+        risks[size] = SizeRisk(mean=mean, low=low)
+    return risks
+
+
+def utilities_of(sizes: Sequence[int]) -> dict[int, float]:
+    """The benefit of each size, ascending: 0 for the smallest, 1 for the largest, concave between (logarithmic)."""
+    span = math.log(sizes[-1] / sizes[0])
+    return {size: math.log(size / sizes[0]) / span if span else 0.0 for size in sizes}
+
+
+def is_out_of_reach(memory: SizingMemory, smallest: int) -> bool:
+    """Whether no size meets the budget: the mean risk of size ``smallest`` is above it, and risk cannot fall with the
+    size. False while no group told anything of that size."""
+    seen = memory.straggling.get(smallest, 0.0) + memory.calm.get(smallest, 0.0)
+    return seen >= 1 and risks_of(memory, [smallest], 0.0)[smallest].mean > memory.budget
+
+
+def spend(
+    memory: SizingMemory, rate: float, batches: int, *, smallest: int, tightening: float, tradeoff: float
+) -> SizingMemory:
+    """Take the straggler rate of so many batches off the budget: Q grows by what is above it. A long round that trains
+    several batches at once holds as many groups more, and more that straggle than the short ones before it.
+
+    ``tightening`` works while the run is over its budget, to pay back what the first steps overspent. Always on, it
+    would hold the long-term rate that far below the budget. The cap is an anti-windup: without it a stretch in which no
+    size meets the budget would pin the smallest one long after. Where size ``smallest`` meets it, debts can be paid
+    back and none is forgotten: where risks are close, a smaller size is chosen at a Q that is above any fixed cap.
+    """
+    after = msgspec.structs.replace(memory, steps=memory.steps + batches, rate_sum=memory.rate_sum + batches * rate)
+    target = memory.budget - (tightening if after.overspent > 0 else 0.0)
+    queue = max(memory.queue + batches * (rate - target), 0.0)
+    if is_out_of_reach(memory, smallest):
+        queue = min(queue, max(memory.queue, QUEUE_CAP * tradeoff))
+    return msgspec.structs.replace(after, queue=queue)
+
+
+def best_size(utilities: Mapping[int, float], risks: Mapping[int, SizeRisk], *, queue: float, tradeoff: float) -> int:
+    """The size that maximises V U(G) - Q risk(G) (drift plus penalty); the larger of two equals."""
+    return max(utilities, key=lambda size: (tradeoff * utilities[size] - queue * risks[size].low, size))
+
+
+def workable_budget(budget: float, risks: Mapping[int, SizeRisk], tightening: float) -> tuple[float, str]:
+    """(budget, why) after calibration: one that every size meets decides nothing, one that none meets cannot be kept.
+
+    Either is replaced by the middle between the risks of the smallest and the largest size, if they differ enough.
+    """
+    means = [risk.mean for risk in risks.values()]
+    smallest, largest = means[0], max(means)
+    spread = f"straggler rates go from {smallest:.3f} (size {min(risks)}) to {largest:.3f} (size {max(risks)})"
+    if smallest + tightening < budget < largest:
+        return budget, f"calibrated: {spread}, and the budget of {budget:g} is between them"
+    why = "every size meets" if budget >= largest else "no size meets"
+    if largest - smallest <= 2 * tightening:
+        return (
+            budget,
+            f"calibrated: {spread}, too near for sizes to matter; the budget of {budget:g}, which {why}, stays",
+        )
+    middle = round((smallest + largest) / 2, 4)
+    return middle, f"calibrated: {spread}; the budget of {budget:g}, which {why}, is replaced by {middle:g}"
+
+
+def check_sizes(sizes: Sequence[int], batch_trajectories: int) -> None:
+    """Raise ``ValueError`` for candidate sizes that straggler-aware sizing cannot choose between."""
+    listed = ", ".join(map(str, sizes))
+    if len(sizes) < 2 or any(first >= second for first, second in pairwise(sizes)):
+        raise ValueError(f"sizes are [{listed}]: give two or more, each larger than the one before it")
+    if sizes[0] < SMALLEST_SIZE:
+        raise ValueError(
+            f"sizes are [{listed}]: a straggler shows from {SMALLEST_SIZE} rollouts on; drop smaller sizes"
+        )
+    check_divides(sizes, batch_trajectories)
+
+
+def check_divides(sizes: Sequence[int], batch_trajectories: int) -> None:
+    """Raise ``ValueError`` unless a batch is made of whole groups at every size."""
+    for size in sizes:
+        if batch_trajectories % size:
+            raise ValueError(f"size {size} does not divide a batch of {batch_trajectories} trajectories: choose one")

@@ -1,0 +1,228 @@
+"""What the reward worker and its call processes tell each other.
+
+Over a socket pair: frames of a length (4 bytes, little endian) and MessagePack. A frame carries many calls. A shared
+page per process records the running call, so that nothing is sent when a call begins, and the call that a killed
+process was running is known.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE
+from streamrl.base.types import RewardFailureKind
+from streamrl.recipe.rewards import Reward
+from streamrl.rewards.clock import Clock
+from streamrl.rewards.signature import RewardSignature
+from streamrl.rewards.values import CheckedValue, failed
+
+LARGEST_FRAME = 1 << 30
+_LENGTH = struct.Struct("<I")
+_SEQUENCE, _BEGUN, _REVOKED, _READY = range(4)
+
+Received = TypeVar("Received")
+
+
+class CallOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One call. ``sequence`` grows by one in each process; ``function``: index in the set of rewards;
+    ``completion``: a text, a list of texts (per group), or what a combining function gets."""
+
+    sequence: int
+    function: int
+    limit_s: float
+    completion: Any
+    arguments: dict[str, Any]
+
+
+class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """One value for each completion of the call. ``retire``: this process has grown too large or too old, or holds a
+    coroutine that does not end: give it no more calls. ``exhausted``: the call raised because this process had no
+    memory, threads or descriptors left, which another process may have."""
+
+    sequence: int
+    seconds: float
+    values: list[CheckedValue]
+    retire: bool = False
+    exhausted: bool = False
+
+
+class LoadRewards(msgspec.Struct, frozen=True, tag=True):
+    """To the fork server, once: import these. ``preload`` False: in each process after it was forked."""
+
+    rewards: list[Reward]
+    preload: bool = True
+
+
+class RewardsLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Signatures, or why there is none. ``threads``: of the fork server; forking more than one is not safe."""
+
+    signatures: list[RewardSignature]
+    problems: list[str]
+    threads: int
+
+
+class ForkChild(msgspec.Struct, frozen=True, tag=True):
+    """Fork one. With it travel descriptors: its socket, its page, where it may print. ``loop``: for coroutines."""
+
+    child: int
+    loop: bool
+    memory_bytes: int
+
+
+class KillChild(msgspec.Struct, frozen=True, tag=True):
+    """Kill it, and all processes that it started. ``explain``: let it print where it is first, if it can."""
+
+    child: int
+    explain: bool = False
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Kill all of them and end."""
+
+
+class ChildEnded(msgspec.Struct, frozen=True, tag=True):
+    """``status``: exit code, or minus the signal. ``pid``: for the log."""
+
+    child: int
+    pid: int
+    status: int
+
+
+ServerOrder = LoadRewards | ForkChild | KillChild | Leave
+ServerEvent = RewardsLoaded | ChildEnded
+
+
+class FrameReader(Generic[Received]):
+    """Cuts a stream of bytes into frames of ``Received``."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Received]:
+        """The frames that ``received`` completes. Raises ``msgspec.DecodeError`` for what is none."""
+        buffer = self._buffer
+        buffer += received
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > LARGEST_FRAME:
+                raise msgspec.DecodeError(f"a frame of {length} bytes")
+            end = start + _LENGTH.size + length
+            if end > len(buffer):
+                break
+            body = bytes(memoryview(buffer)[start + _LENGTH.size : end])
+            start = end
+            yield _decoded(self._decoder, body)
+        del buffer[:start]
+
+
+def to_frame(encoder: msgspec.msgpack.Encoder, content: Any) -> bytes:
+    """One frame."""
+    body = encoder.encode(content)
+    return _LENGTH.pack(len(body)) + body
+
+
+def answered_values(answer: CallAnswer, count: int) -> tuple[CheckedValue, ...]:
+    """The values of a call about ``count`` completions. What the process made up itself is a failure of all of them."""
+    if len(answer.values) != count:
+        problem = f"answered {len(answer.values)} values for {count} completions"
+    elif not all(map(_is_finite, answer.values)):
+        problem = "answered a value that is not finite, which was never checked"
+    else:
+        return tuple(answer.values)
+    return failed(RewardFailureKind.WRONG_TYPE, f"its process {problem}: it does not speak the protocol", count)
+
+
+def _is_finite(value: CheckedValue) -> bool:
+    number = 0.0 if value.value is None else value.value
+    return math.isfinite(number) and (not value.parts or all(map(math.isfinite, value.parts.values())))
+
+
+def decode_order(received: bytes) -> ServerOrder:
+    """What the fork server is told. Raises ``msgspec.DecodeError``."""
+    return _decoded(_orders, received)
+
+
+def decode_event(received: bytes) -> ServerEvent:
+    """What the fork server tells. Raises ``msgspec.DecodeError``."""
+    return _decoded(_events, received)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Received], body: bytes) -> Received:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError:
+        raise
+    except UNDECODABLE as error:
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from error
+
+
+_orders: msgspec.msgpack.Decoder[ServerOrder] = msgspec.msgpack.Decoder(ServerOrder)
+_events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEvent)
+
+
+class CallPage:
+    """The shared page of one call process: whether it takes calls, the call that runs now, and which calls were taken
+    back. Times are the worker's own: a clock in the process may be one that user code has replaced."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._words = memoryview(self._map).cast("Q")
+        self._seen = (0, 0)
+        self._seen_at = self._ready_at = 0.0
+
+    @staticmethod
+    def create() -> int:
+        """Descriptor of a new page."""
+        descriptor = os.memfd_create("streamrl-call", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        return descriptor
+
+    def show_ready(self) -> None:
+        """Functions are loaded; calls begin from now on."""
+        self._words[_READY] = 1
+
+    @property
+    def ready_at(self) -> float:
+        """When the worker saw that first; 0.0: not yet."""
+        if not self._ready_at and self._words[_READY]:
+            self._ready_at = Clock.monotonic()
+        return self._ready_at
+
+    def begin(self, sequence: int) -> None:
+        """A call, or one step of a coroutine, runs from now on."""
+        self._words[_BEGUN] += 1
+        self._words[_SEQUENCE] = sequence
+
+    def end(self) -> None:
+        """None runs."""
+        self._words[_SEQUENCE] = 0
+
+    def running(self) -> tuple[int, float]:
+        """Sequence number of the call that runs (0: none), and how many seconds ago the worker saw it first."""
+        seen = (self._words[_SEQUENCE], self._words[_BEGUN])
+        now = Clock.monotonic()
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, now
+        return seen[0], now - self._seen_at if seen[0] else 0.0
+
+    def revoke(self, through: int) -> None:
+        """Calls up to ``through`` that have not begun must not begin."""
+        self._words[_REVOKED] = through
+
+    def revoked(self, sequence: int) -> bool:
+        """Whether the call was taken back."""
+        return bool(sequence <= self._words[_REVOKED])
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._words.release()
+        self._map.close()

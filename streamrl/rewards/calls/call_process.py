@@ -1,0 +1,360 @@
+"""A call process: the user's functions, one call after the other on the main thread, or coroutines on a loop.
+
+It is forked by the fork server and killed with everything that it started when a call outlives its limit; so nothing
+here tries to stop a function that runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import faulthandler
+import gc
+import inspect
+import math
+import operator
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from streamrl.base.types import RewardFailureKind
+from streamrl.recipe.user_code import describe_error
+from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
+from streamrl.rewards.clock import Clock
+from streamrl.rewards.signature import RewardFunction
+from streamrl.rewards.values import CheckedValue, check_returned, failed
+
+_MOST_CALLS = 20_000  # then it is replaced: what user code leaks in small portions goes with it
+_LOOK_EACH, _LOOK_EVERY = 128, 64  # after each of the first calls, then after some: a look takes 50 us
+_MOST_THREADS = 32
+_MOST_CAUSES = 8
+_STOP_GRACE_S = 1.0  # for a coroutine to end once it was cancelled
+_CPU_MARGIN_S = 5
+_CORES = os.cpu_count() or 1
+_exit = os._exit  # user code may replace it
+# Small: what is left of a large block that was not filled makes the heap crawl up by as much as came in, call for call.
+_RECEIVE_BYTES = 1 << 16
+
+
+def limit_process(memory_bytes: int) -> None:
+    """No core dumps, and at most ``memory_bytes`` more address space than now."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit = _held()[0] + memory_bytes
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _held() -> tuple[int, int, int, int]:
+    """Address space and resident memory of this process in bytes, its threads, its descriptors."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    resident = int(fields[21]) * resource.getpagesize()
+    return int(fields[20]), resident, int(fields[17]), len(os.listdir("/proc/self/fd"))
+
+
+class _Age:
+    """Whether the process should be replaced between two calls, rather than failing in one: it had many calls, or holds
+    so much more than after the first that half of what it may have is gone."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self._calls = 0
+        self._most: tuple[int, ...] = ()
+
+    def is_old(self) -> bool:
+        """Asked once after each call."""
+        self._calls += 1
+        if self._calls > _LOOK_EACH and self._calls % _LOOK_EVERY:
+            return False
+        try:
+            held = _held()
+        except (OSError, MemoryError):  # too exhausted even to read /proc
+            return True
+        if not self._most:
+            addresses, resident, threads, descriptors = held
+            self._most = (
+                (addresses + resource.getrlimit(resource.RLIMIT_AS)[0]) // 2,
+                resident + self._memory_bytes // 2,
+                threads + _MOST_THREADS,
+                (descriptors + resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2,
+            )
+        return self._calls >= _MOST_CALLS or any(map(operator.gt, held, self._most))
+
+
+def describe_raised(error: BaseException) -> CheckedValue:
+    """The failure that an exception of user code is."""
+    return failed(RewardFailureKind.RAISED, describe_error(error))[0]
+
+
+def _is_exhausted(error: BaseException) -> bool:
+    """Whether user code raised because the process had no memory, threads or descriptors left."""
+    cause: BaseException | None = error
+    for _ in range(_MOST_CAUSES):  # of a chain that may be a circle
+        if cause is None:
+            break
+        if isinstance(cause, OSError):
+            if cause.errno in (errno.EMFILE, errno.ENOMEM):
+                return True
+        elif isinstance(cause, MemoryError) or "can't start new thread" in describe_error(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def count_of(order: CallOrder) -> int:
+    """How many completions the call is about."""
+    return len(order.completion) if isinstance(order.completion, list) else 1
+
+
+class SyncServer:
+    """Answers calls one by one, in the order in which they came."""
+
+    def __init__(
+        self, connection: socket.socket, page: CallPage, functions: Sequence[RewardFunction], memory_bytes: int
+    ) -> None:
+        self._connection = connection
+        self._page = page
+        self._functions = functions
+        self._age = _Age(memory_bytes)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frames: FrameReader[list[CallOrder]] = FrameReader(list[CallOrder])
+        self._pid = os.getpid()
+        self._runner: asyncio.Runner | None = None
+        self._cpu_limit_s = 0
+        self._retired = False
+
+    def serve(self) -> None:
+        """Until the worker closes the connection."""
+        while received := self._connection.recv(_RECEIVE_BYTES):
+            for orders in self._frames.feed(received):
+                for order in orders:
+                    if not self._retired:  # else the worker takes them back
+                        self._answer(order)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
+                sys.stdout.flush()
+
+    def _answer(self, order: CallOrder) -> None:
+        self._allow_cpu(order.limit_s)
+        count = count_of(order)
+        function = self._functions[order.function]
+        self._page.begin(order.sequence)
+        if self._page.revoked(order.sequence):  # after it was shown to begin: the worker looks in the other order
+            self._page.end()
+            return
+        exhausted = False
+        started = Clock.perf_counter()
+        try:
+            returned = function.call(order.completion, **order.arguments)
+            if inspect.isawaitable(returned):  # a decorator that hides an async function
+                returned = self._finish(returned)
+            seconds = Clock.perf_counter() - started
+            values = check_returned(returned, count, per_group=function.signature.per_group)
+        except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
+            seconds = Clock.perf_counter() - started
+            values = (describe_raised(error),) * count
+            exhausted = _is_exhausted(error)
+            del error
+        if os.getpid() != self._pid:  # the function forked, and this is the copy
+            _exit(0)
+        self._retired = exhausted or self._age.is_old()
+        answer = CallAnswer(order.sequence, seconds, list(values), self._retired, exhausted)
+        self._connection.sendall(to_frame(self._encoder, answer))
+        self._page.end()
+
+    def _finish(self, pending: Awaitable[Any]) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+
+        async def finish() -> Any:
+            return await pending
+
+        return self._runner.run(finish())
+
+    def _allow_cpu(self, limit_s: float) -> None:
+        """The kernel ends a call that burns more CPU than its limit allows, even where the worker is gone or busy."""
+        needed = math.ceil(Clock.process_time() + limit_s * _CORES) + _CPU_MARGIN_S
+        if needed > self._cpu_limit_s:
+            self._cpu_limit_s = needed + 60
+            resource.setrlimit(resource.RLIMIT_CPU, (self._cpu_limit_s, resource.RLIM_INFINITY))
+
+
+class _Stepped:
+    """A coroutine whose every step is noted in the page, so that whoever blocks the loop is known."""
+
+    def __init__(self, inner: Generator[Any, Any, Any], page: CallPage, sequence: int) -> None:
+        self._inner = inner
+        self._page = page
+        self._sequence = sequence
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Callable[[Any], Any] = self._inner.send
+        given: Any = None
+        while True:
+            self._page.begin(self._sequence)
+            try:
+                yielded = step(given)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._page.end()
+            try:
+                given, step = (yield yielded), self._inner.send
+            except BaseException as error:  # noqa: BLE001 - whatever is thrown at us is the inner one's
+                given, step = error, self._inner.throw
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose timers use the saved clock, so patched clocks do not affect them."""
+
+    def time(self) -> float:
+        return Clock.monotonic()
+
+
+class LoopServer:
+    """Runs coroutines side by side. A call past its limit is answered and cancelled; if it does not end, the process
+    asks to be replaced."""
+
+    def __init__(
+        self, connection: socket.socket, page: CallPage, functions: Sequence[RewardFunction], memory_bytes: int
+    ) -> None:
+        self._connection = connection
+        self._page = page
+        self._functions = functions
+        self._age = _Age(memory_bytes)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._answers: list[bytes] = []
+        self._written = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Until the worker closes the connection."""
+        frames: FrameReader[list[CallOrder]] = FrameReader(list[CallOrder])
+        loop = asyncio.get_running_loop()
+        self._connection.setblocking(False)
+        async with asyncio.TaskGroup() as calls:
+            calls.create_task(self._write())
+            while received := await loop.sock_recv(self._connection, _RECEIVE_BYTES):
+                for orders in frames.feed(received):
+                    for order in orders:
+                        if not self._page.revoked(order.sequence):
+                            self._begin(order, calls)
+            _exit(0)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while await self._written.wait():
+            self._written.clear()
+            ready, self._answers = self._answers, []
+            await loop.sock_sendall(self._connection, b"".join(ready))
+
+    def _begin(self, order: CallOrder, calls: asyncio.TaskGroup) -> None:
+        started = Clock.perf_counter()
+        task = calls.create_task(self._call(order))
+        loop = asyncio.get_running_loop()
+
+        def too_late() -> None:
+            values = failed(RewardFailureKind.TIMED_OUT, late_message(order.limit_s), count_of(order))
+            self._answer(order, Clock.perf_counter() - started, values)
+            task.remove_done_callback(ended)
+            task.cancel()
+            loop.call_later(_STOP_GRACE_S, stopped)
+
+        def stopped() -> None:
+            if not task.done():  # it swallows its cancellation
+                self._answer(CallOrder(0, 0, 0.0, "", {}), 0.0, (), retire=True)
+
+        timer = loop.call_later(order.limit_s, too_late)
+
+        def ended(task: asyncio.Task[tuple[tuple[CheckedValue, ...], bool]]) -> None:
+            timer.cancel()
+            seconds = Clock.perf_counter() - started
+            if task.cancelled():
+                message = "CancelledError: it was cancelled by itself"
+                values, exhausted = failed(RewardFailureKind.RAISED, message, count_of(order)), False
+            else:
+                values, exhausted = task.result()
+            self._answer(order, seconds, values, exhausted=exhausted)
+
+        task.add_done_callback(ended)
+
+    async def _call(self, order: CallOrder) -> tuple[tuple[CheckedValue, ...], bool]:
+        """Its values, and whether the process was exhausted."""
+        function = self._functions[order.function]
+        count = count_of(order)
+
+        async def inner() -> Any:
+            return await function.call(order.completion, **order.arguments)
+
+        try:
+            returned = await _Stepped(inner().__await__(), self._page, order.sequence)
+            return check_returned(returned, count, per_group=function.signature.per_group), False
+        except asyncio.CancelledError:
+            raise  # by us, or by itself: the callback sees which
+        except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
+            return (describe_raised(error),) * count, _is_exhausted(error)
+
+    def _answer(
+        self,
+        order: CallOrder,
+        seconds: float,
+        values: tuple[CheckedValue, ...],
+        *,
+        retire: bool = False,
+        exhausted: bool = False,
+    ) -> None:
+        answer = CallAnswer(order.sequence, seconds, list(values), retire or self._age.is_old(), exhausted)
+        self._answers.append(to_frame(self._encoder, answer))
+        self._written.set()
+
+
+def late_message(limit_s: float) -> str:
+    """What a call past its limit is told to have done."""
+    return f"gave no reward within its time limit of {limit_s:g} s"
+
+
+def run_call_process(
+    connection: socket.socket,
+    page: CallPage,
+    load: Callable[[], Sequence[RewardFunction]],
+    *,
+    loop: bool,
+    memory_bytes: int,
+) -> NoReturn:
+    """What a forked child does until its connection ends. Never returns."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        faulthandler.enable()
+        functions = load()
+        limit_process(memory_bytes)
+        _seed_generators()
+        gc.freeze()
+        page.show_ready()
+        if loop:
+            with asyncio.Runner(loop_factory=_Loop) as runner:
+                runner.run(LoopServer(connection, page, functions, memory_bytes).serve())
+        else:
+            SyncServer(connection, page, functions, memory_bytes).serve()
+        code = 0
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0  # the worker is gone
+    except BaseException as error:  # noqa: BLE001 - it is told, and the process ends
+        sys.stderr.write(f"a reward process cannot go on: {describe_error(error)}\n")
+    finally:
+        _exit(code)
+
+
+def _seed_generators() -> None:
+    """A forked copy of a random generator would repeat what its siblings draw."""
+    if (random := sys.modules.get("random")) is not None:
+        random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()

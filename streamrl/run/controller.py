@@ -1,0 +1,383 @@
+"""The async shell around the pure core: streams and answers become events, actions become orders.
+
+Everything that may take long (drawing prompts, a step, a push, an evaluation, a checkpoint) is a child of the
+controller's task group and comes back as an event. The loop itself only sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from streamrl.base.errors import RewardFailureLimit, StreamRLError
+from streamrl.base.messages import EngineLoad, StepReport, WeightAnnouncement
+from streamrl.base.nursery import start_unless_ending
+from streamrl.base.seeds import derive_seed
+from streamrl.base.stage_messages import (
+    CancelTrajectories,
+    ContinueTrajectories,
+    EndedOutcome,
+    HoldTrajectories,
+    LaunchTrajectory,
+    RewardOutcome,
+    RolloutOrder,
+    TrajectoryHeld,
+    TrajectoryLost,
+)
+from streamrl.base.types import (
+    DropReason,
+    ScoredTrajectory,
+    TrajectoryId,
+)
+from streamrl.base.waits import Waits
+from streamrl.buffers.prompt_shelf import PromptShelf, PromptSource
+from streamrl.buffers.scored_payloads import ScoredPayloads
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.control.settings import ControlSettings
+from streamrl.control.state import ControlState
+from streamrl.elastic.spared_engines import SparedEngines
+from streamrl.evaluate.evaluation import Evaluation, HeldOut
+from streamrl.journal.catching_up import CaughtUp, catch_up, close_of
+from streamrl.journal.control_file import control_file
+from streamrl.journal.event_log import EventLog
+from streamrl.journal.kept_state import KeptControl
+from streamrl.journal.recovered_run import RecoveredRun
+from streamrl.journal.run_journal import RunJournal
+from streamrl.journal.snapshot import take_snapshot
+from streamrl.observe.report.alarms import Alarms
+from streamrl.observe.report.run_report import RunReport
+from streamrl.recipe.scheduling import RoundKind
+from streamrl.run.trainer_ranks import TrainerRanks, announcement
+from streamrl.sync.publisher import PushReport, WeightPublisher
+
+MEASURING_INTERVAL_S = 0.25
+
+
+class Controller:
+    """Runs one ``ControlState`` against a trainer, a publisher and the two stages. ``run`` once."""
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        *,
+        prompts: PromptSource,
+        held_out: HeldOut,
+        trainer: TrainerRanks,
+        publisher: WeightPublisher,
+        log: EventLog,
+        report: RunReport,
+        seed: int,
+        save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
+        beside: Callable[[], Mapping[str, bytes]] = dict,
+        audit: Callable[[int], Awaitable[None]],
+        scored: Callable[[int, dict[str, float], int], Awaitable[None]],
+        store: Callable[[int, Sequence[EndedOutcome]], Awaitable[None]] | None,
+        alarms: Alarms,
+        load: Callable[[], EngineLoad],
+        waits: Waits | None = None,
+        spared: SparedEngines,
+        shelf: PromptShelf,
+        journal: RunJournal,
+        start_version: int = 0,
+        kept: KeptControl | None = None,
+        recovered: RecoveredRun | None = None,
+    ) -> None:
+        self.state = recovered.state if recovered else ControlState(settings)
+        self._prompts = prompts
+        self._held_out = held_out
+        self._trainer = trainer
+        self._publisher = publisher
+        self._log = log
+        self._report = report
+        self._seed = seed
+        self._save = save
+        self._beside = beside
+        self._audit = audit
+        self._scored = scored
+        self._store = store
+        self._alarms = alarms
+        self._load = load
+        self._waits = waits or Waits()
+        self._spared = spared
+        # For others it would only make the log of a run of days longer.
+        self._tells_load = settings.rounds in (RoundKind.AUTO, RoundKind.CUSTOM)
+        self._start_version = start_version
+        self._kept = kept.snapshot if kept else None
+        self._shelf = shelf
+        self._journal = journal
+        self._recovered = recovered
+        self._live_push: PushReport | None = None
+        self._payloads = ScoredPayloads(journal)
+        self._announced: dict[int, WeightAnnouncement] = {}
+        self._evaluation: Evaluation | None = None
+        self._measuring = anyio.CancelScope()
+        no_end = float("inf")  # but for the slots, and one answer for each kind of order
+        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](no_end)
+
+    def stop(self, reason: str) -> None:
+        """Ask for a drain. May be called at any time from the event loop, also twice, also when the run has ended."""
+        with suppress(anyio.ClosedResourceError):  # the last ranks still end, and nothing is left to decide
+            self._tell.send_nowait(on.StopRequested(reason=reason))
+
+    def rewards_attached(self, version: int, rewards: tuple[str, ...], change: str) -> None:
+        """Other functions score from now on: for whoever reads the log. In turn with the outcomes that come back."""
+        with suppress(anyio.ClosedResourceError):
+            self._tell.send_nowait(on.RewardsAttached(reward_version=version, rewards=rewards, change=change))
+
+    async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
+        """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""
+        reason = ""
+        async with self._tell, self._events, anyio.create_task_group() as children:
+            children.start_soon(self._receive_outcomes, scored)
+            self._publisher.stranded = partial(start_unless_ending, children, self._give_evaluation_up, orders)
+            caught_up = CaughtUp(self._start_version)
+            if self._recovered is not None:
+                self._report.waits.look(self.state)
+                with self._waits.waiting_for("the trainer to train again what the journal has"):
+                    caught_up = await catch_up(self._trainer, self._recovered, self._start_version)
+            version = caught_up.policy_version
+            with self._waits.waiting_for(f"the trainer to publish version {version} complete"):
+                anchor = await self._trainer.publish_anchor(version)
+            with self._waits.waiting_for(f"every engine to hold version {version}"):
+                self._live_push = await self._publisher.push(anchor)
+            await self._trainer.acknowledge(version)
+            await self._audit(version)
+            self._report.began()
+            children.start_soon(self._measure_engines)
+            children.start_soon(self._spared.run)
+            if self._recovered is None:
+                self._tell.send_nowait(on.RunBegan(version, self._kept, self.state.settings.steps))
+            else:
+                await self._report.resumed(self._recovered, caught_up, self._start_version, anchor.state_hash)
+                for action in await self._go_on(self._recovered, caught_up):
+                    reason = await self._perform(action, orders, children) or reason
+                self._recovered.forget_content()
+            while not reason:
+                event = await self._events.receive()
+                for action in await self._handle(event):
+                    reason = await self._perform(action, orders, children) or reason
+                await self._report.progress(self.state, self._evaluation)
+            self._measuring.cancel()
+            self._spared.end()
+            self._publisher.stranded = lambda: None  # by an engine that joins now: no evaluation waits
+            await self._journal.settled()
+            await orders.aclose()
+        # Not before the last reward of a loser came back: ranks that have ended for long are missed.
+        await self._trainer.aclose()
+        return reason
+
+    async def _go_on(self, recovered: RecoveredRun, caught_up: CaughtUp) -> list[do.ControlAction]:
+        """What the life of the controller before this one had ordered and nobody answered, but for what is known."""
+        version, state = caught_up.policy_version, self.state
+        kind = state.round_kind if version > state.trainer_version else ""
+        self._payloads.restore(recovered.payloads())
+        steps = state.settings.steps  # by the recipe, which may say another number now
+        if state.draining or state.finished or state.steps != steps:
+            await self._handle(on.RunContinued(steps=steps))
+        if version > state.trainer_version:
+            await self._handle(on.BatchTrained(batch_id=state.batch.batch_id, policy_version=version))
+        if (evaluated := state.due.evaluating) is not None and evaluated != version:
+            await self._warn_given_up(evaluated, f"its controller died, and engines hold version {version} now")
+            await self._handle(on.EvaluationDone(policy_version=evaluated))
+        if version > state.live_version:
+            self._report.trained_before(version, recovered.batch_of(version), caught_up.reports, kind)
+        again = recovered.outstanding.again(state)
+        for batch in recovered.outstanding.trained_since(-1):
+            self._payloads.forget(trajectory for group in batch.groups for trajectory in group.ids)
+        return again
+
+    async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
+        """Log ``event`` and let control decide."""
+        elapsed_s = self._report.elapsed()
+        self._log.append(event, elapsed_s)
+        if self._journal.kept and isinstance(event, on.RunBegan | on.CheckpointDone):  # it begins anew behind it
+            await anyio.to_thread.run_sync(self._log.flush)
+        await self._journal.told(event, self.state, elapsed_s)
+        if isinstance(event, on.StopRequested):
+            self._spared.give_up()
+        if isinstance(event, on.TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
+            step = self.state.trainer_version + 1
+            if warning := self._alarms.reward_failed(step, event.message):
+                await self._report.warned(step, warning)
+        actions = self.state.handle(event)
+        await self._journal.handled(event, actions, self.state)
+        if isinstance(event, on.BatchTrained):
+            self._shelf.forget_others(lambda: self._journal.outstanding.prompts_needed(self.state))
+        return actions
+
+    async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
+        """Carry out one action. Returns the reason when it is the last one."""
+        match action:
+            case do.DrawPrompts():
+                children.start_soon(self._draw, action.count)
+            case do.LaunchGroup():
+                await self._launch(action, orders, children)
+            case do.CancelGroup():
+                self._forget(action.ids, action.reason)
+                await orders.send(CancelTrajectories(ids=action.ids))
+            case do.ForgetTrajectories():
+                self._forget(action.ids, action.reason)
+            case do.CutTrajectories():
+                await orders.send(HoldTrajectories(ids=action.ids))
+            case do.ResumeTrajectories():
+                await orders.send(ContinueTrajectories(ids=action.ids))
+            case do.HoldEngines():
+                # Before anything is submitted: what a running engine takes would be sampled by the old weights.
+                await self._publisher.hold()
+            case do.Explain():
+                self._log.decided(action, self._report.elapsed())
+                await self._report.decided(action, self.state.trainer_version + 1)
+            case do.TrainGroupNow():
+                await self._trainer.train_group(self._payloads.to_train(action))
+            case do.StepOptimizer():
+                await self._journal.settled()  # what is trained must never be sampled again
+                gather = await self._trainer.close_batch(close_of(action))
+                self._report.batch_closed(self.state.round_kind)
+                self._spared.batch_closed(children, last=self._is_last(action.policy_version))
+                children.start_soon(self._step, action, gather, self._payloads.close_batch())
+            case do.PublishWeights():
+                children.start_soon(self._publish, action.policy_version)
+            case do.Evaluate():
+                self._evaluation = Evaluation(
+                    self._held_out, action.policy_version, limit=action.limit, seed=self._seed
+                )
+                children.start_soon(self._evaluate, self._evaluation, orders)
+            case do.CancelEvaluation():
+                if self._evaluation is not None:
+                    await self._evaluation.cancel(orders)
+            case do.WriteCheckpoint():
+                beside = control_file(take_snapshot(self.state), self._shelf) | dict(self._beside())
+                children.start_soon(self._checkpoint, action.policy_version, beside)
+            case do.StopRun():
+                raise RewardFailureLimit(action.message)
+            case do.FinishRun():
+                return action.reason
+        return ""
+
+    async def _receive_outcomes(self, scored: ReceiveStream[RewardOutcome]) -> None:
+        async for item in scored:
+            if self._is_held_out(item):
+                if self._evaluation is not None and not isinstance(item, TrajectoryHeld):
+                    self._evaluation.take(item)
+                await self._report.progress(self.state, self._evaluation)
+                continue
+            self._report.came_back(item)
+            if not isinstance(item, TrajectoryHeld):
+                self._spared.ended(item)
+            if (event := self._payloads.take(item, self.state.buffer)) is not None:
+                await self._tell.send(event)
+
+    @staticmethod
+    def _is_held_out(item: RewardOutcome) -> bool:
+        if isinstance(item, TrajectoryHeld):
+            return False
+        return item.evaluation if isinstance(item, TrajectoryLost) else item.outcome.trajectory.evaluation
+
+    async def _draw(self, count: int) -> None:
+        with self._waits.waiting_for(f"{count} prompts"):
+            prompts = await self._prompts.draw(count)
+        self._journal.drawn(prompts)
+        await self._tell.send(self._shelf.drawn(prompts, exhausted=len(prompts) < count))
+
+    async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder], children: TaskGroup) -> None:
+        prompt = self._shelf[action.ids[0].prompt_id]
+        group = self.state.buffer.groups[action.group_id]
+        self._report.launched(action, group.round_kind, len(prompt.token_ids))
+        version, tokens = action.policy_version, len(prompt.token_ids)
+        await self._spared.launched(group.round_kind, action.ids, tokens, version, children)
+        for trajectory in action.ids:
+            # Of the noise and not of the group: a loser that is replayed draws what it drew before.
+            seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)
+            done = self._recovered.take_done(trajectory) if self._recovered else None
+            await orders.send(
+                LaunchTrajectory(id=trajectory, prompt=prompt, group_size=len(action.ids), seed=seed, done=done)
+            )
+
+    def _forget(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
+        self._report.dropped(ids, reason)
+        self._payloads.forget(ids)
+
+    async def _step(
+        self,
+        action: do.StepOptimizer,
+        gather: Callable[[], Awaitable[list[StepReport]]],
+        batch: list[ScoredTrajectory],
+    ) -> None:
+        with self._waits.waiting_for(f"the trainer to make version {action.policy_version}"):
+            reports = await gather()
+        wrong = [r for r in reports if (r.batch_id, r.policy_version) != (action.batch_id, action.policy_version)]
+        if wrong:
+            raise StreamRLError(
+                f"trainer ranks reported {[(r.batch_id, r.policy_version) for r in wrong]} for batch "
+                f"{action.batch_id}, version {action.policy_version}"
+            )
+        announced = self._announced[action.policy_version] = announcement(reports)
+        self._journal.published(action.policy_version, announced.state_hash)
+        self._journal.ended(member.trajectory.id for member in batch)
+        self._report.batch_trained(action.policy_version, batch, reports[0].metrics)
+        await self._tell.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
+
+    async def _publish(self, policy_version: int) -> None:
+        self._report.publishing()
+        push = self._live_push
+        if push is None or push.policy_version != policy_version:
+            with self._waits.waiting_for(f"every engine to hold version {policy_version}"):
+                push = self._live_push = await self._publisher.push(self._announced.pop(policy_version))
+            await self._trainer.acknowledge(policy_version)
+        else:  # live since this controller began; only what was held for it waits
+            await self._publisher.release()
+        await self._spared.begin_round(policy_version, last=self._is_last(policy_version))
+        await self._audit(policy_version)
+        metrics = await self._report.step_finished(push, self.state, self._spared.figures)
+        for message in self._alarms.check(policy_version, metrics):
+            await self._report.warned(policy_version, message)
+            await self._tell.send(on.AlarmRaised(step=policy_version, message=message))
+        if (timed := self._report.round_timed(policy_version)) is not None:
+            await self._tell.send(timed)
+        await self._tell.send(on.WeightsLive(policy_version=policy_version))
+
+    async def _measure_engines(self) -> None:
+        with self._measuring:
+            while True:
+                await anyio.sleep(MEASURING_INTERVAL_S)
+                measured = self._report.engines_measured(self._load())
+                if self._tells_load:
+                    await self._tell.send(measured)
+
+    def _is_last(self, policy_version: int) -> bool:
+        """Whether nothing will be sampled for training by ``policy_version``."""
+        return self.state.stopping is not None or policy_version >= self.state.steps
+
+    async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
+        with self._waits.waiting_for(f"the evaluation of version {evaluation.policy_version}"):
+            figures = await evaluation.run(orders)
+        version, self._evaluation = evaluation.policy_version, None
+        if not evaluation.cancelled:
+            await self._report.evaluation_finished(version, figures)
+        await self._tell.send(on.EvaluationDone(policy_version=version))
+        # From here on a newer version may be published: the disk must not hold it up.
+        if not evaluation.cancelled:
+            await self._scored(version, figures, evaluation.limit)
+        if not evaluation.cancelled and self._store is not None:
+            await self._store(version, evaluation.outcomes)
+
+    async def _give_evaluation_up(self, orders: SendStream[RolloutOrder]) -> None:
+        """Its version is gone: the engines that held it died, and the trainer has made the next one, which waits."""
+        if (evaluation := self._evaluation) is not None and not evaluation.cancelled:
+            await self._warn_given_up(evaluation.policy_version, "no engine holds it any more")
+            await evaluation.cancel(orders)
+
+    async def _warn_given_up(self, version: int, why: str) -> None:
+        await self._report.warned(version, f"evaluation of version {version} given up: {why}")
+
+    async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:
+        with self._waits.waiting_for(f"the checkpoint of version {policy_version}"):
+            await self._save(policy_version, beside)
+        await self._tell.send(on.CheckpointDone(policy_version=policy_version))

@@ -1,0 +1,43 @@
+"""What came back from the stages, as events of control. Pure."""
+
+from __future__ import annotations
+
+from streamrl.base.stage_messages import RewardOutcome, TrajectoryHeld, TrajectoryLost
+from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory
+from streamrl.control import events as on
+
+
+def event_of(item: RewardOutcome) -> on.TrajectoryCut | on.TrajectoryFailed | on.TrajectoryScored:
+    """The event that tells control of ``item``."""
+    if isinstance(item, TrajectoryHeld):
+        return on.TrajectoryCut(id=item.id, tokens=item.tokens)
+    if isinstance(item, TrajectoryLost):
+        reason = DropReason.CANCELLED if item.cancelled else DropReason.ENGINE_FAILED
+        return on.TrajectoryFailed(id=item.id, reason=reason, message=item.reason, tokens=item.tokens)
+    outcome = item.outcome
+    trajectory = outcome.trajectory
+    if isinstance(outcome, RewardFailure):
+        return on.TrajectoryFailed(
+            id=trajectory.id,
+            reason=DropReason.REWARD_FAILED,
+            message=f"{outcome.function} {outcome.kind}: {outcome.message}",
+            tokens=trajectory.generated_tokens,
+            policy=outcome.policy,
+            reward_version=outcome.reward_version,
+            adapted_limits_s=_adapted_limits(outcome),
+        )
+    return on.TrajectoryScored(
+        id=trajectory.id,
+        reward=outcome.reward,
+        tokens=trajectory.generated_tokens,
+        finish_reason=trajectory.finish_reason,
+        oldest_version=trajectory.oldest_version,
+        newest_version=trajectory.newest_version,
+        reward_version=outcome.reward_version,
+        adapted_limits_s=_adapted_limits(outcome),
+        separate_rewards={name: value for name, (weight, value) in outcome.separate_rewards.items() if weight},
+    )
+
+
+def _adapted_limits(outcome: ScoredTrajectory | RewardFailure) -> dict[str, float]:
+    return {call.function: round(call.limit_s, 4) for call in outcome.calls if call.adapted}

@@ -1,0 +1,327 @@
+"""The picture and the one nursery.
+
+::
+
+    prompts -> CONTROL --orders--> ROLLOUT --trajectories--> REWARD --scored--> CONTROL
+                 ^  |              engines               user functions           | rollout buffer
+       reports,  |  '--weight push --'                                            v
+       weights --'------------------------- TRAINING <------- groups, then "close" -'
+
+===============  =======================  =========================================  ====================
+stream           from -> to               item                                       bounded by
+===============  =======================  =========================================  ====================
+orders           control -> rollout       ``LaunchTrajectory``, ``CancelTrajectories``  slots
+trajectories     rollout -> reward        ``FinishedTrajectory``, ``TrajectoryLost``    slots
+scored           reward -> control        ``Scored``, ``TrajectoryLost``                slots
+engine orders    rollout -> engine host   ``EngineOrder``, answered by ``EngineEvent``  slots
+batches          control -> trainer rank  ``TrainGroup`` ..., then ``CloseBatch``       one batch in flight
+reports          trainer rank -> control  ``StepReport``                             one per step
+weights          trainer rank -> engine   an anchor or a delta, as a transaction     one in flight
+steps            control -> parent        ``ParentMessage``                          steps
+===============  =======================  =========================================  ====================
+
+Every trajectory that control launches comes back on ``scored`` exactly once: as a value, a recorded failure, or lost.
+Control ends ``orders``; each stage ends its output when its input ended; ranks and engines end when their orders end.
+
+A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
+(``streamrl.run.pipeline.Pipeline``). This module is what the controller process runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.concurrent_calls import BegunEarly
+from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
+from streamrl.base.run_events import (
+    EvaluationFinished,
+    RunEvent,
+    RunFinished,
+    RunStarted,
+    StartProgress,
+    StepFinished,
+)
+from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
+from streamrl.comm.memory_stream import memory_stream
+from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.control.settings import control_settings
+from streamrl.elastic.engine_switch import engine_switch
+from streamrl.elastic.spared_engines import SparedEngines
+from streamrl.engines.engine_seat import EngineSeat, seated_engines
+from streamrl.evaluate.sample_files import EvaluationSamples
+from streamrl.journal.run_journal import JournalledOutcomes
+from streamrl.judge.link import JudgeLink
+from streamrl.observe.report.alarms import Alarms, alarm_rules
+from streamrl.observe.reporter import Reporter
+from streamrl.observe.sinks import JsonlSink, PublishSink
+from streamrl.plan.topology import Topology, metrics_endpoint, prepared_sets
+from streamrl.processes.reward_workers import change_rewards, open_reward_stage
+from streamrl.prompts.prompts import open_prompts
+from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenizers
+from streamrl.recipe.canary import canary_bounds
+from streamrl.recipe.sections import Recipe
+from streamrl.remote.reward_changes import RewardReply, RewardsListed
+from streamrl.remote.transport_keys import KeyRole
+from streamrl.rules.transport_rules import transport_metrics
+from streamrl.run.checkpoints import CheckpointKeeper
+from streamrl.run.controller import Controller
+from streamrl.run.controller_parts import (
+    Emit,
+    Parts,
+    engine_release,
+    open_engines,
+    open_publisher,
+    open_rollout,
+    pool_service,
+    read_held_out,
+    run_report,
+)
+from streamrl.run.run_record import open_record
+from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.supervise.supervisor_orders import ParentMessage
+from streamrl.supervise.watch.controller_watch import ControllerWatch
+from streamrl.sync.weight_audit import WeightAudit
+from streamrl.vllm.options import expected_room, installed_device
+
+T = TypeVar("T")
+Ends = tuple[SendStream[T], ReceiveStream[T]]
+
+
+async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path, *, resumes: bool = False) -> None:
+    """Connect everything, run until training is done or drained, and end every stream. ``resumes``: an earlier life
+    of this run ended without that."""
+    async with AsyncExitStack() as streams:
+        steps = await streams.enter_async_context(
+            zmq_sender(ParentMessage, topology.endpoint("controller", "steps"), bind=False, name="controller.steps")
+        )
+        ranks = [await _connect_rank(recipe, topology, index, streams) for index in range(recipe.training.ranks)]
+        socket = PublishSink(metrics_endpoint(recipe, topology), run_id=run_directory.name)
+        lines = JsonlSink(run_directory / "metrics.jsonl")
+        reporter = Reporter([lines, socket], standing=transport_metrics(recipe))
+        streams.callback(reporter.close)
+
+        async def emit(event: RunEvent | RewardReply) -> None:
+            event = judge.measured(event)
+            _report(event, reporter)
+            await steps.send(event)
+
+        trainer, seats, judge = TrainerRanks(ranks), _seats(recipe, topology), JudgeLink(recipe, topology)
+        watch = ControllerWatch(recipe, run_directory, emit)
+        async with anyio.create_task_group() as nursery:
+            nursery.start_soon(watch.run)
+            for seat in seats.values():
+                nursery.start_soon(seat.run)
+            nursery.start_soon(judge.run)
+            # Beside others that load: after the death of a controller nobody has work until it has all of this.
+            loading = BegunEarly(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
+            scoring = BegunEarly(nursery, partial(open_reward_stage, recipe, topology, run_directory, emit))
+            began = anyio.current_time()
+            ready_after = partial(_say_ready, emit, began)
+            training = BegunEarly(nursery, partial(_greetings, trainer, ready_after))
+            with watch.waits.waiting_for("the engines to start"):
+                pool, ready, recovery = await open_engines(recipe, seats, steps.send, emit, nursery, resumes=resumes)
+            await ready_after(prepared_sets(recipe)[0].engines)
+            start_s = anyio.current_time() - began
+            with watch.waits.waiting_for("the trainer ranks to load"):
+                greetings = await training.result()
+            await judge.ready(pool.load, min(ready.max_running, recipe.rollout.batch_trajectories))
+            tokenizer, rewards = await loading.result(), await scoring.result()
+            await ready_after([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
+            digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
+            digests |= {f"trainer rank {greeting.rank}": greeting.tokenizer_digest for greeting in greetings}
+            refuse_different_tokenizers(recipe.model.path, digests)
+            nursery.start_soon(trainer.run)
+            version, parameters = greetings[0].policy_version, greetings[0].parameters
+            await emit(
+                RunStarted(
+                    run_id=run_directory.name,
+                    directory=str(run_directory),
+                    metrics_endpoint=socket.endpoint,
+                    steps=recipe.run.steps,
+                    parameters=parameters,
+                    trained_parameters=greetings[0].trained_parameters,
+                )
+            )
+            hosts = seated_engines(recipe, seats, pool, steps.send)
+            rooms = expected_room(recipe, ready.kv_tokens // recipe.engines.count)
+            parts = Parts(
+                tokenizer, rewards, pool, hosts, trainer, ready, start_s, rooms, parameters, emit, watch, recovery
+            )
+            await _run_stages(recipe, topology, run_directory, parts, version)
+            # Engines end when their orders end; so does everything else that is still open.
+            if recovery is not None:
+                await recovery.aclose()
+            await pool.aclose()
+            await hosts.aclose()
+            for seat in seats.values():
+                seat.retire()
+            judge.retire()
+            watch.end()
+
+
+async def _run_stages(
+    recipe: Recipe, topology: Topology, run_directory: Path, parts: Parts, start_version: int
+) -> None:
+    """Control, rollout and reward, from the version that the trainer holds to the end of the run."""
+    held_out = await read_held_out(recipe, parts)
+    reward, attached = parts.rewards
+    rollout = await open_rollout(recipe, parts, held_out)
+    settings = control_settings(recipe)
+    record = await open_record(recipe, settings, run_directory, start_version)
+    source, shuffle, seed = recipe.prompts.train, recipe.prompts.shuffle, recipe.run.seed
+    prompts = open_prompts(source, parts.tokenizer, seed=seed, shuffle=shuffle, max_tokens=None, start=record.drawn)
+    service = pool_service(recipe, parts)
+    publisher = await open_publisher(recipe, parts, service, rollout)
+    saved, limit = run_directory / "checkpoints", recipe.evaluation.limit
+    keeper = CheckpointKeeper(
+        parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, limit=limit, held=start_version
+    )
+    await keeper.begin()
+    samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
+    audit = WeightAudit(
+        parts.pool.attached,
+        run_directory / "audits.jsonl",
+        recipe.weights.audit_interval,
+        serving=lambda: parts.pool.serving,
+    )
+    report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
+    controller = Controller(
+        settings,
+        prompts=prompts,
+        held_out=held_out,
+        trainer=parts.trainer,
+        publisher=publisher,
+        log=record.log,
+        report=report,
+        seed=recipe.run.seed,
+        save=keeper.save,
+        beside=attached.file,
+        audit=audit.after_push,
+        scored=keeper.scored,
+        store=samples.write if recipe.evaluation.store_samples else None,
+        alarms=_alarms(recipe),
+        load=parts.pool.load,
+        waits=parts.watch.waits,
+        spared=SparedEngines(
+            engine_release(recipe, parts, publisher),
+            engine_switch(recipe, parts.pool, parts.rooms, publisher, parts.hosts, parts.start_s),
+            record.log,
+            report,
+            parts.lost_engines,
+        ),
+        shelf=record.shelf,
+        journal=record.journal,
+        start_version=start_version,
+        kept=record.kept,
+        recovered=record.recovered,
+    )
+    parts.watch.follow(
+        controller.state, rollout.statistics, parts.pool.load, reward.in_flight, parts.trainer.answers, report.waits
+    )
+    # Everything in flight fits into the windows, so control never waits for a stage to take an order.
+    window = 2 * controller.state.slots.capacity + held_out.in_flight + 64
+    orders_ends: Ends[RolloutOrder] = memory_stream(window)
+    trajectories_ends: Ends[RolloutOutcome] = memory_stream(window)
+    scored_ends: Ends[RewardOutcome] = memory_stream(window)
+    try:
+        async with anyio.create_task_group() as stages:
+            stages.start_soon(_stop_on_sigterm, controller)
+            if service is not None and parts.recovery is None:  # which runs already
+                stages.start_soon(service.run)
+            stages.start_soon(publisher.run)
+            stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
+            stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
+            stages.start_soon(change_rewards, topology, attached, run_directory, controller.rewards_attached)
+            reason = await controller.run(orders_ends[0], scored_ends[1])
+            await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
+            stages.cancel_scope.cancel()
+    finally:
+        report.close()
+        await record.aclose()
+        await prompts.aclose()
+
+
+def _alarms(recipe: Recipe) -> Alarms:
+    """Simulated engines need not agree with the trainer."""
+    mismatch = recipe.off_policy.alarm if recipe.compares_logprobs else 0.0
+    return Alarms(alarm_rules(mismatch, canary_bounds(recipe, installed_device()).alarm))
+
+
+# ---- connecting ----------------------------------------------------------------------------------
+
+
+async def _say_ready(emit: Emit, began: float, names: Iterable[str]) -> None:
+    seconds = anyio.current_time() - began
+    await emit(StartProgress(process=", ".join(names), state="ready", seconds=seconds))
+
+
+async def _greetings(
+    trainer: TrainerRanks, ready_after: Callable[[Iterable[str]], Awaitable[None]]
+) -> list[TrainerReady]:
+    greetings = await trainer.ready()
+    await ready_after(f"trainer-{greeting.rank}" for greeting in greetings)
+    return greetings
+
+
+def _seats(recipe: Recipe, topology: Topology) -> dict[str, EngineSeat]:
+    names = [name for one in prepared_sets(recipe) for name in one.engines]
+    return {n: EngineSeat(n, topology.endpoint(n, "orders"), topology.endpoint(n, "completions")) for n in names}
+
+
+async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
+    name = f"trainer-{index}"
+    # A whole batch and its close fit, so control never waits for a rank that is busy with another one.
+    window = 2 * recipe.rollout.prompts_per_batch + 64
+    batches = await streams.enter_async_context(
+        zmq_sender(
+            TrainingOrder,
+            topology.endpoint(name, "batches"),
+            bind=True,
+            window=window,
+            name=f"{name}.batches",
+            peer_role=KeyRole.TRAINER,
+        )
+    )
+    reports = await streams.enter_async_context(
+        zmq_receiver(
+            TrainingEvent,
+            topology.endpoint(name, "reports"),
+            bind=True,
+            name=f"{name}.reports",
+            peer_role=KeyRole.TRAINER,
+        )
+    )
+    return batches, reports
+
+
+async def _stop_on_sigterm(controller: Controller) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+        async for _ in signals:
+            controller.stop("drained")
+
+
+async def _remove_directory(path: Path) -> None:
+    await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
+
+
+def _report(event: RunEvent | RewardReply, reporter: Reporter) -> None:
+    match event:
+        case StepFinished():
+            reporter.step(event.step, event.policy_version, event.metrics)
+        case EvaluationFinished():
+            reporter.evaluation(event.step, event.policy_version, event.metrics)
+        case RewardsListed():
+            return  # it concerns whoever asked
+        case _:
+            reporter.event(type(event).__name__, **msgspec.structs.asdict(event))

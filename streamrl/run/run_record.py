@@ -1,0 +1,110 @@
+"""What a run writes down so that nothing of it is lost, its journal and its event log, and what they tell of earlier
+lives of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from streamrl.base.errors import RecipeError
+from streamrl.buffers.prompt_shelf import PromptShelf
+from streamrl.control.settings import ControlSettings
+from streamrl.journal.control_file import read_control_file
+from streamrl.journal.event_log import EventLog
+from streamrl.journal.journal import Journal, JournalRefused, open_journal
+from streamrl.journal.journal_errors import another_run
+from streamrl.journal.kept_state import KeptControl
+from streamrl.journal.recovered_run import RecoveredRun, recovered_run
+from streamrl.journal.run_journal import RunJournal
+from streamrl.learning.state.durable_files import newest_checkpoint, surviving
+from streamrl.plan.topology import JOURNAL_DIRECTORY
+from streamrl.recipe.sections import JournalKind, Recipe
+from streamrl.run.run_inputs import NOT_RESUMED
+
+EVENT_LOG = "events.jsonl"
+
+
+class RunRecord(msgspec.Struct, frozen=True):
+    """``recovered``: what an earlier life left; ``kept``: what the checkpoint kept that the run was forked from;
+    ``drawn``: prompts that the source has given."""
+
+    log: EventLog
+    journal: RunJournal
+    shelf: PromptShelf
+    drawn: int
+    file: Journal | None = None
+    recovered: RecoveredRun | None = None
+    kept: KeptControl | None = None
+
+    async def aclose(self) -> None:
+        """Write what waits, and close the files. Raises ``JournalFailed``."""
+        self.log.close()
+        if self.file is not None:
+            with anyio.CancelScope(shield=True):
+                await self.file.close()
+
+
+async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
+    """Of a new run, or of one that goes on; ranks hold ``start_version``. Blocking work is done in a thread.
+
+    Raises ``StreamRLError`` where the journal is damaged, of another run, in use, or without what a run with
+    checkpoints goes on from.
+    """
+    return await anyio.to_thread.run_sync(partial(_open, recipe, settings, run_directory, start_version))
+
+
+def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
+    shelf = PromptShelf(settings.tail_batching.domain_column, settings.tail_batching.domains)
+    file, recovered = _open_journal(recipe, settings, run_directory, start_version)
+    path, run_id = run_directory / EVENT_LOG, run_directory.name
+    journal = RunJournal(file, lambda: shelf.prompts, recovered)
+    if recovered is not None:
+        shelf.put(recovered.prompts.values())
+        log = EventLog.going_on(path, run_id, settings, recovered.told, recovered.events)
+        return RunRecord(log, journal, shelf, recovered.state.supply.drawn_prompts, file, recovered)
+    resumed = recipe.checkpoint.resume_from
+    kept = read_control_file(surviving(Path(resumed))) if resumed else None
+    shelf.put(kept.prompts if kept else ())
+    drawn = kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch
+    return RunRecord(EventLog(path, run_id, settings), journal, shelf, drawn, file, kept=kept)
+
+
+def _open_journal(
+    recipe: Recipe, settings: ControlSettings, run_directory: Path, held: int
+) -> tuple[Journal | None, RecoveredRun | None]:
+    if recipe.run.journal is JournalKind.NONE:
+        return None, None
+    directory, run_id = run_directory / JOURNAL_DIRECTORY, run_directory.name
+    durable: Literal["fsync", "process"] = "fsync" if recipe.run.journal is JournalKind.FSYNC else "process"
+    # First the lock: whoever else writes it must be gone before it is read.
+    file, found = open_journal(directory, run_id=run_id, durability=durable)
+    recovered = recovered_run(found, settings, held)
+    if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
+        raise JournalRefused(_without_journal(run_directory))
+    return file, recovered
+
+
+def refuse_lost_journal(run_directory: Path) -> None:
+    """Raise ``RecipeError`` where a run that has begun has no journal any more. Ranks would begin from a checkpoint and
+    control would not, and the logs would be overwritten. Blocking: only then checkpoints are read."""
+    began = (run_directory / EVENT_LOG).exists() or _has_checkpoints(run_directory)
+    if began and not any((run_directory / JOURNAL_DIRECTORY).glob("*.journal")):
+        raise RecipeError([_without_journal(run_directory)], outcome=NOT_RESUMED)
+
+
+def _has_checkpoints(run_directory: Path) -> bool:
+    return any((run_directory / "checkpoints").glob("step-*"))
+
+
+def _without_journal(run_directory: Path) -> str:
+    newest = newest_checkpoint(run_directory)
+    place = "its newest checkpoint" if newest is not None else "the beginning: no checkpoint of it is whole"
+    return (
+        f"{run_directory / JOURNAL_DIRECTORY} holds nothing of this run, which cannot go on without: bring it back, or "
+        f"begin another run from {place}: {another_run(run_directory, newest)}"
+    )

@@ -1,0 +1,192 @@
+"""The trainer as control sees it: one stream of batches and one of reports for each rank."""
+
+from __future__ import annotations
+
+from asyncio import Future, Lock, get_running_loop
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from streamrl.base.errors import StreamBroken, StreamEnded, StreamRLError, VersionLeft
+from streamrl.base.messages import (
+    AnchorPublished,
+    CheckpointSaved,
+    CloseBatch,
+    EnginesFreed,
+    PublishAnchor,
+    SaveCheckpoint,
+    StepReport,
+    TrainerReady,
+    TrainGroup,
+    TrainingEvent,
+    TrainingOrder,
+    TrainTogether,
+    WeightAnnouncement,
+    WeightsAcknowledged,
+)
+from streamrl.base.types import TrainingGroup
+from streamrl.comm.stream import ReceiveStream, SendStream
+
+RankStreams = tuple[SendStream[TrainingOrder], ReceiveStream[TrainingEvent]]
+Answer = TypeVar("Answer", StepReport, AnchorPublished, CheckpointSaved)
+HASH_MODULUS = 2**64
+GONE = "the trainer ranks are gone: they answer nothing any more"
+
+
+class TrainerRanks:
+    """Sends orders to all ranks and gathers one answer from each. ``run`` is a child of the nursery."""
+
+    def __init__(self, ranks: Sequence[RankStreams]) -> None:
+        self._ranks = ranks
+        self._open_tokens = [0] * len(ranks)
+        self._waiting_tokens = self._together_tokens = 0
+        self._ordered_version = 0
+        self._answered = 0
+        self._ended = self._gone = False
+        self._answers: dict[tuple[type[msgspec.Struct], int], Future[TrainingEvent]] = {}
+        self._one_question = Lock()  # yields to nobody where nobody has it
+
+    async def ready(self) -> list[TrainerReady]:
+        """The greeting of every rank. Raises ``StreamRLError`` when ranks disagree about what they hold."""
+        greetings: list[TrainerReady] = []
+        for index, (_, reports) in enumerate(self._ranks):
+            try:
+                greeting = await reports.receive()
+            except StreamEnded as error:
+                raise StreamBroken(f"trainer-{index} ended before it was ready") from error
+            if not isinstance(greeting, TrainerReady) or greeting.rank != index or greeting.ranks != len(self._ranks):
+                raise StreamRLError(f"trainer-{index} greeted with {greeting}; {len(self._ranks)} ranks were expected")
+            greetings.append(greeting)
+        self._ordered_version = greetings[0].policy_version
+        self._together_tokens = greetings[0].together_tokens
+        if len({(g.policy_version, g.parameters) for g in greetings}) != 1:
+            raise StreamRLError(f"trainer ranks hold different models: {greetings}")
+        return greetings
+
+    async def run(self) -> None:
+        """Receive answers until every rank ended its stream. Then whoever still waits for one, also where it cannot be
+        cancelled, is told that none will come."""
+        try:
+            async with anyio.create_task_group() as pumps:
+                for index in range(len(self._ranks)):
+                    pumps.start_soon(self._pump, index)
+        finally:
+            self._gone = True
+            for waiting in self._answers.values():
+                if not waiting.done():
+                    waiting.set_exception(StreamBroken(GONE))
+                    waiting.exception()  # it may be that nobody waits
+
+    def answers(self) -> int:
+        """How many there were so far."""
+        return self._answered
+
+    async def _pump(self, rank: int) -> None:
+        async for event in self._ranks[rank][1]:
+            waiting = self._answers.pop((type(event), rank), None)
+            if waiting is None:
+                raise StreamRLError(f"trainer-{rank} sent {type(event).__name__}, which nobody asked for")
+            if not waiting.done():  # whoever asked was cancelled: the run is about to end, of something else
+                waiting.set_result(event)
+            self._answered += 1
+
+    async def train_group(self, group: TrainingGroup) -> None:
+        """Give a group to the rank with the fewest tokens in the open batch. Where a row is a collective, order all
+        ranks to train once enough tokens wait."""
+        rank = min(range(len(self._ranks)), key=lambda r: self._open_tokens[r])
+        tokens = sum(len(s.token_ids) for s in group.samples)
+        self._open_tokens[rank] += tokens
+        self._waiting_tokens += tokens
+        await self._ranks[rank][0].send(TrainGroup(group=group))
+        if 0 < self._together_tokens <= self._waiting_tokens:
+            self._waiting_tokens = 0
+            async with self._one_question:
+                for batches, _ in self._ranks:
+                    await batches.send(TrainTogether())
+
+    async def close_batch(self, close: CloseBatch) -> Callable[[], Awaitable[list[StepReport]]]:
+        """Tell every rank to step. Returns when they were told; call the result for the reports, in rank order."""
+        self._open_tokens, self._waiting_tokens = [0] * len(self._ranks), 0
+        self._ordered_version = close.policy_version
+        return await self._ask(close, StepReport)
+
+    async def publish_anchor(self, policy_version: int) -> WeightAnnouncement:
+        """Have every rank publish its current weights complete. Raises ``VersionLeft`` where a newer version was
+        ordered already: the engine that asks must wait for that one; also after ``aclose``."""
+        if self._ended:
+            raise VersionLeft(f"version {policy_version} is not published any more: the trainer has made its last step")
+        if policy_version < self._ordered_version:
+            raise VersionLeft(f"version {policy_version} is not held any more: {self._ordered_version} was ordered")
+        gather = await self._ask(PublishAnchor(policy_version=policy_version), AnchorPublished)
+        answers = await gather()
+        return WeightAnnouncement(
+            policy_version=policy_version,
+            base_version=None,
+            state_hash=sum(a.state_hash for a in answers) % HASH_MODULUS,
+            sources=tuple(a.source for a in answers),
+        )
+
+    async def acknowledge(self, policy_version: int) -> None:
+        """Every engine holds ``policy_version`` live."""
+        for batches, _ in self._ranks:
+            await batches.send(WeightsAcknowledged(policy_version=policy_version))
+
+    async def engines_freed(self, count: int) -> None:
+        """``count`` engines do nothing until the next round: their cores are for training."""
+        for batches, _ in self._ranks:
+            await batches.send(EnginesFreed(count=count))
+
+    async def save_checkpoint(
+        self, directory: str, policy_version: int, min_free_bytes: int = 0, beside: Mapping[str, bytes] | None = None
+    ) -> CheckpointSaved:
+        """Write a checkpoint with all ranks; returns rank 0's answer. ``beside``: sha256 of the files, by name, that
+        ``whole_files.leave_beside`` left for it: of any size, where a message is not."""
+        order = SaveCheckpoint(
+            directory=directory,
+            policy_version=policy_version,
+            min_free_bytes=min_free_bytes,
+            beside=dict(beside or {}),
+        )
+        gather = await self._ask(order, CheckpointSaved)
+        return (await gather())[0]
+
+    async def aclose(self) -> None:
+        """End the batches of every rank: ranks end when they have done what was sent."""
+        self._ended = True
+        for batches, _ in self._ranks:
+            await batches.aclose()
+
+    async def _ask(self, order: TrainingOrder, kind: type[Answer]) -> Callable[[], Awaitable[list[Answer]]]:
+        if self._gone:
+            raise StreamBroken(GONE)
+        waiting: list[Future[TrainingEvent]] = []
+        async with self._one_question:  # two of them must reach all ranks in one order: each is a collective
+            for rank, (batches, _) in enumerate(self._ranks):
+                if (kind, rank) in self._answers:
+                    raise StreamRLError(f"trainer-{rank} still owes a {kind.__name__}")
+                waiting.append(get_running_loop().create_future())
+                self._answers[kind, rank] = waiting[-1]
+                await batches.send(order)
+
+        async def gather() -> list[Answer]:
+            answers = [await future for future in waiting]
+            return [answer for answer in answers if isinstance(answer, kind)]
+
+        return gather
+
+
+def announcement(reports: Sequence[StepReport]) -> WeightAnnouncement:
+    """What the ranks published in one step, as one version. Raises ``StreamRLError`` when they disagree."""
+    versions = {(r.policy_version, r.base_version) for r in reports}
+    if len(versions) != 1:
+        raise StreamRLError(f"trainer ranks published different versions: {sorted(versions, key=str)}")
+    policy_version, base_version = versions.pop()
+    return WeightAnnouncement(
+        policy_version=policy_version,
+        base_version=base_version,
+        state_hash=sum(r.state_hash for r in reports) % HASH_MODULUS,
+        sources=tuple(r.source for r in reports),
+        probe_logprobs=reports[0].probe_logprobs,
+    )

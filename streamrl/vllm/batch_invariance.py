@@ -1,0 +1,44 @@
+"""Whether an engine samples the same bits whatever else runs beside a request: what a deterministic run rests on.
+
+Kernels choose their order of additions by the size of the batch, so most engines do not; the demo's model on one thread
+of a CPU does. An engine that does not runs one request at a time in such a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from streamrl.base.concurrent_calls import all_of
+from streamrl.base.messages import Generate
+from streamrl.base.seeds import derive_seed
+from streamrl.base.types import Completion, TokenArray
+from streamrl.engines.engine import Engine
+
+PROBES = 16
+PROBE_TOKENS = 64
+
+
+async def batch_invariant(engine: Engine, prompts: Sequence[TokenArray], *, temperature: float, top_p: float) -> bool:
+    """Sample ``PROBES`` completions one by one, then all at once: are tokens and logprobs the same, bit for bit?
+
+    Raises ``EngineError`` and ``RequestRefused``.
+    """
+    requests = [
+        Generate(
+            request_id=f"probe-{number}",
+            token_ids=prompts[number % len(prompts)],
+            max_tokens=PROBE_TOKENS,
+            seed=derive_seed(0, "batch invariance", number),
+            temperature=temperature,
+            top_p=top_p,
+        )
+        for number in range(PROBES)
+    ]
+    alone = [await engine.generate(request) for request in requests]
+    together = await all_of([partial(engine.generate, request) for request in requests])
+    return [_bits(one) for one in alone] == [_bits(one) for one in together]
+
+
+def _bits(completion: Completion) -> tuple[bytes, bytes]:
+    return completion.token_ids.tobytes(), completion.behavior_logprobs.tobytes()

@@ -1,0 +1,173 @@
+"""vLLM plugin: runs in the owner of an engine, its core and its workers, before a model is built.
+
+It does nothing unless streamrl started the process (``STREAMRL_ENGINE=1``): vLLM loads every installed
+plugin, also in engines that are none of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from streamrl.weights.vllm_names import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
+
+LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Entry point ``vllm.general_plugins``."""
+    if os.environ.get(ENGINE_VARIABLE) != "1":
+        return
+    die_with_parent()
+    make_numba_harmless()
+    ask_for_tiles()
+    register_weight_backend()
+    if os.environ.get(LINEAR_VARIABLE) != "stock":
+        keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
+    watch_after_loading()
+    add_text_methods()
+    from streamrl.vllm.worker_continuation import add_continuation
+
+    add_continuation()
+
+
+def die_with_parent() -> None:
+    """In a child that multiprocessing made (engine core, worker): be killed when the parent dies.
+
+    Without this a killed owner leaves core and worker running for good. The resource tracker is not such a
+    child, and must live on: it is what unlinks the shared memory.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before the call
+        os._exit(1)
+
+
+def make_numba_harmless() -> None:
+    """Let a worker start in a process that has imported numba (the main module of its owner did, say).
+
+    vLLM's CPU worker looks at the instance dictionary of everything in every module. That of llvmlite's wrapper of its
+    library is looked up in the library, and the worker dies. The wrapper has no such dictionary, so it shall say so.
+    """
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    wrapper = getattr(ffi, "_lib_wrapper", None)
+    if wrapper is None or hasattr(wrapper, "streamrl_original"):
+        return
+    original = wrapper.__getattr__
+
+    def look_up(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return original(library, name)
+
+    wrapper.streamrl_original = original
+    wrapper.__getattr__ = look_up
+
+
+def ask_for_tiles() -> None:
+    """Ask Linux for the tile registers of AMX, where the processor has them: without leave, their first use is SIGILL.
+
+    vLLM's bfloat16 attention uses them without asking. It works where a matrix product of torch has asked before, which
+    none has in a worker whose layers are all packed or quantised.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def register_weight_backend() -> None:
+    """Make ``WeightTransferConfig(backend="streamrl")`` known to this process."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            WEIGHT_BACKEND, "streamrl.weights.vllm.weight_receiver", "StreamrlWeightTransfer"
+        )
+
+
+def add_text_methods() -> None:
+    """Give every worker the ``TEXT_METHODS``."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def from_text(method: str) -> Callable[[Any, str], Any]:
+        return lambda worker, encoded: getattr(worker, method)(base64.b64decode(encoded, validate=True))
+
+    for method, name in TEXT_METHODS.items():
+        setattr(WorkerBase, name, from_text(method))
+
+
+def watch_after_loading() -> None:
+    """Note on every model what vLLM changed in its parameters after they were loaded: the load plan asks for it."""
+    from vllm.model_executor.model_loader import base_loader
+
+    original = base_loader.process_weights_after_loading
+    if hasattr(original, "streamrl_original"):
+        return
+
+    def watched(model: Any, *arguments: Any, **options: Any) -> None:
+        from streamrl.weights.vllm.load_plan_layouts import observe_after_loading
+
+        observe_after_loading(model, lambda: original(model, *arguments, **options))
+
+    watched.streamrl_original = original  # type: ignore[attr-defined]
+    base_loader.process_weights_after_loading = watched
+
+
+def keep_linear_weights(*, packed: bool) -> None:
+    """On CPU, keep the parameters of linear layers, which stock vLLM empties after packing them.
+
+    ``packed`` False: plain ``linear`` on the parameter. True: vLLM's packed kernels beside the parameter (twice
+    the memory); a commit must then pack the layers it touched again (``repack_linear_layers``).
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or hasattr(utils.dispatch_cpu_unquantized_gemm, "streamrl_original"):
+        return
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if packed or layer.weight.is_meta or layer.weight.ndim != 2:
+            original(layer, remove_weight=False)
+        else:
+            layer.cpu_linear = _plain_linear
+
+    dispatch.streamrl_original = original  # type: ignore[attr-defined]
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _plain_linear(x: Any, weight: Any, bias: Any) -> Any:
+    from torch.nn.functional import linear
+
+    return linear(x, weight, bias)
+
+
+def repack_linear_layers(model: Any, changed: set[int]) -> int:
+    """Pack the linear layers of ``model`` again whose weight storage is in ``changed``.
+
+    ``changed``: ``data_ptr()`` of storages that a commit wrote to. Returns how many layers were packed (a tied
+    head counts by itself: it shares the storage and keeps a packed copy of its own).
+    """
+    from vllm.model_executor.layers import utils
+
+    if os.environ.get(LINEAR_VARIABLE, "plain") == "plain":
+        return 0
+    repacked = 0
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if not hasattr(layer, "cpu_linear") or weight is None:
+            continue
+        if weight.numel() and weight.untyped_storage().data_ptr() in changed:
+            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            repacked += 1
+    return repacked

@@ -1,0 +1,177 @@
+"""The manifest of one rank's part of one version: its identity, its tensors, its chunks.
+
+The digest of the encoded manifest is the identity of the part; everything else hangs on it: the manifest
+names the digest of every chunk, so whoever serves the bytes, they are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import msgspec
+import zstandard
+
+from streamrl.base.errors import UNDECODABLE, WeightError
+from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
+
+FORMAT_VERSION = 4
+CHECKPOINT_VERSION = -1
+"""Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
+CHUNK_BYTES = 1 << 20
+MANIFEST_LIMIT = 64 << 20
+_UNFOLDED_AT_LEAST, _UNFOLDED_TIMES = 1 << 20, 256
+"""Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""
+
+MOST_SIDES = 16
+"""Of a tensor."""
+
+UNIT_ELEMENTS = 1 << 23
+"""Elements that are compared, encoded and decoded in one go: threads share a large tensor by such pieces."""
+
+
+class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's contiguous part of one checkpoint tensor.
+
+    ``dtype``: bfloat16, float16 or float32. ``shape``: of the full tensor. ``offset``, ``count``: flat
+    start and length of the shard in the full tensor; a shard may be empty.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    count: int
+
+    def check(self) -> None:
+        """Raise ``WeightError`` when the shard leaves its tensor."""
+        if len(self.shape) > MOST_SIDES or min(self.offset, self.count, *self.shape) < 0:
+            raise WeightError(
+                f"shard [{self.offset}, +{self.count}) of {self.name!r:.80} has {len(self.shape)} sides: none is "
+                f"negative, and there are {MOST_SIDES} at most"
+            )
+        total = math.prod(self.shape)
+        if self.offset + self.count > total:
+            raise WeightError(
+                f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
+            )
+
+    def work_units(self) -> Iterator[ShardSpec]:
+        """The shard in pieces of at most ``UNIT_ELEMENTS``; itself when it is small. An empty one is a piece too."""
+        for start in range(0, max(1, self.count), UNIT_ELEMENTS):
+            yield msgspec.structs.replace(
+                self, offset=self.offset + start, count=min(UNIT_ELEMENTS, self.count - start)
+            )
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One encoded patch: the shard (or the piece of one) it belongs to, the elements it decodes to, its bytes in the
+    payload. ``joined``: the patch of the entry before is of this shard too, whose elements follow there; it has no
+    bytes of its own (``work_units``)."""
+
+    shard: ShardSpec
+    changed_elements: int
+    payload_bytes: int
+    joined: bool = False
+
+
+class ChunkEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of the payload: BLAKE2b-128 digest (hexadecimal) and length in bytes."""
+
+    digest: str
+    payload_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank publishes for one version. The payload is the patches of ``tensors``, one after another,
+    cut into ``chunks``. A delta lists only tensors that changed; an anchor (``base_version`` None) lists all.
+
+    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``shards``: all that the
+    rank publishes, with a delta on the checkpoint only: whoever reads it cannot know that from earlier versions.
+    """
+
+    format_version: int
+    run_id: str
+    rank: int
+    policy_version: int
+    base_version: int | None
+    base_part_hash: int
+    part_hash: int
+    tensors: tuple[TensorEntry, ...]
+    chunks: tuple[ChunkEntry, ...]
+    shards: tuple[ShardSpec, ...] = ()
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.payload_bytes for chunk in self.chunks)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def digest_of(payload: bytes | memoryview) -> str:
+    """BLAKE2b-128, hexadecimal."""
+    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes whose digest is the identity of the part: msgpack in one zstd frame, since names are like each other.
+    Of a small model they would be ten times its changes otherwise."""
+    return zstandard.ZstdCompressor(level=3, write_checksum=False).compress(_encoder.encode(manifest))
+
+
+def _unfold(encoded: bytes | memoryview) -> bytes:
+    """The inverse. Memory is taken only once the frame has said that it fits in ``MANIFEST_LIMIT``."""
+    claimed = zstandard.get_frame_parameters(encoded).content_size
+    most = min(MANIFEST_LIMIT, _UNFOLDED_AT_LEAST + _UNFOLDED_TIMES * len(encoded))
+    if claimed > most:
+        raise zstandard.ZstdError(f"its frame of {len(encoded)} bytes claims {claimed}; {most} are the most")
+    unfolded = zstandard.ZstdDecompressor().decompress(encoded, allow_extra_data=False)
+    if takes_more(unfolded, 8 * len(unfolded) + SPARE_BYTES):
+        raise zstandard.ZstdError(f"its {len(unfolded)} bytes are very many small values")
+    return unfolded
+
+
+def decode_manifest(encoded: bytes | memoryview, expected_digest: str, endpoint: str) -> Manifest:
+    """Check the digest, then decode and check the tables against each other."""
+    actual = digest_of(encoded)
+    if actual != expected_digest:
+        raise WeightError(f"manifest from {endpoint} has digest {actual}; announced was {expected_digest}")
+    try:
+        manifest = _decoder.decode(_unfold(encoded))
+    except (zstandard.ZstdError, *UNDECODABLE) as error:
+        raise WeightError(f"manifest {expected_digest} from {endpoint} cannot be decoded: {error}") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise WeightError(
+            f"manifest from {endpoint} has format {manifest.format_version}; this build reads {FORMAT_VERSION}: "
+            "run the same streamrl version on both sides"
+        )
+    in_tensors = sum(entry.payload_bytes for entry in manifest.tensors)
+    if in_tensors != manifest.payload_bytes:
+        raise WeightError(
+            f"manifest {expected_digest} from {endpoint}: tensors take {in_tensors} bytes, "
+            f"chunks {manifest.payload_bytes}"
+        )
+    for shard in (*(entry.shard for entry in manifest.tensors), *manifest.shards):
+        shard.check()
+    _refuse_wrong_joins(manifest, expected_digest, endpoint)
+    return manifest
+
+
+def _refuse_wrong_joins(manifest: Manifest, digest: str, endpoint: str) -> None:
+    """Raise ``WeightError`` for shards that nobody would code together."""
+    first: ShardSpec | None = None
+    elements = 0
+    for entry in manifest.tensors:
+        if not entry.joined:
+            first, elements = entry.shard, entry.shard.count
+            continue
+        elements += entry.shard.count
+        if first is None or first.dtype != entry.shard.dtype or entry.payload_bytes or elements > UNIT_ELEMENTS:
+            raise WeightError(
+                f"manifest {digest} from {endpoint} joins {entry.shard.name!r} ({entry.shard.dtype}, with "
+                f"{entry.payload_bytes} bytes of its own) to {first and first.name!r}; {elements} elements together"
+            )

@@ -1,0 +1,245 @@
+"""What an engine holds, as checkpoint bits: the base of every delta, and what a failed commit is undone from.
+
+Pure numpy. A staged version is complete and checked before anything live changes; applying it is then only
+a matter of copying absolute values.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.bit_patterns import BitArray, PositionArray, bit_type
+from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
+from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
+from streamrl.weights.pull.held_weights import HeldWeights
+from streamrl.weights.push.loaded_checkpoint import LoadedCheckpoint
+from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A whole checkpoint tensor: name, published dtype, full shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class StagedPatch(msgspec.Struct, frozen=True, eq=False):
+    """What one tensor becomes. ``positions``: int64 [n] flat in the full tensor, strictly increasing, or None
+    for all elements; ``new_bits``: uint16 or uint32 [n]."""
+
+    positions: PositionArray | None
+    new_bits: BitArray
+
+
+class StagedVersion(msgspec.Struct, frozen=True, eq=False):
+    """A version that fits on what the mirror holds, with the state hash that it was checked to have."""
+
+    policy_version: int
+    base_version: int | None
+    state_hash: int
+    tensors: Mapping[str, TensorSpec]
+    patches: Mapping[str, StagedPatch]
+    payload_bytes: int
+    run_id: str = ""
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it is complete in itself."""
+        return self.base_version is None
+
+
+class CheckpointMirror:
+    """The bits of every checkpoint tensor at the committed version. Empty until the first anchor.
+
+    ``advance`` only remembers what changed, because requests wait for it; the bits follow in ``catch_up``, which
+    everybody who reads them calls first.
+    """
+
+    def __init__(self) -> None:
+        self.run_id = ""
+        self.policy_version: int | None = None
+        self.state_hash = 0
+        self.tensors: dict[str, TensorSpec] = {}
+        self._bits: dict[str, BitArray] = {}
+        self._behind: Mapping[str, StagedPatch] = {}
+        self._catching_up = threading.Lock()
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``bits`` are to be had."""
+        return True
+
+    @contextmanager
+    def staging(self, announced: WeightAnnouncement, stop: threading.Event) -> Iterator[None]:
+        """The time in which ``announced`` is fetched and what it changes is looked up. ``stop`` ends a wait for it."""
+        self.catch_up()
+        yield
+
+    def stage_announced(
+        self, announced: WeightAnnouncement, fetch: Callable[[HeldWeights], FetchedVersion], *, on_checkpoint: bool
+    ) -> StagedVersion:
+        """``stage`` what ``fetch`` gets for whoever holds what it is told. ``on_checkpoint``: the live weights are what
+        a checkpoint's files hold, as far as is known, and a delta on that will do."""
+        fetched = fetch(self)
+        if fetched.checkpoint is not None:
+            self.begin(fetched.checkpoint)
+        return self.stage(fetched)
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+    def show(self, whole: StagedVersion, bits: dict[str, BitArray]) -> None:
+        """Hold a version whose ``bits`` somebody else keeps."""
+        self.tensors, self._bits, self._behind = dict(whole.tensors), bits, {}
+        self.policy_version, self.state_hash, self.run_id = whole.policy_version, whole.state_hash, whole.run_id
+
+    def bits(self, name: str) -> BitArray:
+        """All elements of a tensor, flat. Read only by convention."""
+        self.catch_up()
+        return self._bits[name]
+
+    def catch_up(self) -> None:
+        """Write what the last committed version changed. Values are absolute: after a failure it is done again."""
+        if not self._behind:
+            return
+        with self._catching_up:
+            for name, patch in self._behind.items():
+                if patch.positions is None:
+                    self._bits[name] = patch.new_bits if patch.new_bits.flags.writeable else patch.new_bits.copy()
+                else:
+                    self._bits[name][patch.positions] = patch.new_bits
+            self._behind = {}
+
+    def begin(self, checkpoint: LoadedCheckpoint) -> None:
+        """Hold a checkpoint, as a version of its own: that of ``CHECKPOINT_VERSION``."""
+        self.tensors = {name: TensorSpec(name, spec.dtype, spec.shape) for name, spec in checkpoint.tensors.items()}
+        self._bits = {name: checkpoint.bits(name).copy() for name in self.tensors}
+        self._behind = {}
+        self.policy_version, self.state_hash, self.run_id = checkpoint.policy_version, checkpoint.state_hash, ""
+
+    def clear(self) -> None:
+        """Hold nothing: the next version must be an anchor."""
+        self.policy_version, self.state_hash, self.run_id = None, 0, ""
+        self.tensors, self._bits, self._behind = {}, {}, {}
+
+    def stage(self, fetched: FetchedVersion) -> StagedVersion:
+        """Check that a fetched version fits here and has the hash it was announced with. Changes nothing.
+
+        Raises ``WeightError``: other base version or base hash, unknown tensor, shards that leave a gap or
+        overlap, or a state hash that differs (expected and actual are named).
+        """
+        self.catch_up()
+        announced = fetched.announcement
+        version = announced.policy_version
+        anchor = fetched.base_version is None
+        if not anchor and (fetched.base_version, fetched.base_hash) != (self.policy_version, self.state_hash):
+            raise WeightError(
+                f"version {version} was fetched as a delta on version {fetched.base_version} with state hash "
+                f"{fetched.base_hash:#018x}; this engine holds version {self.policy_version} with "
+                f"{self.state_hash:#018x}: publish an anchor"
+            )
+        if fetched.base_version not in (None, CHECKPOINT_VERSION) and fetched.run_id != self.run_id:
+            raise WeightError(
+                f"version {version} is a delta of run {fetched.run_id!r}; this engine holds version "
+                f"{self.policy_version} of run {self.run_id!r}: publish an anchor"
+            )
+        tensors = _tensor_table(fetched.patches)
+        for name, spec in tensors.items():
+            known = self.tensors.get(name)
+            if known != spec and not (known is None and anchor):
+                raise WeightError(f"version {version} publishes {spec}; this engine holds {known}")
+        if anchor and self.tensors and tensors.keys() != self.tensors.keys():
+            wrong = sorted(tensors.keys() ^ self.tensors.keys())[:5]
+            raise WeightError(f"anchor {version} has other tensors than this engine holds: {', '.join(wrong)}")
+        shards: dict[str, list[ShardPatch]] = {name: [] for name in tensors}
+        for part in sorted(fetched.patches, key=lambda part: part.shard.offset):
+            if part.shard.count:
+                shards[part.shard.name].append(part)
+        join = _join_complete if anchor else _join_changes
+        patches = {name: join(tensors[name], parts) for name, parts in shards.items()}
+        state_hash = self._hash_after(patches, anchor)
+        if state_hash != announced.state_hash:
+            raise WeightError(
+                f"version {version} would have state hash {state_hash:#018x} here; "
+                f"announced was {announced.state_hash:#018x}"
+            )
+        table = tensors if anchor else self.tensors
+        size = fetched.payload_bytes
+        return StagedVersion(version, fetched.base_version, state_hash, table, patches, size, fetched.run_id)
+
+    def advance(self, staged: StagedVersion) -> None:
+        """Take over a committed version. Idempotent."""
+        self.catch_up()
+        self._behind = staged.patches
+        self.tensors = dict(staged.tensors)
+        self.policy_version, self.state_hash, self.run_id = staged.policy_version, staged.state_hash, staged.run_id
+
+    def _hash_after(self, patches: Mapping[str, StagedPatch], anchor: bool) -> int:
+        total = 0 if anchor else self.state_hash
+        for name, patch in patches.items():
+            if patch.positions is None:
+                total += hash_range(name, 0, patch.new_bits)
+            else:
+                total += hash_elements(name, patch.positions, patch.new_bits)
+                total -= hash_elements(name, patch.positions, self._bits[name][patch.positions])
+        return total % MODULUS
+
+
+def _tensor_table(patches: Sequence[ShardPatch]) -> dict[str, TensorSpec]:
+    tensors: dict[str, TensorSpec] = {}
+    for part in patches:
+        spec = TensorSpec(part.shard.name, part.shard.dtype, part.shard.shape)
+        if tensors.setdefault(spec.name, spec) != spec:
+            raise WeightError(f"two ranks publish {spec.name!r} differently: {tensors[spec.name]} and {spec}")
+    return tensors
+
+
+def _join_complete(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    """Join the shards of an anchor; they must cover the tensor exactly once."""
+    joined = np.empty(spec.elements, dtype=bit_type(spec.dtype, spec.name))
+    reached = 0
+    for part in parts:
+        if part.patch.positions is not None:
+            raise WeightError(f"the anchor of {spec.name!r} lists changes instead of all elements")
+        _check_follows(spec, part.shard, reached)
+        joined[reached : reached + part.shard.count] = part.patch.values
+        reached += part.shard.count
+    if reached != spec.elements:
+        raise WeightError(
+            f"the anchor of {spec.name!r} ends at element {reached} of {spec.elements}: a rank is missing"
+        )
+    return StagedPatch(None, joined)
+
+
+def _join_changes(spec: TensorSpec, parts: Sequence[ShardPatch]) -> StagedPatch:
+    reached = 0
+    positions: list[PositionArray] = []
+    for part in parts:
+        if part.shard.offset < reached:
+            raise WeightError(f"two ranks publish element {part.shard.offset} of {spec.name!r}")
+        reached = part.shard.offset + part.shard.count
+        local = part.patch.positions
+        positions.append((np.arange(part.shard.count) if local is None else local) + part.shard.offset)
+    return StagedPatch(np.concatenate(positions), np.concatenate([part.patch.values for part in parts]))
+
+
+def _check_follows(spec: TensorSpec, shard: ShardSpec, reached: int) -> None:
+    if shard.offset != reached:
+        raise WeightError(
+            f"the anchor of {spec.name!r} has a shard at element {shard.offset}; the one before ends at {reached}: "
+            "a rank is missing or two overlap"
+        )

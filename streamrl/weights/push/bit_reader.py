@@ -1,0 +1,49 @@
+"""How a publisher reads what it is given: bits in memory, or values that lie where only others can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from streamrl.weights.bit_patterns import BitArray, as_bits
+from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_patch
+from streamrl.weights.manifest import ShardSpec
+
+
+class BitReader(Protocol):
+    """Reads what was given for the shards of a rank. ``parts``: what was given for each shard of a unit, cut to it by
+    slices. Called from several threads, each with another unit."""
+
+    def checked(self, given: Any, shard: ShardSpec) -> Any:
+        """What can be cut into ``parts``. Raises ``WeightError`` for what is not the shard: its size or type."""
+        ...
+
+    def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
+        """All elements of a unit, in host memory."""
+        ...
+
+    def changes(self, unit: int, parts: Sequence[Any], shadow: BitArray, dtype: str) -> EncodedPatch | None:
+        """How unit number ``unit`` differs from its shadow; None where it does not. As ``codec.encode_patch``."""
+        ...
+
+    def advance(self, patches: Mapping[int, WeightPatch]) -> None:
+        """The shadows of these units have changed."""
+        ...
+
+
+class HostReader:
+    """Bits are numpy's."""
+
+    def checked(self, given: Any, shard: ShardSpec) -> BitArray:
+        return as_bits(given, shard.dtype, shard.count, shard.name)
+
+    def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
+        return cast("BitArray", parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def changes(self, unit: int, parts: Sequence[Any], shadow: BitArray, dtype: str) -> EncodedPatch | None:
+        return encode_patch(self.complete(parts, dtype), shadow, dtype)
+
+    def advance(self, patches: Mapping[int, WeightPatch]) -> None:
+        """There is no other shadow."""

@@ -1,0 +1,85 @@
+"""The bit patterns of a checkpoint on disk, mapped rather than read, and without torch."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from streamrl.base.errors import WeightError
+from streamrl.plan.model_facts import ModelDirectoryError, read_safetensors_header
+from streamrl.weights.bit_patterns import BitArray, bit_type
+
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+class CheckpointTensor(msgspec.Struct, frozen=True, eq=False):
+    """One tensor of a checkpoint. ``bits``: uint16 or uint32 [elements], flat, read only; pages come when touched."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bits: BitArray
+
+
+def map_checkpoint(path: Path) -> dict[str, CheckpointTensor]:
+    """The floating-point tensors, by name, of one safetensors file or of all of a directory's.
+
+    Integer tensors (tables, counters) are left out: they are not published. Raises ``WeightError`` naming the path and
+    the remedy: nothing there, no safetensors, a broken file, a name in two files, quantised weights.
+    """
+    if not path.exists():
+        raise WeightError(f"{path} does not exist: give a directory with *.safetensors, or one such file")
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        remedy = (
+            "save the model with safe_serialization=True" if any(path.glob("*.bin")) else "give a model's directory"
+        )
+        raise WeightError(f"{path} has no *.safetensors: {remedy}")
+    tensors: dict[str, CheckpointTensor] = {}
+    for file in files:
+        for tensor in _map_file(file):
+            if tensor.name in tensors:
+                raise WeightError(
+                    f"{path} holds {tensor.name!r} in two files ({file.name} is one): remove the stale one"
+                )
+            tensors[tensor.name] = tensor
+    if not sum(tensor.bits.size for tensor in tensors.values()):
+        raise WeightError(f"{path} holds no floating-point element: give a directory with a model's weights")
+    return tensors
+
+
+def _map_file(file: Path) -> list[CheckpointTensor]:
+    try:
+        header = read_safetensors_header(file)
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+    except ModelDirectoryError as error:
+        raise WeightError(f"{file.parent} {error}: download or save it again") from error
+    tensors = []
+    for name, entry in header.items():
+        code, shape = str(entry["dtype"]), tuple(int(side) for side in entry["shape"])
+        if code.startswith(("I", "U", "BOOL")):
+            continue
+        dtype = _DTYPES.get(code)
+        if dtype is None:
+            raise WeightError(
+                f"{file} holds {name!r} as {code}; published weights are BF16, F16 or F32: give the unquantised model"
+            )
+        start, stop = entry["data_offsets"]
+        wanted = bit_type(dtype, name)
+        if stop - start != math.prod(shape) * wanted.itemsize:
+            raise WeightError(f"{file} gives {name!r} {stop - start} bytes for the shape {shape}: save it again")
+        tensors.append(
+            CheckpointTensor(name, dtype, shape, _map_bits(file, 8 + length + start, math.prod(shape), wanted))
+        )
+    return tensors
+
+
+def _map_bits(file: Path, offset: int, count: int, wanted: np.dtype[np.uint16] | np.dtype[np.uint32]) -> BitArray:
+    if not count:
+        return np.empty(0, dtype=wanted)
+    return np.memmap(file, dtype=wanted, mode="r", offset=offset, shape=(count,)).view(np.ndarray)

@@ -1,0 +1,232 @@
+"""The thread that serves encoded parts: a ROUTER socket that answers what receivers pull.
+
+Pull makes a transfer resumable, idempotent and self-paced: a receiver has as many requests open as it
+has credits, and asks again for what got lost. The thread owns its ZeroMQ context, so that the trainer may
+run any event loop, or none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from streamrl.base.errors import WeightError
+from streamrl.comm.socket_options import make_signal
+from streamrl.comm.zmq_sockets import bind, connect, ipc_path_identity, remove_ipc_path
+from streamrl.remote.key_gate import KeyGate
+from streamrl.remote.transport_keys import KeyRole
+from streamrl.weights.pull.pull_socket import WeightContext, pull_socket
+from streamrl.weights.push.reply_queue import ReplyQueue
+from streamrl.weights.requests import (
+    REQUEST_LIMIT,
+    ChunkReply,
+    FoldReply,
+    GetFold,
+    GetManifest,
+    ManifestReply,
+    NotServed,
+    Reply,
+    decode_request,
+    encoder,
+)
+
+_STOP_ENDPOINT = "inproc://stop"
+_FOLD_POLL_MILLISECONDS, _FOLD_PATIENCE = 20, 1.0
+"""While a folded delta is made it is looked for so often; whoever asked for it hears after so many seconds that it is
+not there yet, and that the publisher lives."""
+
+
+class ServedPart(msgspec.Struct, frozen=True, eq=False):
+    """One encoded part, ready to be pulled. Immutable: frames are sent without a copy."""
+
+    policy_version: int
+    manifest_digest: str
+    manifest: bytes
+    chunks: Sequence[memoryview]
+
+
+class Folds(Protocol):
+    """Folded deltas (``folding.FoldMaker``)."""
+
+    def part_of(self, request: GetFold) -> ServedPart | None:
+        """None while it is being made. Raises ``WeightError`` when it cannot be."""
+        ...
+
+    def served(self, digest: str) -> ServedPart | None:
+        """The one whose manifest has this digest."""
+        ...
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Forget those of versions with other manifest digests."""
+        ...
+
+
+class ServingThread:
+    """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port).
+
+    ``folds``: makes folded deltas; without it none are served.
+    """
+
+    def __init__(self, endpoint: str, name: str, folds: Folds | None = None) -> None:
+        self.endpoint = endpoint
+        self._folds = folds
+        self._unready: list[tuple[float, bytes, tuple[bytes, ...]]] = []
+        self._parts: dict[str, ServedPart] = {}
+        self._queue = ReplyQueue()
+        self._name = name
+        self._context: WeightContext | None = None
+        self._stop: zmq.Socket[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._bound = threading.Event()
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Bind and serve. Returns when the endpoint is bound; raises ``WeightError`` when it cannot be."""
+        # With the first frame that is not copied pyzmq makes a context of its own: three threads, seven descriptors.
+        # Made now, nobody sees the process grow when it first serves a large part, hours later.
+        zmq.Frame(b"", copy=False)
+        self._context = WeightContext(io_threads=1)
+        self._stop = make_signal(self._context, _STOP_ENDPOINT)
+        bind(self._stop, _STOP_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, args=(self._context,), name=self._name, daemon=True)
+        self._thread.start()
+        self._bound.wait()
+        try:
+            self.check()
+        except WeightError:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raise ``WeightError`` when the thread has failed."""
+        if self._failure is not None:
+            raise WeightError(f"weights cannot be served at {self.endpoint}: {self._failure}") from self._failure
+
+    def serve(self, parts: Sequence[ServedPart]) -> None:
+        """Replace what is served. A frame already handed to ZeroMQ is still delivered."""
+        self._parts = {part.manifest_digest: part for part in parts}
+        if self._folds is not None:
+            self._folds.keep(self._parts)
+
+    def close(self) -> None:
+        """Stop serving and release the endpoint. Idempotent."""
+        self._parts = {}
+        if self._context is None or self._stop is None or self._thread is None:
+            return
+        with suppress(zmq.Again):  # the thread has failed, and nobody listens
+            self._stop.send(b"", zmq.NOBLOCK)
+        self._thread.join()
+        self._stop.close(linger=0)
+        self._context.term()
+        self._context = None
+
+    def _serve(self, context: WeightContext) -> None:
+        stop = make_signal(context, _STOP_ENDPOINT)
+        try:
+            connect(stop, _STOP_ENDPOINT)
+            self._bind_and_answer(context, stop)
+        except Exception as failure:  # noqa: BLE001 - kept, and raised in the owner's thread by check()
+            self._failure = failure
+        finally:
+            stop.close(linger=0)
+            self._bound.set()
+
+    def _bind_and_answer(self, context: WeightContext, stop: zmq.Socket[bytes]) -> None:
+        identity: tuple[int, int] | None = None
+        router = pull_socket(context, zmq.ROUTER, self.endpoint, max_frame_bytes=REQUEST_LIMIT)
+        try:
+            self.endpoint = bind(router, self.endpoint, KeyRole.ENGINE)
+            identity = ipc_path_identity(self.endpoint)
+            self._bound.set()
+            self._answer_until_stopped(router, stop, context.opened_gate)
+        finally:
+            router.close(linger=0)
+            context.close_gate()
+            remove_ipc_path(self.endpoint, identity)
+
+    def _answer_until_stopped(self, router: zmq.Socket[bytes], stop: zmq.Socket[bytes], gate: KeyGate | None) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
+        if gate is not None:
+            poller.register(gate.ended_fd, zmq.POLLIN)
+        while True:
+            self._send_all(router)
+            ready = dict(poller.poll(_FOLD_POLL_MILLISECONDS if self._unready else None))
+            if stop in ready:
+                return
+            if gate is not None and gate.ended_fd in ready:
+                gate.check()
+            if router in ready:
+                peer, *frames = router.recv_multipart(zmq.NOBLOCK)
+                self._unready.append((time.monotonic() + _FOLD_PATIENCE, peer, tuple(frames)))
+            self._queue_ready()
+
+    def _queue_ready(self) -> None:
+        """Everything can be answered at once, but for folded deltas that are still being made."""
+        unready, self._unready = self._unready, []
+        for due, peer, frames in unready:
+            if time.monotonic() < due and self._is_being_made(frames):
+                self._unready.append((due, peer, frames))
+            else:
+                self._queue.add(peer, frames)
+
+    def _is_being_made(self, frames: Sequence[bytes]) -> bool:
+        try:
+            request = decode_request(frames[0]) if len(frames) == 1 else None
+        except WeightError:
+            return False  # and is told so
+        if not isinstance(request, GetFold):
+            return False
+        reply, _ = self._answer(frames)
+        return isinstance(reply, FoldReply) and not reply.fold_digest
+
+    def _send_all(self, router: zmq.Socket[bytes]) -> None:
+        """Answer every request that waits, peer after peer."""
+        while (waiting := self._queue.first()) is not None:
+            peer, frames = waiting
+            reply, payload = self._answer(frames)
+            try:
+                router.send_multipart([peer, encoder.encode(reply), payload], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                # A peer that left, or one that asked for more than its queue holds: it asks again if it lives.
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self._queue.drop_peer()
+            else:
+                self._queue.drop_first()
+
+    def _answer(self, frames: Sequence[bytes]) -> tuple[Reply, bytes | memoryview]:
+        try:
+            request = decode_request(frames[0] if len(frames) == 1 else b"")
+        except WeightError as error:
+            return NotServed("", str(error)), b""
+        digest = request.manifest_digest
+        part = self._parts.get(digest) or (self._folds.served(digest) if self._folds else None)
+        if part is None:
+            return NotServed(digest, "this manifest is not served (any more): ask for a newer version"), b""
+        if isinstance(request, GetFold):
+            return self._answer_fold(request)
+        if isinstance(request, GetManifest):
+            return ManifestReply(digest), part.manifest
+        if not 0 <= request.chunk < len(part.chunks):
+            return NotServed(digest, f"chunk {request.chunk} of {len(part.chunks)} does not exist"), b""
+        return ChunkReply(digest, request.chunk), part.chunks[request.chunk]
+
+    def _answer_fold(self, request: GetFold) -> tuple[Reply, bytes]:
+        digest = request.manifest_digest
+        if self._folds is None or digest not in self._parts:
+            return NotServed(digest, "no folded deltas are served here"), b""
+        try:
+            fold = self._folds.part_of(request)
+        except WeightError as error:
+            return NotServed(digest, str(error)), b""
+        return (
+            (FoldReply(digest, ""), b"") if fold is None else (FoldReply(digest, fold.manifest_digest), fold.manifest)
+        )

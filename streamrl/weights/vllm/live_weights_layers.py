@@ -1,0 +1,185 @@
+"""The part of a commit that goes through layers which must be rebuilt: see ``load_plan_reload``.
+
+What a layer is loaded from is made ready while the engine samples: its loading-time parameters, at the new version,
+in host memory. The commit rebuilds from them. No element of a packed tensor can be compared with a checkpoint's, so the
+state hash counts the bits that the layers were loaded from, and is right as long as a layer is what comes of those.
+That is compared once, when the first delta is made on the files of the checkpoint that vLLM loaded; from then on each
+layer's served tensors must be those of its last rebuild, in every commit that touches it and in audits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streamrl.base.errors import WeightError
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.state_hash import MODULUS, hash_elements
+from streamrl.weights.vllm.live_weights_bits import hash_rectangle, inside, to_runtime
+from streamrl.weights.vllm.load_plan import LoadPlan, Route
+from streamrl.weights.vllm.load_plan_reload import ReloadedLayer
+
+
+class LayerWrite(msgspec.Struct, frozen=True, eq=False):
+    """A layer that a version touches, and all that it is loaded from at that version, by attribute, in host memory.
+
+    ``hash_change``: what the version adds to this worker's part of the state hash by way of the layer.
+    """
+
+    layer: ReloadedLayer
+    loaded: Mapping[str, torch.Tensor]
+    hash_change: int
+
+
+class LiveLayers:
+    """The layers of a load plan that are rebuilt.
+
+    ``counted``: see ``LiveWeights``. ``as_when_loading``: around every rebuild; what vLLM sets up for its loaders.
+    ``agreed``: of several workers that rebuild together (a method of quantisation may ask all of them for the largest
+    element), tells the others that this one is ready or why it is not, and raises ``WeightError`` when one is not.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        counted: frozenset[tuple[str, int]],
+        *,
+        as_when_loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        agreed: Callable[[str], None] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._counted = counted
+        self._as_when_loading = as_when_loading
+        self._agreed = agreed
+        self._layers = {layer.name: layer for layer in plan.layers.values()}
+        self._tensors: dict[str, set[str]] = {name: set() for name in self._layers}
+        for tensor, routes in plan.routes.items():
+            for route in routes:
+                owner = route.parameter.rpartition(".")[0]
+                if owner in self._tensors:  # biases, too: a kernel may hold a copy
+                    self._tensors[owner].add(tensor)
+
+    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[LayerWrite]:
+        """The layers that ``staged`` touches, on any worker: all rebuild the same ones, in one order."""
+        return [
+            self._write_of(layer, staged.patches, mirror)
+            for name, layer in self._layers.items()
+            if any(_changes(staged.patches.get(tensor)) for tensor in self._tensors[name])
+        ]
+
+    def apply(self, writes: Sequence[LayerWrite], *, failed: str, anchor: bool) -> None:
+        """Rebuild the layers. ``failed``: why this worker has failed before, if it has: then none is rebuilt anywhere.
+        ``anchor``: whatever they serve with now. Raises ``WeightError`` naming the layer, or with what failed."""
+        if self._agreed is not None and self._layers:
+            self._agreed(failed)
+        elif failed:
+            raise WeightError(failed)
+        with self._as_when_loading():
+            for write in writes:
+                if not anchor:
+                    write.layer.check_untouched("before the commit")
+                write.layer.rebuild(write.loaded)
+
+    def undo(self, writes: Sequence[LayerWrite], mirror: CheckpointMirror) -> None:
+        """Rebuild the layers from what ``mirror`` holds. Raises ``WeightError`` where that takes other workers."""
+        if writes and self._agreed is not None:
+            raise WeightError(f"layer {writes[0].layer.name!r} is rebuilt by all workers together, not by one")
+        with self._as_when_loading():
+            for write in writes:
+                write.layer.rebuild(self._write_of(write.layer, {}, mirror).loaded)
+
+    def audit(self, mirror: CheckpointMirror) -> int:
+        """This worker's part of the state hash by way of the layers. Each must be as its last rebuild left it; one that
+        was never rebuilt must be what a rebuild gives (only then are layers rebuilt, which must not be while the engine
+        samples). Raises ``WeightError`` naming the layer."""
+        total = 0
+        for layer in self._layers.values():
+            layer.check_untouched("in an audit")
+            if not layer.known:
+                with self._as_when_loading():
+                    layer.compare(self._write_of(layer, {}, mirror).loaded)
+        for tensor, index, route in self._routes(self._plan.routes):
+            if (tensor, index) in self._counted:
+                total += hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, mirror.bits(tensor)))
+        return total % MODULUS
+
+    def _routes(self, tensors: Iterable[str]) -> list[tuple[str, int, Route]]:
+        """The routes of ``tensors`` that lead into a layer."""
+        return [
+            (tensor, index, route)
+            for tensor in tensors
+            for index, route in enumerate(self._plan.routes[tensor])
+            if route.parameter in self._plan.layers
+        ]
+
+    def _write_of(
+        self, layer: ReloadedLayer, patches: Mapping[str, StagedPatch], mirror: CheckpointMirror
+    ) -> LayerWrite:
+        loaded = {
+            attribute: torch.zeros(noted.shape, dtype=noted.dtype, device="cpu")
+            for attribute, noted in layer.loading.items()
+        }
+        change = 0
+        for tensor in sorted(self._tensors[layer.name]):
+            patch = patches.get(tensor)
+            bits = _patched(tensor, patch, mirror)
+            for name, index, route in self._routes([tensor]):
+                if self._plan.layers[route.parameter] is not layer:
+                    continue
+                storage = _integers(loaded[route.parameter.rpartition(".")[2]])
+                target = route.runtime
+                values = torch.from_numpy(to_runtime(inside(route.checkpoint, bits), storage.element_size()))
+                storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
+                _check_arrived(self._plan.tensors[name], layer, route, patch, storage)
+                if (name, index) in self._counted:
+                    change += _hash_change(name, route, patch, mirror)
+        return LayerWrite(layer, loaded, change)
+
+
+def _changes(patch: StagedPatch | None) -> bool:
+    return patch is not None and (patch.positions is None or bool(patch.positions.size))
+
+
+def _patched(tensor: str, patch: StagedPatch | None, mirror: CheckpointMirror) -> BitArray:
+    """All bits of ``tensor`` at the version of ``patch``."""
+    if patch is None:
+        return mirror.bits(tensor)
+    if patch.positions is None:
+        return patch.new_bits
+    bits = mirror.bits(tensor).copy()
+    bits[patch.positions] = patch.new_bits
+    return bits
+
+
+def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, mirror: CheckpointMirror) -> int:
+    if patch is None:
+        return 0
+    if patch.positions is None:
+        return hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, patch.new_bits))
+    chosen, _ = route.locate(patch.positions)
+    positions, new = patch.positions[chosen], patch.new_bits[chosen]
+    return hash_elements(tensor, positions, new) - hash_elements(tensor, positions, mirror.bits(tensor)[positions])
+
+
+def _check_arrived(
+    spec: TensorSpec, layer: ReloadedLayer, route: Route, patch: StagedPatch | None, storage: torch.Tensor
+) -> None:
+    """What changed must be where the route locates it, one element at a time."""
+    if patch is None or patch.positions is None:
+        return
+    chosen, elements = route.locate(patch.positions)
+    wanted = to_runtime(patch.new_bits[chosen], storage.element_size())
+    found: npt.NDArray[Any] = storage.numpy()[elements]
+    if not np.array_equal(found, wanted):
+        raise WeightError(f"layer {layer.name!r}: changed elements of {spec.name!r} did not arrive where they belong")
+
+
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)

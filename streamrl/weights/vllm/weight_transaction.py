@@ -1,0 +1,350 @@
+"""The transaction of one push in one worker: stage while it samples, then apply, verify, commit or undo.
+
+No vllm, no torch: what is live is behind ``LiveModel``. A worker holds its mirror's version bit for bit, or it is
+*tainted*: then it stages anchors only, and a committed anchor makes it whole again without a restart. One that missed
+versions gets a single delta over them; one that was restarted gets a single delta on the checkpoint that it loaded,
+after every live element was compared with that checkpoint's files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from streamrl.base.errors import StreamRLError, WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.manifest import CHECKPOINT_VERSION
+from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
+from streamrl.weights.pull.held_weights import HeldWeights
+from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
+from streamrl.weights.push.loaded_checkpoint import CheckpointBase
+
+AUDIT_INTERVAL = 50
+"""After so many commits every live element is compared with the mirror, while the next version arrives."""
+
+
+class LiveModel(Protocol):
+    """The part of ``live_weights.LiveWeights`` that a transaction needs. ``state_hash``: of what this worker counts."""
+
+    state_hash: int
+
+    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[Any]: ...
+
+    def apply(self, writes: Sequence[Any], *, anchor: bool) -> int: ...
+
+    def undo(self, writes: Sequence[Any], mirror: CheckpointMirror) -> None: ...
+
+    def audit(self, mirror: CheckpointMirror) -> int: ...
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """How far staging is on one worker. ``error`` is empty when nothing is wrong."""
+
+    fetched: bool
+    error: str = ""
+    payload_bytes: int = 0
+
+
+class LiveReport(msgspec.Struct, frozen=True):
+    """What one worker holds live: version (None before the first commit) and its part of the state hash.
+
+    Between ``apply`` and ``finish`` that is the applied version. ``expected_hash`` is what the parts of all workers
+    must add up to. ``error`` is why the last commit failed.
+    """
+
+    policy_version: int | None
+    state_hash: int
+    expected_hash: int
+    error: str = ""
+
+
+class WeightTransaction:
+    """Mirror, staged version and live weights of one worker. Methods are called from one thread, the worker's.
+
+    ``repack``: brings what the engine derives from its parameters (packed kernels) in line with written ones.
+    ``checkpoint``: the directory that the live weights were loaded from, where that is known. ``mirror``: one that is
+    shared with other workers (``NodeMirror``); None: one of its own.
+    """
+
+    def __init__(
+        self,
+        repack: Callable[[LiveModel, Sequence[Any]], None],
+        *,
+        audit_interval: int = AUDIT_INTERVAL,
+        checkpoint: Path | None = None,
+        mirror: CheckpointMirror | None = None,
+    ) -> None:
+        self.mirror = mirror or CheckpointMirror()
+        self.live: LiveModel | None = None
+        self.tainted = ""
+        self._repack = repack
+        self._checkpoint = None if checkpoint is None else CheckpointBase(checkpoint)
+        self._audit_interval = audit_interval
+        self._commits_since_audit = 0
+        self._kept = KeptParts()
+        self._staging: _StagingThread | None = None
+        self._staged: _Staged | None = None
+        self._applied: tuple[StagedVersion, int] | None = None
+        self._error = ""
+
+    # ---- staging: while the engine samples ---------------------------------------------------------
+
+    def begin_stage(self, announcement: WeightAnnouncement) -> None:
+        """Start fetching in a thread. A version that is being fetched is given up; what came of it stays. The thread
+        waits for the one before it, not the engine: that may be reading a checkpoint."""
+        if self._applied is not None:
+            self.roll_back()
+        self._staged, self._error = None, ""
+        live = self.live
+
+        def stage(stop: threading.Event) -> _Staged:
+            with self.mirror.staging(announcement, stop):
+                return self._stage(announcement, live, stop)
+
+        self._staging = _StagingThread(stage, after=self._staging)
+
+    def forget_live(self, why: str) -> None:
+        """The live weights are lost, ``why`` says how: nothing but an anchor makes this worker whole again."""
+        self.close()
+        self._forget_staged()
+        self.tainted = why
+
+    def _stage(self, announcement: WeightAnnouncement, live: LiveModel | None, stop: threading.Event) -> _Staged:
+        if self._holds(announcement):
+            return _Staged(_replay(self.mirror), [])
+        self._refuse_for_tainted(announcement)
+        self._audit_when_due(live)
+        checkpoint = self._begin_anew()
+
+        def fetch(held: HeldWeights) -> FetchedVersion:
+            return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
+
+        staged = self.mirror.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
+        self._kept.forget()
+        return _Staged(staged, [] if live is None else live.prepare(staged, self.mirror))
+
+    def stage_report(self) -> StageReport:
+        """How far the thread is."""
+        return self._without_thread() if self._staging is None else self._staging.report()
+
+    def finish_stage(self, record_live: Callable[[Mapping[str, TensorSpec]], LiveModel]) -> StageReport:
+        """Take over what the thread fetched. ``record_live`` finds out, with the first anchor, where tensors go; it is
+        called on every worker, also on one that fetched nothing: the others wait for its answer."""
+        if self._staging is None:
+            return self._without_thread()
+        staged = self._staging.take()
+        report, self._error = self._staging.report(), ""
+        self._staging = None
+        try:
+            if self.live is None:
+                self.live = record_live(staged.version.tensors if staged else {})
+                if staged is not None:
+                    staged = msgspec.structs.replace(staged, writes=self.live.prepare(staged.version, self.mirror))
+            if staged is not None and staged.version.base_version == CHECKPOINT_VERSION:
+                self._verify_checkpoint(self.live)
+        except WeightError as error:
+            self._error = str(error)
+            return StageReport(fetched=True, error=self._error)
+        self._staged = staged
+        return report
+
+    def _without_thread(self) -> StageReport:
+        """Whoever asks for a version that another call has taken over already is told of it."""
+        if self._staged is None:
+            return StageReport(fetched=True, error=self._error or "nothing is being staged")
+        return StageReport(fetched=True, payload_bytes=self._staged.version.payload_bytes)
+
+    def close(self) -> None:
+        """Stop the thread. Idempotent."""
+        if self._staging is not None:
+            self._staging.stop()
+            self._staging = None
+
+    def _holds(self, announced: WeightAnnouncement) -> bool:
+        held = (self.mirror.policy_version, self.mirror.state_hash)
+        return not self.tainted and held == (announced.policy_version, announced.state_hash)
+
+    def _refuse_for_tainted(self, announced: WeightAnnouncement) -> None:
+        if self.tainted and announced.base_version is not None:
+            raise WeightError(
+                f"version {announced.policy_version} is a delta, and the live weights of this engine are not what it "
+                f"should hold ({self.tainted}): publish an anchor"
+            )
+
+    def _begin_anew(self) -> CheckpointBase | None:
+        """Before the first commit, whatever was staged: hold nothing, and say what a first delta may be made on."""
+        if self.mirror.policy_version not in (None, CHECKPOINT_VERSION):
+            return None
+        self.mirror.clear()
+        return None if self.tainted else self._checkpoint
+
+    def _verify_checkpoint(self, live: LiveModel) -> None:
+        """Nothing was committed yet: the first delta is made on files, and the live weights must be what they hold."""
+        try:
+            live.state_hash = live.audit(self.mirror)
+        except WeightError as error:
+            self._checkpoint = None
+            self.mirror.clear()
+            raise WeightError(
+                f"the live weights are not those of the checkpoint they were loaded from ({error}): publish an anchor"
+            ) from error
+
+    def _audit_when_due(self, live: LiveModel | None) -> None:
+        """In the thread, while the engine samples: live weights only change in a commit, which waits for it."""
+        if (
+            live is None
+            or not self.mirror.at_hand
+            or not self._audit_interval
+            or self._commits_since_audit < self._audit_interval
+            or self.tainted
+        ):
+            return
+        try:
+            found = live.audit(self.mirror)
+            if found != live.state_hash:
+                raise WeightError(f"an audit finds state hash {found:#018x} live; expected {live.state_hash:#018x}")
+        except WeightError as error:
+            self.tainted = str(error)
+            raise
+        self._commits_since_audit = 0
+
+    # ---- commit: between two steps of a paused engine ----------------------------------------------
+
+    def apply(self, policy_version: int) -> None:
+        """Write the staged version to the live parameters and verify it there; undone when it does not hold."""
+        try:
+            self._apply(policy_version)
+        except Exception as error:
+            self._error = f"{error}" if isinstance(error, StreamRLError) else f"{type(error).__name__}: {error}"
+            self.roll_back()
+            raise
+
+    def finish(self) -> None:
+        """The applied version becomes what this worker holds: the mirror advances."""
+        if self._applied is None or self.live is None or self._staged is None:
+            raise WeightError("finish_weight_update without an applied version: commit a staged version first")
+        version, part = self._applied
+        self.mirror.advance(version)  # its bits follow while the next version is staged: now requests wait
+        self.live.state_hash = part
+        self.tainted = ""
+        self._commits_since_audit += 1
+        self._forget_staged()
+
+    def roll_back(self) -> None:
+        """Undo an applied or half-applied version from the mirror. Where that fails the worker is tainted."""
+        staged, live = self._staged, self.live
+        self._forget_staged()
+        if live is None or staged is None or not staged.writes or not self.tainted:
+            return  # nothing was written
+        if self.mirror.policy_version is None:
+            self._error += "; the live weights are undefined until an anchor is committed"
+            return
+        try:
+            live.undo(staged.writes, self.mirror)
+        except WeightError as error:
+            self._error += f"; it could not be undone ({error}): publish an anchor"
+            return
+        self._repack(live, staged.writes)
+        if not staged.was_tainted:
+            self.tainted = ""
+
+    def live_report(self) -> LiveReport:
+        """What this worker holds."""
+        error = self._error or self.tainted
+        if self._applied is not None:
+            version, part = self._applied
+            return LiveReport(version.policy_version, part, version.state_hash, self._error)
+        held = self.mirror.policy_version
+        if self.live is None or held in (None, CHECKPOINT_VERSION):
+            return LiveReport(None, 0, 0, error)
+        return LiveReport(held, self.live.state_hash, self.mirror.state_hash, error)
+
+    def _apply(self, policy_version: int) -> None:
+        staged, live = self._staged, self.live
+        if staged is None or live is None or staged.version.policy_version != policy_version:
+            held = None if staged is None else staged.version.policy_version
+            raise WeightError(f"version {policy_version} cannot be committed: staged is {held}; stage it first")
+        version = staged.version
+        if version.base_version not in (None, self.mirror.policy_version):
+            raise WeightError(
+                f"version {policy_version} was staged on version {version.base_version}; "
+                f"this engine holds {self.mirror.policy_version}: stage it again"
+            )
+        if self.tainted and not version.is_anchor:
+            raise WeightError(f"version {policy_version} is a delta, and this engine needs an anchor: {self.tainted}")
+        self._staged = msgspec.structs.replace(staged, was_tainted=bool(self.tainted))
+        self.tainted = self.tainted or f"version {policy_version} is half applied"
+        part = live.apply(staged.writes, anchor=version.is_anchor)
+        self._repack(live, staged.writes)
+        self._applied = (version, part)
+
+    def _forget_staged(self) -> None:
+        self._staged, self._applied = None, None
+
+
+class _Staged(msgspec.Struct, frozen=True, eq=False):
+    """A version that fits, and what it writes. ``was_tainted``: the live weights were not the mirror's before it."""
+
+    version: StagedVersion
+    writes: list[Any]
+    was_tainted: bool = False
+
+
+def _replay(mirror: CheckpointMirror) -> StagedVersion:
+    """The version that is held, as a delta on itself that changes nothing."""
+    version = mirror.policy_version
+    assert version is not None
+    return StagedVersion(version, version, mirror.state_hash, mirror.tensors, {}, 0, mirror.run_id)
+
+
+class _StagingThread:
+    """Fetches and decodes one version off the worker's main thread, which goes on sampling."""
+
+    def __init__(self, stage: Callable[[threading.Event], _Staged], after: _StagingThread | None) -> None:
+        self._stage = stage
+        self._after = after
+        if after is not None:
+            after.give_up()
+        self._stop = threading.Event()
+        self._staged: _Staged | None = None
+        self._error = "staging ended without an answer"
+        self._thread = threading.Thread(target=self._run, name="weight staging", daemon=True)
+        self._thread.start()
+
+    def report(self) -> StageReport:
+        if self._thread.is_alive():
+            return StageReport(fetched=False)
+        size = 0 if self._staged is None else self._staged.version.payload_bytes
+        return StageReport(fetched=True, error=self._error, payload_bytes=size)
+
+    def take(self) -> _Staged | None:
+        self._thread.join()
+        return self._staged
+
+    def give_up(self) -> None:
+        self._stop.set()
+
+    def stop(self) -> None:
+        self.give_up()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            _leave_the_cores_of_the_model()
+            if self._after is not None:
+                self._after.stop()
+                self._after = None
+            self._staged, self._error = self._stage(self._stop), ""
+        except Exception as error:  # noqa: BLE001 - reported to the owner by report()
+            self._error = f"{error}" if isinstance(error, WeightError) else f"{type(error).__name__}: {error}"
+
+
+def _leave_the_cores_of_the_model() -> None:
+    """vLLM binds a CPU worker to cores, and a thread inherits that: run where the parent process may run."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
