@@ -30,8 +30,8 @@ from streamrl.engines.pooled_answers import (
     refuse_difference,
     with_counters,
 )
-from streamrl.engines.request_routing import RequestRouting, ServedRequest
 from streamrl.engines.resumption import whole_of
+from streamrl.engines.routing import Router, ServedRequest
 from streamrl.engines.suspects import Suspects
 
 LOST = "lost"
@@ -42,7 +42,7 @@ ABORT_AGAIN_SECONDS = 0.5
 
 
 class EnginePool:
-    """Sends each request to the engine that ``RequestRouting`` chooses. Satisfies ``Engine``."""
+    """Sends each request to the engine that ``Router`` chooses. Satisfies ``Engine``."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class EnginePool:
         self._engines = dict(enumerate(engines))
         names = [ready.engine for ready in readiness] or [f"engine-{index}" for index in range(len(engines))]
         self._names = [*names, *absent]
-        self._routing = RequestRouting(len(self._names))
+        self._routing = Router(len(self._names))
         self._unserved: dict[str, anyio.Event] = {}
         self._drained = {index: {by} for index in range(len(engines), len(self._names))}
         self._detached = set(self._drained)
@@ -108,7 +108,7 @@ class EnginePool:
         if not await self._served_again(request.request_id):
             return nothing_sampled()
         index = self.route(request)
-        self._routing.opened(request, index, anyio.current_time())
+        self._routing.opened(_served(request, index))
         engine, whole = self._engines[index], whole_of(request.request_id)
         self._suspects.sent(whole, engine, anyio.current_time())
         try:
@@ -179,7 +179,12 @@ class EnginePool:
 
     def route(self, request: Generate) -> int:
         """Index of the engine that gets ``request``."""
-        return self._routing.choose(request, [i for i in range(len(self._names)) if i not in self._drained])
+        serving = [i for i in range(len(self._names)) if i not in self._drained]
+        if len(serving) == 1:
+            return serving[0]
+        # Its hash: prompts may be long, thousands are remembered, and one that is taken for another is no harm.
+        prompt = hash(request.token_ids[: len(request.token_ids) - request.prefix_length].tobytes())
+        return self._routing.choose(request.request_id, prompt, serving)
 
     def withdraw(self, names: Sequence[str], *, by: str = "") -> None:
         """Send these engines no more requests, from now on, also when no other serves: requests then wait until one is
@@ -296,7 +301,7 @@ class EnginePool:
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Stage on all. Seconds are of the slowest, bytes of all together."""
-        return self._joined(await all_of([partial(engine.stage, announcement) for engine in self._attached]))
+        return _joined(await all_of([partial(engine.stage, announcement) for engine in self._attached]))
 
     async def commit(self, policy_version: int) -> OrderDone:
         """Commit on all. Raises ``WeightError`` when their live weights have different state hashes."""
@@ -305,7 +310,7 @@ class EnginePool:
         if len(set(hashes)) > 1:
             held = ", ".join(f"{name}: {value:#018x}" for name, value in zip(self._attached_names, hashes, strict=True))
             raise WeightError(f"engines hold different weights as version {policy_version} ({held}); publish an anchor")
-        return self._joined(done)
+        return _joined(done)
 
     async def checksums(self) -> dict[str, str]:
         """Checksums that all engines agree on. Raises ``WeightError`` naming the first parameter that differs."""
@@ -337,10 +342,22 @@ class EnginePool:
             raise EngineError(f"no engine is called {name!r}; the pool has {', '.join(self._names)}")
         return self._names.index(name)
 
-    @staticmethod
-    def _joined(done: Sequence[OrderDone]) -> OrderDone:
-        return msgspec.structs.replace(
-            done[0],
-            seconds=max(answer.seconds for answer in done),
-            payload_bytes=sum(answer.payload_bytes for answer in done),
-        )
+
+def _served(request: Generate, engine: int) -> ServedRequest:
+    prompt = len(request.token_ids) - request.prefix_length
+    return ServedRequest(
+        request_id=request.request_id,
+        engine=engine,
+        prompt=prompt,
+        sampled=request.prefix_length,
+        most_tokens=prompt + request.max_tokens,
+        since=anyio.current_time(),
+    )
+
+
+def _joined(done: Sequence[OrderDone]) -> OrderDone:
+    return msgspec.structs.replace(
+        done[0],
+        seconds=max(answer.seconds for answer in done),
+        payload_bytes=sum(answer.payload_bytes for answer in done),
+    )

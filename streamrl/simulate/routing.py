@@ -1,8 +1,8 @@
-"""Which engine gets a request: the least loaded one, near its siblings (as ``engines.request_routing`` routes)."""
+"""Which engine gets a request: the least loaded one, near its siblings (as ``engines.routing`` routes)."""
 
 from __future__ import annotations
 
-from streamrl.engines.request_routing import SIBLING_SLACK
+from streamrl.engines.routing import SIBLING_SLACK
 
 
 class LeastLoaded:

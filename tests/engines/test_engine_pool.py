@@ -17,8 +17,8 @@ from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.request_routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.resumption import part_id
+from streamrl.engines.routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.stages.rollout import RolloutStage
 
