@@ -31,8 +31,7 @@ from streamrl.engines.pooled_answers import (
     with_counters,
 )
 from streamrl.engines.resumption import whole_of
-from streamrl.engines.routing import Router, ServedRequest
-from streamrl.engines.suspects import Suspects
+from streamrl.engines.routing import Router, ServedRequest, forget_oldest
 
 LOST = "lost"
 """Who drains an engine whose host died."""
@@ -73,8 +72,8 @@ class EnginePool:
         self._by_name: dict[str, Engine] = {}
         self._list_attached()
         self._past = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
-        self._forgives = fatal_deaths is not None
-        self._suspects = Suspects(fatal_deaths or 0)
+        self._fatal_deaths = fatal_deaths
+        self._deaths: dict[str, int] = {}
         self.lost_requests = 0
         """Requests that came back with nothing because their engine died."""
 
@@ -110,12 +109,11 @@ class EnginePool:
         index = self.route(request)
         self._routing.opened(_served(request, index))
         engine, whole = self._engines[index], whole_of(request.request_id)
-        self._suspects.sent(whole, engine, anyio.current_time())
         try:
             completion = await engine.generate(request)
             self._answered(whole, complete=completion.finish_reason is not FinishReason.ABORT)
         except EngineError:
-            if not self._forgives:
+            if self._fatal_deaths is None:
                 raise
             completion = self._lost_with(index, engine, request.request_id)
         finally:
@@ -125,19 +123,18 @@ class EnginePool:
         return completion
 
     def _answered(self, whole: str, *, complete: bool) -> None:
-        self._suspects.answered(whole, complete=complete)
         if complete:
             self._routing.ended(whole)
-        for waiting in self._unserved.values():
-            waiting.set()
+            self._deaths.pop(whole, None)
 
     def _lost_with(self, index: int, engine: Engine, request_id: str) -> Completion:
         if self._engines[index] is engine:  # nobody is to be sent to it before whoever sees to it does so
             self._drained.setdefault(index, set()).add(LOST)
         self.lost_requests += 1
         whole = whole_of(request_id)
-        deaths = self._suspects.died(whole, engine, anyio.current_time())
-        if deaths:
+        deaths = self._deaths[whole] = self._deaths.pop(whole, 0) + 1
+        forget_oldest(self._deaths)
+        if self._fatal_deaths and deaths >= self._fatal_deaths:
             raise RequestRefused(
                 f"{whole} was being sampled when {deaths} engines died (engines.fatal_deaths), the last of them "
                 f"{self._names[index]}: it may be what they died of"
@@ -151,20 +148,15 @@ class EnginePool:
 
     async def _served_again(self, request_id: str) -> bool:
         """Wait until an engine serves it. False: the request was aborted meanwhile."""
-        whole = whole_of(request_id)
-        while True:
-            turn_s = self._suspects.wait_s(whole, anyio.current_time())
-            nobody = len(self._drained) == len(self._names)
-            if not nobody and not turn_s:
-                return True
+        while len(self._drained) == len(self._names):
             woken = self._unserved[request_id] = anyio.Event()
             try:
-                with anyio.move_on_after(None if nobody else turn_s):
-                    await woken.wait()
+                await woken.wait()
                 if request_id not in self._unserved:
                     return False
             finally:
                 self._unserved.pop(request_id, None)
+        return True
 
     def served(self) -> dict[str, tuple[ServedRequest, ...]]:
         """What each attached engine serves, by name, and a lost one until it is back: for who plans which to free."""

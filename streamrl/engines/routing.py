@@ -54,7 +54,7 @@ class Router:
         near = self._open_requests[sibling] <= self._open_requests[idlest] + SIBLING_SLACK
         chosen = sibling if near and sibling in serving else idlest
         self._siblings[prompt] = chosen
-        _forget_oldest(self._siblings)
+        forget_oldest(self._siblings)
         return chosen
 
     def opened(self, request: ServedRequest) -> None:
@@ -72,7 +72,7 @@ class Router:
     def move(self, request_id: str, to: int) -> None:
         """Send its next part to ``to``."""
         self._moves[whole_of(request_id)] = to
-        _forget_oldest(self._moves)
+        forget_oldest(self._moves)
 
     def ended(self, whole: str) -> None:
         """Forget a completion of which no further part comes."""
@@ -95,7 +95,7 @@ class Router:
         return iter(self._served.values())
 
 
-def _forget_oldest(remembered: dict[K, int]) -> None:
+def forget_oldest(remembered: dict[K, int]) -> None:
     """Bound what is remembered for completions that never come back."""
     if len(remembered) > REMEMBERED_PROMPTS:
         del remembered[next(iter(remembered))]

@@ -18,6 +18,7 @@ from recovery_host import POISON
 
 from streamrl.base.messages import Generate
 from streamrl.base.run_events import EngineBack, EngineLost
+from streamrl.base.stage_messages import FinishedTrajectory
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
 from streamrl.engines.remote_engine import RemoteEngine
@@ -154,14 +155,15 @@ async def test_an_engine_that_says_it_is_well_and_samples_nothing_is_ended() -> 
 
 
 async def test_a_request_that_engines_die_of_is_refused_in_the_end() -> None:
+    """So may be others that were sampled at each of these deaths."""
     behaviour = {"engine-0": "poison", "engine-1": "poison"}
     async with controlled(2, behaviour=behaviour, restarts=9, fatal_deaths=3) as one:
         await one.launch(6, seeds=lambda index: POISON if index == 2 else 7000 + index)
         await one.until(lambda: len(one.outcomes) == 6)
         assert one.lost("engine-0") + one.lost("engine-1") == 3
-        [refused] = [o for o in one.outcomes if not hasattr(o, "trajectory")]
-        assert "2.0.0 was being sampled when 3 engines died" in refused.reason  # type: ignore[union-attr]
-    one.assert_whole(refused=[POISON])
+        refused = {o.id.prompt_id: o.reason for o in one.outcomes if not isinstance(o, FinishedTrajectory)}
+        assert "2.0.0 was being sampled when 3 engines died" in refused["p2"]
+    one.assert_whole(refused=[POISON, *range(7000, 7006)])
 
 
 async def test_an_order_to_kill_means_one_host_and_not_its_successor() -> None:
