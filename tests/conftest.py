@@ -21,7 +21,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 # The suite repeats itself: a change is judged by what it changed. HYPOTHESIS_PROFILE=exploring draws anew each time;
-# tests/control/long_random_runs.py walks for as long as one likes.
+# campaigns/control/random_runs.py walks for as long as one likes.
 # No deadline: an example may take long on a machine that others use.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("exploring", deadline=None)

@@ -2,7 +2,7 @@
 
 Accounting: every trajectory, group and prompt ends once, with a reason, and nothing else changes when a late result
 comes. Staleness: never above the bound, 0 where rounds are on-policy. Failure: whatever fails, is late, is cut, held,
-drained or exhausted, the run ends. ``long_random_runs.py`` does the same for as long as one likes.
+drained or exhausted, the run ends. ``campaigns/control/random_runs.py`` does the same for as long as one likes.
 """
 
 from __future__ import annotations

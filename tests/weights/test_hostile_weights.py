@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from campaigns.fuzz.weight_frames import Sample, hostile, replies_of, run_cases, world
 from streamrl.base.errors import WeightError
 from streamrl.weights import codec, compiled_paths
 from streamrl.weights.codec.codec import decode_patch
@@ -22,7 +23,6 @@ from streamrl.weights.pull import fetch as fetching
 from streamrl.weights.pull.received_part import ReceivedPart
 from streamrl.weights.work_units import listed_units
 from tests.weights.faulty_link import Frames, SmallPush, changed, flip
-from tests.weights.fuzz_weight_frames import Sample, hostile, replies_of, run_cases, world
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_a_manifest_that_lists_more_than_was_announced_is_refused() -> None:
 
 
 def test_a_slice_of_the_fuzzed_frames() -> None:
-    """The whole: ``python tests/weights/fuzz_weight_frames.py --frames 1000000``."""
+    """The whole: ``python campaigns/fuzz/weight_frames.py --frames 1000000``."""
     outcomes, failed = run_cases(seed=1, first=0, count=3000)
     assert not failed
     assert outcomes["reply_case: equal"] > 300

@@ -18,6 +18,7 @@ from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthe
 from update_entropy import UpdateCounts
 from weight_measurement import UpdatedTensor, units_of
 
+from campaigns.fuzz.weight_frames import hostile, world
 from streamrl.base.errors import WeightError
 from streamrl.weights import compiled_paths, manifest, work_units
 from streamrl.weights.bit_patterns import bit_type
@@ -27,7 +28,6 @@ from streamrl.weights.pull.fetch import ShardPatch, _Decoding
 from streamrl.weights.push.publisher import WeightPublisher
 from streamrl.weights.work_units import WorkUnit, listed_units
 from tests.weights.faulty_link import SmallPush
-from tests.weights.fuzz_weight_frames import hostile, world
 
 Bits = dict[str, np.ndarray]
 

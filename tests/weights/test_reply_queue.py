@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from campaigns.fuzz.weight_frames import replies_of, world
 from streamrl.weights.pull.received_part import ReceivedPart
 from streamrl.weights.push.reply_queue import ReplyQueue
-from tests.weights.fuzz_weight_frames import replies_of, world
 
 
 def test_peers_take_turns_and_a_request_waits_once() -> None:

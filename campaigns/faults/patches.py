@@ -1,0 +1,279 @@
+"""Where the product touches the outside: each of these names is replaced while a world runs, and nothing else is."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import anyio
+import msgspec
+from anyio._backends import _asyncio
+
+from campaigns.faults import simulated_parts as parts
+from campaigns.faults.simulated_trainer import SimulatedTrainer
+from campaigns.faults.stamped_engine import StampedEngine
+from campaigns.faults.world_disk import SimulatedDisk, SimulatedLock, Writer
+from streamrl import run as run_module
+from streamrl.comm import zmq_stream
+from streamrl.control.state import ControlState
+from streamrl.elastic.engine_planning import PlanningSettings
+from streamrl.elastic.engine_release import EngineRelease
+from streamrl.engines import engine_host
+from streamrl.engines.remote_engine import RemoteEngine
+from streamrl.engines.simulated.engine import SimulationOptions
+from streamrl.journal.journal import open_journal
+from streamrl.journal.whole_state import keep_whole, restore_whole
+from streamrl.observe.report.run_report import RunReport
+from streamrl.observe.sinks import PublishSink
+from streamrl.plan import topology as topology_module
+from streamrl.plan.preflight import preflight, resumed
+from streamrl.processes import controller_process, engine_process, reward_process, trainer_process
+from streamrl.prompts import prompts as prompts_module
+from streamrl.prompts.tokenizer import load_tokenizer
+from streamrl.recipe.load import load_recipe
+from streamrl.remote.control_socket import serving_control
+from streamrl.rewards import worker as reward_worker
+from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
+from streamrl.rewards.signature import inspect_reward
+from streamrl.run.pipeline import run_controller as pipeline
+from streamrl.run.run_inputs import refuse_changes
+from streamrl.run.run_lock import RunLock
+from streamrl.run.run_record import refuse_lost_journal
+from streamrl.supervise import child_process, supervisor, sweep
+from streamrl.supervise.crash.crash_bundle import write_crash_bundle
+from streamrl.supervise.remains import remove_remains_of
+from streamrl.supervise.watch.loop_watch import LoopWatch
+from streamrl.supervise.watch.stacks import ask_for_stacks
+from streamrl.vllm.options import installed_device
+
+if TYPE_CHECKING:
+    from campaigns.faults.world import World
+
+_ROLES = (pipeline, controller_process, reward_process, supervisor)  # imported before anything is looked for
+_HANDLE = ControlState.handle
+_PLAN = topology_module.plan_topology
+_GREETING = zmq_stream._greeting
+
+FREED_OFTEN = PlanningSettings(window=(0.05, 0.95), least_lengths=4)
+"""Rounds are short here."""
+KV_TOKENS = 4000
+"""Of one engine: all that a world has under way fits, so that engines can be freed."""
+
+
+LOOKED_EVERY = {"POLL_S": 1.0, "MEASURING_INTERVAL_S": 20.0}
+"""Clockwork that does nothing but look: in virtual time it would be most of the work. In ``Shape.poll_s``."""
+LOAD_SECONDS = 5.0
+
+_PLACES: dict[int, list[tuple[Any, str]]] = {}
+
+
+def _places_of(original: Any) -> list[tuple[Any, str]]:
+    """Every module of the product that has ``original`` under some name."""
+    if id(original) not in _PLACES:
+        modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "streamrl"]
+        _PLACES[id(original)] = [
+            (module, name) for module in modules for name, value in vars(module).items() if value is original
+        ]
+    assert _PLACES[id(original)], original
+    return _PLACES[id(original)]
+
+
+@contextmanager
+def patched_product(world: World) -> Iterator[None]:
+    """The product on ``world``."""
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        def put_for(original: Any, value: Any) -> None:
+            for owner, name in _places_of(original):
+                put(owner, name, value)
+
+        def greeting(codec: Any, role: Any, window: int, *others: Any) -> Any:
+            return _GREETING(codec, role, min(window, world.shape.window), *others)
+
+        put(anyio, "open_signal_receiver", parts.SimulatedSignals)
+        put(zmq_stream, "StreamConnection", world.network.make_connection)
+        put(zmq_stream, "_greeting", greeting)
+        _walked_in_order(put)
+        _files_and_user_code(world, put, put_for)
+        _processes(world, put, put_for)
+        _parts(world, put)
+
+        _journal(world, put_for)
+
+        def handle(state: ControlState, event: Any) -> Any:
+            actions = _HANDLE(state, event)
+            world.handled(state, event, actions)
+            return actions
+
+        put(ControlState, "handle", handle)
+        stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
+        stack.enter_context(mock.patch.dict(EngineRelease.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
+        yield
+
+
+class InOrder(dict[Any, None]):
+    """A set that is walked in the order in which things came, and not in that of their addresses."""
+
+    def add(self, thing: Any) -> None:
+        self[thing] = None
+
+    def remove(self, thing: Any) -> None:
+        del self[thing]
+
+    def discard(self, thing: Any) -> None:
+        self.pop(thing, None)
+
+
+def _walked_in_order(put: Any) -> None:
+    """Sets of objects whose order is seen from outside: anyio cancels in it, the publisher pushes in it."""
+    numbers = itertools.count(1)
+    begin = _asyncio.CancelScope.__init__
+
+    def init(scope: Any, *arguments: Any, **named: Any) -> None:
+        begin(scope, *arguments, **named)
+        scope._child_scopes, scope._tasks = InOrder(), InOrder()
+
+    def number_of(thing: Any) -> int:
+        return int(thing.__dict__.setdefault("_number_in_world", next(numbers)))
+
+    put(_asyncio.CancelScope, "__init__", init)
+    put(RemoteEngine, "__hash__", number_of)
+
+
+def _files_and_user_code(world: World, put: Any, put_for: Any) -> None:
+    def open_prompts(source: str, tokenizer: Any, **named: Any) -> parts.SimulatedPrompts:
+        held_out = "held_out" in source
+        limit = 10 if held_out else 10**9
+        return parts.SimulatedPrompts(Random(f"{world.shape.seed} {source}"), named.get("start", 0), limit)
+
+    def inspect(rewards: Any, *_: Any) -> list[RewardInspection]:
+        return [RewardInspection(spec=reward.function, signature=inspect_reward(reward)) for reward in rewards]
+
+    tokenizer = parts.StubTokenizer()
+    put_for(load_tokenizer, lambda _: tokenizer)
+    put(reward_worker, "_open_timer", lambda: None)
+    put(os, "_exit", world.machine.leave)
+    put_for(prompts_module.open_prompts, open_prompts)
+    put_for(PublishSink, parts.SilentSink)
+    put_for(installed_device, lambda: "cpu")
+    put_for(inspect_in_subprocess, inspect)
+
+
+def _processes(world: World, put: Any, put_for: Any) -> None:
+    def plan_topology(recipe: Any, sockets: Path) -> Any:
+        world.topology = _PLAN(recipe, Path(world.sockets))
+        return world.topology
+
+    def make_run_directory(*_: Any) -> Path:
+        directory: Path = world.directory / "run"
+        directory.mkdir(exist_ok=True)
+        (directory / "recipe.toml").touch()
+        return directory
+
+    @asynccontextmanager
+    async def no_control_socket(*_: Any, **__: Any) -> AsyncIterator[None]:
+        yield
+
+    machine = world.machine
+    put_for(preflight, lambda *_: None)
+    put_for(remove_remains_of, lambda *_: [])
+    put_for(refuse_changes, lambda *_, **__: [])
+    put_for(refuse_lost_journal, lambda *_: None)  # it is on the simulated disk
+    put_for(load_recipe, lambda *_: world.recipe)
+    put_for(RunLock, SimulatedLock)
+    put_for(ask_for_stacks, lambda _: [])
+    put_for(write_crash_bundle, lambda *_, **__: "no crash bundle: simulated")
+    put(engine_host, "os", SimpleNamespace(getpid=machine.getpid))
+    put_for(resumed, lambda recipe: (recipe, None))
+    put_for(_PLAN, plan_topology)
+    put(run_module, "_make_run_directory", make_run_directory)
+    put_for(serving_control, no_control_socket)
+    put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
+    put_for(LoopWatch, parts.SilentLoopWatch)
+    put(child_process, "_created", lambda pid: float(pid))
+    put(child_process, "_is_ending", lambda pid: False)
+    put_for(child_process.start_child, machine.start_child)
+    put_for(child_process.open_guardian, machine.open_guardian)
+    put_for(sweep.sweep, machine.sweep)
+    put_for(sweep.end_session, machine.end_session)
+    put_for(sweep.members, lambda _: [])
+    put_for(sweep.record_segments, lambda *_: None)
+    _named_everywhere(put, "LOAD_SECONDS", LOAD_SECONDS)
+    for name, seconds in LOOKED_EVERY.items():
+        _named_everywhere(put, name, seconds * world.shape.poll_s)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _named_everywhere(put: Any, name: str, value: Any) -> None:
+    """A constant, wherever it is."""
+    owners = [m for n, m in sys.modules.items() if n.split(".")[0] == "streamrl" and name in vars(m)]
+    assert owners, name
+    for owner in owners:
+        put(owner, name, value)
+
+
+def _journal(world: World, put_for: Any) -> None:
+    def open_simulated(directory: Path, **named: Any) -> Any:
+        return open_journal(directory, disk=SimulatedDisk(world), lane=lambda work: Writer(world, work), **named)
+
+    def keep(state: ControlState, outstanding: Any) -> Any:
+        whole = keep_whole(state, outstanding)
+        world.ledger.kept(state, msgspec.msgpack.encode(whole))
+        return whole
+
+    def restore(settings: Any, whole: Any) -> Any:
+        state, outstanding = restore_whole(settings, whole)
+        world.ledger.restored(state, msgspec.msgpack.encode(whole))
+        return state, outstanding
+
+    put_for(open_journal, open_simulated)
+    put_for(keep_whole, keep)
+    put_for(restore_whole, restore)
+
+
+def _parts(world: World, put: Any) -> None:
+    def engine(options: Any, *_: Any) -> StampedEngine:
+        shape = world.shape
+        chosen = SimulationOptions(
+            name=options.name,
+            base_ms=shape.step_ms,
+            per_request_ms=shape.step_ms / 100,
+            max_running=64,
+            kv_tokens=KV_TOKENS,
+            vocabulary=50_000,
+            tokenizer_digest=parts.TOKENIZER_DIGEST,
+            lengths=shape.lengths,
+        )
+        return StampedEngine(world, options.name, chosen)
+
+    class Named:
+        environment: dict[str, str] = {}
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    def trainer_options(recipe: Any, rank: int, *_: Any, **named: Any) -> tuple[int, str]:
+        return rank, named.get("resume_from") or recipe.checkpoint.resume_from
+
+    def trainer(options: tuple[int, str]) -> SimulatedTrainer:
+        rank, directory = options
+        return SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
+
+    put(engine_process, "engine_options", lambda recipe, index, sockets, **_: Named(f"engine-{index}"))
+    put(engine_process, "_vllm", engine)
+    put(trainer_process, "trainer_options", trainer_options)
+    put(trainer_process, "TorchTrainer", trainer)

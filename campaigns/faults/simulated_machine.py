@@ -1,0 +1,214 @@
+"""The machine on which a simulated run lives: it starts processes and ends them, and has nothing else to sweep.
+
+The product's own supervisor runs on it; only what touches the operating system is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
+from streamrl.base.errors import StreamRLError
+from streamrl.plan.topology import ProcessPlan
+from streamrl.supervise import child
+from streamrl.supervise.child import ChildContext, Terminated, role_main
+from streamrl.supervise.child_process import ChildProcess
+from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, leaves, reason_of, write_reason
+
+if TYPE_CHECKING:
+    from campaigns.faults.world import World
+
+FIRST_PID = 100
+DECLARED = (StreamRLError, OSError, SystemExit)
+"""What a process may die of."""
+BEYOND_WINDOW = "more than its window"
+
+
+class SimulatedPopen:
+    """What ``subprocess.Popen`` is to ``ChildProcess``."""
+
+    stdin = None
+
+    def __init__(self, machine: Machine, pid: int, process: SimulatedProcess | None) -> None:
+        self.pid = pid
+        self.process = process
+        self.code: int | None = None
+        self._machine = machine
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        if self.code is None and self.process is not None:
+            self._machine.signal(self, number)
+        elif self.code is None:
+            self.code = -number  # a guardian, or one that stands by: it does nothing here, and ends at once
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.code is None:
+            self.kill()
+        assert self.code is not None or self.process is None
+        return self.code or 0
+
+
+class Machine:
+    """Processes of one world by pid. ``exited`` is told of every end."""
+
+    def __init__(self, world: World, exited: Callable[[SimulatedPopen], None]) -> None:
+        self.world = world
+        self.by_pid: dict[int, SimulatedPopen] = {}
+        self.incarnations: dict[str, int] = {}
+        self.lives: dict[str, SimulatedPopen] = {}
+        self._exited = exited
+
+    # ---- in the place of functions of the product ----------------------------------------------------
+
+    def start_child(
+        self, plan: ProcessPlan, command: Sequence[str], run_directory: Path, traces: Any, **named: Any
+    ) -> ChildProcess:
+        (run_directory / "exit" / f"{plan.name}.json").unlink(missing_ok=True)
+        popen = self.start(plan, run_directory, resumes=bool(named.get("resumes")))
+        return ChildProcess(plan.name, plan, popen, run_directory / "logs" / f"{plan.name}.log", 0)  # type: ignore[arg-type]
+
+    def open_guardian(self, *_: Any, **__: Any) -> ChildProcess:
+        return ChildProcess("guardian", None, SimulatedPopen(self, 1, None), Path("guardian.log"), 0)  # type: ignore[arg-type]
+
+    def sweep(self, traces: Any, **_: Any) -> list[int]:
+        for name, popen in list(self.lives.items()):
+            if name != "parent" and popen.code is None:
+                popen.kill()
+        return []
+
+    def end_session(self, traces: Any, sid: int, **_: Any) -> list[int]:
+        if sid in self.by_pid:
+            self.by_pid[sid].kill()
+        return []
+
+    # ---- processes -------------------------------------------------------------------------------------
+
+    def start(self, plan: ProcessPlan, run_directory: Path, *, resumes: bool) -> SimulatedPopen:
+        """A role of the run, as ``python -m streamrl.processes`` would start it."""
+        world = self.world
+        assert world.topology is not None
+        context = ChildContext(
+            plan=plan,
+            recipe=world.recipe,
+            topology=world.topology,
+            run_directory=run_directory,
+            socket_directory=Path("/simulated"),
+            resumes=resumes,
+        )
+
+        async def main() -> int:
+            try:
+                await child._until_terminated(role_main(plan.role), context)
+            except Terminated:
+                return TERMINATED_CODE
+            except BaseException as error:  # noqa: BLE001 - as ``child.leave``
+                if (code := exit_code_of(error)) != 0:
+                    reason = reason_of(plan.role, error)
+                    if not world.over:
+                        world.note("dies", plan.name, reason.kind, reason.message)
+                    world.error = world.error or error
+                    if BEYOND_WINDOW in reason.message:  # which no fault can make of messages in order
+                        world.ledger.violated("I12", f"{plan.name} died of {reason.message}")
+                    undeclared = [leaf for leaf in leaves(error) if not isinstance(leaf, DECLARED)]
+                    if undeclared and not world.over:
+                        world.ledger.violated("I19", f"{plan.name} died of {undeclared[0]!r}, which nothing declares")
+                    write_reason(run_directory, plan.name, reason)
+                return code
+            return 0
+
+        return self.spawn(plan.name, main, start_s=world.start_seconds(plan))
+
+    def spawn(self, name: str, main: Callable[[], Any], start_s: float = 0.0) -> SimulatedPopen:
+        """A process that runs ``main``, which returns its exit code."""
+        loop = self.world.loop
+        if self.living(name) is not None:
+            self.world.ledger.violated("I16", f"{name} is started while an earlier life of it goes on")
+        incarnation = self.incarnations[name] = self.incarnations.get(name, -1) + 1
+        process = SimulatedProcess(name, incarnation)
+        pid = process.pid = FIRST_PID + len(self.by_pid)
+        popen = self.by_pid[pid] = self.lives[name] = SimulatedPopen(self, pid, process)
+        self.world.note("start", repr(process))
+
+        async def life() -> None:
+            await asyncio.sleep(start_s)
+            code = await main()
+            loop.call_soon(self._left, popen, code, context=self.world.context)
+
+        process.context.run(lambda: process.roots.append(loop.create_task(life())))
+        return popen
+
+    def _left(self, popen: SimulatedPopen, code: int) -> None:
+        if popen.code is None:
+            self._end(popen, code)
+
+    def getpid(self) -> int:
+        """``os.getpid``."""
+        process = PROCESS.get()
+        return 1 if process is None else process.pid
+
+    def leave(self, code: int) -> NoReturn:
+        """``os._exit`` of whoever calls."""
+        process = PROCESS.get()
+        popen = next(p for p in self.by_pid.values() if p.process is process)
+        self._left(popen, code)
+        raise asyncio.CancelledError  # it is frozen from its next wait on
+
+    def signal(self, popen: SimulatedPopen, number: int) -> None:
+        """Deliver a signal. SIGTERM waits for a process that hangs, as in reality."""
+        process = popen.process
+        assert process is not None
+        self.world.note("signal", repr(process), number)
+        if number != signal.SIGKILL and (_receivers(process, number) or process.hung_until > self.world.loop.now):
+            self.world.loop.call_soon(self._take_signal, popen, number, context=process.context)
+        else:
+            self._end(popen, -number)
+
+    def _take_signal(self, popen: SimulatedPopen, number: int) -> None:
+        process = popen.process
+        assert process is not None
+        receivers = _receivers(process, number)
+        if not receivers and popen.code is None:
+            self.world.loop.call_soon(self._left, popen, -number, context=self.world.context)
+        for receiver in receivers:
+            receiver.tell(number)
+
+    def _end(self, popen: SimulatedPopen, code: int) -> None:
+        process = popen.process
+        assert process is not None
+        popen.code = code
+        self.world.note("exit", repr(process), code)
+        self.world.loop.kill(process)
+        self.world.network.process_died(process)
+        for clean_up in process.at_end:
+            clean_up()
+        self._exited(popen)
+
+    def kill(self, name: str) -> bool:
+        """SIGKILL to the living process of that name."""
+        popen = self.lives.get(name)
+        if popen is None or popen.code is not None:
+            return False
+        popen.kill()
+        return True
+
+    def living(self, name: str) -> SimulatedProcess | None:
+        popen = self.lives.get(name)
+        return popen.process if popen is not None and popen.code is None else None
+
+
+def _receivers(process: SimulatedProcess, number: int) -> list[Any]:
+    """Who in the process waits for that signal."""
+    return [receiver for receiver in process.signals if number in receiver.wanted]

@@ -1,0 +1,371 @@
+"""Decoders of what carries weights: announcements, requests, replies, manifests, patches in every form, the state that
+workers of a machine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from random import Random
+from typing import Any, cast
+from unittest import mock
+
+import msgspec
+import numpy as np
+import zstandard
+
+from campaigns.fuzz import weight_frames as transfers
+from campaigns.fuzz.execution import Target
+from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
+from campaigns.fuzz.targets_streams import ANNOUNCEMENT
+from streamrl.base.errors import WeightError
+from streamrl.weights import compiled_paths
+from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec import adaptive_streams, codec, plain_streams
+from streamrl.weights.codec.class_split import ClassStreams
+from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_complete, encode_patch
+from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
+from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
+from streamrl.weights.pull import node_mirror
+from streamrl.weights.pull.node_memory import Holder, Segment
+from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.requests import (
+    ChunkReply,
+    FoldReply,
+    GetChunk,
+    GetFold,
+    GetManifest,
+    ManifestReply,
+    NotServed,
+    decode_announcement,
+    decode_reply,
+    decode_request,
+    encoder,
+)
+
+_REFUSALS = (WeightError,)
+_DTYPES: dict[str, Any] = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
+
+
+def announcements() -> Target:
+    """What an engine's workers are handed to stage."""
+
+    def run(frames: Sequence[bytes]) -> str:
+        decode_announcement(b"".join(frames))
+        return "accepted"
+
+    return Target(
+        name="weights.announcement",
+        messages=[message(seed(msgspec.msgpack.encode(ANNOUNCEMENT), MSGPACK))],
+        run=run,
+        refusals=_REFUSALS,
+    )
+
+
+def requests() -> Target:
+    """What a publisher is asked, and how its thread answers; and the heads of replies."""
+    world = transfers.world()
+    digests = [sample.part.manifest_digest for sample in world.samples]
+    asked: list[Any] = [GetChunk(digest, number) for digest in digests for number in (0, 1)]
+    asked += [GetFold(digest, 0) for digest in digests]
+    heads = [
+        ManifestReply(digests[0]),
+        ChunkReply(digests[0], 2),
+        FoldReply(digests[0], digests[1]),
+        NotServed("", "no"),
+    ]
+
+    def run(frames: Sequence[bytes]) -> str:
+        if len(frames) > 1 and frames[1] == b"reply":
+            return f"accepted {type(decode_reply(frames[0])).__name__}"
+        reply, payload = world.server._answer(list(frames))
+        assert len(payload) <= 1 << 20 and len(encoder.encode(reply)) < 8 * sum(map(len, frames)) + 4096
+        if isinstance(reply, NotServed):
+            raise WeightError(reply.reason)
+        return f"accepted {type(decode_request(frames[0])).__name__}"
+
+    made = [message(seed(encoder.encode(request), MSGPACK)) for request in (*asked, *map(GetManifest, digests))]
+    made += [message(seed(encoder.encode(head), MSGPACK), seed(b"reply", PLAIN)) for head in heads]
+    return Target(name="weights.requests", messages=made, run=run, refusals=_REFUSALS)
+
+
+def manifests() -> Target:
+    """Manifests as a broken or hostile publisher would sign them: broken below the zstd frame, or as they are."""
+    parts = [part for sample in transfers.world().samples for part in (sample.part, sample.folded) if part is not None]
+    plain = [zstandard.decompress(part.manifest) for part in parts]
+    compressor = zstandard.ZstdCompressor(level=1)
+
+    def run(frames: Sequence[bytes]) -> str:
+        encoded = frames[0] if frames else b""
+        if len(frames) == 1:
+            encoded = compressor.compress(encoded)
+        manifest = decode_manifest(encoded, digest_of(encoded), "here")
+        for entry in manifest.tensors:
+            assert entry.shard.offset >= 0 and entry.shard.offset + entry.shard.count <= 1 << 64
+        return "accepted"
+
+    made = [message(seed(content, MSGPACK)) for content in plain]
+    made += [message(seed(part.manifest, PLAIN), seed(b"folded", PLAIN)) for part in parts]
+    return Target(name="weights.manifest", messages=made, run=run, refusals=_REFUSALS, spare_bytes=64 << 20)
+
+
+def transferred() -> Target:
+    """One broken reply in the midst of a transfer of a small delta; honest replies follow, and complete it."""
+    sample = transfers.world().samples[1]
+    source = sample.announced.sources[0]
+    payload = b"".join(sample.part.chunks)
+    every = list(transfers.replies_of(sample))
+    honest = every[:4]
+
+    def run(frames: Sequence[bytes]) -> str:
+        part = ReceivedPart(source, sample.announced)
+        part.take(honest[0])
+        for _ in range(2):
+            part.take(list(frames))
+            list(part.requests(512))
+        for frames in every:
+            part.take(frames)
+            list(part.requests(512))
+        assert part.complete, part.describe()
+        assert b"".join(encoded for *_, encoded in part.patch_bytes()) == payload, "a broken chunk was kept"
+        return "whole"
+
+    made = [message(seed(head, MSGPACK), seed(body, PLAIN)) for head, body in honest]
+    return Target(name="weights.replies", messages=made, run=run, refusals=_REFUSALS)
+
+
+def whole_transfers() -> Target:
+    """``weight_frames``: broken replies, folds and hostile manifests, decoded and staged against the state hash.
+    Its cases are made from the number in the frame; nothing else is mutated."""
+    return Target(
+        name="weights.transfers",
+        messages=[message(seed(bytes(8), PLAIN))],
+        run=lambda frames: transfers.run_case(7, int.from_bytes(frames[0], "little")),
+        refusals=(),
+        repair=lambda random, _: [random.randbytes(5)],
+        quick=150,
+    )
+
+
+# ---- patches -------------------------------------------------------------------------------------------
+
+
+class _Shard(msgspec.Struct, frozen=True, eq=False):
+    dtype: str
+    base: BitArray
+    new: BitArray
+
+
+@cache
+def _shards() -> list[_Shard]:
+    random = np.random.default_rng(3)
+    shards = []
+    for dtype, size in (("bfloat16", 90), ("float16", 70), ("float32", 60), ("bfloat16", 400), ("bfloat16", 3)):
+        spec = ShardSpec("t", dtype, (size,), 0, size)
+        for density in (0.03, 0.3, 1.0):
+            base: Any = transfers._near_zero(random, spec).astype(_DTYPES[dtype])
+            if dtype == "float16":
+                base = random.normal(0, 0.02, size).astype(np.float16).view(np.uint16)
+            moved = random.random(size) < density
+            moved[0] = True
+            shards.append(
+                _Shard(
+                    dtype, cast("BitArray", base), cast("BitArray", np.where(moved, base + 1, base).astype(base.dtype))
+                )
+            )
+    return shards
+
+
+def _forms(shard: _Shard) -> list[bytes]:
+    """Its patch in every form that there is."""
+    from streamrl.weights.codec import single_exponents
+
+    adaptive = encode_patch(shard.new, shard.base, shard.dtype)
+    with (
+        mock.patch.object(single_exponents, "MANY_CHANGES_PLAIN", -1),
+        mock.patch.object(single_exponents, "MANY_CHANGES", -1),
+    ):
+        by_classes = encode_patch(shard.new, shard.base, shard.dtype)
+    assert adaptive is not None and by_classes is not None
+    return [adaptive.encoded, by_classes.encoded, encode_complete(shard.new)]
+
+
+def _forged(shard: _Shard, symbol: int) -> bytes:
+    """A patch that changes the first element by a symbol that no encoder may have written."""
+    gap, step = encode_symbols(np.zeros(1, dtype=np.uint32)), encode_symbols(np.array([symbol], dtype=np.uint16))
+    streams = ((1, len(gap), len(step)),)
+    return codec._frame(
+        codec._Header(codec._LAYOUT_VERSION, codec.Codec.CLASSES, 2, shard.base.size, 1, (), streams), gap, step
+    )
+
+
+_PATCH_HEAD = fixed_fields(2, 1, 1, 1, 1, 1, 1, 1, 1)
+
+
+def patches(name: str, *, compiled: bool) -> Target:
+    """Patches against the base they were made on (the first frame names it), by the plain or the compiled forms."""
+    shards = _shards()
+    limit = 1 if compiled else 1 << 40
+
+    def run(frames: Sequence[bytes]) -> str:
+        shard = shards[(frames[0][0] if frames and frames[0] else 0) % len(shards)]
+        encoded = b"".join(frames[1:])
+        patch = decode_patch(encoded, shard.base.dtype, shard.base.size, "t", shard.base)
+        return _check_patch(patch, shard)
+
+    with mock.patch.multiple(compiled_paths, _FROM_ELEMENTS=limit, _FROM_ELEMENTS_WHEN_LOADED=limit):
+        made = [
+            message(seed(bytes((number,)), PLAIN), _patch_seed(form))
+            for number, shard in enumerate(shards)
+            for form in _forms(shard)
+        ]
+        made += [message(seed(b"\0", PLAIN), _patch_seed(_forged(shards[0], symbol))) for symbol in (0, 65534, 65535)]
+    return Target(name=name, messages=made, run=_with_limit(run, limit), refusals=_REFUSALS)
+
+
+def _patch_seed(encoded: bytes) -> Seed:
+    """With the places of its values where there is a header, else of its first bytes."""
+    length = int.from_bytes(encoded[:2], "little")
+    made = seed(encoded, _PATCH_HEAD)
+    if 0 < length < min(1024, len(encoded) - 2):
+        spans = [(a + 2, b + 2) for a, b in MSGPACK.spans_of(encoded[2 : 2 + length])]
+        return Seed(encoded, MSGPACK, tuple(spans))
+    return made
+
+
+def _with_limit(run: Callable[[Sequence[bytes]], str], limit: int) -> Callable[[Sequence[bytes]], str]:
+    """``run`` by the one form or the other. Only ever called in a process of its own."""
+
+    def limited(frames: Sequence[bytes]) -> str:
+        before = compiled_paths._FROM_ELEMENTS, compiled_paths._FROM_ELEMENTS_WHEN_LOADED
+        compiled_paths._FROM_ELEMENTS = compiled_paths._FROM_ELEMENTS_WHEN_LOADED = limit
+        try:
+            return run(frames)
+        finally:
+            compiled_paths._FROM_ELEMENTS, compiled_paths._FROM_ELEMENTS_WHEN_LOADED = before
+
+    return limited
+
+
+def _check_patch(patch: WeightPatch, shard: _Shard) -> str:
+    count = shard.base.size
+    assert patch.values.dtype == shard.base.dtype, f"values of {patch.values.dtype}"
+    if patch.positions is None:
+        assert patch.values.size == count, "a complete patch that is not complete"
+        return "accepted complete"
+    positions = patch.positions
+    assert positions.dtype == np.int64 and positions.size == patch.values.size > 0
+    assert positions[0] >= 0 and positions[-1] < count and (np.diff(positions) > 0).all(), "positions that do not rise"
+    assert (patch.values != shard.base[positions]).all(), "an element that does not change"
+    return "accepted delta"
+
+
+def symbols() -> Target:
+    """Streams of symbols in each of their three codes; the first frame says how many there are, and how wide."""
+    random = np.random.default_rng(5)
+    made = []
+    for code, kind in enumerate((np.uint16, np.uint32)):
+        for size, scale in ((1, 3), (9, 2), (60, 40), (300, 900), (5000, 3)):
+            values = np.minimum(random.exponential(scale, size), 60000).astype(kind)
+            made.append(
+                message(
+                    seed(size.to_bytes(2, "little") + bytes((code,)), fixed_fields(2, 1)),
+                    _stream_seed(encode_symbols(values)),
+                )
+            )
+
+    def run(frames: Sequence[bytes]) -> str:
+        head, body = (*frames, b"", b"")[:2]
+        count, wide = int.from_bytes(head[:2], "little"), head[2:3] == b"\1"
+        dtype = np.dtype("<u4") if wide else np.dtype("<u2")
+        found = decode_symbols(memoryview(body), dtype, count, "t")
+        assert found.size == count and found.dtype == dtype
+        if not wide and body and body[0] < 255:
+            assert (decode_symbols(memoryview(body), np.dtype("<u4"), count, "t") == found).all(), "a symbol was cut"
+        return f"accepted {min(body[0], 33) if body else 'none'}"
+
+    return Target(name="weights.symbols", messages=made, run=run, refusals=_REFUSALS)
+
+
+def _stream_seed(content: bytes) -> Seed:
+    return seed(content, fixed_fields(1, 1, 1, 1, 1, 1, 1, 1))
+
+
+def adaptive() -> Target:
+    """The adaptive code, plain and compiled: both say the same of the same bytes."""
+    sizes_of = [np.array(sizes, dtype=np.int64) for sizes in ((12, 0, 7), (40,), (5, 20, 2), (900, 3))]
+    dtypes = (np.dtype("<u2"), np.dtype("<u4"))
+    random = Random(4)
+    made = []
+    for number in range(2 * len(sizes_of)):
+        sizes, dtype = sizes_of[number >> 1], dtypes[number & 1]
+        for most in (1, 3, 40):
+            streams = [_class_streams(random, int(size), most, dtype) for size in sizes]
+            encoded = plain_streams.encode_streams(streams, sizes, 1 << 20)
+            made.append(message(seed(bytes((number,)), PLAIN), _stream_seed(encoded or b"")))
+
+    def run(frames: Sequence[bytes]) -> str:
+        head, body = (*frames, b"", b"")[:2]
+        number = head[0] if head else 0
+        sizes, dtype = sizes_of[(number >> 1) % len(sizes_of)], dtypes[number & 1]
+        said = [_streams_of(form, body, dtype, sizes) for form in (plain_streams, adaptive_streams)]
+        assert said[0] == said[1], "the plain and the compiled form do not agree"
+        if said[0] is None:
+            raise WeightError("refused by both")
+        return "accepted"
+
+    return Target(name="weights.adaptive", messages=made, run=run, refusals=_REFUSALS, quick=250)
+
+
+def _class_streams(random: Random, size: int, most: int, dtype: Any) -> ClassStreams:
+    """Up to ``most`` changes in a class of so many elements."""
+    places = sorted(random.sample(range(size), min(most, size)))
+    gaps = [place - before - 1 for place, before in zip(places, [-1, *places], strict=False)]
+    symbols = [min(int(random.expovariate(0.3)), 60000) for _ in places]
+    return ClassStreams(np.array(gaps, dtype=np.uint32), np.array(symbols, dtype=dtype))
+
+
+def _streams_of(form: Any, body: bytes, dtype: Any, sizes: Any) -> list[tuple[list[int], list[int]]] | None:
+    try:
+        streams = form.decode_streams(memoryview(body), dtype, sizes, "t")
+    except WeightError:
+        return None
+    return [(stream.gaps.tolist(), stream.symbols.tolist()) for stream in streams]
+
+
+def node_states() -> Target:
+    """What workers of one machine write down for each other."""
+    version = node_mirror._SharedVersion(
+        run_id="run",
+        policy_version=3,
+        base_version=2,
+        base_hash=5,
+        state_hash=9,
+        payload_bytes=100,
+        tensors=(),
+        pieces=(node_mirror._Piece("t", 9, None, 64), node_mirror._Piece("u", 9, 0, 128)),
+        memory=Segment(7, 4096, (Holder(1, 5),)),
+    )
+    states = (node_mirror._NodeState(version, version, writing=True), node_mirror._NodeState(None, version))
+
+    def run(frames: Sequence[bytes]) -> str:
+        node_mirror.decode_state(b"".join(frames), "here")
+        return "accepted"
+
+    made = [message(seed(msgspec.msgpack.encode(state), MSGPACK)) for state in states]
+    return Target(name="weights.node_state", messages=made, run=run, refusals=_REFUSALS)
+
+
+def targets() -> list[Target]:
+    """All of this module."""
+    return [
+        announcements(),
+        requests(),
+        manifests(),
+        transferred(),
+        whole_transfers(),
+        patches("weights.patches", compiled=False),
+        patches("weights.patches_compiled", compiled=True),
+        symbols(),
+        adaptive(),
+        node_states(),
+    ]

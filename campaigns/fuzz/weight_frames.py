@@ -1,0 +1,402 @@
+"""Feed broken frames to both ends of the weight path: none may crash it, hang it, or change a weight wrongly.
+
+``python campaigns/fuzz/weight_frames.py --frames 1000000 [--seed N] [--from K] [--processes P]``
+
+Every frame is a case of its own, made from (seed, number): a run that was stopped goes on with ``--from``, and a case
+that fails is repeated with ``--from K --frames 1``. Kinds of cases:
+
+* a *reply* to a receiver, mutated on its way, in the midst of a transfer that otherwise goes well;
+* a *request* to a publisher;
+* a *patch* or a *manifest* as a broken or hostile publisher would write it: mutated, and then given valid digests.
+
+It ends with 1 and the numbers of the failing cases when one ends in anything but equal bits or a ``WeightError``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import numpy as np
+import zstandard
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights import compiled_paths
+from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch, _Decoding
+from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.push import publisher as publishing
+from streamrl.weights.push.serving import ServedPart, ServingThread
+from streamrl.weights.requests import ChunkReply, FoldReply, GetChunk, GetFold, ManifestReply, encoder
+
+SECONDS_A_CASE = 20.0
+CASES_AT_ONCE = 2000
+CHUNK = 512  # bytes: several chunks of a small delta
+TENSORS = {"norm": ("bfloat16", (16,)), "layer": ("bfloat16", (90, 60)), "head": ("float32", (30, 20))}
+Bits = dict[str, np.ndarray]
+
+
+class Sample(msgspec.Struct, frozen=True, eq=False):
+    """A version that was published: what announces it, what carries it, what it must become; the same as a delta that
+    was asked for (``folded``; not of an anchor)."""
+
+    announced: WeightAnnouncement
+    part: ServedPart
+    manifest: Manifest
+    bits: Bits
+    folded: ServedPart | None = None
+
+
+class World(msgspec.Struct, frozen=True, eq=False):
+    """A receiver at version 0, and what may come to it."""
+
+    mirror: CheckpointMirror
+    samples: Sequence[Sample]
+    server: ServingThread
+
+
+class Folded:
+    """Serves what was folded beforehand; of one version it is never ready."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def part_of(self, request: GetFold) -> ServedPart | None:
+        for sample in self._samples:
+            if sample.part.manifest_digest == request.manifest_digest and request.base_version == 0:
+                return sample.folded
+        raise WeightError("not kept")
+
+    def served(self, digest: str) -> ServedPart | None:
+        folds = (sample.folded for sample in self._samples)
+        return next((fold for fold in folds if fold is not None and fold.manifest_digest == digest), None)
+
+    def keep(self, digests: object) -> None:
+        """Everything is."""
+
+
+@cache
+def world() -> World:
+    with mock.patch.object(publishing, "CHUNK_BYTES", CHUNK):
+        return _make_world()
+
+
+def _make_world() -> World:
+    random = np.random.default_rng(0)
+    shards = [ShardSpec(name, dtype, shape, 0, int(np.prod(shape))) for name, (dtype, shape) in TENSORS.items()]
+    held = {s.name: _near_zero(random, s) for s in shards}
+    publisher = publishing.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
+    mirror, samples = CheckpointMirror(), []
+    for version, density in enumerate((1.0, 0.02, 0.3, 1.0)):
+        moved = {name: np.where(random.random(b.size) < density, b + 1, b).astype(b.dtype) for name, b in held.items()}
+        limit = 1 << 40 if version == 2 else 1  # elements from which shards take adaptive code
+        with mock.patch.multiple(compiled_paths, _FROM_ELEMENTS=limit, _FROM_ELEMENTS_WHEN_LOADED=limit):
+            published = publisher.publish(version, moved)
+        announced = WeightAnnouncement(
+            policy_version=version,
+            base_version=published.base_version,
+            state_hash=published.state_hash,
+            sources=(published.source,),
+        )
+        part = publisher._served[-1]
+        manifest = decode_manifest(part.manifest, part.manifest_digest, "")
+        folded = publisher._fold(GetFold(part.manifest_digest, 0)) if version else None
+        sample = Sample(announced, part, manifest, moved, folded)
+        if not version:
+            mirror.advance(mirror.stage(fetched_of(sample, receive(sample, replies_of(sample)), mirror)))
+            publisher.acknowledge(0)
+            held = moved
+        samples.append(sample)
+    server = ServingThread("ipc:///nowhere", "fuzzed", folds=Folded(samples))
+    server.serve([sample.part for sample in samples])
+    return World(mirror, samples, server)
+
+
+def _near_zero(random: np.random.Generator, shard: ShardSpec) -> np.ndarray:
+    """Trained weights look like this: exponents of a few kinds."""
+    values = random.normal(0, 0.02, shard.count).astype(np.float32).view(np.uint32)
+    return values if shard.dtype == "float32" else (values >> np.uint32(16)).astype(np.uint16)
+
+
+@cache
+def honest_replies(which: int) -> list[list[bytes]]:
+    """``replies_of`` the sample of that number."""
+    return list(replies_of(world().samples[which]))
+
+
+def replies_of(sample: Sample) -> Iterator[list[bytes]]:
+    """What an honest publisher answers, the manifest first."""
+    digest = sample.part.manifest_digest
+    server = ServingThread("ipc:///nowhere", "honest")
+    server.serve([sample.part])
+    asked: tuple[dict[str, object], ...] = (
+        {"type": "GetManifest"},
+        *({"type": "GetChunk", "chunk": c} for c in range(len(sample.part.chunks))),
+    )
+    for request in asked:
+        reply, payload = server._answer([msgspec.msgpack.encode({**request, "manifest_digest": digest})])
+        yield [encoder.encode(reply), bytes(payload)]
+
+
+def receive(sample: Sample, replies: Iterator[list[bytes]]) -> ReceivedPart:
+    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+    for frames in replies:
+        part.take(frames)
+        list(part.requests(1 << 20))
+    return part
+
+
+def fetched_of(sample: Sample, part: ReceivedPart, mirror: CheckpointMirror) -> FetchedVersion:
+    """Decode what a complete part holds, as ``fetch`` does."""
+    assert part.manifest is not None
+    patches: list[ShardPatch] = []
+    decoding = _Decoding(None if sample.announced.base_version is None else mirror)
+    for patch in part.patch_bytes():
+        patches += decoding._decode(*patch)
+    manifest = part.manifest
+    size, run_id = manifest.payload_bytes, manifest.run_id
+    return FetchedVersion(sample.announced, manifest.base_version, manifest.base_part_hash, patches, size, run_id)
+
+
+# ---- mutations -------------------------------------------------------------------------------------
+
+
+def mutated(random: np.random.Generator, frame: bytes, other: bytes) -> bytes:
+    """One frame, broken in one of many ways."""
+    broken = bytearray(frame)
+    kind = random.integers(10)
+    if kind == 0 or not frame:
+        return random.bytes(int(random.integers(0, 2 * len(frame) + 8)))
+    place = int(random.integers(len(frame)))
+    if kind <= 3:
+        for _ in range(int(random.integers(1, 5))):
+            broken[int(random.integers(len(frame)))] ^= 1 << int(random.integers(8))
+    elif kind == 4:
+        del broken[place:]
+    elif kind == 5:
+        del broken[place : place + int(random.integers(1, 40))]
+    elif kind == 6:
+        broken[place:place] = random.bytes(int(random.integers(1, 40)))
+    elif kind == 7:
+        width = int(random.choice([1, 2, 4, 8]))
+        broken[place : place + width] = bytes([int(random.choice([0, 0x7F, 0x80, 0xFF]))]) * width
+    elif kind == 8:
+        broken[place:] = other[place:] or b"\x00"
+    else:
+        broken += broken[: place + 1]
+    return bytes(broken)
+
+
+def reply_case(random: np.random.Generator) -> str:
+    """A transfer with one broken reply in it: lost, repeated, late, or mutated."""
+    everything = world()
+    which, stranger = (int(random.integers(len(everything.samples))) for _ in range(2))
+    sample, replies, foreign = everything.samples[which], honest_replies(which), honest_replies(stranger)
+    broken = int(random.integers(len(replies)))
+    other = foreign[int(random.integers(len(foreign)))]
+    frames = list(replies[broken])
+    if random.random() < 0.2:
+        frames = other if random.random() < 0.5 else frames[: int(random.integers(2))] + frames
+    else:
+        place = int(random.integers(2))
+        frames[place] = mutated(random, frames[place], other[place])
+    order = [*replies[:broken], frames, *replies[broken:]]
+    if random.random() < 0.3:
+        order = [order[i] for i in random.permutation(len(order))]
+    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+    for frames in (*order, *replies):
+        part.take(frames)
+        list(part.requests(CHUNK))
+    assert part.complete, part.describe()
+    return judge(sample, part)
+
+
+def request_case(random: np.random.Generator) -> str:
+    everything = world()
+    sample = everything.samples[int(random.integers(len(everything.samples)))]
+    kind, digest = GetChunk if random.random() < 0.6 else GetFold, sample.part.manifest_digest
+    request = encoder.encode(kind(digest, int(random.integers(-1, 9))))
+    broken = mutated(random, request, random.bytes(len(request)))
+    frames = [[broken], [request], [broken, request]][int(random.choice(3, p=[0.8, 0.1, 0.1]))]
+    reply, payload = everything.server._answer(frames)
+    assert len(encoder.encode(reply)) and len(payload) <= 1 << 20
+    return type(reply).__name__
+
+
+def patch_case(random: np.random.Generator) -> str:
+    """One patch is mutated before it is cut into chunks with valid digests: what decodes is refused by its hash."""
+    everything = world()
+    sample = everything.samples[int(random.integers(len(everything.samples)))]
+    payload = b"".join(sample.part.chunks)
+    starts = np.cumsum([0, *(entry.payload_bytes for entry in sample.manifest.tensors)])
+    index = int(random.integers(len(sample.manifest.tensors)))
+    patch = payload[starts[index] : starts[index + 1]]
+    broken = mutated(random, patch, bytes(payload[starts[index] // 2 :]))
+    entry = msgspec.structs.replace(sample.manifest.tensors[index], payload_bytes=len(broken))
+    tensors = (*sample.manifest.tensors[:index], entry, *sample.manifest.tensors[index + 1 :])
+    payload = payload[: starts[index]] + broken + payload[starts[index + 1] :]
+    return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tensors), payload)
+
+
+def fold_case(random: np.random.Generator) -> str:
+    """A folded delta of which one reply is broken, or whose manifest is wrong behind a valid digest."""
+    samples = world().samples[1:]
+    sample = samples[int(random.integers(len(samples)))]
+    fold, digest = sample.folded, sample.part.manifest_digest
+    assert fold is not None
+    manifest, fold_digest = fold.manifest, fold.manifest_digest
+    if hostile := random.random() < 0.5:
+        manifest = mutated(random, manifest, sample.part.manifest)
+        fold_digest = digest_of(manifest)
+    honest = [
+        [encoder.encode(ManifestReply(digest)), sample.part.manifest],
+        [encoder.encode(FoldReply(digest, fold_digest)), manifest],
+        *([encoder.encode(ChunkReply(fold_digest, i)), bytes(chunk)] for i, chunk in enumerate(fold.chunks)),
+    ]
+    number, which = int(random.integers(1, len(honest))), int(random.integers(2))
+    broken = list(honest[number])
+    broken[which] = mutated(random, broken[which], honest[0][which])
+    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+    part.take(honest[0])
+    part.fold_from(0)
+    for frames in (*honest[1:], *([] if hostile else [broken]), *honest[1:]):
+        part.take(frames)
+        list(part.requests(CHUNK))
+    assert hostile or part.complete, part.describe()
+    return judge(sample, part)
+
+
+def manifest_case(random: np.random.Generator) -> str:
+    """The manifest is mutated, and its digest is that of the mutated bytes."""
+    everything = world()
+    sample = everything.samples[int(random.integers(len(everything.samples)))]
+    if random.random() < 0.7:
+        manifests = sample.part.manifest, everything.samples[0].part.manifest
+        if random.random() < 0.5:  # below the zstd frame
+            broken = zstandard.compress(mutated(random, *(zstandard.decompress(whole) for whole in manifests)))
+        else:
+            broken = mutated(random, *manifests)
+        return hostile_bytes(sample, broken, list(sample.part.chunks), sample.manifest.payload_bytes)
+    entries = list(sample.manifest.tensors)
+    index = int(random.integers(len(entries)))
+    field = str(random.choice(["offset", "count", "shape", "name", "dtype", "joined", "changed_elements"]))
+    number = int(random.choice([-1, 0, 1, 7, 2**31, 2**32, 2**62, -(2**62)]))
+    value = {"shape": (number, number), "name": "other", "dtype": "float16"}.get(field, number)
+    entry = entries[index]
+    if field in ("joined", "changed_elements"):
+        entries[index] = msgspec.structs.replace(entry, **{field: not entry.joined if field == "joined" else number})
+    else:
+        entries[index] = msgspec.structs.replace(entry, shard=msgspec.structs.replace(entry.shard, **{field: value}))
+    if random.random() < 0.2:
+        entries.append(entries[index])
+    return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tuple(entries)), None)
+
+
+def hostile(sample: Sample, manifest: Manifest, payload: bytes | None) -> str:
+    chunks = [bytes(chunk) for chunk in sample.part.chunks]
+    if payload is not None:
+        chunks = [payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK)]
+        table = tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks)
+        manifest = msgspec.structs.replace(manifest, chunks=table)
+    return hostile_bytes(sample, encode_manifest(manifest), chunks, manifest.payload_bytes)
+
+
+def hostile_bytes(sample: Sample, manifest: bytes, chunks: Sequence[bytes | memoryview], size: int) -> str:
+    """Announce and serve what a broken publisher made. The announced state hash is the true one."""
+    digest = digest_of(manifest)
+    (source,) = sample.announced.sources
+    source = msgspec.structs.replace(source, manifest_digest=digest, payload_bytes=size)
+    announced = msgspec.structs.replace(sample.announced, sources=(source,))
+    part = ServedPart(announced.policy_version, digest, manifest, [memoryview(chunk) for chunk in chunks])
+    made = Sample(announced, part, sample.manifest, sample.bits)
+    return judge(made, receive(made, replies_of(made)))
+
+
+def judge(sample: Sample, part: ReceivedPart) -> str:
+    """Stage what came: the true weights, or refused."""
+    everything = world()
+    if part.manifest is None or not part.complete:
+        return "incomplete"
+    staged = everything.mirror.stage(fetched_of(sample, part, everything.mirror))
+    for name, expected in sample.bits.items():
+        became = everything.mirror.bits(name).copy()
+        patch = staged.patches.get(name)
+        if patch is not None:
+            became[slice(None) if patch.positions is None else patch.positions] = patch.new_bits
+        assert np.array_equal(became, expected), f"{name} became something else, and its hash did not tell"
+    return "equal"
+
+
+CASES = (reply_case, reply_case, patch_case, patch_case, manifest_case, request_case, fold_case)
+
+
+def run_case(seed: int, number: int) -> str:
+    """How case ``number`` ends: ``equal``, ``refused``, ``incomplete``, or the kind of a reply. Else it raises."""
+    random = np.random.default_rng([seed, number])
+    case = CASES[number % len(CASES)]
+    try:
+        return f"{case.__name__}: {case(random)}"
+    except WeightError:
+        return f"{case.__name__}: refused"
+
+
+def run_cases(seed: int, first: int, count: int) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """Outcomes, and the cases that failed. A case that hangs ends the process with a traceback."""
+    outcomes: Counter[str] = Counter()
+    failed = []
+    for number in range(first, first + count):
+        faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
+        try:
+            outcomes[run_case(seed, number)] += 1
+        except BaseException as error:  # a panic of compiled code is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            failed.append((number, f"{type(error).__name__}: {error}"))
+    faulthandler.cancel_dump_traceback_later()
+    return outcomes, failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from", dest="first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    starts = range(options.first, options.first + options.frames, CASES_AT_ONCE)
+    last = options.first + options.frames
+    outcomes: Counter[str] = Counter()
+    failures = []
+    began = time.monotonic()
+    with ProcessPoolExecutor(options.processes) as pool:
+        running = [pool.submit(run_cases, options.seed, at, min(CASES_AT_ONCE, last - at)) for at in starts]
+        for at, future in zip(starts, running, strict=True):
+            counted, failed = future.result()
+            outcomes += counted
+            failures += failed
+            for number, reason in failed[:3]:
+                print(f"case {number} failed: {reason}", flush=True)
+            done = min(at + CASES_AT_ONCE, last) - options.first
+            if (at // CASES_AT_ONCE) % 10 == 9 or at == starts[-1]:
+                rate = done / (time.monotonic() - began)
+                print(f"{done} frames, {len(failures)} failed, {rate:.0f}/s; go on with --from {options.first + done}")
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:9d}  {outcome}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Whole runs on simulated time, network, disk and processes, with faults: a few seconds of what
+``campaigns/faults/campaign.py`` does for hours. A seed that fails here is replayed and shrunk by that command."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from campaigns.faults.campaign import plan_of, run_seed, shrink
+from campaigns.faults.fault_plan import Fault, Phase, cells
+from campaigns.faults.planted_in_world import PLANTED, catch
+from campaigns.faults.virtual_time import NothingCanHappen, SimulatedProcess, VirtualLoop
+from campaigns.faults.world_shape import draw_shape
+
+FIRST_SEED = 1_000
+SECONDS = 60.0
+FEWEST_WORLDS = 10
+QUICK_BUGS = (
+    *("a drop is not counted", "a reward is rounded", "a commit is not verified", "completions are mixed up"),
+    "faults that do nothing",
+)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.timeout(180)
+def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
+    ends, fired, lives = time.monotonic() + SECONDS, set[str](), 0
+    for count, seed in enumerate(range(FIRST_SEED, FIRST_SEED + 10_000)):
+        if count >= FEWEST_WORLDS and time.monotonic() > ends:
+            break
+        outcome = run_seed(seed)
+        fired.update(outcome.fired)
+        lives += outcome.lives
+        assert outcome.ok, f"campaigns/faults/campaign.py shrink {seed}: {outcome.kind} {outcome.violations}"
+        assert outcome.kind == "finished"
+    assert len(fired) > len(cells()) / 4 and lives > count, "next to nothing happened"
+
+
+def test_a_seed_is_the_same_run_every_time() -> None:
+    for seed in (3, 4):
+        first, second = (run_seed(seed, keep_history=True) for _ in range(2))
+        assert first.history == second.history
+        assert first.trace == second.trace and first.fired == second.fired
+    assert run_seed(5).trace != first.trace
+
+
+def test_a_run_whose_faults_do_not_fire_has_shown_nothing() -> None:
+    never = Fault(component="engine", kind="hang", phase=Phase.ROLLOUT, nth=10**6, delay_s=0.0, seconds=1.0)
+    outcome = run_seed(1, faults=[never], steps=2)
+    assert outcome.kind == "vacuous" and not outcome.ok
+
+
+@pytest.mark.parametrize("name", QUICK_BUGS)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    [bug] = [bug for bug in PLANTED if bug.name == name]
+    found = catch(bug, 30)
+    assert found.seeds, f"{name}: 30 worlds did not notice"
+
+
+@pytest.mark.timeout(120)
+def test_a_failing_seed_shrinks_to_what_matters() -> None:
+    [bug] = [bug for bug in PLANTED if bug.name == "a decoder raises what nobody expects"]
+    found = catch(bug, 30)
+    seed = found.seeds - 1
+    with bug.planted():
+        faults, _, outcome = shrink(seed)
+    assert outcome.violations and outcome.history
+    assert 1 <= len(faults) < len(plan_of(seed, draw_shape(seed))) / 4
+    assert any(fault.kind == "corrupt" for fault in faults)
+
+
+def test_every_planted_bug_has_a_name_of_its_own_and_cells_cover_all_components() -> None:
+    assert len({bug.name for bug in PLANTED}) == len(PLANTED) >= 40
+    assert {component for component, _, _ in cells()} == {
+        *("controller", "engine", "trainer", "reward", "network", "disk", "tree")
+    }
+
+
+def test_a_killed_process_runs_no_further_line_and_a_hung_one_goes_on_later() -> None:
+    loop = VirtualLoop()
+    told: list[tuple[str, float]] = []
+
+    async def life(name: str) -> None:
+        import asyncio
+
+        try:
+            for _ in range(5):
+                await asyncio.sleep(1)
+                told.append((name, loop.time()))
+        finally:
+            told.append((f"{name} ends", loop.time()))
+
+    processes = {name: SimulatedProcess(name, 0) for name in ("killed", "hung", "free")}
+    for name, process in processes.items():
+        process.context.run(lambda name=name, process=process: process.roots.append(loop.create_task(life(name))))
+    loop.call_at(2.5, loop.kill, processes["killed"])
+    loop.call_at(1.5, loop.hang, processes["hung"], 10.0)
+    loop.call_at(30.0, loop.stop)
+    loop.run_forever()
+    of = {name: [at for who, at in told if who == name] for name in (*processes, "killed ends", "hung ends")}
+    assert of["killed"] == [1.0, 2.0] and of["killed ends"] == []
+    assert of["hung"] == [1.0, 11.5, 12.5, 13.5, 14.5] and of["hung ends"] == [14.5]
+    assert of["free"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    loop.burn()
+    loop.close()
+
+
+def test_a_world_in_which_nothing_can_happen_says_so() -> None:
+    loop = VirtualLoop()
+    with pytest.raises(NothingCanHappen):
+        loop.run_until_complete(loop.create_future())
+    loop.close()
