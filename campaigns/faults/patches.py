@@ -21,7 +21,6 @@ from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedDisk, SimulatedLock, Writer
-from streamrl import run as run_module
 from streamrl.comm import zmq_stream
 from streamrl.control.state import ControlState
 from streamrl.elastic.engine_planning import PlanningSettings
@@ -43,7 +42,8 @@ from streamrl.remote.control_socket import serving_control
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.signature import inspect_reward
-from streamrl.run.pipeline import run_controller as pipeline
+from streamrl.run import pipeline as run_module
+from streamrl.run import run_controller as pipeline
 from streamrl.run.run_inputs import refuse_changes
 from streamrl.run.run_lock import RunLock
 from streamrl.run.run_record import refuse_lost_journal

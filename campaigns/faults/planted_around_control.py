@@ -29,7 +29,7 @@ from streamrl.journal.journal import Journal
 from streamrl.journal.outstanding import Outstanding
 from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
-from streamrl.run.pipeline import controller as controller_module
+from streamrl.run import controller as controller_module
 from streamrl.stages import rollout as rollout_module
 from streamrl.stages.reward import RewardStage
 from streamrl.supervise import supervisor
