@@ -42,7 +42,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.prompts.tokenizer import load_tokenizer
-from streamrl.recipe.rewards import AdaptiveLimit, Reward, RewardLimits
+from streamrl.recipe.rewards import AdaptiveTimeout, Reward, RewardLimits
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 
 CEILING_S, FLOOR_S, FACTOR = 30.0, 2.0, 1.5
@@ -147,11 +147,11 @@ async def score_round(rewards: RewardSet, groups: list[list[Trajectory]], drawn:
 async def measure(directory: Path, given: argparse.Namespace, *, adaptive: bool) -> Measured:
     """Run the warm-up and then the rounds that count. Seconds in the result are not scaled."""
     scale: float = given.scale
-    limit = AdaptiveLimit(factor=FACTOR, floor_s=FLOOR_S * scale) if adaptive else None
+    limit = AdaptiveTimeout(factor=FACTOR, min_s=FLOOR_S * scale) if adaptive else None
     reward = Reward(
         function=f"{directory}/sleepers.py:sleeper",
-        time_limit_s=CEILING_S * scale,
-        adaptive_limit=limit,
+        timeout_s=CEILING_S * scale,
+        adaptive_timeout=limit,
         late_is_wrong=False,
         concurrency=PROMPTS * LAUNCHED,
     )

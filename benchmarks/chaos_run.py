@@ -390,7 +390,7 @@ warmup_steps = 5
 [engines]
 kind = "{cell.engines}"
 count = {cell.engine_count}
-max_context = 512
+max_model_len = 512
 dtype = "float32"
 {forgiven["engines"]}
 [weights]

@@ -43,7 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {"rounds": RoundKind.SYNCHRONOUS},
     "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
     "tail_batching": {"rounds": RoundKind.TAIL_BATCHING},
-    "tail_batching of both": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_responses=1.25)},
+    "tail_batching of both": {
+        "rounds": RoundKind.TAIL_BATCHING,
+        "tail_batching": TailBatching(response_oversampling=1.25),
+    },
     "length_sorted": {"rounds": RoundKind.LENGTH_SORTED},
     "length_sorted, partial": {
         "rounds": RoundKind.LENGTH_SORTED,

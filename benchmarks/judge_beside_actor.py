@@ -35,7 +35,7 @@ function = "{sort}/reward.py:sorted_trace"
 [[rewards]]
 function = "judge"
 trusted = true
-time_limit_s = 120
+timeout_s = 120
 weight = 0.1
 [rewards.options]
 chat = false
@@ -46,7 +46,7 @@ max_tokens = 1
 request = {{ allowed_token_ids = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13] }}  # the digits
 [judge]
 model = "{model}"
-yields = "{yields}"
+when_idle = "{yields}"
 batch = {batch}
 actor_share = {actor_share}
 [rollout]
@@ -58,7 +58,7 @@ max_tokens = 448
 learning_rate = 2e-4
 [engines]
 dtype = "float32"
-max_context = 512
+max_model_len = 512
 [checkpoint]
 at_end = false
 """
@@ -81,7 +81,7 @@ def main() -> int:
             RECIPE.format(
                 model=SORT / "model",
                 sort=SORT,
-                yields=options.yields,
+                when_idle=options.yields,
                 batch=options.batch,
                 actor_share=options.actor_share,
             )

@@ -37,7 +37,7 @@ STEP_S = 0.7
 RUN_LIMIT_S = 300.0
 ROUNDS: dict[str, dict[str, object]] = {
     "synchronous": {},
-    "tail_batching": {"rollout.rounds": "tail_batching", "tail_batching.eta_prompts": 1.25},
+    "tail_batching": {"rollout.rounds": "tail_batching", "tail_batching.prompt_oversampling": 1.25},
     "length_sorted": {"rollout.rounds": "length_sorted", "length_sorted.cohort_batches": 2},
 }
 

@@ -205,7 +205,7 @@ async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
             yield orders, results
             await process.wait()
 
-    settings = RewardSettings(functions=reward.label, per_group=False, time_limit_s=30.0, concurrency=AT_ONCE)
+    settings = RewardSettings(functions=reward.label, per_group=False, timeout_s=30.0, concurrency=AT_ONCE)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(RewardStage(settings, [open_worker]).run, incoming, scored)  # type: ignore[list-item]
         await line.rate(make_trajectories(512))

@@ -96,7 +96,7 @@ def cycle_of(regime: Regime, overrides: Mapping[str, object]) -> tuple[int, int]
     if kind != "tail_batching":
         return 1, 1
     prompts = int(number("rollout.prompts_per_batch", regime.prompts))
-    left_behind = math.ceil(prompts * number("tail_batching.eta_prompts", 1.25)) - prompts
+    left_behind = math.ceil(prompts * number("tail_batching.prompt_oversampling", 1.25)) - prompts
     if not left_behind:
         return 1, 1
     at_once = long_round_batches(overrides)
@@ -123,8 +123,14 @@ def _rounds(kind: str, section: str = "", **options: object) -> dict[str, object
     return {"rollout.rounds": kind, **{f"{section}.{name}": value for name, value in options.items()}}
 
 
-def _race(eta_prompts: float = 1.25, losers: str = "replay", **options: object) -> dict[str, object]:
-    return _rounds("tail_batching", "tail_batching", eta_prompts=eta_prompts, losers=losers, **options)
+def _race(prompt_oversampling: float = 1.25, deferred_prompts: str = "replay", **options: object) -> dict[str, object]:
+    return _rounds(
+        "tail_batching",
+        "tail_batching",
+        prompt_oversampling=prompt_oversampling,
+        deferred_prompts=deferred_prompts,
+        **options,
+    )
 
 
 PRESUBMIT: dict[str, object] = {"rollout.presubmit": True}
@@ -132,20 +138,22 @@ PARTIAL_COHORT = 4
 ROUND_ARMS: dict[str, dict[str, object]] = {
     SYNCHRONOUS: {},
     "synchronous_presubmit": PRESUBMIT,
-    "tail_prompts": _race(losers="regenerate"),
+    "tail_prompts": _race(deferred_prompts="regenerate"),
     "tail_prompts_replay": _race(),
     "tail_prompts_presubmit": _race() | PRESUBMIT,
     "tail_elastic_presubmit": _race(long_round_batches=2) | PRESUBMIT,
     "tail_elastic4_presubmit": _race(long_round_batches=4) | PRESUBMIT,
     "tail_wide_elastic4_presubmit": _race(1.5, long_round_batches=4) | PRESUBMIT,
-    "tail_wide_elastic4_verify": _race(1.5, losers="verify", long_round_batches=4) | PRESUBMIT,
-    "tail_wide_elastic8_verify": _race(1.5, losers="verify", long_round_batches=8) | PRESUBMIT,
-    "tail_widest_elastic4_verify": _race(2.0, losers="verify", long_round_batches=4) | PRESUBMIT,
-    "tail_elastic4_verify": _race(losers="verify", long_round_batches=4) | PRESUBMIT,
-    "tail_both": _race(losers="regenerate", eta_responses=1.25),
-    "tail_both_presubmit": _race(losers="regenerate", eta_responses=1.25) | PRESUBMIT,
-    "tail_both_elastic": _race(losers="regenerate", eta_responses=1.25, long_round_batches=2) | PRESUBMIT,
-    "tail_both_elastic4": _race(losers="regenerate", eta_responses=1.25, long_round_batches=4) | PRESUBMIT,
+    "tail_wide_elastic4_verify": _race(1.5, deferred_prompts="verify", long_round_batches=4) | PRESUBMIT,
+    "tail_wide_elastic8_verify": _race(1.5, deferred_prompts="verify", long_round_batches=8) | PRESUBMIT,
+    "tail_widest_elastic4_verify": _race(2.0, deferred_prompts="verify", long_round_batches=4) | PRESUBMIT,
+    "tail_elastic4_verify": _race(deferred_prompts="verify", long_round_batches=4) | PRESUBMIT,
+    "tail_both": _race(deferred_prompts="regenerate", response_oversampling=1.25),
+    "tail_both_presubmit": _race(deferred_prompts="regenerate", response_oversampling=1.25) | PRESUBMIT,
+    "tail_both_elastic": _race(deferred_prompts="regenerate", response_oversampling=1.25, long_round_batches=2)
+    | PRESUBMIT,
+    "tail_both_elastic4": _race(deferred_prompts="regenerate", response_oversampling=1.25, long_round_batches=4)
+    | PRESUBMIT,
     "sorted_2": _rounds("length_sorted", "length_sorted", cohort_batches=2),
     "sorted_4": _rounds("length_sorted", "length_sorted", cohort_batches=4),
     "sorted_partial": _rounds("length_sorted", "length_sorted", cohort_batches=PARTIAL_COHORT, partial=True)

@@ -23,9 +23,9 @@ from streamrl.control.settings import ControlSettings
 from streamrl.elastic.engine_sets import EngineSet
 from streamrl.plan.topology import expected_kv_tokens
 from streamrl.recipe.scheduling import (
+    DeferredPrompts,
     GroupSizing,
     LengthSorted,
-    Losers,
     RoundKind,
     SizingKind,
     StalePolicy,
@@ -81,11 +81,15 @@ def part(model: ClusterModel, name: str, **changes: Any) -> ClusterModel:
     return msgspec.structs.replace(model, **{name: msgspec.structs.replace(getattr(model, name), **changes)})
 
 
-def race(eta_prompts: float, eta_responses: float) -> ControlSettings:
+def race(prompt_oversampling: float, response_oversampling: float) -> ControlSettings:
     """RollPacker's own rule: losers are regenerated. Both 1: synchronous."""
-    if eta_prompts == eta_responses == 1:
+    if prompt_oversampling == response_oversampling == 1:
         return settings()
-    racing = TailBatching(eta_prompts=eta_prompts, eta_responses=eta_responses, losers=Losers.REGENERATE)
+    racing = TailBatching(
+        prompt_oversampling=prompt_oversampling,
+        response_oversampling=response_oversampling,
+        deferred_prompts=DeferredPrompts.REGENERATE,
+    )
     return settings(rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
 
 
@@ -106,14 +110,14 @@ def rhythm(say: Callable[[str], None], steps: int = 40) -> None:
         )
 
 
-def cycle_mean(rows: tuple[StepRow, ...], eta_prompts: float) -> float:
+def cycle_mean(rows: tuple[StepRow, ...], prompt_oversampling: float) -> float:
     """Rollout seconds as figure 11 averages them: the *longest* short and the longest long round of the run, in the
     fixed cycle of 1 / (eta_P - 1) short rounds to a long one. Without a cycle (no long rounds) the mean round."""
     short = [row.rollout_s for row in rows if row.round_kind != "long"]
     long = [row.rollout_s for row in rows if row.round_kind == "long"]
     if not long:
         return fmean(short)
-    cycle = round(1 / (eta_prompts - 1))
+    cycle = round(1 / (prompt_oversampling - 1))
     return (cycle * max(short) + max(long)) / (cycle + 1)
 
 
@@ -178,7 +182,7 @@ def eta(say: Callable[[str], None], steps: int = 36) -> None:
 def sorted_reports(capacity: int, cohort: int, cohorts: int = 2) -> dict[str, SimulationReport]:
     """Baseline, on-policy and partial mode at one capacity and cohort size; whole cohorts."""
     model = part(ROLLPACKER_14B, "lengths", cap=SORTED_CAP, cap_share=0.0229)
-    model = part(model, "engine", max_running=capacity, kv_tokens=0)
+    model = part(model, "engine", max_num_seqs=capacity, kv_tokens=0)
     model = part(model, "push", round_s=0.0)
     model = msgspec.structs.replace(model, engines=Engines(count=1, prompt_tokens=128, capacity=capacity))
     modes: dict[str, dict[str, Any]] = {
@@ -237,8 +241,13 @@ def sagc(say: Callable[[str], None], steps: int = 2000, budget: float = 0.4) -> 
 
 def sizes(say: Callable[[str], None], steps: int = 400, budget: float = 0.6) -> None:
     """Wall time of every size, of SAGC and of random sizes with its shares, under each kind of rounds."""
-    prompts = TailBatching(eta_prompts=1.5, losers=Losers.VERIFY, long_round_batches=4)
-    both = TailBatching(eta_prompts=1.25, eta_responses=1.25, losers=Losers.REGENERATE, long_round_batches=4)
+    prompts = TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.VERIFY, long_round_batches=4)
+    both = TailBatching(
+        prompt_oversampling=1.25,
+        response_oversampling=1.25,
+        deferred_prompts=DeferredPrompts.REGENERATE,
+        long_round_batches=4,
+    )
     kinds: dict[str, dict[str, Any]] = {
         "synchronous": {},
         "race of prompts": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": prompts},
@@ -283,8 +292,8 @@ def engine_changes(say: Callable[[str], None], steps: int = 40) -> None:
     for kv_tokens in (490_000, 80_000, 40_000):
         model = part(ROLLPACKER_14B, "engine", kv_tokens=kv_tokens)
         room = expected_kv_tokens(kv_tokens, 4, of=2, weight_tokens=model.engines.weight_tokens)
-        own = EngineSet(name="16x2", engines=16, tensor_parallel=2, kv_tokens=kv_tokens)
-        other = EngineSet(name="8x4", engines=8, tensor_parallel=4, kv_tokens=room, max_running=512)
+        own = EngineSet(name="16x2", engines=16, tensor_parallel_size=2, kv_tokens=kv_tokens)
+        other = EngineSet(name="8x4", engines=8, tensor_parallel_size=4, kv_tokens=room, max_num_seqs=512)
         for name, chosen in schedules.items():
             alone, both = (simulate(chosen, model, steps, engines=EnginePlan(sets=s)) for s in ((), (own, other)))
             preempted = f"preemptions {alone.preemptions} to {both.preemptions}"

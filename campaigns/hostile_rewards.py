@@ -124,7 +124,7 @@ def _function(code: str, kind: str = "", waits: str = "") -> str:
 
 async def run_case(case: Case, directory: Path) -> str:
     """What was wrong; empty: nothing."""
-    reward = Reward(function=f"{_module(case, directory)}:reward", time_limit_s=LIMIT_S, memory_mib=MEMORY_MIB)
+    reward = Reward(function=f"{_module(case, directory)}:reward", timeout_s=LIMIT_S, memory_mib=MEMORY_MIB)
     try:
         async with asyncio.timeout(CASE_LIMIT_S):
             (inspection,) = await asyncio.to_thread(inspect_in_subprocess, [reward], IMPORT_LIMIT_S)
@@ -223,7 +223,7 @@ def _whole_run(directory: Path) -> str:
         "run.steps": 30,
         "engines.kind": "simulated",
         "rewards.0.function": f"{module}:reward",
-        "rewards.0.time_limit_s": 1.0,
+        "rewards.0.timeout_s": 1.0,
         "rewards.0.memory_mib": MEMORY_MIB,
         "reward_limits.processes": 4,
         "reward_limits.max_failed_share": 0.9,

@@ -4,7 +4,7 @@ In a recipe:
 
     [[rewards]]
     function = "examples/custom_reward.py:similarity"
-    time_limit_s = 5.0
+    timeout_s = 5.0
 
 ``answer`` is a column of the dataset, ``finish_reason`` comes from streamrl, ``columns`` takes the rest.
 """

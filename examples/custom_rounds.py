@@ -49,7 +49,7 @@ class EarlyRace(StatelessRounds):
         return True
 
     def remainder(self, view: RoundView) -> Remainder:
-        """Losers queue."""
+        """DeferredPrompts queue."""
         return Remainder.REQUEUE
 
     @property

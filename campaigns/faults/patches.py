@@ -252,7 +252,7 @@ def _parts(world: World, put: Any) -> None:
             name=options.name,
             base_ms=shape.step_ms,
             per_request_ms=shape.step_ms / 100,
-            max_running=64,
+            max_num_seqs=64,
             kv_tokens=KV_TOKENS,
             vocabulary=50_000,
             tokenizer_digest=parts.TOKENIZER_DIGEST,

@@ -11,9 +11,9 @@ from streamrl.engines.simulated.engine import LengthMixture
 from streamrl.recipe.objective import Objective
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.scheduling import (
+    DeferredPrompts,
     InFlight,
     LengthSorted,
-    Losers,
     Rollout,
     RoundKind,
     StalePolicy,
@@ -108,13 +108,15 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     recipe = Recipe(
         model=Model(path="/simulated/model"),
         prompts=Prompts(train="/simulated/prompts.jsonl", shuffle=False),
-        rewards=(Reward(function="campaigns.faults.simulated_parts:score", trusted=True, time_limit_s=30.0 * pace),),
+        rewards=(Reward(function="campaigns.faults.simulated_parts:score", trusted=True, timeout_s=30.0 * pace),),
         run=Run(name="simulated", seed=seed, steps=steps, restarts=restarts, journal=random.choice(JOURNALS)),
         rollout=rollout,
         tail_batching=TailBatching(
-            eta_prompts=random.choice((1.25, 2.0)),
-            eta_responses=random.choice((1.0, 1.5)),
-            losers=random.choice((Losers.REPLAY, Losers.REGENERATE, Losers.VERIFY)),
+            prompt_oversampling=random.choice((1.25, 2.0)),
+            response_oversampling=random.choice((1.0, 1.5)),
+            deferred_prompts=random.choice(
+                (DeferredPrompts.REPLAY, DeferredPrompts.REGENERATE, DeferredPrompts.VERIFY)
+            ),
         ),
         length_sorted=LengthSorted(
             cohort_batches=random.choice((2, 3)),
@@ -128,7 +130,7 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         weights=Weights(
             canary=False,
             push_timeout_s=120.0 * max(pace, 1.0),
-            engine_patience_s=random.choice((0.0, 3.0)),
+            engine_timeout_s=random.choice((0.0, 3.0)),
             audit_interval=random.choice((0, 2)),
         ),
         evaluation=Evaluation(

@@ -137,7 +137,7 @@ def _of_logs() -> list[Target]:
         started_at=1.5,
         seed=0,
         max_tokens=448,
-        max_context=512,
+        max_model_len=512,
         temperature=1.0,
         prompts_per_batch=32,
         group_size=8,

@@ -95,7 +95,7 @@ _ITEMS: tuple[tuple[Any, Sequence[Any]], ...] = (
         says.EngineEvent,
         (
             says.EngineReady(
-                engine="engine-0", policy_version=3, max_context=512, max_running=64, tokenizer_digest="ab"
+                engine="engine-0", policy_version=3, max_model_len=512, max_num_seqs=64, tokenizer_digest="ab"
             ),
             says.Generated(request_id="7.3.1", completion=COMPLETION, seconds=0.25),
             says.OrderDone(order_id=4, seconds=0.1, state_hash=2**64 - 1, checksums={"head": "ff"}),

@@ -38,7 +38,7 @@ _MORE_OF_A_RECIPE = b"""
 rounds = "tail_batching"
 max_staleness = 2
 [tail_batching]
-eta_prompts = 1.5
+prompt_oversampling = 1.5
 [[rewards]]
 function = "math"
 weight = 0.5
@@ -108,7 +108,7 @@ def _clusters() -> list[bytes]:
     """The whole of one, and each table of it beside what none can do without."""
     tables = dict(table.split("\n", 1) for table in dump_cluster(DEMO).rstrip("\n").split("\n\n"))
     needed = {
-        "[engine]": "base_s = 0.0017\nper_running_s = 2.7e-05\nmax_running = 8",
+        "[engine]": "base_s = 0.0017\nper_running_s = 2.7e-05\nmax_num_seqs = 8",
         "[trainer]": "token_s = 1e-05",
         "[lengths]": "cap = 448\nweights = [1.0]\nmus = [3.8]\nsigmas = [1.183]",
     }

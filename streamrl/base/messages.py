@@ -155,8 +155,8 @@ class EngineReady(Message, frozen=True):
 
     engine: str
     policy_version: int
-    max_context: int
-    max_running: int
+    max_model_len: int
+    max_num_seqs: int
     tokenizer_digest: str = ""
     kv_tokens: int = 0
     state_hash: int = 0

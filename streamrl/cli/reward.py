@@ -74,12 +74,12 @@ def _only_the_report_on_stdout() -> Iterator[None]:
 
 def _reward(request: RewardTestRequest) -> Reward:
     function = resolve_function(request.function, Path.cwd())
-    if min(request.time_limit_s, request.memory_mib, request.prompt_count, request.samples) <= 0:
+    if min(request.timeout_s, request.memory_mib, request.prompt_count, request.samples) <= 0:
         raise RecipeError(["-n, --samples, --time-limit and --memory must be above 0: correct them"])
     return Reward(
         function=function,
         options=dict(map(reward_option, request.options)),
-        time_limit_s=request.time_limit_s,
+        timeout_s=request.timeout_s,
         memory_mib=request.memory_mib,
         environment=request.environment,
         trusted=request.trusted,

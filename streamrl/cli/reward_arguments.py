@@ -28,7 +28,7 @@ class RewardTestRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Path | None = None
     max_tokens: int | None = None
     temperature: float | None = None
-    time_limit_s: float = 30.0
+    timeout_s: float = 30.0
     memory_mib: int = 1024
     environment: tuple[str, ...] = ()
     trusted: bool = False
@@ -65,7 +65,7 @@ def add_reward(
     test.add_argument(
         "--option", action="append", default=[], dest="options", metavar="KEY=VALUE", help="one of rewards.options"
     )
-    test.add_argument("--time-limit", type=float, default=30.0, dest="time_limit_s", metavar="S", help="(default 30)")
+    test.add_argument("--time-limit", type=float, default=30.0, dest="timeout_s", metavar="S", help="(default 30)")
     test.add_argument("--memory", type=int, default=1024, dest="memory_mib", metavar="MIB", help="(default 1024)")
     test.add_argument(
         "--environment", action="append", default=[], metavar="NAME", help="a variable that the function may see"

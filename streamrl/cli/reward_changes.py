@@ -50,7 +50,7 @@ def _add_reward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weight", type=float, default=1.0, metavar="W", help="what it counts (1)")
     parser.add_argument("--shadow", action="store_true", help="it scores, and nothing is trained on it")
     parser.add_argument("--trusted", action="store_true", help="in the loop of the reward worker")
-    parser.add_argument("--time-limit", type=float, default=30.0, dest="time_limit_s", metavar="S", help="(30)")
+    parser.add_argument("--time-limit", type=float, default=30.0, dest="timeout_s", metavar="S", help="(30)")
     parser.add_argument("--memory", type=int, default=1024, dest="memory_mib", metavar="MIB", help="(1024)")
     parser.add_argument(
         "--environment", action="append", default=[], metavar="NAME", help="a variable that the function may see"
@@ -82,7 +82,7 @@ def _reward(options: argparse.Namespace) -> Reward:
         weight=options.weight,
         shadow=options.shadow,
         trusted=options.trusted,
-        time_limit_s=options.time_limit_s,
+        timeout_s=options.timeout_s,
         memory_mib=options.memory_mib,
         environment=tuple(options.environment),
     )

@@ -192,7 +192,7 @@ async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples:
     longest = max(len(prompt.token_ids) for prompt in prompts)
     at_once = min(_MOST_AT_ONCE, len(prompts) * samples)
     context = longest + recipe.sampling.max_tokens
-    engines = structs.replace(recipe.engines, count=1, sets=(), max_running=at_once, max_context=context)
+    engines = structs.replace(recipe.engines, count=1, sets=(), max_num_seqs=at_once, max_model_len=context)
     recipe = structs.replace(recipe, engines=engines)
     with tempfile.TemporaryDirectory(prefix="streamrl-") as sockets:
         engine = engine_of(recipe, ProcessPlan(role=Role.ENGINE, index=0), Path(sockets))

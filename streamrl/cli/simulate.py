@@ -153,8 +153,8 @@ def _simulate_one(
 def _cluster_sentence(model: ClusterModel) -> str:
     engine, lengths = model.engine, model.lengths
     return (
-        f"{model.engines.count} engines of {engine.max_running} requests, a decode step of 1 takes "
-        f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_running} {engine.step_s(engine.max_running) * 1e3:.3g} ms; "
+        f"{model.engines.count} engines of {engine.max_num_seqs} requests, a decode step of 1 takes "
+        f"{engine.step_s(1) * 1e3:.3g} ms, of {engine.max_num_seqs} {engine.step_s(engine.max_num_seqs) * 1e3:.3g} ms; "
         f"completions to {lengths.cap} tokens. All times are simulated."
     )
 

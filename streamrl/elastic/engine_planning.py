@@ -47,7 +47,7 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kv_tokens: int
-    max_running: int
+    max_num_seqs: int
     requests: tuple[OpenRequest, ...]
     block_tokens: int = 16
     unit: str = ""
@@ -207,7 +207,7 @@ def _place(
         likely = lengths.expected_ends([r.sampled for r in requests], settings)
         share = projected_peak(requests, likely, room.block_tokens) / room.kv_tokens
         peak_share = max(peak_share, share)
-        if share > settings.headroom or len(requests) > max(room.max_running, len(room.requests)):
+        if share > settings.headroom or len(requests) > max(room.max_num_seqs, len(room.requests)):
             return None
     return tuple(moves), peak_share
 

@@ -100,7 +100,7 @@ class EngineSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Of one engine, in tokens: its KV cache, in blocks of ``block_tokens``, and the longest completion (``cap``)."""
 
     kv_tokens: int
-    max_running: int
+    max_num_seqs: int
     cap: int
     block_tokens: int = 16
 
@@ -114,7 +114,7 @@ def engine_sizes(recipe: Recipe, kv_tokens: int, block_tokens: int) -> EngineSiz
         )
     return EngineSizes(
         kv_tokens=kv_tokens,
-        max_running=recipe.engines.max_running,
+        max_num_seqs=recipe.engines.max_num_seqs,
         cap=recipe.sampling.max_tokens,
         block_tokens=block_tokens,
     )
@@ -341,7 +341,7 @@ class EngineRelease:
         return ServingEngine(
             name=name,
             kv_tokens=self._sizes.kv_tokens,
-            max_running=self._sizes.max_running,
+            max_num_seqs=self._sizes.max_num_seqs,
             block_tokens=self._sizes.block_tokens,
             requests=tuple(OpenRequest(request_id=r.request_id, prompt=r.prompt, sampled=sampled(r)) for r in requests),
         )

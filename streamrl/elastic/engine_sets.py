@@ -27,9 +27,9 @@ class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     engines: int
-    tensor_parallel: int
+    tensor_parallel_size: int
     kv_tokens: int = 0
-    max_running: int = 256
+    max_num_seqs: int = 256
     round_kinds: tuple[str, ...] = ()
 
     @property
@@ -142,9 +142,9 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
     because: Explain | None = None
 
 
-def faster_steps(tensor_parallel: int, scaling: float) -> float:
+def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
     """How many times as fast a decode step is with so many workers as with one."""
-    return float((2 * scaling) ** math.log2(tensor_parallel))
+    return float((2 * scaling) ** math.log2(tensor_parallel_size))
 
 
 def expected_seconds(
@@ -156,14 +156,16 @@ def expected_seconds(
     """What a round like ``load`` would take on ``one``, before what was measured corrects it.
 
     As many decode steps as the longest completion has tokens, or as the tokens of an engine need when KV or
-    ``max_running`` bounds how many requests run: ``steps x base + tokens x per_running``, both faster with workers.
+    ``max_num_seqs`` bounds how many requests run: ``steps x base + tokens x per_running``, both faster with workers.
     """
     tokens = load.tokens / one.engines
     requests = max(load.requests / one.engines, 1.0)
     held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life
-    running = min(requests, float(one.max_running), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
+    running = min(requests, float(one.max_num_seqs), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
     steps = max(load.longest, tokens / max(running, 1.0))
-    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(one.tensor_parallel, settings.scaling)
+    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(
+        one.tensor_parallel_size, settings.scaling
+    )
 
 
 def with_round(

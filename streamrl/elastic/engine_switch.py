@@ -79,9 +79,9 @@ def prepared_engines(recipe: Recipe, kv_tokens: Mapping[str, int]) -> tuple[Prep
             engine_set=EngineSet(
                 name=one.name,
                 engines=one.count,
-                tensor_parallel=one.tensor_parallel,
+                tensor_parallel_size=one.tensor_parallel_size,
                 kv_tokens=kv_tokens[one.name],
-                max_running=one.max_running,
+                max_num_seqs=one.max_num_seqs,
                 round_kinds=one.rounds,
             ),
             engines=one.engines,
@@ -254,7 +254,7 @@ class EngineSwitch:
         self._kv_usage = max(self._kv_usage, load.kv_cache_usage)
         steps = load.decode_steps - before.decode_steps
         if steps > 0:
-            workers = self._sets[self.current].engine_set.tensor_parallel
+            workers = self._sets[self.current].engine_set.tensor_parallel_size
             faster = faster_steps(workers, self._settings.scaling)
             running = (load.decode_tokens - before.decode_tokens) / steps
             self._step_line.add(running, faster * (load.decode_s - before.decode_s) / steps, _KEPT)

@@ -267,7 +267,7 @@ class EnginePool:
             raise EngineError(f"{name} is not detached; its place is taken")
         ready = await engine.start()
         if self._readiness is not None:
-            refuse_difference(self._readiness, ready, ("max_context", "tokenizer_digest"))
+            refuse_difference(self._readiness, ready, ("max_model_len", "tokenizer_digest"))
         self._engines[index] = engine
         self._detached.discard(index)
         self._list_attached()

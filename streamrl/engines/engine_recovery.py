@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class RecoverySettings(msgspec.Struct, frozen=True, kw_only=True):
     """As in the recipe's section ``engines``."""
 
-    silent_s: float = 30.0
-    stalled_s: float = 120.0
+    silence_timeout_s: float = 30.0
+    progress_timeout_s: float = 120.0
     start_timeout_s: float = 300.0
     fatal_deaths: int = 3
 
@@ -68,8 +68,8 @@ def engine_recovery(
         return None
     engines = recipe.engines
     settings = RecoverySettings(
-        silent_s=engines.silent_s,
-        stalled_s=engines.stalled_s,
+        silence_timeout_s=engines.silence_timeout_s,
+        progress_timeout_s=engines.progress_timeout_s,
         start_timeout_s=engines.start_timeout_s,
         fatal_deaths=engines.fatal_deaths,
     )
@@ -233,10 +233,12 @@ class EngineRecovery(PoolService):
 
     async def _end_if_away(self, lost: EngineLost, pid: int) -> None:
         """A stream breaks where heartbeats stop, too: its host may live, and stand still."""
-        limit = self._settings.silent_s
+        limit = self._settings.silence_timeout_s
         await anyio.sleep(limit)
         if lost.engine not in self._greetings:
-            reason = f"it did not come back within {limit:g} s (engines.silent_s) of being lost ({lost.reason})"
+            reason = (
+                f"it did not come back within {limit:g} s (engines.silence_timeout_s) of being lost ({lost.reason})"
+            )
             await self._tell(KillEngine(engine=lost.engine, reason=reason, pid=pid))
 
     async def _replace(self, lost: EngineLost) -> None:
@@ -309,7 +311,9 @@ class EngineRecovery(PoolService):
             watch = self._watches.get(engine)
             if watch is None:
                 limits = self._settings
-                watch = self._watches[engine] = ProgressWatch(silent_s=limits.silent_s, stalled_s=limits.stalled_s)
+                watch = self._watches[engine] = ProgressWatch(
+                    silence_timeout_s=limits.silence_timeout_s, progress_timeout_s=limits.progress_timeout_s
+                )
             reason = watch.look(now, heard=engine.heard, progress=engine.progress, owes=engine.owes_progress)
             if reason:
                 self.lost(engine, reason)

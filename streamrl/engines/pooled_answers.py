@@ -37,11 +37,11 @@ def joined_readiness(names: Sequence[str], readiness: Sequence[EngineReady]) -> 
     """
     first = readiness[0]
     for ready in readiness[1:]:
-        refuse_difference(first, ready, ("max_context", "tokenizer_digest"))
+        refuse_difference(first, ready, ("max_model_len", "tokenizer_digest"))
     return msgspec.structs.replace(
         first,
         engine="+".join(names),
-        max_running=sum(ready.max_running for ready in readiness) * len(names) // len(readiness),
+        max_num_seqs=sum(ready.max_num_seqs for ready in readiness) * len(names) // len(readiness),
         kv_tokens=sum(ready.kv_tokens for ready in readiness) * len(names) // len(readiness),
     )
 

@@ -9,12 +9,12 @@ LONGEST_LOOK_S = 2.0
 
 
 class ProgressWatch:
-    """One engine. ``silent_s``: it reports a few times a second, so nothing at all for so long means that its process
-    stands still. ``stalled_s``: requests are open, it is not paused, and none of them got on for so long. A slow engine
-    gets on."""
+    """One engine. ``silence_timeout_s``: it reports a few times a second, so nothing at all for so long means that its
+    process stands still. ``progress_timeout_s``: requests are open, it is not paused, and none of them got on for so
+    long. A slow engine gets on."""
 
-    def __init__(self, *, silent_s: float, stalled_s: float) -> None:
-        self._limits = silent_s, stalled_s
+    def __init__(self, *, silence_timeout_s: float, progress_timeout_s: float) -> None:
+        self._limits = silence_timeout_s, progress_timeout_s
         self._looked = -math.inf
         self._heard = -1
         self._progress: tuple[int, ...] = ()
@@ -27,9 +27,9 @@ class ProgressWatch:
         self._silent = self._silent + seconds if heard == self._heard else 0.0
         self._stalled = self._stalled + seconds if owes and progress == self._progress else 0.0
         self._heard, self._progress = heard, progress
-        silent_s, stalled_s = self._limits
-        if self._silent >= silent_s:
-            return f"nothing was heard from it for {self._silent:.0f} s (engines.silent_s)"
-        if self._stalled >= stalled_s:
-            return f"none of its requests got on for {self._stalled:.0f} s (engines.stalled_s)"
+        silence_timeout_s, progress_timeout_s = self._limits
+        if self._silent >= silence_timeout_s:
+            return f"nothing was heard from it for {self._silent:.0f} s (engines.silence_timeout_s)"
+        if self._stalled >= progress_timeout_s:
+            return f"none of its requests got on for {self._stalled:.0f} s (engines.progress_timeout_s)"
         return ""

@@ -27,7 +27,7 @@ from streamrl.evaluate.evaluation_metrics import SUCCESS_REWARD, evaluation_metr
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     """The held-out prompts and how they are evaluated. ``temperature`` None: the rollout's. ``reward``: whose value is
     the score (empty: the total). ``in_flight``: requests of an evaluation that are open at once: what the engines can
-    run (``EngineReady.max_running`` of the pool)."""
+    run (``EngineReady.max_num_seqs`` of the pool)."""
 
     prompts: Sequence[Prompt] = ()
     samples: int = 1

@@ -17,39 +17,39 @@ from streamrl.recipe.judge import Judge, YieldKind
 
 
 class GatePolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """``batch`` questions, or one that has waited for ``patience_s``, make a batch; it begins while the actor runs at
-    most ``actor_share`` of what it can, or when a question has waited for ``longest_wait_s``."""
+    """``batch`` questions, or one that has waited for ``batch_wait_s``, make a batch; it begins while the actor runs at
+    most ``actor_share`` of what it can, or when a question has waited for ``max_wait_s``."""
 
     batch: int
-    patience_s: float
+    batch_wait_s: float
     actor_share: float
-    longest_wait_s: float
+    max_wait_s: float
 
     def lets_in(self, waiting: int, oldest_s: float, *, actor: float, awake: bool) -> bool:
         """Whether those that wait may go in. ``oldest_s``: for how long the first has waited; ``awake``: the batch
         before is still being answered, and they join it."""
         if not waiting:
             return False
-        if oldest_s >= self.longest_wait_s:
+        if oldest_s >= self.max_wait_s:
             return True
-        return actor <= self.actor_share and (awake or waiting >= self.batch or oldest_s >= self.patience_s)
+        return actor <= self.actor_share and (awake or waiting >= self.batch or oldest_s >= self.batch_wait_s)
 
     def look_again_s(self, waiting: int, oldest_s: float) -> float | None:
         """Seconds after which time alone may change the answer; None: never."""
         if not waiting:
             return None
-        ahead = [moment - oldest_s for moment in (self.patience_s, self.longest_wait_s) if moment > oldest_s]
+        ahead = [moment - oldest_s for moment in (self.batch_wait_s, self.max_wait_s) if moment > oldest_s]
         return min(ahead, default=0.0)
 
 
 def gate_policy(judge: Judge) -> GatePolicy:
     """That of a recipe. A judge that never yields lets in whoever comes while the actor leaves it room."""
-    yields = judge.yields is not YieldKind.NEVER
+    yields = judge.when_idle is not YieldKind.NEVER
     return GatePolicy(
         batch=judge.batch if yields else 1,
-        patience_s=judge.patience_s if yields else 0.0,
+        batch_wait_s=judge.batch_wait_s if yields else 0.0,
         actor_share=judge.actor_share,
-        longest_wait_s=judge.longest_wait_s,
+        max_wait_s=judge.max_wait_s,
     )
 
 

@@ -14,7 +14,7 @@ class ActorLoad(Message, frozen=True):
 class JudgeReady(Message, frozen=True):
     """First message of a judge to a controller (again after a restart of either): it answers questions."""
 
-    max_context: int
+    max_model_len: int
 
 
 class JudgeReport(Message, frozen=True):

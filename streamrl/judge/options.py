@@ -36,11 +36,11 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     on_cpu = (device or installed_device()) == "cpu"
     config = model_config(judge.model, field="judge.model")
     positions = int(config.get("max_position_embeddings") or 0)
-    if judge.max_context and positions and judge.max_context > positions:
+    if judge.max_model_len and positions and judge.max_model_len > positions:
         raise RecipeError(
-            [f"judge.max_context: {judge.max_context} is more than the model's {positions} positions: lower it"]
+            [f"judge.max_model_len: {judge.max_model_len} is more than the model's {positions} positions: lower it"]
         )
-    context = judge.max_context or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
+    context = judge.max_model_len or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
     dtype = judge.dtype if judge.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
     environment = shared_environment(socket_directory)
     if on_cpu:
@@ -52,13 +52,13 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
         model_path=judge.model,
         device="cpu" if on_cpu else "cuda",
         dtype=dtype,
-        max_context=context,
-        max_running=judge.max_running,
-        cache_blocks=cache_blocks(config, dtype, context, judge.max_running) if on_cpu else 0,
+        max_model_len=context,
+        max_num_seqs=judge.max_num_seqs,
+        cache_blocks=cache_blocks(config, dtype, context, judge.max_num_seqs) if on_cpu else 0,
         block_tokens=CPU_BLOCK_TOKENS if on_cpu else 0,
-        gpu_memory_share=judge.gpu_memory_share,
+        gpu_memory_utilization=judge.gpu_memory_utilization,
         workers=1,
-        sleeps=not on_cpu and judge.yields is YieldKind.SLEEP,
+        sleeps=not on_cpu and judge.when_idle is YieldKind.SLEEP,
         pushed=False,
         environment=environment,
     )

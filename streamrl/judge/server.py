@@ -98,7 +98,7 @@ class _JudgeServer:
         for serving in (self._engine.watch, gate.run, partial(routes.serve, self._socket_path)):
             self._tasks.start_soon(serving)
         await routes.started()
-        return JudgeReady(max_context=ready.max_context)
+        return JudgeReady(max_model_len=ready.max_model_len)
 
     async def _report(self, before: JudgeReport, reports: SendStream[JudgeEvent]) -> None:
         last = None
@@ -122,6 +122,6 @@ def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Mov
     async def stay() -> None:
         """It goes on as it is."""
 
-    if judge.yields is YieldKind.NEVER:
+    if judge.when_idle is YieldKind.NEVER:
         return stay, stay
     return (engine.wake, sleep) if sleeps else (engine.resume, pause)

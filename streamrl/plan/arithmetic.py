@@ -79,7 +79,7 @@ def batch_arithmetic(recipe: Recipe, context: int = 0) -> BatchArithmetic:
 
     ``context``: tokens of the longest trajectory (0: what the recipe says, without prompts where it leaves it open).
     """
-    longest = context or recipe.engines.max_context or recipe.sampling.max_tokens
+    longest = context or recipe.engines.max_model_len or recipe.sampling.max_tokens
     on_each_rank = math.ceil(recipe.rollout.batch_trajectories / recipe.training.ranks)
     return BatchArithmetic(
         prompts=recipe.rollout.prompts_per_batch,
@@ -87,7 +87,7 @@ def batch_arithmetic(recipe: Recipe, context: int = 0) -> BatchArithmetic:
         trajectories=recipe.rollout.batch_trajectories,
         steps=recipe.run.steps,
         slots=recipe.max_in_flight,
-        running_capacity=recipe.engines.count * recipe.engines.max_running,
+        running_capacity=recipe.engines.count * recipe.engines.max_num_seqs,
         longest_trajectory_tokens=longest,
         tokens_in_flight=recipe.max_in_flight * longest,
         micro_batches=(
@@ -142,8 +142,8 @@ def estimate_memory(recipe: Recipe, facts: ModelFacts, context: int, judge: Mode
     by_process |= engines
     by_process |= {f"trainer-{i}": trainer for i in range(ranks)}
     if judge is not None:
-        own = recipe.judge.max_context or JUDGE_CONTEXT
-        cache = min(recipe.judge.max_running * own * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
+        own = recipe.judge.max_model_len or JUDGE_CONTEXT
+        cache = min(recipe.judge.max_num_seqs * own * judge.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES)
         by_process[JUDGE] = ENGINE_BASE_BYTES + JUDGE_BYTES_PER_PARAMETER * judge.parameters + cache
     return MemoryEstimate(by_process=by_process)
 
@@ -153,9 +153,11 @@ def _engine_bytes(recipe: Recipe, one: PreparedSet, facts: ModelFacts, context: 
     if recipe.engines.kind is EngineKind.SIMULATED:
         simulated = SIMULATED_ENGINE_BYTES + SIMULATED_BYTES_PER_PARAMETER * facts.parameters
         return dict.fromkeys(one.engines, simulated)
-    cache = min(one.max_running * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * one.tensor_parallel)
+    cache = min(
+        one.max_num_seqs * context * facts.key_value_bytes * 9 // 8, LARGEST_CACHE_BYTES * one.tensor_parallel_size
+    )
     engine = ENGINE_BASE_BYTES + ENGINE_BYTES_PER_PARAMETER * facts.parameters
-    engine += max(cache, context * facts.key_value_bytes) + (one.tensor_parallel - 1) * ENGINE_WORKER_BYTES
+    engine += max(cache, context * facts.key_value_bytes) + (one.tensor_parallel_size - 1) * ENGINE_WORKER_BYTES
     return dict.fromkeys(one.engines, engine)
 
 
@@ -232,7 +234,7 @@ def arithmetic_lines(recipe: Recipe, facts: ModelFacts | None = None, context: i
         *_set_lines(recipe),
         (
             f"slots       {counts.slots:,} trajectories in flight at most, {counts.tokens_in_flight:,} tokens; "
-            f"{recipe.engines.count} x {recipe.engines.max_running} = {counts.running_capacity:,} run at once"
+            f"{recipe.engines.count} x {recipe.engines.max_num_seqs} = {counts.running_capacity:,} run at once"
         ),
         f"bound       {staleness_sentence(recipe)}",
     ]
@@ -255,7 +257,7 @@ def _set_lines(recipe: Recipe) -> list[str]:
     texts = []
     for one in (first, *others):
         always = f" ({', '.join(one.rounds)} rounds)" if one.rounds else ""
-        texts.append(f"{_number(one.count, 'engine')} x {_number(one.tensor_parallel, 'worker')}{always}")
+        texts.append(f"{_number(one.count, 'engine')} x {_number(one.tensor_parallel_size, 'worker')}{always}")
     return [f"engines     {texts[0]} at the start; instead of them, when it pays: {'; '.join(texts[1:])}"]
 
 

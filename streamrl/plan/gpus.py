@@ -13,7 +13,7 @@ from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_mode
 from streamrl.plan.placement import Demand, Gpu, Placement, place
 from streamrl.plan.topology import CUDA_DEVICES
 from streamrl.recipe.sections import Recipe
-from streamrl.vllm.options import installed_device, max_context, model_config
+from streamrl.vllm.options import installed_device, max_model_len, model_config
 
 CONTEXT_BYTES = 1 << 30
 """Of a process that is no engine, beside its tensors: CUDA's context, kernels, NCCL's buffers, the allocator's rest."""
@@ -47,7 +47,7 @@ def gpu_placement(recipe: Recipe, *, by_hand: bool = False) -> Placement:
     """GPUs of this host for the processes of ``recipe`` (see ``place``); of ``by_hand`` processes, hosts like this one
     are taken to follow each other."""
     gpus = visible_gpus()
-    hosts = recipe.engines.count * recipe.engines.tensor_parallel + recipe.training.ranks if by_hand else 1
+    hosts = recipe.engines.count * recipe.engines.tensor_parallel_size + recipe.training.ranks if by_hand else 1
     everywhere = [Gpu(gpu.name, gpu.memory, host) for host in range(hosts) for gpu in gpus]
     return place(recipe, everywhere, _demand(recipe) if gpus else Demand(), by_hand=by_hand)
 
@@ -55,9 +55,9 @@ def gpu_placement(recipe: Recipe, *, by_hand: bool = False) -> Placement:
 def _demand(recipe: Recipe) -> Demand:
     """Nothing for a model that cannot be read, which ``preflight`` names."""
     model = facts_of(recipe.model.path)
-    context = recipe.engines.max_context
+    context = recipe.engines.max_model_len
     with contextlib.suppress(RecipeError):
-        context = max_context(recipe, model_config(recipe.model.path))
+        context = max_model_len(recipe, model_config(recipe.model.path))
     scorers = [
         _bytes(facts, str(reward.options.get("dtype")))
         for reward in recipe.rewards

@@ -228,7 +228,7 @@ def _memory() -> Iterable[Finding]:
         "memory",
         available >= 4 * GIB,
         f"{available / GIB:.1f} GiB can be had of {psutil.virtual_memory().total / GIB:.1f} GiB",
-        "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_running",
+        "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_num_seqs",
         State.WARN,
     )
     if (free := shared_memory()) is not None:

@@ -79,7 +79,7 @@ class Placement(msgspec.Struct, kw_only=True):
         for index, process in enumerate(processes):
             if tenant := self.tenants.get(process.name):
                 names = tuple(gpu.name for gpu in tenant.gpus)
-                processes[index] = msgspec.structs.replace(process, gpus=names, gpu_memory_share=tenant.share)
+                processes[index] = msgspec.structs.replace(process, gpus=names, gpu_memory_utilization=tenant.share)
         return msgspec.structs.replace(topology, processes=tuple(processes))
 
 
@@ -90,7 +90,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
     Engines come first, then ranks, the judge and reward models, each on GPUs of its own. Where there are not enough,
     engines share GPUs evenly, and each other process takes the GPU that has most memory left.
     """
-    found = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_share)
+    found = Placement(gpus=tuple(gpus), engine_share=recipe.engines.gpu_memory_utilization)
     if not gpus:
         return found
     if recipe.engines.kind is EngineKind.VLLM and (by_hand or recipe.transport.engines is Launch.LOCAL):
@@ -102,7 +102,7 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
         return found
     if recipe.judge.model:
         best = _best(found, gpus)
-        found.tenants[JUDGE] = Tenant(gpus=(best,), size=int(recipe.judge.gpu_memory_share * best.memory))
+        found.tenants[JUDGE] = Tenant(gpus=(best,), size=int(recipe.judge.gpu_memory_utilization * best.memory))
     for index in range(recipe.reward_limits.workers if demand.rewards is not None else 0):
         found.tenants[f"reward-{index}"] = Tenant(gpus=(_best(found, gpus),), size=demand.rewards or 0)
     found.problems += _memory_problems(found)
@@ -111,15 +111,15 @@ def place(recipe: Recipe, gpus: Sequence[Gpu], demand: Demand, *, by_hand: bool 
 
 def _place_engines(found: Placement, one: PreparedSet, least: int) -> None:
     """Groups of GPUs that follow each other on one host, for one engine each while there are enough."""
-    width = one.tensor_parallel
+    width = one.tensor_parallel_size
     groups = []
     for host in dict.fromkeys(gpu.host for gpu in found.gpus):
         there = [gpu for gpu in found.gpus if gpu.host == host]
         groups += [tuple(there[at : at + width]) for at in range(0, len(there) - width + 1, width)]
     if not groups or (width > 1 and one.count > len(groups)):
         found.problems.append(
-            f"engines.tensor_parallel: engines {one.name} need {one.count} x {width} GPUs, and there are "
-            f"{len(found.gpus)}: lower count or tensor_parallel"
+            f"engines.tensor_parallel_size: engines {one.name} need {one.count} x {width} GPUs, and there are "
+            f"{len(found.gpus)}: lower count or tensor_parallel_size"
         )
         return
     on_group = Counter(number % len(groups) for number in range(one.count))
@@ -158,14 +158,15 @@ def _memory_problems(found: Placement) -> Iterator[str]:
         share = int(100 * (1 - sum(tenant.size for tenant in found.on(gpu).values()) / gpu.memory)) / 100
         remedy = 'use more GPUs or fewer engines, a smaller model, lora.rank, or training.optimizer = "adamw_offloaded"'
         if engines and all(one.share * share / found.engine_share * gpu.memory > one.least for one in engines):
-            remedy = f"set engines.gpu_memory_share = {share:g} or less"
+            remedy = f"set engines.gpu_memory_utilization = {share:g} or less"
         yield (f"memory: GPU {gpu.name} has {_gib(gpu.memory)} GiB, and {found.text(gpu)} need {_gib(used)}: {remedy}")
         return
     for name, engine in found.tenants.items():
         if 0 < (given := engine.bytes_on(engine.gpus[0])) < engine.least:
             yield (
                 f"memory: {name} may take {_gib(given)} GiB of GPU {engine.gpus[0].name}, and its weights and one "
-                f"request need {_gib(engine.least)}: raise engines.gpu_memory_share or tensor_parallel, or lower count"
+                f"request need {_gib(engine.least)}: raise engines.gpu_memory_utilization or tensor_parallel_size, "
+                "or lower count"
             )
             return
 

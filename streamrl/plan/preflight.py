@@ -42,7 +42,7 @@ from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resume
 from streamrl.rewards.reward_set import RewardsOf
 from streamrl.rules.rules import broken_rules
 from streamrl.vllm.devices import device_problems
-from streamrl.vllm.options import installed_device, max_context, model_config
+from streamrl.vllm.options import installed_device, max_model_len, model_config
 
 USER_CODE_TIMEOUT_S = 60.0
 
@@ -127,7 +127,7 @@ def check_model(recipe: Recipe) -> CheckedModel:
         facts = read_model_facts(directory)
     except ModelDirectoryError as error:
         raise RecipeError([f"model.path: {directory} {error}"]) from error
-    return CheckedModel(facts, max_context(recipe, model_config(recipe.model.path)))
+    return CheckedModel(facts, max_model_len(recipe, model_config(recipe.model.path)))
 
 
 def _rewards_and_prompts(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
@@ -173,10 +173,10 @@ def _devices(recipe: Recipe) -> Iterator[str]:
 
 def _shared_memory(recipe: Recipe) -> Iterator[str]:
     """NCCL and vLLM's workers need more than a container has by default (64 MiB)."""
-    free, workers = shared_memory(), max(one.tensor_parallel for one in prepared_sets(recipe))
+    free, workers = shared_memory(), max(one.tensor_parallel_size for one in prepared_sets(recipe))
     if free is None or free >= GIB or max(workers, recipe.training.ranks) == 1:
         return
-    wanted = f"engines.tensor_parallel = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
+    wanted = f"engines.tensor_parallel_size = {workers}" if workers > 1 else f"training.ranks = {recipe.training.ranks}"
     yield (
         f"{wanted}: processes on several GPUs exchange data in /dev/shm, which has {free / GIB:.2f} GiB, "
         "and 1 GiB is needed: in a container use --shm-size=2g or --ipc=host"
@@ -270,7 +270,7 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if needed > available:
         yield (
             f"memory: this run needs about {gib(needed)} and {gib(available)} can be had: lower engines.count, "
-            "engines.max_running, training.micro_batch_tokens or training.ranks, or take a smaller model"
+            "engines.max_num_seqs, training.micro_batch_tokens or training.ranks, or take a smaller model"
         )
 
 

@@ -32,7 +32,7 @@ class Role(StrEnum):
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process: ``engine-0``, ``trainer-1``, ... ``local``: the supervisor starts it; ``resting``: only when it is
     told to, because its set of engines serves. ``restarts``: how often it is started again when it died. ``gpus``: its
-    own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_share``: of each, for an
+    own, as ``CUDA_VISIBLE_DEVICES`` names them (empty: it was given none); ``gpu_memory_utilization``: of each, for an
     engine."""
 
     role: Role
@@ -41,7 +41,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     resting: bool = False
     restarts: int = 0
     gpus: tuple[str, ...] = ()
-    gpu_memory_share: float = 0.0
+    gpu_memory_utilization: float = 0.0
 
     @property
     def name(self) -> str:
@@ -50,12 +50,12 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
-    """``count`` engines, from number ``first`` on, of ``tensor_parallel`` workers. ``kv_tokens`` 0: what fits."""
+    """``count`` engines, from number ``first`` on, of ``tensor_parallel_size`` workers. ``kv_tokens`` 0: what fits."""
 
     first: int
     count: int
-    tensor_parallel: int
-    max_running: int
+    tensor_parallel_size: int
+    max_num_seqs: int
     kv_tokens: int
     cores: tuple[str, ...]
     rounds: tuple[str, ...]
@@ -63,7 +63,7 @@ class PreparedSet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """``2x1``: two engines of one worker."""
-        return f"{self.count}x{self.tensor_parallel}"
+        return f"{self.count}x{self.tensor_parallel_size}"
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
     first = PreparedSet(
         first=0,
         count=engines.count,
-        tensor_parallel=engines.tensor_parallel,
-        max_running=engines.max_running,
+        tensor_parallel_size=engines.tensor_parallel_size,
+        max_num_seqs=engines.max_num_seqs,
         kv_tokens=engines.kv_tokens,
         cores=engines.cores,
         rounds=engines.rounds,
@@ -116,8 +116,8 @@ def prepared_sets(recipe: Recipe) -> tuple[PreparedSet, ...]:
             PreparedSet(
                 first=sets[-1].first + sets[-1].count,
                 count=shape.count,
-                tensor_parallel=shape.tensor_parallel,
-                max_running=shape.max_running or -(-engines.max_running * engines.count // shape.count),
+                tensor_parallel_size=shape.tensor_parallel_size,
+                max_num_seqs=shape.max_num_seqs or -(-engines.max_num_seqs * engines.count // shape.count),
                 kv_tokens=shape.kv_tokens,
                 cores=shape.cores,
                 rounds=shape.rounds,

@@ -1,9 +1,9 @@
 """RollPacker's tail batching (arXiv 2509.21009, section 4): most rounds race, and the losers have a round of their own.
 
-A short round launches ``eta_prompts`` times the prompts of a batch with ``eta_responses`` times their responses, keeps
-the first responses of a prompt that are *rewarded*, and the first prompts that are complete. Prompts that lose join a
-queue; when a batch of them waits, a long round trains exactly those, without a race. So 1 / (eta_prompts - 1) short
-rounds are followed by a long one, and every prompt is trained.
+A short round launches ``prompt_oversampling`` times the prompts of a batch with ``response_oversampling`` times their
+responses, keeps the first responses of a prompt that are *rewarded*, and the first prompts that are complete. Prompts
+that lose join a queue; when a batch of them waits, a long round trains exactly those, without a race. So 1 /
+(prompt_oversampling - 1) short rounds are followed by a long one, and every prompt is trained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from streamrl.base.types import DropReason
 from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.adviser.engine_cost import LONG, SHORT
-from streamrl.recipe.scheduling import SAME_NOISE, Losers, SizingKind, tail_batching_slots
+from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts, SizingKind, tail_batching_slots
 
 
 class TailBatching(StatelessRounds):
@@ -26,9 +26,9 @@ class TailBatching(StatelessRounds):
         self._batch = settings.batch_trajectories
         fixed = settings.group_sizing.kind is SizingKind.FIXED
         self._sizes = (settings.group_size,) if fixed else settings.group_sizing.sizes
-        self._parks = options.losers is Losers.RESUME
+        self._parks = options.deferred_prompts is DeferredPrompts.RESUME
         self.on_policy = not self._parks
-        self.replays = options.losers in SAME_NOISE
+        self.replays = options.deferred_prompts in SAME_NOISE
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
@@ -48,7 +48,9 @@ class TailBatching(StatelessRounds):
         # Parked losers may have ended meanwhile: they are in the batch, or ready for the next.
         # Counted in places, too: those may be of another size.
         missing = math.ceil(view.seats / view.group_size) - view.untrained
-        wanted = max(math.ceil(self._options.eta_prompts * batch) - view.joined - view.untrained, missing - waiting)
+        wanted = max(
+            math.ceil(self._options.prompt_oversampling * batch) - view.joined - view.untrained, missing - waiting
+        )
         if wanted > 0:
             return self._race(view, wanted, Source.FRESH)
         return self._long(view, whole) if waiting else None
@@ -65,7 +67,7 @@ class TailBatching(StatelessRounds):
         coming = view.untrained - view.unseated
         missing = math.ceil(view.seats / view.group_size) - coming
         if view.round_kind == SHORT and not view.exhausted:
-            racing = math.ceil(self._options.eta_prompts * (view.target // view.group_size))
+            racing = math.ceil(self._options.prompt_oversampling * (view.target // view.group_size))
             wanted = max(racing - view.joined - view.untrained, missing)
             return self._race(view, wanted, Source.FRESH) if wanted > 0 else None
         if missing <= 0:
@@ -87,7 +89,7 @@ class TailBatching(StatelessRounds):
         return Launch(
             groups=groups,
             source=source,
-            size=math.ceil(self._options.eta_responses * view.group_size),
+            size=math.ceil(self._options.response_oversampling * view.group_size),
             keep=view.group_size,
             round_kind=SHORT,
         )

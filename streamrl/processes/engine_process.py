@@ -25,7 +25,7 @@ async def run_engine_process(context: ChildContext) -> None:
 
 def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:
     """The engine of ``plan`` in this process, not started yet."""
-    options = engine_options(recipe, plan.index, sockets, gpu_memory_share=plan.gpu_memory_share)
+    options = engine_options(recipe, plan.index, sockets, gpu_memory_utilization=plan.gpu_memory_utilization)
     return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
 
 
@@ -47,8 +47,8 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
     tokenizer = load_tokenizer(options.model_path)
     chosen = SimulationOptions(
         name=options.name,
-        max_running=options.max_running,
-        max_context=options.max_context,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
         kv_tokens=max(options.cache_blocks - 1, 0) * options.block_tokens,
         tokenizer_digest=tokenizer.digest,
     )

@@ -54,7 +54,7 @@ async def open_reward_stage(
     settings = RewardSettings(
         functions="+".join(r.label for r in kept.rewards),
         per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
-        time_limit_s=max(r.time_limit_s for r in kept.rewards),
+        timeout_s=max(r.timeout_s for r in kept.rewards),
         concurrency=recipe.reward_limits.concurrency,
         attached=_as_order(kept),
     )

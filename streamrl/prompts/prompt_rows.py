@@ -79,7 +79,7 @@ def read_prompt(row: object, number: int, tokenizer: Tokenizer, max_tokens: int 
     if max_tokens is not None and len(token_ids) > max_tokens:
         raise BadRow(
             f"has a prompt of {len(token_ids)} tokens, at most {max_tokens} fit: shorten it, "
-            "lower sampling.max_tokens or raise engines.max_context"
+            "lower sampling.max_tokens or raise engines.max_model_len"
         )
     if columns.pop(_TOKEN_COLUMN, None) is not None:
         _check_size(msgspec.msgpack.encode(columns))

@@ -43,7 +43,7 @@ def expected(kind: inspect.Type) -> str:
 
 
 def _nested_struct(kind: inspect.Type) -> type[msgspec.Struct] | None:
-    """The struct of a section inside of a section (``adaptive_limit`` of a reward), optional or not."""
+    """The struct of a section inside of a section (``adaptive_timeout`` of a reward), optional or not."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return next((k.cls for k in kinds if isinstance(k, inspect.StructType)), None)
 

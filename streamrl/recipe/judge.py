@@ -17,7 +17,7 @@ JUDGE_SOCKET = "STREAMRL_JUDGE_SOCKET"
 JUDGE_MODEL = "STREAMRL_JUDGE_MODEL"
 """Environment of reward processes: the model that it serves, under this name."""
 JUDGE_CONTEXT = 4096
-"""Tokens of a question and its answer, at most, where the recipe leaves ``judge.max_context`` to us."""
+"""Tokens of a question and its answer, at most, where the recipe leaves ``judge.max_model_len`` to us."""
 CALLS_AT_ONCE = 64
 """What one judge reward asks at once, of each worker, where its options do not say it."""
 
@@ -34,26 +34,26 @@ class YieldKind(StrEnum):
 
 class Judge(Section, frozen=True):
     """A vLLM engine for the ``judge`` rewards that name no endpoint. ``model``: a Hugging Face directory (empty:
-    there is none). ``yields``: what it does except for batches, which begin with ``batch`` questions, or when the
-    first has waited for ``patience_s``. ``actor_share``: a batch begins only while the actor's engines run at most
-    this share of what they can (1: always), or when a question has waited for ``longest_wait_s``. ``max_running``:
-    questions that it answers at once; ``max_context``: the longest question and answer in tokens (0: what the model
+    there is none). ``when_idle``: what it does except for batches, which begin with ``batch`` questions, or when the
+    first has waited for ``batch_wait_s``. ``actor_share``: a batch begins only while the actor's engines run at most
+    this share of what they can (1: always), or when a question has waited for ``max_wait_s``. ``max_num_seqs``:
+    questions that it answers at once; ``max_model_len``: the longest question and answer in tokens (0: what the model
     can, 4096 at most). ``dtype``: as ``engines.dtype``. ``threads``: on a CPU (0: a quarter of the host's), or
-    ``cores``: such as ``"6-7"``. ``gpu_memory_share``: of its GPU.
+    ``cores``: such as ``"6-7"``. ``gpu_memory_utilization``: of its GPU.
     ``restarts``: how often it is started again when it died."""
 
     model: str = ""
-    yields: YieldKind = YieldKind.PAUSE
+    when_idle: YieldKind = YieldKind.PAUSE
     batch: Positive = 32
-    patience_s: NaturalFloat = 0.5
+    batch_wait_s: NaturalFloat = 0.5
     actor_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    longest_wait_s: PositiveFloat = 10.0
-    max_running: Positive = 32
-    max_context: Natural = 0
+    max_wait_s: PositiveFloat = 10.0
+    max_num_seqs: Positive = 32
+    max_model_len: Natural = 0
     dtype: str = "auto"
     threads: Natural = 0
     cores: str = ""
-    gpu_memory_share: Share = 0.3
+    gpu_memory_utilization: Share = 0.3
     restarts: Natural = 3
 
 

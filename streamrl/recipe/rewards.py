@@ -29,14 +29,14 @@ class FailurePolicy(StrEnum):
     STOP = "stop"
 
 
-class AdaptiveLimit(Section, frozen=True):
-    """A time limit for each prompt: ``factor`` times its slowest correct call so far, at least ``floor_s`` and at most
-    the reward's ``time_limit_s`` (RollPacker, arXiv 2509.21009). Until a prompt was solved once, the limit is
-    ``time_limit_s``. A call is correct when its value is at least ``correct_from``. ``key``: a column that names what
+class AdaptiveTimeout(Section, frozen=True):
+    """A time limit for each prompt: ``factor`` times its slowest correct call so far, at least ``min_s`` and at most
+    the reward's ``timeout_s`` (RollPacker, arXiv 2509.21009). Until a prompt was solved once, the limit is
+    ``timeout_s``. A call is correct when its value is at least ``correct_from``. ``key``: a column that names what
     is run, where that is not the prompt; every prompt needs it."""
 
     factor: Annotated[float, Meta(ge=1)] = 1.5
-    floor_s: PositiveFloat = 2.0
+    min_s: PositiveFloat = 2.0
     correct_from: float = 1.0
     key: str = "prompt_id"
 
@@ -44,16 +44,17 @@ class AdaptiveLimit(Section, frozen=True):
 class Reward(Section, frozen=True):
     """A reward: ``function`` is ``module:function``, ``path/to/file.py:function``, or the name of a built-in one.
 
-    ``weight``: what it counts beside the others. ``adaptive_limit``: a time limit for each prompt, learnt. ``name``:
+    ``weight``: what it counts beside the others. ``adaptive_timeout``: a time limit for each prompt, learnt. ``name``:
     what metrics call it (the function's own name). ``options``: keyword arguments that every call gets; a built-in one
     is made with them. ``part_weights``: where it returns named parts, what each counts (1). ``shadow``: it scores, and
     nothing is trained on it. ``trusted``: it runs in the worker's own loop, so it must be quick or a coroutine
-    function; all others run in processes that are killed at ``time_limit_s``. ``late_is_wrong``: a call past its limit
-    has the value ``wrong_value``; otherwise it failed, and ``on_late`` is its policy where that is not ``on_failure``.
-    ``concurrency``: calls at once (0: ``reward_limits.concurrency``). ``rate_per_s``: calls started a second (0: no
-    bound). ``retries``: of a call that raised, with pauses of ``backoff_s``, twice that, and so on. ``memory_mib``:
-    what a process of it may allocate. ``environment``: variables that it may see, such as an API key. Rewards that are
-    not trusted share processes: of these the largest ``memory_mib`` counts, and each sees the variables of all.
+    function; all others run in processes that are killed at ``timeout_s``. ``late_is_wrong``: a call past its limit
+    has the value ``wrong_value``; otherwise it failed, and ``on_timeout`` is its policy where that is not
+    ``on_failure``. ``concurrency``: calls at once (0: ``reward_limits.concurrency``). ``rate_per_s``: calls started a
+    second (0: no bound). ``retries``: of a call that raised, with pauses of ``backoff_s``, twice that, and so on.
+    ``memory_mib``: what a process of it may allocate. ``environment``: variables that it may see, such as an API key.
+    Rewards that are not trusted share processes: of these the largest ``memory_mib`` counts, and each sees the
+    variables of all.
     """
 
     function: str
@@ -63,8 +64,8 @@ class Reward(Section, frozen=True):
     part_weights: dict[str, float] = {}
     shadow: bool = False
     trusted: bool = False
-    time_limit_s: PositiveFloat = 30.0
-    adaptive_limit: AdaptiveLimit | None = None
+    timeout_s: PositiveFloat = 30.0
+    adaptive_timeout: AdaptiveTimeout | None = None
     late_is_wrong: bool = False
     wrong_value: float = 0.0
     concurrency: Natural = 0
@@ -72,7 +73,7 @@ class Reward(Section, frozen=True):
     retries: Natural = 0
     backoff_s: PositiveFloat = 0.5
     on_failure: FailurePolicy = FailurePolicy.DROP_SAMPLE
-    on_late: FailurePolicy | None = None
+    on_timeout: FailurePolicy | None = None
     memory_mib: Positive = 1024
     environment: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ from streamrl.recipe.objective import Natural, NaturalFloat, Positive, PositiveF
 Factor = Annotated[float, Meta(ge=1)]
 
 WIDEST_AUTOMATIC_RACE = 1.5
-"""Largest ``eta_prompts`` that rounds = "auto" chooses."""
+"""Largest ``prompt_oversampling`` that rounds = "auto" chooses."""
 
 
 class RoundKind(StrEnum):
@@ -69,7 +69,7 @@ class Rollout(Section, frozen=True):
         return self.prompts_per_batch * self.group_size
 
 
-class Losers(StrEnum):
+class DeferredPrompts(StrEnum):
     """What becomes of a prompt that lost a race: sampled again from its start with a new seed; again with the *same*
     seeds (so that its length is not redrawn); the same, but what the new weights choose again of the tokens that it had
     is not decoded again (strictly on-policy, as ``replay``, and cheaper); or resumed from its tokens (off-policy by a
@@ -81,19 +81,20 @@ class Losers(StrEnum):
     RESUME = "resume"
 
 
-SAME_NOISE = (Losers.REPLAY, Losers.VERIFY)
+SAME_NOISE = (DeferredPrompts.REPLAY, DeferredPrompts.VERIFY)
 
 
 class TailBatching(Section, frozen=True):
-    """RollPacker's rounds (arXiv 2509.21009, section 4). ``eta_prompts``, ``eta_responses``: how many more prompts, and
-    responses of a prompt, a short round launches than it keeps; ``eta_responses`` above 1 censors length inside of a
-    group. ``long_round_batches``: batches of queued prompts that one long round trains at once, as so many steps.
-    ``domain_column``: a prompt column; every round keeps the dataset's shares of its values (see ``domains``).
+    """RollPacker's rounds (arXiv 2509.21009, section 4). ``prompt_oversampling``, ``response_oversampling``: how many
+    more prompts, and responses of a prompt, a short round launches than it keeps; ``response_oversampling`` above 1
+    censors length inside of a group. ``long_round_batches``: batches of queued prompts that one long round trains at
+    once, as so many steps. ``domain_column``: a prompt column; every round keeps the dataset's shares of its values
+    (see ``domains``).
     """
 
-    eta_prompts: Factor = 1.25
-    eta_responses: Factor = 1.0
-    losers: Losers = Losers.REPLAY
+    prompt_oversampling: Factor = 1.25
+    response_oversampling: Factor = 1.0
+    deferred_prompts: DeferredPrompts = DeferredPrompts.REPLAY
     long_round_batches: Positive = 1
     domain_column: str = ""
     domains: dict[str, PositiveFloat] = {}
@@ -101,7 +102,7 @@ class TailBatching(Section, frozen=True):
     @property
     def verifies(self) -> bool:
         """Whether tokens of losers are kept."""
-        return self.losers is Losers.VERIFY
+        return self.deferred_prompts is DeferredPrompts.VERIFY
 
 
 class LengthSorted(Section, frozen=True):
@@ -124,7 +125,7 @@ def trains_on_policy(rollout: Rollout, tail_batching: TailBatching, length_sorte
     if rollout.rounds in (RoundKind.SYNCHRONOUS, RoundKind.AUTO):
         return True
     if rollout.rounds is RoundKind.TAIL_BATCHING:
-        return tail_batching.losers is not Losers.RESUME
+        return tail_batching.deferred_prompts is not DeferredPrompts.RESUME
     if rollout.rounds is RoundKind.LENGTH_SORTED:
         return not length_sorted.partial
     return rollout.rounds is RoundKind.CUSTOM and rollout.max_staleness == 0
@@ -171,7 +172,9 @@ def slots(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSo
     elif rollout.rounds is RoundKind.LENGTH_SORTED:
         count = length_sorted.cohort_batches * batch
     elif rollout.rounds is RoundKind.AUTO:
-        widest = TailBatching(eta_prompts=WIDEST_AUTOMATIC_RACE, long_round_batches=tail_batching.long_round_batches)
+        widest = TailBatching(
+            prompt_oversampling=WIDEST_AUTOMATIC_RACE, long_round_batches=tail_batching.long_round_batches
+        )
         count = tail_batching_slots(widest, batch, _sizes(rollout, group_sizing))
     else:
         count = (rollout.max_staleness + 1) * batch
@@ -186,7 +189,8 @@ def _sizes(rollout: Rollout, group_sizing: GroupSizing) -> tuple[int, ...]:
 def tail_batching_slots(options: TailBatching, batch: int, sizes: tuple[int, ...]) -> int:
     """What races, or runs in a long round; parked losers keep theirs: a batch, and what one more race adds, at most."""
     racing = max(
-        math.ceil(options.eta_prompts * (batch // size)) * math.ceil(options.eta_responses * size) for size in sizes
+        math.ceil(options.prompt_oversampling * (batch // size)) * math.ceil(options.response_oversampling * size)
+        for size in sizes
     )
-    parked = 2 * racing if options.losers is Losers.RESUME else 0
+    parked = 2 * racing if options.deferred_prompts is DeferredPrompts.RESUME else 0
     return max(racing, options.long_round_batches * batch) + parked

@@ -25,10 +25,10 @@ from streamrl.recipe.objective import (
     Section,
     Share,
 )
-from streamrl.recipe.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Rollout, TailBatching, slots, trains_on_policy
 
-__all__ = ["AdaptiveLimit", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
+__all__ = ["AdaptiveTimeout", "FailurePolicy", "Reward", "RewardLimits"]  # also found here, beside the other sections
 
 
 ENGINE_RESTARTS = 3
@@ -50,9 +50,9 @@ class Run(Section, frozen=True):
     versions of the weights, counted from 0. ``seed``: of the order of prompts and of what is sampled. ``journal``: what
     it goes on from after a death. ``restarts``: how often the controller, the trainer with it, or each reward worker
     may die and be started again (0: the first death ends the run). ``deterministic``: batches and
-    weights are the same however often the run is killed and resumed; slower, for verification. ``stall_s``: where
-    nothing moved for so long, and for longer than any other time limit explains, the run says who waits for whom and
-    ends (0: never)."""
+    weights are the same however often the run is killed and resumed; slower, for verification. ``stall_timeout_s``:
+    where nothing moved for so long, and for longer than any other time limit explains, the run says who waits for whom
+    and ends (0: never)."""
 
     name: str = "run"
     directory: str = "runs"
@@ -61,7 +61,7 @@ class Run(Section, frozen=True):
     restarts: Natural = 3
     journal: JournalKind = JournalKind.FSYNC
     deterministic: bool = False
-    stall_s: NaturalFloat = 600.0
+    stall_timeout_s: NaturalFloat = 600.0
 
 
 class Model(Section, frozen=True):
@@ -168,22 +168,22 @@ class EngineKind(StrEnum):
 
 
 class EngineShape(Section, frozen=True):
-    """Another set of engines on the same devices: ``count`` engines of ``tensor_parallel`` workers. ``max_running`` 0:
-    of one engine, so that the set runs as many as the first. ``rounds``: kinds of rounds that it always serves, such
-    as ``["long"]``; empty: which set serves a round is decided from what is measured."""
+    """Another set of engines on the same devices: ``count`` engines of ``tensor_parallel_size`` workers.
+    ``max_num_seqs`` 0: of one engine, so that the set runs as many as the first. ``rounds``: kinds of rounds that it
+    always serves, such as ``["long"]``; empty: which set serves a round is decided from what is measured."""
 
     count: Count
-    tensor_parallel: Count = 1
-    max_running: Natural = 0
+    tensor_parallel_size: Count = 1
+    max_num_seqs: Natural = 0
     kv_tokens: Natural = 0
     cores: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
 
 
 class Engines(Section, frozen=True):
-    """``count`` vLLM engines, each of ``tensor_parallel`` workers, which run ``max_running`` requests at once.
+    """``count`` vLLM engines, each of ``tensor_parallel_size`` workers, which run ``max_num_seqs`` requests at once.
     ``dtype`` ``auto``: float32 on a CPU, bfloat16 on CUDA. ``cores``: of each engine on a CPU, such as ``["0-3",
-    "4-7"]``; ``gpu_memory_share``: of a GPU, for all engines on it. ``max_context`` 0: prompt and completion
+    "4-7"]``; ``gpu_memory_utilization``: of a GPU, for all engines on it. ``max_model_len`` 0: prompt and completion
     limits of this recipe decide. ``max_num_batched_tokens``: of one step of an engine (0: 16,384 on a GPU of 70 GiB or
     more). ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what
     becomes of engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared
@@ -193,43 +193,43 @@ class Engines(Section, frozen=True):
 
     An engine that dies is started again, at most ``restarts`` times until one of its starts has served ten minutes
     (None: 3, where engines are neither stopped nor changed; 0: a death ends the run), and the others serve on, as
-    long as ``min_serving`` can be had. One from which nothing was heard for ``silent_s``, or whose requests did not
-    get on for ``stalled_s``, is ended first; a slow one is not. A trajectory that was being sampled at
+    long as ``min_serving`` can be had. One from which nothing was heard for ``silence_timeout_s``, or whose requests
+    did not get on for ``progress_timeout_s``, is ended first; a slow one is not. A trajectory that was being sampled at
     ``fatal_deaths`` deaths is dropped (0: never)."""
 
     kind: EngineKind = EngineKind.VLLM
     count: Count = 1
-    tensor_parallel: Count = 1
-    max_running: Positive = 256
-    max_context: Natural = 0
+    tensor_parallel_size: Count = 1
+    max_num_seqs: Positive = 256
+    max_model_len: Natural = 0
     max_num_batched_tokens: Natural = 0
     kv_tokens: Natural = 0
     rounds: tuple[str, ...] = ()
     dtype: str = "auto"
     cores: tuple[str, ...] = ()
-    gpu_memory_share: Share = 0.85
+    gpu_memory_utilization: Share = 0.85
     start_timeout_s: PositiveFloat = 300.0
     release: ReleaseKind = ReleaseKind.NEVER
     sets: tuple[EngineShape, ...] = ()
     sleep_level: Annotated[int, Meta(ge=0, le=2)] = 1
     restarts: Natural | None = None
     min_serving: Positive = 1
-    silent_s: PositiveFloat = 30.0
-    stalled_s: PositiveFloat = 120.0
+    silence_timeout_s: PositiveFloat = 30.0
+    progress_timeout_s: PositiveFloat = 120.0
     fatal_deaths: Natural = 3
 
 
 class Weights(Section, frozen=True):
     """The weight path. ``push_timeout_s``: for a version to be live on every engine. ``audit_interval``: every so
     many versions the engines' own checksums of all live parameters are written to ``audits.jsonl`` (0: never; slow).
-    ``engine_patience_s``: how long after the first engine another one may go on fetching before it leaves service and
+    ``engine_timeout_s``: how long after the first engine another one may go on fetching before it leaves service and
     catches up beside the run (0: all are waited for). ``canary``: after each push every engine scores a few fixed
     tokens, which the trainer scored, too; they must agree. Nobody waits for the answers; simulated engines are not
     asked."""
 
     audit_interval: Natural = 0
     push_timeout_s: PositiveFloat = 120.0
-    engine_patience_s: NaturalFloat = 0.0
+    engine_timeout_s: NaturalFloat = 0.0
     canary: bool = True
 
 

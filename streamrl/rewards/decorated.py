@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def reward(**settings: Any) -> Callable[[Function], Function]:
-    """Give a function what a recipe would say about it: ``@reward(weight=0.5, time_limit_s=2)``.
+    """Give a function what a recipe would say about it: ``@reward(weight=0.5, timeout_s=2)``.
 
     They hold where the function itself is attached (``pipeline.rewards.attach(function)``). The function stays what it
     is. Raises ``TypeError`` for a setting that ``[[rewards]]`` does not have.

@@ -133,7 +133,7 @@ class RewardLane:
             # Jitter, so that calls which a service refused together do not come back together.
             asyncio.get_running_loop().call_later(pause_s * random.uniform(0.75, 1.25), self._ask_again, call)
         else:
-            if self.reward.adaptive_limit is not None:
+            if self.reward.adaptive_timeout is not None:
                 for value in result.values:
                     self.limits.observe(call.key, result.seconds, total_of(self.reward, value))
             call.on_done(result)

@@ -91,7 +91,7 @@ class RewardSet:
     @property
     def longest_s(self) -> float:
         """What the slowest function may take."""
-        return max(reward.time_limit_s for reward in self._all)
+        return max(reward.timeout_s for reward in self._all)
 
     @property
     def stuck(self) -> int:

@@ -180,7 +180,7 @@ def policy_of(value: SampleValue) -> FailurePolicy:
     """What the recipe wants for this failure."""
     reward, failure = value.reward, value.failure
     late = failure is not None and failure.kind is RewardFailureKind.TIMED_OUT
-    return reward.on_late if late and reward.on_late is not None else reward.on_failure
+    return reward.on_timeout if late and reward.on_timeout is not None else reward.on_failure
 
 
 def _parts(known: Sequence[tuple[SampleValue, float | None]]) -> dict[str, float]:
@@ -217,7 +217,7 @@ def _calls(known: Sequence[tuple[SampleValue, float | None]]) -> tuple[RewardCal
                 seconds=value.call.seconds,
                 waited_s=value.call.waited_s,
                 limit_s=value.call.limit_s,
-                adapted=value.call.limit_s < value.reward.time_limit_s and value.call.limit_s > 0,
+                adapted=value.call.limit_s < value.reward.timeout_s and value.call.limit_s > 0,
                 value=total,
                 failure=None if value.checked.failure is None else value.checked.failure.kind,
             )

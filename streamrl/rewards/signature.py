@@ -74,8 +74,8 @@ def load_reward(reward: Reward) -> RewardFunction:
         if reward.options:
             function = _bind(reward, function)
     signature = _read_signature(reward.function, reward.label, function)
-    if reward.adaptive_limit is not None and reward.adaptive_limit.key != "prompt_id":
-        signature = msgspec.structs.replace(signature, limit_key=reward.adaptive_limit.key)
+    if reward.adaptive_timeout is not None and reward.adaptive_timeout.key != "prompt_id":
+        signature = msgspec.structs.replace(signature, limit_key=reward.adaptive_timeout.key)
     return RewardFunction(signature=signature, call=function)
 
 

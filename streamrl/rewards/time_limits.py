@@ -15,8 +15,8 @@ class TimeLimits:
     where no call was correct yet, or the recipe does not ask for more."""
 
     def __init__(self, reward: Reward) -> None:
-        self._ceiling_s = reward.time_limit_s
-        self._adaptive = reward.adaptive_limit
+        self._ceiling_s = reward.timeout_s
+        self._adaptive = reward.adaptive_timeout
         self._slowest_s: dict[str, float] = {}
         self._news: dict[str, float] = {}
 
@@ -25,7 +25,7 @@ class TimeLimits:
         slowest_s = self._slowest_s.get(key)
         if self._adaptive is None or slowest_s is None:
             return self._ceiling_s
-        return min(max(self._adaptive.floor_s, self._adaptive.factor * slowest_s), self._ceiling_s)
+        return min(max(self._adaptive.min_s, self._adaptive.factor * slowest_s), self._ceiling_s)
 
     def observe(self, key: str, seconds: float, value: float | None) -> None:
         """A call of ``key`` took ``seconds`` and gave ``value`` (None: nothing)."""

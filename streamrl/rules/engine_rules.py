@@ -61,11 +61,11 @@ def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def batched_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """vLLM schedules at least one token of each running request in a step."""
-    tokens, running = recipe.engines.max_num_batched_tokens, max(one.max_running for one in prepared_sets(recipe))
+    tokens, running = recipe.engines.max_num_batched_tokens, max(one.max_num_seqs for one in prepared_sets(recipe))
     if 0 < tokens < running:
         yield (
             "engines.max_num_batched_tokens",
-            f"{tokens} is less than engines.max_running = {running}, a token for each: raise it, or set 0 (by the GPU)",
+            f"{tokens} is less than engines.max_num_seqs = {running}, a token for each: raise it, or set 0 (by GPU)",
         )
 
 
@@ -116,7 +116,7 @@ def _shapes(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 "engines.sets",
                 (
                     f"{count} sets are {name} (engines x tensor-parallel size): sets must differ in one of the two; "
-                    "the first is engines.count and engines.tensor_parallel"
+                    "the first is engines.count and engines.tensor_parallel_size"
                 ),
             )
     for kind, count in Counter(kind for one in sets for kind in one.rounds).items():

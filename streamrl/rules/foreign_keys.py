@@ -4,13 +4,13 @@ from __future__ import annotations
 
 BATCH = "rollout.prompts_per_batch (x rollout.group_size = trajectories of a step)"
 STEPS = "run.steps (optimizer steps; prompts are drawn again, epoch after epoch)"
-PLACED = "training.ranks, engines.count and engines.tensor_parallel"
+PLACED = "training.ranks, engines.count and engines.tensor_parallel_size"
 PACKED = "training.micro_batch_tokens (rows are packed by tokens)"
 TRACKER = "-ten lines of Python hand the metrics socket to a tracker (docs/metrics.md); RUN/metrics.jsonl has them too"
 STOPS = "-a completion ends with the model's end-of-sequence tokens or at sampling.max_tokens"
 NUCLEUS = "-sampling has temperature and top_p, which the trainer reproduces exactly"
 CONSTANT = "-the rate is constant after training.warmup_steps"
-SLEEP = "-engines and trainer have GPUs of their own, or a share of one: engines.gpu_memory_share"
+SLEEP = "-engines and trainer have GPUs of their own, or a share of one: engines.gpu_memory_utilization"
 MIXED = "training.compute_dtype and engines.dtype"
 COLUMN = 'part of prompts.train ("FILE?prompt=COLUMN")'
 FULL = "-weights are trained and served as the model directory has them; lora.rank trains adapters"
@@ -24,7 +24,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "steps_per_generation": "training.updates_per_batch",
     "num_iterations": "-each sample is trained once; training.updates_per_batch splits a batch",
     "max_completion_length": "sampling.max_tokens",
-    "max_prompt_length": "-prompts are never cut; engines.max_context bounds prompt and completion together",
+    "max_prompt_length": "-prompts are never cut; engines.max_model_len bounds prompt and completion together",
     "beta": "objective.kl_coefficient",
     "epsilon": "objective.clip_low and objective.clip_high",
     "epsilon_high": "objective.clip_high",
@@ -39,8 +39,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "reward_funcs": "rewards.N.function",
     "vllm_importance_sampling_correction": "off_policy.correct_mismatch",
     "vllm_importance_sampling_mode": "off_policy.truncate and off_policy.mask",
-    "vllm_gpu_memory_utilization": "engines.gpu_memory_share",
-    "vllm_tensor_parallel_size": "engines.tensor_parallel",
+    "vllm_gpu_memory_utilization": "engines.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "engines.tensor_parallel_size",
     "vllm_mode": SLEEP,
     "use_vllm": "engines.kind",
     "log_completions": "-every run keeps some: streamrl samples RUN",
@@ -103,7 +103,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "rollout_rs": "off_policy.mask",
     "filter_groups": "rollout.dynamic_sampling",
     "custom_reward_function": "rewards.N.function",
-    "tensor_model_parallel_size": "engines.tensor_parallel",
+    "tensor_model_parallel_size": "engines.tensor_parallel_size",
     "n_gpus_per_node": PLACED,
     "nnodes": PLACED,
     "total_epochs": STEPS,
@@ -123,14 +123,10 @@ FOREIGN_KEYS: dict[str, str] = {
     "batch_size": BATCH,
     "max_async_level": 'rollout.max_staleness, with rollout.rounds = "continuous"',
     "max_off_policy_steps": "rollout.max_staleness",
-    "seq_len": "engines.max_context",
+    "seq_len": "engines.max_model_len",
     "wandb": TRACKER,
     # vLLM
-    "gpu_memory_utilization": "engines.gpu_memory_share",
-    "max_model_len": "engines.max_context",
-    "max_num_seqs": "engines.max_running",
-    "tensor_parallel_size": "engines.tensor_parallel",
-    "pipeline_parallel_size": "-an engine is tensor-parallel on one host: engines.tensor_parallel, engines.count",
+    "pipeline_parallel_size": "-an engine is tensor-parallel on one host: engines.tensor_parallel_size, engines.count",
     "data_parallel_size": "engines.count",
     "enforce_eager": "-on a CPU engines are eager, on CUDA they use graphs",
     "quantization": FULL,
@@ -152,6 +148,24 @@ FOREIGN_KEYS: dict[str, str] = {
     "advantage_normalization": "objective.advantages",
     "importance_cap": "off_policy.cap",
     "objective": "objective.algorithm",
+    "max_running": "engines.max_num_seqs (and judge.max_num_seqs)",
+    "max_context": "engines.max_model_len (and judge.max_model_len)",
+    "gpu_memory_share": "engines.gpu_memory_utilization (and judge.gpu_memory_utilization)",
+    "tensor_parallel": "engines.tensor_parallel_size",
+    "stall_s": "run.stall_timeout_s",
+    "silent_s": "engines.silence_timeout_s",
+    "stalled_s": "engines.progress_timeout_s",
+    "engine_patience_s": "weights.engine_timeout_s",
+    "patience_s": "judge.batch_wait_s",
+    "longest_wait_s": "judge.max_wait_s",
+    "yields": "judge.when_idle",
+    "time_limit_s": "rewards.N.timeout_s",
+    "adaptive_limit": "rewards.N.adaptive_timeout",
+    "floor_s": "min_s of rewards.N.adaptive_timeout",
+    "on_late": "rewards.N.on_timeout",
+    "eta_prompts": "tail_batching.prompt_oversampling",
+    "eta_responses": "tail_batching.response_oversampling",
+    "losers": "tail_batching.deferred_prompts",
 }
 """By the last part of a key, or the last parts. An answer that begins with ``-`` says why there is no such key."""
 

@@ -52,18 +52,18 @@ def questions_come_in_time(recipe: Recipe) -> Broken:
     judge = recipe.judge
     if not judge.model:
         return
-    if judge.patience_s > judge.longest_wait_s:
+    if judge.batch_wait_s > judge.max_wait_s:
         yield (
-            "judge.patience_s",
-            f"{judge.patience_s:g} is above longest_wait_s = {judge.longest_wait_s:g}: lower it, or raise that",
+            "judge.batch_wait_s",
+            f"{judge.batch_wait_s:g} is above max_wait_s = {judge.max_wait_s:g}: lower it, or raise that",
         )
     for index, reward in enumerate(recipe.rewards):
-        if asks_own_judge(reward) and reward.time_limit_s <= judge.longest_wait_s:
+        if asks_own_judge(reward) and reward.timeout_s <= judge.max_wait_s:
             yield (
-                f"rewards.{index}.time_limit_s",
+                f"rewards.{index}.timeout_s",
                 (
-                    f"{reward.time_limit_s:g} is over before a question that may wait for judge.longest_wait_s = "
-                    f"{judge.longest_wait_s:g} is asked: raise it, or lower longest_wait_s"
+                    f"{reward.timeout_s:g} is over before a question that may wait for judge.max_wait_s = "
+                    f"{judge.max_wait_s:g} is asked: raise it, or lower max_wait_s"
                 ),
             )
 

@@ -51,12 +51,12 @@ def some_reward_counts(recipe: Recipe) -> Broken:
 def limits_fit(recipe: Recipe) -> Broken:
     """An adaptive limit moves between its floor and the ceiling."""
     for index, reward in enumerate(recipe.rewards):
-        adaptive = reward.adaptive_limit
-        if adaptive is not None and adaptive.floor_s > reward.time_limit_s:
+        adaptive = reward.adaptive_timeout
+        if adaptive is not None and adaptive.min_s > reward.timeout_s:
             yield (
-                f"rewards.{index}.adaptive_limit",
+                f"rewards.{index}.adaptive_timeout",
                 (
-                    f"floor_s = {adaptive.floor_s:g} is above the ceiling time_limit_s = {reward.time_limit_s:g}, so "
+                    f"min_s = {adaptive.min_s:g} is above the ceiling timeout_s = {reward.timeout_s:g}, so "
                     "nothing adapts: lower the floor, or raise the ceiling"
                 ),
             )
@@ -65,11 +65,11 @@ def limits_fit(recipe: Recipe) -> Broken:
 def failures_have_one_meaning(recipe: Recipe) -> Broken:
     """A late call is wrong, with its value, or it failed; a failure of a shadow reward concerns nobody."""
     for index, reward in enumerate(recipe.rewards):
-        if reward.late_is_wrong and reward.on_late is not None:
+        if reward.late_is_wrong and reward.on_timeout is not None:
             yield (
-                f"rewards.{index}.on_late",
+                f"rewards.{index}.on_timeout",
                 (
-                    f'"{reward.on_late}" never happens with late_is_wrong = true, where a late call has the value '
+                    f'"{reward.on_timeout}" never happens with late_is_wrong = true, where a late call has the value '
                     f"{reward.wrong_value:g}: leave one of them out"
                 ),
             )
@@ -78,7 +78,7 @@ def failures_have_one_meaning(recipe: Recipe) -> Broken:
                 f"rewards.{index}.wrong_value",
                 f"{reward.wrong_value:g} has no effect without late_is_wrong = true: set that, or leave it out",
             )
-        policies = {reward.on_failure, reward.on_late} - {None, FailurePolicy.DROP_SAMPLE}
+        policies = {reward.on_failure, reward.on_timeout} - {None, FailurePolicy.DROP_SAMPLE}
         if reward.shadow and policies:
             yield (
                 f"rewards.{index}.on_failure",

@@ -198,11 +198,11 @@ def _in_flight(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _engine_context(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if 0 < recipe.engines.max_context <= recipe.sampling.max_tokens:
+    if 0 < recipe.engines.max_model_len <= recipe.sampling.max_tokens:
         yield (
-            "engines.max_context",
+            "engines.max_model_len",
             (
-                f"{recipe.engines.max_context} leaves no room for a prompt beside sampling.max_tokens = "
+                f"{recipe.engines.max_model_len} leaves no room for a prompt beside sampling.max_tokens = "
                 f"{recipe.sampling.max_tokens}: raise it, lower max_tokens, or set 0 (derived)"
             ),
         )
@@ -306,7 +306,7 @@ RULES = (
     Rule(("engines.dtype",), _engine_dtype),
     Rule(("engines.cores", "engines.count", "engines.sets"), _engine_cores),
     Rule((*_ROUNDS, "rollout", "group_sizing"), _in_flight),
-    Rule(("engines.max_context", "sampling.max_tokens"), _engine_context),
+    Rule(("engines.max_model_len", "sampling.max_tokens"), _engine_context),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), _released_engines),
     Rule((*_ROUNDS, "rollout.presubmit", "engines", "transport.engines"), prepared_engine_sets),
     Rule(("engines",), engine_restarts),

@@ -11,9 +11,9 @@ from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
 from streamrl.recipe.objective import Section
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import (
+    DeferredPrompts,
     InFlight,
     LengthSorted,
-    Losers,
     RoundKind,
     SizingKind,
     StalePolicy,
@@ -24,7 +24,7 @@ from streamrl.recipe.sections import Recipe
 Broken = Iterator[tuple[str, str]]
 
 STRICT = frozenset({RoundKind.SYNCHRONOUS, RoundKind.AUTO})
-READ_BY_AUTO = ("losers", "long_round_batches")
+READ_BY_AUTO = ("deferred_prompts", "long_round_batches")
 """Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
 
 _CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
@@ -40,10 +40,10 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
     elif rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.partial:
         cohort = recipe.length_sorted.cohort_batches
         needed, why = cohort - 1, f"with length_sorted.partial, where a cohort of {cohort} batches is sampled on"
-    elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.losers is Losers.RESUME:
+    elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
         # What one race parks is trained by the next batches, one batch of it each.
-        needed = max(1, math.ceil(recipe.tail_batching.eta_prompts - 1))
-        why = 'with tail_batching.losers = "resume", where losers keep their tokens'
+        needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
+        why = 'with tail_batching.deferred_prompts = "resume", where losers keep their tokens'
     if bound < needed:
         yield (
             "rollout.max_staleness",
@@ -126,22 +126,28 @@ def _unread(
 def races(recipe: Recipe) -> Broken:
     """Tail batching races something, and its options fit each other."""
     tail = recipe.tail_batching
-    if recipe.rollout.rounds is RoundKind.AUTO and tail.losers is Losers.RESUME:
-        yield "tail_batching.losers", '"resume" is off-policy, and rounds = "auto" is not: set "replay" or "regenerate"'
+    if recipe.rollout.rounds is RoundKind.AUTO and tail.deferred_prompts is DeferredPrompts.RESUME:
+        yield (
+            "tail_batching.deferred_prompts",
+            '"resume" is off-policy, and rounds = "auto" is not: set "replay" or "regenerate"',
+        )
     if recipe.rollout.rounds is not RoundKind.TAIL_BATCHING:
         return
-    if tail.eta_prompts == 1 and tail.eta_responses == 1:
+    if tail.prompt_oversampling == 1 and tail.response_oversampling == 1:
         yield (
-            "tail_batching.eta_prompts",
-            '1 with eta_responses = 1 races nothing: raise one of them, or set rounds = "synchronous"',
+            "tail_batching.prompt_oversampling",
+            '1 with response_oversampling = 1 races nothing: raise one of them, or set rounds = "synchronous"',
         )
     if bool(tail.domain_column) != bool(tail.domains):
         yield (
             "tail_batching.domains",
             "needs domain_column and domains: name the column of the prompts and the share of each of its values",
         )
-    if tail.domains and tail.losers is Losers.RESUME:
-        yield "tail_batching.losers", '"resume" does not keep the shares of domains: set "replay" or "regenerate"'
+    if tail.domains and tail.deferred_prompts is DeferredPrompts.RESUME:
+        yield (
+            "tail_batching.deferred_prompts",
+            '"resume" does not keep the shares of domains: set "replay" or "regenerate"',
+        )
     yield from _domains_have_seats(recipe)
 
 
@@ -211,9 +217,9 @@ def reproducible_rounds(recipe: Recipe) -> Broken:
         )
     if rollout.rounds is RoundKind.TAIL_BATCHING and tail.verifies:
         yield (
-            "tail_batching.losers",
+            "tail_batching.deferred_prompts",
             (
                 '"verify" does not fit run.deterministic, since a run that goes on after a kill has no tokens to '
-                'verify: set losers = "replay", which draws the same'
+                'verify: set deferred_prompts = "replay", which draws the same'
             ),
         )

@@ -116,7 +116,7 @@ async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> Rollo
 
 def _capacity(recipe: Recipe, parts: Parts) -> int:
     """What bubble ratios count as full, whatever the rounds."""
-    return min(parts.ready.max_running, recipe.rollout.batch_trajectories)
+    return min(parts.ready.max_num_seqs, recipe.rollout.batch_trajectories)
 
 
 async def open_publisher(
@@ -134,7 +134,7 @@ async def open_publisher(
         timeout_s=recipe.weights.push_timeout_s,
         on_hold=rollout.stand_still,
         service=service,
-        patience_s=recipe.weights.engine_patience_s,
+        patience_s=recipe.weights.engine_timeout_s,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=parts.watch.waits,
         name_of=name_of,
@@ -158,13 +158,13 @@ def run_report(
         recipe,
         run_id=run_directory.name,
         started_at=time.time(),
-        max_context=parts.ready.max_context,
+        max_model_len=parts.ready.max_model_len,
         capacity=capacity,
         kv_tokens=parts.ready.kv_tokens,
         parameters=parts.parameters,
     )
     trace = TrajectoryTrace(run_directory / "trace.jsonl", header, goes_on=recovered is not None)
-    siblings_race = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.eta_responses > 1
+    siblings_race = recipe.rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.response_oversampling > 1
     return RunReport(
         parts.emit,
         rollout.statistics,
@@ -222,5 +222,5 @@ async def read_held_out(recipe: Recipe, parts: Parts) -> HeldOut:
         temperature=evaluation.temperature,
         success_reward=evaluation.success_reward,
         reward=recipe.score,
-        in_flight=parts.ready.max_running,
+        in_flight=parts.ready.max_num_seqs,
     )

@@ -35,7 +35,7 @@ class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     whole completion is the code. ``value``: ``all`` cases passed, or the ``share``. ``stop_at_first_failure``: of use
     with ``all`` only. ``compare``, ``tolerance``: see ``same_output``; ``tolerance`` is for what functions return, too.
 
-    Limits, for each case: ``time_limit_s`` of wall time; ``time_limit_is_wrong`` False: a case beyond it fails the
+    Limits, for each case: ``timeout_s`` of wall time; ``time_limit_is_wrong`` False: a case beyond it fails the
     sample instead of counting as wrong. ``memory_mb`` of address space for each process, ``output_mb`` for each file
     and stdout, ``scratch_mb`` of /tmp, ``processes`` (1: none can be started), ``threads``, ``open_files``.
 
@@ -52,7 +52,7 @@ class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stop_at_first_failure: bool = True
     compare: Comparison = "lines"
     tolerance: float | None = None
-    time_limit_s: float = 5.0
+    timeout_s: float = 5.0
     time_limit_is_wrong: bool = True
     memory_mb: int = 512
     output_mb: int = 8
@@ -153,7 +153,7 @@ class CodeReward:
             return CodeOutcome(0.0, ())
         outcomes: list[CaseOutcome] = []
         for index, case in enumerate(cases):
-            seconds = options.time_limit_s if limit_s is None else limit_s(index, case)
+            seconds = options.timeout_s if limit_s is None else limit_s(index, case)
             outcome = await self._run_case(code, case, seconds)
             outcomes.append(outcome)
             if observe is not None:
@@ -244,7 +244,7 @@ def code_reward(**options: Any) -> CodeReward:
             ]
         )
     for name in (
-        "time_limit_s",
+        "timeout_s",
         "memory_mb",
         "output_mb",
         "scratch_mb",

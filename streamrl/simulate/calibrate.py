@@ -59,7 +59,7 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     prompt_tokens = round(float(np.mean([line.prompt_tokens for line in run.trajectories])))
     header = run.header
     model = ClusterModel(
-        engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_running if recipe else 0),
+        engine=_engine(run, step, arrival, presubmitted, recipe.engines.max_num_seqs if recipe else 0),
         trainer=msgspec.structs.replace(trainer.model, rollout_slowdown=step.slowdown),
         lengths=fit_lengths(run),
         # Not the run's capacity: another recipe's batches are measured against their own.
@@ -72,13 +72,13 @@ def calibrate(run: RecordedRun, recipe: Recipe | None = None) -> Fit:
     )
 
 
-def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_running: int) -> EngineModel:
+def _engine(run: RecordedRun, step: StepFit, arrival: float, presubmitted: float, max_num_seqs: int) -> EngineModel:
     header = run.header
     return EngineModel(
         base_s=step.base_s,
         per_running_s=step.per_running_s,
         per_root_running_s=step.per_root_running_s,
-        max_running=max_running or max(math.ceil(header.capacity / header.engines), 1),
+        max_num_seqs=max_num_seqs or max(math.ceil(header.capacity / header.engines), 1),
         kv_tokens=header.kv_tokens // header.engines if any(line.preemptions for line in run.engines) else 0,
         # The front end takes one request after the other, and decoding waits for it.
         arrival_s=arrival,

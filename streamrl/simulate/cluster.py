@@ -17,11 +17,11 @@ from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
-    in requests (0: ``count`` x ``max_running`` of the engine, or a batch of the recipe where that is fewer).
+    in requests (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
     ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled.
 
     ``migration_s``: from the abort of a request that moves to its submission elsewhere; ``start_s``: for an engine
-    whose process ended to be ready. ``tensor_parallel``: workers of one engine; ``parallel_scaling``: share of the
+    whose process ended to be ready. ``tensor_parallel_size``: workers of one engine; ``parallel_scaling``: share of the
     ideal speed-up that doubling them gives; ``weight_tokens``: tokens whose KV takes as much memory as the weights;
     ``switch_s``: from one set of engines to another."""
 
@@ -31,7 +31,7 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     evaluation_s: float = 0.0
     migration_s: float = 0.0
     start_s: float = 0.0
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     parallel_scaling: float = 0.8
     weight_tokens: float = 0.0
     switch_s: float = 0.0
@@ -57,7 +57,7 @@ DEMO = ClusterModel(
         admission_s=0.8e-3,
         admission_per_running_s=0.010e-3,
         presubmitted_s=0.2e-3,
-        max_running=1024,
+        max_num_seqs=1024,
     ),
     engines=Engines(count=1, prompt_tokens=8, start_s=20.0, switch_s=30.0),
     lengths=LengthModel(
@@ -87,7 +87,7 @@ ROLLPACKER_14B = ClusterModel(
         base_s=11e-3,
         per_running_s=0.03e-3,
         per_context_token_s=0.0367e-6,
-        max_running=256,
+        max_num_seqs=256,
         kv_tokens=490_000,
         prefill_tokens_s=30_000.0,
     ),
@@ -96,7 +96,7 @@ ROLLPACKER_14B = ClusterModel(
         prompt_tokens=128,
         migration_s=1.5,
         start_s=5.0,
-        tensor_parallel=2,
+        tensor_parallel_size=2,
         weight_tokens=28e9 / 196_608,  # 14B at two bytes; 48 layers x 8 heads x 128 x 2 x 2 bytes a token
         switch_s=5.0,
     ),

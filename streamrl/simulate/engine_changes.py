@@ -62,23 +62,26 @@ def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
         return EnginePlan(release=recipe.engines.release)
     engines, first = model.engines, prepared_sets(recipe)[0]
     own = EngineSet(
-        name=f"{engines.count}x{engines.tensor_parallel}",
+        name=f"{engines.count}x{engines.tensor_parallel_size}",
         engines=engines.count,
-        tensor_parallel=engines.tensor_parallel,
+        tensor_parallel_size=engines.tensor_parallel_size,
         kv_tokens=model.engine.kv_tokens,
-        max_running=model.engine.max_running,
+        max_num_seqs=model.engine.max_num_seqs,
         round_kinds=first.rounds,
     )
     others = [
         EngineSet(
             name=one.name,
             engines=one.count,
-            tensor_parallel=one.tensor_parallel,
+            tensor_parallel_size=one.tensor_parallel_size,
             kv_tokens=one.kv_tokens
             or expected_kv_tokens(
-                own.kv_tokens, one.tensor_parallel, of=own.tensor_parallel, weight_tokens=engines.weight_tokens
+                own.kv_tokens,
+                one.tensor_parallel_size,
+                of=own.tensor_parallel_size,
+                weight_tokens=engines.weight_tokens,
             ),
-            max_running=-(-own.max_running * own.engines // one.count),
+            max_num_seqs=-(-own.max_num_seqs * own.engines // one.count),
             round_kinds=one.rounds,
         )
         for one in prepared_sets(recipe)[1:]
@@ -157,7 +160,7 @@ class SimulatedRelease:
         return ServingEngine(
             name=str(index),
             kv_tokens=engine.model.kv_tokens or UNLIMITED,
-            max_running=engine.model.max_running,
+            max_num_seqs=engine.model.max_num_seqs,
             requests=tuple(
                 OpenRequest(request_id=str(r.id), prompt=r.prompt_tokens, sampled=engine.sampled_by_now(r))
                 for r in requests
@@ -186,7 +189,7 @@ class SimulatedSwitch:
         self._kind = ""
         self._began = 0.0
         self._preemptions = self._requests = self._tokens = self._longest = 0
-        faster = faster_steps(model.engines.tensor_parallel, model.engines.parallel_scaling)
+        faster = faster_steps(model.engines.tensor_parallel_size, model.engines.parallel_scaling)
         self._cost = StepCost(base_s=model.engine.base_s * faster, per_running_s=model.engine.per_running_s * faster)
 
     def launched(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Explain | None:
@@ -245,7 +248,7 @@ class SimulatedSwitch:
 def scaled_engine(model: ClusterModel, one: EngineSet) -> EngineModel:
     """An engine of that set: decode steps and prefill take what they take on the cluster's engine, by workers."""
     scaling = model.engines.parallel_scaling
-    faster = faster_steps(one.tensor_parallel, scaling) / faster_steps(model.engines.tensor_parallel, scaling)
+    faster = faster_steps(one.tensor_parallel_size, scaling) / faster_steps(model.engines.tensor_parallel_size, scaling)
     engine = model.engine
     return msgspec.structs.replace(
         engine,
@@ -255,6 +258,6 @@ def scaled_engine(model: ClusterModel, one: EngineSet) -> EngineModel:
         per_running_squared_s=engine.per_running_squared_s / faster,
         per_root_running_s=engine.per_root_running_s / faster,
         prefill_tokens_s=engine.prefill_tokens_s * faster,
-        max_running=one.max_running,
+        max_num_seqs=one.max_num_seqs,
         kv_tokens=0 if math.isinf(one.capacity) else one.kv_tokens,
     )

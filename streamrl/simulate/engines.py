@@ -24,7 +24,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ``base_s`` (a), ``per_running_s`` (c), ``per_context_token_s`` (g): one decode step. ``per_running_squared_s``: a
     term with the square of the running requests, for front ends that choke; ``per_root_running_s``: one with their
-    root, for engines that few requests do not fill. ``max_running``: requests at once;
+    root, for engines that few requests do not fill. ``max_num_seqs``: requests at once;
     ``kv_tokens``: KV capacity (0: no limit); when it is full the newest request is preempted and computed again.
     ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their prompt.
     ``arrival_s``: the front end takes one request so often; ``admission_s + admission_per_running_s x running``: for so
@@ -38,7 +38,7 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     per_context_token_s: float = 0.0
     per_running_squared_s: float = 0.0
     per_root_running_s: float = 0.0
-    max_running: int = 256
+    max_num_seqs: int = 256
     kv_tokens: int = 0
     prefill_tokens_s: float = 0.0
     arrival_s: float = 0.0
@@ -228,7 +228,7 @@ class EngineClock:
     def admit(self) -> None:
         """Let waiting requests run, first come first served, while there is room."""
         waiting, model = self.waiting, self.model
-        while waiting and not self.paused and len(self.running) < model.max_running:
+        while waiting and not self.paused and len(self.running) < model.max_num_seqs:
             request = waiting[0]
             if request.stopped:
                 waiting.popleft()

@@ -79,7 +79,7 @@ class Simulation:
         verifies = settings.tail_batching.verifies
         most_engines = engines.most_engines(model)
         self.rollout = SimulatedRollout(model, self.agenda, most=most_engines, verifies_losers=verifies)
-        most = model.engines.count * model.engine.max_running
+        most = model.engines.count * model.engine.max_num_seqs
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)

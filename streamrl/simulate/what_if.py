@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.load import check_recipe
-from streamrl.recipe.scheduling import InFlight, LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, InFlight, LengthSorted, RoundKind, StalePolicy, TailBatching
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import toml_key, toml_value
 from streamrl.simulate.cluster import ClusterModel
@@ -166,13 +166,13 @@ class Search:
         best, prompts = races[0], recipe.rollout.prompts_per_batch
         step, left = max(prompts // 8, 1), _MOST_REFINEMENTS
         while step >= max(prompts * _FINEST_STEP, 1) and left > 0:
-            launched = math.ceil(best.recipe.tail_batching.eta_prompts * prompts)
+            launched = math.ceil(best.recipe.tail_batching.prompt_oversampling * prompts)
             found = best
             for number in (launched - step, launched + step):
                 if number <= prompts or left <= 0:
                     continue
                 left -= 1
-                tail = replace(best.recipe.tail_batching, eta_prompts=eta_of(number, prompts))
+                tail = replace(best.recipe.tail_batching, prompt_oversampling=eta_of(number, prompts))
                 tried = self._try(_race_name(tail), replace(best.recipe, tail_batching=tail))
                 found = max(found, tried, key=lambda one: one.goodput)
             if found is best:
@@ -243,17 +243,19 @@ class Search:
 def grid(recipe: Recipe, budget: Budget) -> dict[str, Recipe]:
     """Candidates by name. Whatever is not about forming rounds stays as it is in ``recipe``."""
     kept = recipe.tail_batching
-    losers = TailBatching().losers if kept.losers is Losers.RESUME else kept.losers
-    plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains, losers=losers)
+    losers = (
+        TailBatching().deferred_prompts if kept.deferred_prompts is DeferredPrompts.RESUME else kept.deferred_prompts
+    )
+    plain = TailBatching(domain_column=kept.domain_column, domains=kept.domains, deferred_prompts=losers)
     of_recipe = replace(plain, long_round_batches=kept.long_round_batches)
     found = {str(kind): _formed(recipe, kind, tail=of_recipe) for kind in (RoundKind.SYNCHRONOUS, RoundKind.AUTO)}
-    races = [replace(plain, eta_prompts=eta) for eta in ETAS]
-    races += [replace(plain, eta_prompts=eta, eta_responses=eta) for eta in ETAS[:2]]
-    races += [replace(plain, eta_prompts=ETAS[1], long_round_batches=batches) for batches in LONG_ROUNDS]
+    races = [replace(plain, prompt_oversampling=eta) for eta in ETAS]
+    races += [replace(plain, prompt_oversampling=eta, response_oversampling=eta) for eta in ETAS[:2]]
+    races += [replace(plain, prompt_oversampling=ETAS[1], long_round_batches=batches) for batches in LONG_ROUNDS]
     if budget.max_staleness > 0:
-        races.append(replace(plain, losers=Losers.RESUME))
+        races.append(replace(plain, deferred_prompts=DeferredPrompts.RESUME))
     for tail in races:
-        stale = budget.max_staleness if tail.losers is Losers.RESUME else 0
+        stale = budget.max_staleness if tail.deferred_prompts is DeferredPrompts.RESUME else 0
         found[_race_name(tail)] = _formed(recipe, RoundKind.TAIL_BATCHING, stale, tail=tail)
     for cohort in COHORTS:
         ordered = LengthSorted(cohort_batches=cohort)
@@ -292,14 +294,18 @@ def _formed(
 
 def _races_prompts(recipe: Recipe) -> bool:
     tail = recipe.tail_batching
-    return recipe.rollout.rounds is RoundKind.TAIL_BATCHING and tail.eta_prompts > 1 and tail.eta_responses == 1
+    return (
+        recipe.rollout.rounds is RoundKind.TAIL_BATCHING
+        and tail.prompt_oversampling > 1
+        and tail.response_oversampling == 1
+    )
 
 
 def _race_name(tail: TailBatching) -> str:
-    both = f"/{tail.eta_responses:g}" if tail.eta_responses > 1 else ""
+    both = f"/{tail.response_oversampling:g}" if tail.response_oversampling > 1 else ""
     long = f" long {tail.long_round_batches}" if tail.long_round_batches > 1 else ""
-    losers = "" if tail.losers is Losers.REPLAY else f" {tail.losers}"
-    return f"tail_batching {tail.eta_prompts:.4g}{both}{long}{losers}"
+    losers = "" if tail.deferred_prompts is DeferredPrompts.REPLAY else f" {tail.deferred_prompts}"
+    return f"tail_batching {tail.prompt_oversampling:.4g}{both}{long}{losers}"
 
 
 def _figures(reports: list[SimulationReport]) -> Figures:

@@ -59,12 +59,12 @@ OpenWorker = Callable[[], AbstractAsyncContextManager[WorkerStreams]]
 
 
 class RewardSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``per_group``: some function scores whole groups. ``time_limit_s``: the largest of all functions.
+    """``per_group``: some function scores whole groups. ``timeout_s``: the largest of all functions.
     ``attached``: what scores instead of the recipe's functions, which workers begin with as version 0."""
 
     functions: str
     per_group: bool
-    time_limit_s: float
+    timeout_s: float
     concurrency: int
     attached: LoadRewardSet | None = None
 
@@ -149,7 +149,7 @@ class RewardStage:
         self._settings = msgspec.structs.replace(
             self._settings,
             functions="+".join(reward.label for reward in order.rewards),
-            time_limit_s=max(reward.time_limit_s for reward in order.rewards),
+            timeout_s=max(reward.timeout_s for reward in order.rewards),
         )
         before = self._attached
         self._attached = self._scoring[order.reward_version] = _Attachment(order.reward_version, order, per_group)
@@ -320,7 +320,7 @@ class RewardStage:
 
     async def _after_break(self, unanswered: Unanswered, scored: SendStream[RewardOutcome]) -> None:
         now = anyio.current_time()
-        left, limit = list(unanswered.values()), self._settings.time_limit_s
+        left, limit = list(unanswered.values()), self._settings.timeout_s
         unanswered.clear()
         late: list[tuple[WaitingOrder, Sequence[SampleReward]]] = []
         for work, started in left:

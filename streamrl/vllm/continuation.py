@@ -1,4 +1,5 @@
-"""Losers of a race verified under new weights and continued (``tail_batching.losers = "verify"``). Pure.
+"""Deferred prompts of a race verified under new weights and continued (``tail_batching.deferred_prompts = "verify"``).
+Pure.
 
 A completion is a function of its weights and of its noise: at position t the engine takes the token with the largest
 ``log p(v | tokens before t) + G(t, v)``, where the Gumbel noise G depends on the request's seed, on t and on v alone.
@@ -31,7 +32,8 @@ FEWEST_KEPT = 32
 """Tokens: shorter completions are sampled again sooner than they are verified (two requests instead of one)."""
 
 ROUNDS_KEPT = 8
-"""Losers are kept for so many times the most trajectories that were ever open at once; older ones are replayed."""
+"""Deferred prompts are kept for so many times the most trajectories that were ever open at once; older ones are
+replayed."""
 
 
 def accepted_prefix(kept: Sequence[int], chosen: Sequence[int]) -> int:
@@ -79,7 +81,7 @@ class KeptTokens:
         self._most = 0
 
     def __len__(self) -> int:
-        """Losers that are kept."""
+        """DeferredPrompts that are kept."""
         return len(self._lost)
 
     def open(self, trajectories: int) -> None:

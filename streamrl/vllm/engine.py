@@ -85,8 +85,8 @@ class VllmEngine:
         return EngineReady(
             engine=self._options.name,
             policy_version=self._policy_version,
-            max_context=self._options.max_context,
-            max_running=self._options.max_running,
+            max_model_len=self._options.max_model_len,
+            max_num_seqs=self._options.max_num_seqs,
             tokenizer_digest=await anyio.to_thread.run_sync(_tokenizer_digest, self._options.model_path),
             kv_tokens=kv_tokens(self._llm),
         )
@@ -203,7 +203,7 @@ class VllmEngine:
         from streamrl.vllm import worker_continuation as vllm_continuation
 
         whole = without_kept(request)
-        longest = self._options.max_context - 1 - len(whole.token_ids)
+        longest = self._options.max_model_len - 1 - len(whole.token_ids)
         kept = min(request.kept, longest, remaining_tokens(request))
         if kept <= 0 or not vllm_continuation.verifies():
             return _completion(await self._sampled(whole))
@@ -306,7 +306,7 @@ def engine_config(options: EngineOptions) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    device_arguments: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_share}
+    device_arguments: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
     if options.on_cpu:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -323,8 +323,8 @@ def engine_config(options: EngineOptions) -> Any:
     arguments = AsyncEngineArgs(
         model=options.model_path,
         dtype=options.dtype,
-        max_model_len=options.max_context,
-        max_num_seqs=options.max_running,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=batched_tokens(options, max((gpu.memory for gpu in visible_gpus()), default=0)) or None,
         tensor_parallel_size=options.workers,
         enable_sleep_mode=options.sleeps,
@@ -349,8 +349,8 @@ def engine_config(options: EngineOptions) -> Any:
 def _why_refused(options: EngineOptions, said: str) -> str:
     """In one sentence, with what to set where that is known."""
     if found := re.search(r"derived max_model_len \(\w+=(\d+)", said):
-        key = "engines.max_context" if options.pushed else "judge.max_context"
-        return f"the model has {found[1]} positions, and {options.max_context} are asked for: set {key} = {found[1]}"
+        key = "engines.max_model_len" if options.pushed else "judge.max_model_len"
+        return f"the model has {found[1]} positions, and {options.max_model_len} are asked for: set {key} = {found[1]}"
     return f"vLLM cannot serve {options.model_path}: {said}"
 
 

@@ -19,7 +19,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.vllm.devices import core_numbers, workers_on_cores
 
 PROMPT_ALLOWANCE = 1024
-"""Longest prompt in tokens when the recipe leaves ``engines.max_context`` to us."""
+"""Longest prompt in tokens when the recipe leaves ``engines.max_model_len`` to us."""
 
 CPU_BLOCK_TOKENS = 128
 CUDA_BLOCK_TOKENS = 16
@@ -46,11 +46,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     device: str
     dtype: str
-    max_context: int
-    max_running: int
+    max_model_len: int
+    max_num_seqs: int
     cache_blocks: int
     block_tokens: int
-    gpu_memory_share: float
+    gpu_memory_utilization: float
     workers: int
     sleeps: bool
     environment: dict[str, str]
@@ -64,17 +64,17 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_options(
-    recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "", gpu_memory_share: float = 0.0
+    recipe: Recipe, index: int, socket_directory: str | Path, *, device: str = "", gpu_memory_utilization: float = 0.0
 ) -> EngineOptions:
     """Options of engine ``index`` of ``recipe``; vLLM's own sockets go into ``socket_directory`` (a short path).
 
-    ``device`` empty: what the installed vLLM can run. ``gpu_memory_share`` 0: the recipe's. Raises ``RecipeError`` when
-    the model's configuration cannot be read or the context is longer than the model's.
+    ``device`` empty: what the installed vLLM can run. ``gpu_memory_utilization`` 0: the recipe's. Raises
+    ``RecipeError`` when the model's configuration cannot be read or the context is longer than the model's.
     """
     device = device or installed_device()
     config = model_config(recipe.model.path)
     dtype = recipe.engines.dtype if recipe.engines.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
-    context = max_context(recipe, config)
+    context = max_model_len(recipe, config)
     on_cpu = device == "cpu"
     mine = set_of_engine(recipe, index)
     blocks, block_tokens = 0, CPU_BLOCK_TOKENS if on_cpu else 0
@@ -82,18 +82,18 @@ def engine_options(
         block_tokens = block_tokens or CUDA_BLOCK_TOKENS
         blocks = max(-(-mine.kv_tokens // block_tokens), -(-context // block_tokens)) + 1  # one stays empty
     elif on_cpu:
-        blocks = cache_blocks(config, dtype, context, mine.max_running, mine.tensor_parallel)
+        blocks = cache_blocks(config, dtype, context, mine.max_num_seqs, mine.tensor_parallel_size)
     return EngineOptions(
         name=f"engine-{index}",
         model_path=recipe.model.path,
         device=device,
         dtype=dtype,
-        max_context=context,
-        max_running=mine.max_running,
+        max_model_len=context,
+        max_num_seqs=mine.max_num_seqs,
         cache_blocks=blocks,
         block_tokens=block_tokens,
-        gpu_memory_share=gpu_memory_share or recipe.engines.gpu_memory_share,
-        workers=mine.tensor_parallel,
+        gpu_memory_utilization=gpu_memory_utilization or recipe.engines.gpu_memory_utilization,
+        workers=mine.tensor_parallel_size,
         sleeps=not on_cpu and bool(recipe.engines.sets) and recipe.engines.sleep_level > 0,
         environment=_environment(recipe, index, mine, socket_directory, config, on_cpu),
         batch_tokens=recipe.engines.max_num_batched_tokens,
@@ -103,7 +103,7 @@ def engine_options(
 def batched_tokens(options: EngineOptions, gpu_memory: int) -> int:
     """Tokens of one step of an engine, on a GPU of ``gpu_memory`` bytes; 0: vLLM's own default (2,048)."""
     if options.on_cpu:
-        return max(options.batch_tokens or CPU_BATCH_TOKENS, options.max_context)
+        return max(options.batch_tokens or CPU_BATCH_TOKENS, options.max_model_len)
     return options.batch_tokens or (LARGE_CARD_TOKENS if gpu_memory >= LARGE_CARD_BYTES else 0)
 
 
@@ -123,7 +123,7 @@ def expected_room(recipe: Recipe, first_kv_tokens: int, *, device: str = "") -> 
         options = engine_options(recipe, one.first, "", device=device)
         known = options.cache_blocks * options.block_tokens
         rooms[one.name] = known or expected_kv_tokens(
-            first_kv_tokens, one.tensor_parallel, of=sets[0].tensor_parallel, weight_tokens=weight_tokens
+            first_kv_tokens, one.tensor_parallel_size, of=sets[0].tensor_parallel_size, weight_tokens=weight_tokens
         )
     return rooms
 
@@ -157,13 +157,13 @@ def model_config(model_path: str, *, field: str = "model.path") -> dict[str, Any
         raise RecipeError([f"{field}: {directory} {error}; give a Hugging Face model directory"]) from error
 
 
-def max_context(recipe: Recipe, config: dict[str, Any]) -> int:
+def max_model_len(recipe: Recipe, config: dict[str, Any]) -> int:
     """Longest prompt and completion together, in tokens, capped by the positions that the model has."""
     positions = int(config.get("max_position_embeddings") or 0)
-    asked = recipe.engines.max_context
+    asked = recipe.engines.max_model_len
     if asked and positions and asked > positions:
         raise RecipeError(
-            [f"engines.max_context: {asked} is more than the model's {positions} positions; lower it or set 0"]
+            [f"engines.max_model_len: {asked} is more than the model's {positions} positions; lower it or set 0"]
         )
     wanted = asked or recipe.sampling.max_tokens + PROMPT_ALLOWANCE
     context = min(wanted, positions) if positions else wanted
@@ -174,14 +174,14 @@ def max_context(recipe: Recipe, config: dict[str, Any]) -> int:
     return context
 
 
-def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_running: int, workers: int = 1) -> int:
+def cache_blocks(config: dict[str, Any], dtype: str, context: int, max_num_seqs: int, workers: int = 1) -> int:
     """KV blocks of a CPU engine: every running request at full length plus an eighth for shared prefixes.
 
     Capped at ``CPU_CACHE_BYTES`` in each of its ``workers``, who share the heads, but never below one request of full
     length: beyond the cap vLLM preempts.
     """
     blocks_per_request = -(-context // CPU_BLOCK_TOKENS)
-    wanted = max_running * blocks_per_request * 9 // 8 + 1
+    wanted = max_num_seqs * blocks_per_request * 9 // 8 + 1
     heads = int(config.get("num_attention_heads") or 1)
     head_size = int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
     key_value_heads = max(int(config.get("num_key_value_heads") or heads) // workers, 1)
@@ -205,7 +205,7 @@ def _environment(
         environment |= cpu_environment("packed" if wide else "plain")
         place = index - mine.first
         numbers = core_numbers(mine.cores[place]) if place < len(mine.cores) else []
-        if mine.tensor_parallel > 1:
+        if mine.tensor_parallel_size > 1:
             environment |= workers_on_cores(numbers or sorted(os.sched_getaffinity(0)), place, mine)
         else:
             environment |= openmp_places(numbers)

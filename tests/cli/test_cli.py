@@ -56,7 +56,7 @@ group_size = 2
 max_tokens = 16
 
 [engines]
-max_running = 8
+max_num_seqs = 8
 """
 
 
@@ -157,7 +157,7 @@ def test_empty_dataset_and_missing_column(project: Path) -> None:
 
 
 def test_prompt_longer_than_the_context(project: Path) -> None:
-    found = problems(project, "sampling.max_tokens=10", "engines.max_context=11")
+    found = problems(project, "sampling.max_tokens=10", "engines.max_model_len=11")
     assert any(problem.startswith("prompts.train: ") and "line 1" in problem for problem in found), found
 
 

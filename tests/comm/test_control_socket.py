@@ -113,7 +113,7 @@ NONSENSE: dict[str, bytes] = {
     "another operation": framed(msgspec.msgpack.encode({"operation": {"type": "Shutdown"}})),
     "another type": framed(msgspec.msgpack.encode({"operation": {"type": "DetachReward", "name": 3}})),
     "a value out of range": framed(
-        msgspec.msgpack.encode({"operation": {"type": "AttachReward", "reward": {"function": "f", "time_limit_s": -1}}})
+        msgspec.msgpack.encode({"operation": {"type": "AttachReward", "reward": {"function": "f", "timeout_s": -1}}})
     ),
     "nesting without end": framed(nested(LARGEST_REQUEST - 1)),
     "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",

@@ -52,7 +52,7 @@ def test_counts() -> None:
         rollout=Rollout(prompts_per_batch=32, group_size=8, rounds=RoundKind.CONTINUOUS, max_staleness=2),
         sampling=Sampling(max_tokens=400),
         training=Training(ranks=2, micro_batch_tokens=1000),
-        engines=Engines(count=2, max_running=64),
+        engines=Engines(count=2, max_num_seqs=64),
     )
     counts = batch_arithmetic(recipe, context=500)
     assert (counts.trajectories, counts.run_trajectories) == (256, 25_600)
@@ -278,7 +278,7 @@ def test_memory_grows_with_what_costs_memory() -> None:
 
 
 def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None:
-    deep = EngineShape(count=1, tensor_parallel=4, rounds=("long",))
+    deep = EngineShape(count=1, tensor_parallel_size=4, rounds=("long",))
     recipe = msgspec.structs.replace(RECIPE, engines=Engines(count=2, sets=(deep,)))
     [line] = [line for line in arithmetic_lines(recipe) if line.startswith("engines")]
     assert line == (

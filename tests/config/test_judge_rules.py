@@ -36,8 +36,8 @@ def load(directory: Path, text: str, *overrides: str):
             'judge.model: "j" is asked by nobody',
         ),
         ('[judge]\nbatch = 4\n[[rewards]]\nfunction = "a:b"\n', "judge.batch: 4 has no effect without judge.model"),
-        (OWN + "longest_wait_s = 0.1\n" + ASKING, "judge.patience_s: 0.5 is above longest_wait_s = 0.1"),
-        (OWN + ASKING + "time_limit_s = 10\n", "rewards.0.time_limit_s: 10 is over before a question"),
+        (OWN + "max_wait_s = 0.1\n" + ASKING, "judge.batch_wait_s: 0.5 is above max_wait_s = 0.1"),
+        (OWN + ASKING + "timeout_s = 10\n", "rewards.0.timeout_s: 10 is over before a question"),
         (OWN + "batch = 65\n" + ASKING, "judge.batch: 65 questions never wait at once, because its rewards have 64"),
         (
             OWN + "batch = 9\n" + ASKING + "[rewards.options]\nconcurrency = 8\n",
@@ -93,11 +93,11 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     assert "has no chat template, so it takes no chats: set chat = false" in problem
     recipe = load(tmp_path, own + ASKING + "[rewards.options]\nchat = false\n")
     assert not list(judge_problems(recipe, device="cpu"))
-    assert list(judge_problems(load(tmp_path, own + "max_context = 2048\n" + ASKING), device="cpu")) == [
-        "judge.max_context: 2048 is more than the model's 1024 positions: lower it"
+    assert list(judge_problems(load(tmp_path, own + "max_model_len = 2048\n" + ASKING), device="cpu")) == [
+        "judge.max_model_len: 2048 is more than the model's 1024 positions: lower it"
     ]
     options = judge_options(recipe, "/s", device="cpu")
-    assert (options.max_context, options.pushed, options.sleeps) == (1024, False, False)
+    assert (options.max_model_len, options.pushed, options.sleeps) == (1024, False, False)
     assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe, os.cpu_count() or 1))
 
 

@@ -96,7 +96,7 @@ every = 5
 GOLDEN = [
     (
         'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps, '
-        "restarts, journal, deterministic, stall_s"
+        "restarts, journal, deterministic, stall_timeout_s"
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '
@@ -207,7 +207,7 @@ RULES = [
     ('[engines]\ndtype = "int8"\n', 'engines.dtype: "int8" is not allowed: must be one of "auto", "float32"'),
     ('[engines]\ncount = 2\ncores = ["0"]\n', "engines.cores: has 1 entries for 2 engines"),
     ('[engines]\ncores = ["all"]\n', 'engines.cores.0: "all" is not a list of cores'),
-    ("[engines]\nmax_context = 512\n", "engines.max_context: 512 leaves no room for a prompt"),
+    ("[engines]\nmax_model_len = 512\n", "engines.max_model_len: 512 leaves no room for a prompt"),
     ('[transport]\nengines = "external"\n', 'transport.engines: "external" needs endpoints'),
     ('[metrics]\nendpoint = "5690"\n', 'metrics.endpoint: "5690" is not an endpoint'),
     ('[run]\nname = "a/b"\n', 'run.name: "a/b" cannot name a directory'),

@@ -43,7 +43,7 @@ def names(found: Placement) -> dict[str, str]:
     ("made", "there", "engines", "ranks"),
     [
         (recipe(4, 4), 8, "0 1 2 3", "4 5 6 7"),
-        (recipe(3, 2, tensor_parallel=2), 8, "0,1 2,3 4,5", "6 7"),
+        (recipe(3, 2, tensor_parallel_size=2), 8, "0,1 2,3 4,5", "6 7"),
         (recipe(1, 1), 8, "0", "1"),
         (recipe(1, 1), 2, "0", "1"),
         (recipe(1, 1), 1, "0", "0"),
@@ -68,7 +68,9 @@ def test_engines_of_one_gpu_divide_its_share_and_the_processes_know() -> None:
     found = place(made, gpus(1), SMALL)
     assert found.lines() == ["  GPU 0      76.0 of 80.0 GiB: engine-0 34.0, engine-1 34.0, trainer-0 8.0"]
     plans = {one.name: one for one in found.placed(plan_topology(made, Path("/s"))).processes}
-    assert [(plans[name].gpus, plans[name].gpu_memory_share) for name in ("engine-0", "engine-1", "trainer-0")] == [
+    assert [
+        (plans[name].gpus, plans[name].gpu_memory_utilization) for name in ("engine-0", "engine-1", "trainer-0")
+    ] == [
         (("0",), 0.425),
         (("0",), 0.425),
         (("0",), 0.0),
@@ -89,7 +91,7 @@ def test_judge_and_reward_models_have_gpus_of_their_own_or_go_where_most_is_left
 
 
 def test_prepared_sets_have_the_same_gpus_and_the_memory_of_one_set() -> None:
-    found = place(recipe(4, 4, sets=(EngineShape(count=2, tensor_parallel=2),)), gpus(8), SMALL)
+    found = place(recipe(4, 4, sets=(EngineShape(count=2, tensor_parallel_size=2),)), gpus(8), SMALL)
     expected = {f"engine-{number}": str(number) for number in range(4)} | {"engine-4": "0,1", "engine-5": "2,3"}
     assert names(found) == expected | {f"trainer-{number}": str(number + 4) for number in range(4)}
     assert found.used(found.gpus[0]) == int(0.85 * 80 * GIB)
@@ -106,7 +108,7 @@ def test_processes_started_by_hand_fill_one_host_after_another() -> None:
 
     two_hosts = {f"engine-{number}": (number // 8, str(number % 8)) for number in range(16)}
     assert spots(16, 2) == two_hosts | {"trainer-0": (2, "0"), "trainer-1": (2, "1")}
-    wide = spots(3, 1, tensor_parallel=3)
+    wide = spots(3, 1, tensor_parallel_size=3)
     assert wide == {"engine-0": (0, "0,1,2"), "engine-1": (0, "3,4,5"), "engine-2": (1, "0,1,2"), "trainer-0": (0, "6")}
 
 
@@ -119,7 +121,7 @@ def test_processes_started_by_hand_fill_one_host_after_another() -> None:
             Demand(rank=20 * GIB),
             (
                 "memory: GPU 0 has 80.0 GiB, and engine-0 34.0, engine-1 34.0, trainer-0 20.0 need 88.0: "
-                "set engines.gpu_memory_share = 0.75 or less"
+                "set engines.gpu_memory_utilization = 0.75 or less"
             ),
         ),
         (
@@ -128,7 +130,7 @@ def test_processes_started_by_hand_fill_one_host_after_another() -> None:
             SMALL,
             (
                 "memory: GPU 0 has 80.0 GiB, and engine-0 68.0, judge-0 24.0 need 92.0: "
-                "set engines.gpu_memory_share = 0.7 or less"
+                "set engines.gpu_memory_utilization = 0.7 or less"
             ),
         ),
         (
@@ -146,7 +148,7 @@ def test_processes_started_by_hand_fill_one_host_after_another() -> None:
             Demand(engine=38 * GIB),
             (
                 "memory: engine-0 may take 34.0 GiB of GPU 0, and its weights and one request need 38.0: raise "
-                "engines.gpu_memory_share or tensor_parallel, or lower count"
+                "engines.gpu_memory_utilization or tensor_parallel_size, or lower count"
             ),
         ),
         (
@@ -162,10 +164,13 @@ def test_processes_started_by_hand_fill_one_host_after_another() -> None:
             'training.ranks: 1 need a GPU each, and device = "cuda:4" leaves 0 of 2: lower it, or write "cuda"',
         ),
         (
-            recipe(3, 1, tensor_parallel=2),
+            recipe(3, 1, tensor_parallel_size=2),
             4,
             SMALL,
-            "engines.tensor_parallel: engines 3x2 need 3 x 2 GPUs, and there are 4: lower count or tensor_parallel",
+            (
+                "engines.tensor_parallel_size: engines 3x2 need 3 x 2 GPUs, and there are 4: "
+                "lower count or tensor_parallel_size"
+            ),
         ),
     ],
 )

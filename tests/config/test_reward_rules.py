@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.load import check_recipe, dump_recipe, load_recipe
-from streamrl.recipe.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Model, Prompts, Recipe
 
 HEAD = '[model]\npath = "m"\n\n[prompts]\ntrain = "t.jsonl"\n\n'
@@ -46,12 +46,12 @@ GOOD = Reward(function="a:b")
         ((Reward(function="a:b", shadow=True),), {}, "every reward is a shadow"),
         ((Reward(function="a:b", weight=0.0), Reward(function="a:c", shadow=True)), {}, "every weight is 0"),
         (
-            (Reward(function="a:b", time_limit_s=1.0, adaptive_limit=AdaptiveLimit(floor_s=2.0)),),
+            (Reward(function="a:b", timeout_s=1.0, adaptive_timeout=AdaptiveTimeout(min_s=2.0)),),
             {},
-            "floor_s = 2 is above the ceiling time_limit_s = 1",
+            "min_s = 2 is above the ceiling timeout_s = 1",
         ),
         (
-            (Reward(function="a:b", late_is_wrong=True, on_late=FailurePolicy.STOP),),
+            (Reward(function="a:b", late_is_wrong=True, on_timeout=FailurePolicy.STOP),),
             {},
             '"stop" never happens with late_is_wrong = true',
         ),
@@ -77,9 +77,9 @@ def test_what_is_fine_is_not_refused() -> None:
     ("text", "message"),
     [
         ('on_failure = "zero"', ':9: rewards.0.on_failure: "zero" is not allowed: must be one of "drop_sample"'),
-        ("[rewards.adaptive_limit]\nfactor = 0.5", ":10: rewards.0.adaptive_limit.factor: 0.5 is not allowed"),
-        ("adaptive_limit = {floor = 1}", ':9: rewards.0.adaptive_limit.floor: unknown key; did you mean "floor_s"?'),
-        ("adaptive_limit = 3", ":9: rewards.0.adaptive_limit: 3 is not allowed: must be a table"),
+        ("[rewards.adaptive_timeout]\nfactor = 0.5", ":10: rewards.0.adaptive_timeout.factor: 0.5 is not allowed"),
+        ("adaptive_timeout = {factr = 1}", ':9: rewards.0.adaptive_timeout.factr: unknown key; did you mean "factor"?'),
+        ("adaptive_timeout = 3", ":9: rewards.0.adaptive_timeout: 3 is not allowed: must be a table"),
         ('options = "x"', ':9: rewards.0.options: "x" is not allowed: must be a table'),
     ],
 )
@@ -97,7 +97,7 @@ def test_everything_survives_a_round_trip(tmp_path: Path) -> None:
         name="full",
         options={"level": 3, "names": ["a", "b"], "nested": {"x": 0.5}},
         part_weights={"style": 0.1},
-        adaptive_limit=AdaptiveLimit(factor=2.0, key="test"),
+        adaptive_timeout=AdaptiveTimeout(factor=2.0, key="test"),
         retries=2,
         rate_per_s=1.5,
         on_failure=FailurePolicy.DROP_GROUP,

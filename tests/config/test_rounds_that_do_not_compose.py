@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.recipe.scheduling import LengthSorted, Losers, Rollout, RoundKind, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, Rollout, RoundKind, TailBatching
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward
 from streamrl.rules.rules import broken_rules
 
@@ -30,25 +30,28 @@ def recipe(**changes: object) -> Recipe:
             {
                 "rollout": Rollout(rounds=TAIL, max_staleness=2),
                 "tail_batching": TailBatching(
-                    losers=Losers.RESUME, domain_column="kind", domains={"math": 2.0, "code": 1.0}
+                    deferred_prompts=DeferredPrompts.RESUME, domain_column="kind", domains={"math": 2.0, "code": 1.0}
                 ),
             },
-            "tail_batching.losers",
+            "tail_batching.deferred_prompts",
         ),
         (
             {
                 "rollout": Rollout(rounds=TAIL, max_staleness=1),
-                "tail_batching": TailBatching(losers=Losers.RESUME, eta_prompts=3.0),
+                "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME, prompt_oversampling=3.0),
             },
             "rollout.max_staleness",
         ),
         (
-            {"rollout": Rollout(rounds=RoundKind.AUTO), "tail_batching": TailBatching(losers=Losers.RESUME)},
-            "tail_batching.losers",
+            {
+                "rollout": Rollout(rounds=RoundKind.AUTO),
+                "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME),
+            },
+            "tail_batching.deferred_prompts",
         ),
         (
-            {"rollout": Rollout(rounds=RoundKind.AUTO), "tail_batching": TailBatching(eta_prompts=1.5)},
-            "tail_batching.eta_prompts",
+            {"rollout": Rollout(rounds=RoundKind.AUTO), "tail_batching": TailBatching(prompt_oversampling=1.5)},
+            "tail_batching.prompt_oversampling",
         ),
     ],
 )
@@ -57,5 +60,5 @@ def test_it_is_refused(changes: dict[str, object], named: str) -> None:
 
 
 def test_auto_takes_what_it_reads() -> None:
-    options = TailBatching(losers=Losers.VERIFY, long_round_batches=2)
+    options = TailBatching(deferred_prompts=DeferredPrompts.VERIFY, long_round_batches=2)
     assert not list(broken_rules(recipe(rollout=Rollout(rounds=RoundKind.AUTO), tail_batching=options)))

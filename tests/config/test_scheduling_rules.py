@@ -11,10 +11,10 @@ from streamrl.control.state import ControlState
 from streamrl.plan.threads import trainer_threads
 from streamrl.recipe.objective import Algorithm
 from streamrl.recipe.scheduling import (
+    DeferredPrompts,
     GroupSizing,
     InFlight,
     LengthSorted,
-    Losers,
     Rollout,
     RoundKind,
     SizingKind,
@@ -54,11 +54,11 @@ FITTING: dict[str, dict[str, object]] = {
     "tail batching": {"rollout": TAIL},
     "both axes, presubmitted": {
         "rollout": Rollout(rounds=RoundKind.TAIL_BATCHING, presubmit=True),
-        "tail_batching": TailBatching(eta_responses=1.25),
+        "tail_batching": TailBatching(response_oversampling=1.25),
     },
     "resumed losers": {
         "rollout": Rollout(rounds=RoundKind.TAIL_BATCHING, max_staleness=6),
-        "tail_batching": TailBatching(losers=Losers.RESUME),
+        "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME),
     },
     "elastic": {"rollout": TAIL, "tail_batching": TailBatching(long_round_batches=3)},
     "domains": {"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind", domains={"math": 1, "code": 2})},
@@ -79,7 +79,7 @@ FITTING: dict[str, dict[str, object]] = {
     "sets of engines": {
         "rollout": TAIL,
         "engines": Engines(
-            count=2, rounds=("short",), sets=(EngineShape(count=1, tensor_parallel=2, rounds=("long",)),)
+            count=2, rounds=("short",), sets=(EngineShape(count=1, tensor_parallel_size=2, rounds=("long",)),)
         ),
     },
 }
@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         "set max_staleness = 3 or more",
     ),
     (
-        {"rollout": TAIL, "tail_batching": TailBatching(losers=Losers.RESUME)},
+        {"rollout": TAIL, "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME)},
         "rollout.max_staleness",
         "set max_staleness = 1 or more",
     ),
@@ -120,9 +120,17 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
     ),
     ({"rollout": Rollout(rounds=RoundKind.CUSTOM)}, "rollout.policy", "does not name a class"),
     ({"rollout": Rollout(policy="mine:Rounds")}, "rollout.policy", 'set rounds = "custom"'),
-    ({"tail_batching": TailBatching(eta_prompts=1.5)}, "tail_batching.eta_prompts", 'set rounds = "tail_batching"'),
+    (
+        {"tail_batching": TailBatching(prompt_oversampling=1.5)},
+        "tail_batching.prompt_oversampling",
+        'set rounds = "tail_batching"',
+    ),
     ({"length_sorted": LengthSorted(partial=True)}, "length_sorted.partial", 'set rounds = "length_sorted"'),
-    ({"rollout": TAIL, "tail_batching": TailBatching(eta_prompts=1)}, "tail_batching.eta_prompts", "races nothing"),
+    (
+        {"rollout": TAIL, "tail_batching": TailBatching(prompt_oversampling=1)},
+        "tail_batching.prompt_oversampling",
+        "races nothing",
+    ),
     ({"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind")}, "tail_batching.domains", "the share"),
     ({"rollout": SORTED, "length_sorted": LengthSorted(single=True)}, "length_sorted.single", "set single = false"),
     (
@@ -141,9 +149,13 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         "choose rounds that train on-policy",
     ),
     (
-        {"run": Run(deterministic=True), "rollout": TAIL, "tail_batching": TailBatching(losers=Losers.VERIFY)},
-        "tail_batching.losers",
-        'set losers = "replay"',
+        {
+            "run": Run(deterministic=True),
+            "rollout": TAIL,
+            "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.VERIFY),
+        },
+        "tail_batching.deferred_prompts",
+        'set deferred_prompts = "replay"',
     ),
     ({"engines": Engines(release=ReleaseKind.DRAIN)}, "engines.release", "set engines.count = 2 or more"),
     (

@@ -23,9 +23,9 @@ from streamrl.journal.kept_state import ControlSnapshot
 from streamrl.journal.snapshot import take_snapshot
 from streamrl.policies.round_policies import ROUND_POLICIES
 from streamrl.recipe.scheduling import (
+    DeferredPrompts,
     GroupSizing,
     LengthSorted,
-    Losers,
     RoundKind,
     SizingKind,
     StalePolicy,
@@ -42,18 +42,27 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
     "continuous, dropping": {"rounds": CONTINUOUS, "max_staleness": 2, "when_stale": StalePolicy.DROP},
     "continuous, regenerating": {"rounds": CONTINUOUS, "max_staleness": 1, "when_stale": StalePolicy.REGENERATE},
     "race": {"rounds": TAIL, "tail_batching": TailBatching()},
-    "wide race": {"rounds": TAIL, "tail_batching": TailBatching(eta_prompts=2.0, losers=Losers.REGENERATE)},
-    "race on both axes": {"rounds": TAIL, "tail_batching": TailBatching(eta_prompts=1.5, eta_responses=1.5)},
-    "race of responses": {"rounds": TAIL, "tail_batching": TailBatching(eta_prompts=1.0, eta_responses=1.5)},
+    "wide race": {
+        "rounds": TAIL,
+        "tail_batching": TailBatching(prompt_oversampling=2.0, deferred_prompts=DeferredPrompts.REGENERATE),
+    },
+    "race on both axes": {
+        "rounds": TAIL,
+        "tail_batching": TailBatching(prompt_oversampling=1.5, response_oversampling=1.5),
+    },
+    "race of responses": {
+        "rounds": TAIL,
+        "tail_batching": TailBatching(prompt_oversampling=1.0, response_oversampling=1.5),
+    },
     "losers resumed": {
         "rounds": TAIL,
-        "tail_batching": TailBatching(eta_prompts=1.5, losers=Losers.RESUME),
+        "tail_batching": TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.RESUME),
         "max_staleness": 9,
     },
-    "elastic": {"rounds": TAIL, "tail_batching": TailBatching(eta_prompts=1.5, long_round_batches=2)},
+    "elastic": {"rounds": TAIL, "tail_batching": TailBatching(prompt_oversampling=1.5, long_round_batches=2)},
     "domains": {
         "rounds": TAIL,
-        "tail_batching": TailBatching(eta_prompts=1.5, domain_column="domain", domains=DOMAINS),
+        "tail_batching": TailBatching(prompt_oversampling=1.5, domain_column="domain", domains=DOMAINS),
     },
     "sorted": {"rounds": SORTED, "length_sorted": LengthSorted(cohort_batches=3)},
     "sorted, oversubscribed": {
@@ -232,7 +241,7 @@ class PolicyWorld(World):
             assert prompt not in self.over, "launched again after it had ended"
             assert attempt == len(before), "an attempt is missing or used twice"
             races = self.settings.rounds in (RoundKind.TAIL_BATCHING, RoundKind.AUTO)
-            if before and races and self.settings.tail_batching.losers is Losers.REPLAY:
+            if before and races and self.settings.tail_batching.deferred_prompts is DeferredPrompts.REPLAY:
                 same = action.noise == before[-1].noise
                 # What was under way when the run was killed is drawn anew.
                 assert same or prompt in self.drawn_again, "a replayed loser draws other noise"

@@ -157,7 +157,10 @@ def test_without_it_a_race_is_won_by_who_arrives_first() -> None:
 
 def test_the_shortest_win_a_race_whoever_arrives_first_and_none_before_all_have_ended() -> None:
     settings = control_settings(
-        rounds=RoundKind.TAIL_BATCHING, tail_batching=TailBatching(eta_prompts=2.0), group_size=1, deterministic=True
+        rounds=RoundKind.TAIL_BATCHING,
+        tail_batching=TailBatching(prompt_oversampling=2.0),
+        group_size=1,
+        deterministic=True,
     )
     state = ControlState(settings)
     tokens = {0: 9, 1: 4, 2: 7, 3: 4}

@@ -16,7 +16,7 @@ from streamrl.control.round_policy import GroupObserved, Launch, Remainder, Roun
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.adviser.auto import FIRST_GROUPS, SYNCHRONOUS, AutoRounds
 from streamrl.policies.adviser.prediction import Form
-from streamrl.recipe.scheduling import Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, StalePolicy, TailBatching
 
 Group = tuple[float, tuple[int, ...]]
 
@@ -197,7 +197,7 @@ def test_races_where_the_tail_binds(seed: int) -> None:
     engine = tail_bound(seed)
     engine.play(60)
     assert engine.policy.current.form is Form.TAIL_BATCHING
-    assert engine.policy.current.eta_prompts >= 1.25, "one group of ten is long: 1.125 is too small a race"
+    assert engine.policy.current.prompt_oversampling >= 1.25, "one group of ten is long: 1.125 is too small a race"
     first_race = engine.kinds.index("short")
     assert set(engine.kinds[:first_race]) == {"synchronous"}
     assert first_race * 8 >= FIRST_GROUPS
@@ -340,6 +340,6 @@ def test_slots_suffice_for_every_candidate() -> None:
 
 def test_losers_that_would_be_off_policy_are_refused() -> None:
     with pytest.raises(ValueError, match="off-policy"):
-        AutoRounds(settings(8, losers=Losers.RESUME))
+        AutoRounds(settings(8, deferred_prompts=DeferredPrompts.RESUME))
     assert AutoRounds(settings(8)).replays
-    assert not AutoRounds(settings(8, losers=Losers.REGENERATE)).replays
+    assert not AutoRounds(settings(8, deferred_prompts=DeferredPrompts.REGENERATE)).replays

@@ -24,7 +24,7 @@ from streamrl.base.types import (
 from streamrl.control import events as on
 from streamrl.control.settings import control_settings as settings_of
 from streamrl.recipe.load import load_recipe
-from streamrl.recipe.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
 from streamrl.run.outcome_events import event_of
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
@@ -32,14 +32,14 @@ ROUNDS: dict[str, dict[str, object]] = {
     "synchronous": {},
     "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
     "continuous at 3": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 3},
-    "tail batching": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_prompts=1.5)},
+    "tail batching": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(prompt_oversampling=1.5)},
     "both axes": {
         "rounds": RoundKind.TAIL_BATCHING,
-        "tail_batching": TailBatching(eta_responses=1.5, losers=Losers.REGENERATE),
+        "tail_batching": TailBatching(response_oversampling=1.5, deferred_prompts=DeferredPrompts.REGENERATE),
     },
     "losers resumed": {
         "rounds": RoundKind.TAIL_BATCHING,
-        "tail_batching": TailBatching(eta_prompts=1.5, losers=Losers.RESUME),
+        "tail_batching": TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.RESUME),
         "max_staleness": 9,
     },
     "elastic": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(long_round_batches=2)},

@@ -23,7 +23,7 @@ def domain_race(groups: int = 3, steps: int = 12, **options: object) -> PolicyWo
 
 
 def test_long_rounds_of_two_batches_open_with_domains_too() -> None:
-    world = domain_race(eta_prompts=2.0, long_round_batches=2)
+    world = domain_race(prompt_oversampling=2.0, long_round_batches=2)
     world.run_to_end()
     steps = [action for action in world.answers if isinstance(action, do.StepOptimizer)]
     assert 6 in [step.samples for step in steps], "no long round of two batches: losers wait until the last step"
@@ -39,7 +39,7 @@ def test_a_race_launches_what_its_batch_needs_of_every_domain() -> None:
             batch_groups=10,
             group_size=1,
             steps=2,
-            tail_batching=TailBatching(eta_prompts=1.05, domain_column="domain", domains=shares),
+            tail_batching=TailBatching(prompt_oversampling=1.05, domain_column="domain", domains=shares),
         )
     )
     world.begin()
@@ -70,7 +70,7 @@ def test_a_race_launches_what_its_batch_needs_of_every_domain() -> None:
 
 def test_a_long_round_that_lacks_a_domain_starts_fresh_prompts_of_it_at_once() -> None:
     """The queue is overfull with one domain; the other's place in the round is a fresh prompt's."""
-    world = domain_race(steps=30, eta_prompts=1.34)
+    world = domain_race(steps=30, prompt_oversampling=1.34)
     opened: set[int] = set()
     lacked = 0
     while world.finished is None:

@@ -23,13 +23,13 @@ LENGTHS = Lengths(ascending=tuple(range(10, 410, 4)), cap=400)
 
 
 def engine(
-    index: int, contexts: list[tuple[int, int]], *, kv_tokens: int = 4_000, unit: str = "", max_running: int = 32
+    index: int, contexts: list[tuple[int, int]], *, kv_tokens: int = 4_000, unit: str = "", max_num_seqs: int = 32
 ) -> ServingEngine:
     requests = tuple(
         OpenRequest(request_id=f"{index}.{i}", prompt=prompt, sampled=sampled)
         for i, (prompt, sampled) in enumerate(contexts)
     )
-    return ServingEngine(name=f"e{index}", kv_tokens=kv_tokens, max_running=max_running, requests=requests, unit=unit)
+    return ServingEngine(name=f"e{index}", kv_tokens=kv_tokens, max_num_seqs=max_num_seqs, requests=requests, unit=unit)
 
 
 def late(*engines: ServingEngine, finished: int = 30, **fields: object) -> RoundProgress:
@@ -72,7 +72,7 @@ def test_what_would_not_fit_is_not_freed_and_the_reason_says_so() -> None:
 
 def test_no_engine_is_given_more_requests_than_it_runs_at_once() -> None:
     def both(most: int) -> ReleasePlan:
-        return plan_release(late(*(engine(i, [(1, 1)] * n, max_running=most) for i, n in ((0, 5), (1, 4)))), ROOMY)
+        return plan_release(late(*(engine(i, [(1, 1)] * n, max_num_seqs=most) for i, n in ((0, 5), (1, 4)))), ROOMY)
 
     assert both(9).free == ("e1",)
     assert both(8).free == ()
@@ -140,7 +140,7 @@ def test_a_plan_never_goes_beyond_capacity_and_moves_everything_once(
         requests = [*one.requests, *(by_id[m.request_id] for m in plan.moves if m.to == one.name)]
         ends = known.expected_ends([r.sampled for r in requests], constants)
         assert peak_by_stepping(requests, ends, one.block_tokens) <= constants.headroom * one.kv_tokens
-        assert len(requests) <= one.max_running
+        assert len(requests) <= one.max_num_seqs
 
 
 @given(contexts=CONTEXTS, more=st.lists(st.integers(0, 100), min_size=12, max_size=12))

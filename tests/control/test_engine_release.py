@@ -92,7 +92,7 @@ class Rounds:
         self.cores: list[int] = []
         self.release = EngineRelease(
             self.pool,
-            EngineSizes(kv_tokens=4_000, max_running=32, cap=300),
+            EngineSizes(kv_tokens=4_000, max_num_seqs=32, cap=300),
             publisher=self.publisher,
             share_cores=self.share_cores,
             hosts=self.hosts if stops else None,

@@ -17,8 +17,8 @@ from streamrl.elastic.engine_switch import SWITCH, EngineSwitch, PreparedEngines
 
 pytestmark = pytest.mark.asyncio
 
-WIDE = EngineSet(name="2x1", engines=2, tensor_parallel=1, kv_tokens=2_000)
-DEEP = EngineSet(name="1x2", engines=1, tensor_parallel=2, kv_tokens=5_000)
+WIDE = EngineSet(name="2x1", engines=2, tensor_parallel_size=1, kv_tokens=2_000)
+DEEP = EngineSet(name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=5_000)
 SETS = (
     PreparedEngines(engine_set=WIDE, engines=("engine-0", "engine-1")),
     PreparedEngines(engine_set=DEEP, engines=("engine-2",)),

@@ -129,7 +129,7 @@ def test_weights_that_add_up_to_one_but_for_rounding_are_a_success() -> None:
 
 def test_what_counts_as_solved_is_a_key_of_the_recipe() -> None:
     recipe = load_recipe(DEMO, ["evaluation.success_reward=0.25", "evaluation.prompts=''", "evaluation.every=0"])
-    parts = SimpleNamespace(ready=SimpleNamespace(max_running=3))
+    parts = SimpleNamespace(ready=SimpleNamespace(max_num_seqs=3))
     held_out = anyio.run(read_held_out, recipe, parts)
     assert (held_out.success_reward, held_out.in_flight) == (0.25, 3)
     assert load_recipe(DEMO).evaluation.success_reward == HeldOut().success_reward

@@ -12,7 +12,7 @@ from test_resumed_rounds import drive
 
 from streamrl.control.settings import ControlSettings
 from streamrl.journal.snapshot import take_snapshot
-from streamrl.recipe.scheduling import LengthSorted, Losers, RoundKind, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, TailBatching
 
 GROUPS, SIZE = 4, 4
 TAIL, SORTED = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED
@@ -48,7 +48,7 @@ def test_a_fork_of_a_fork_trains_each_copy_of_a_prompt_once() -> None:
     "rounds",
     [
         {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
-        {"rounds": TAIL, "tail_batching": TailBatching(losers=Losers.RESUME), "max_staleness": 2},
+        {"rounds": TAIL, "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME), "max_staleness": 2},
         {"rounds": RoundKind.SYNCHRONOUS},
         {"rounds": SORTED},
         {"rounds": RoundKind.AUTO},
@@ -56,7 +56,9 @@ def test_a_fork_of_a_fork_trains_each_copy_of_a_prompt_once() -> None:
     ids=lambda rounds: str(rounds["rounds"]),
 )
 def test_prompts_that_lost_a_race_are_trained_first_whatever_the_rounds_are_now(rounds: dict[str, Any]) -> None:
-    racing = settings(rounds=TAIL, tail_batching=TailBatching(eta_prompts=1.5, losers=Losers.REGENERATE))
+    racing = settings(
+        rounds=TAIL, tail_batching=TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.REGENERATE)
+    )
     killed = killed_at(PolicyWorld(racing), 1)
     assert killed.checkpoint is not None
     losers = [ticket.prompt_id for ticket in killed.checkpoint.control.queued]
@@ -72,7 +74,9 @@ def test_prompts_that_lost_a_race_are_trained_first_whatever_the_rounds_are_now(
 
 
 def test_losers_of_a_race_that_regenerates_wait_for_their_long_round_again() -> None:
-    chosen = settings(rounds=TAIL, tail_batching=TailBatching(eta_prompts=2.0, losers=Losers.REGENERATE))
+    chosen = settings(
+        rounds=TAIL, tail_batching=TailBatching(prompt_oversampling=2.0, deferred_prompts=DeferredPrompts.REGENERATE)
+    )
     world = killed_at(PolicyWorld(chosen), 1)
     assert world.core.round_kind == "long"
     kept = take_snapshot(world.core)

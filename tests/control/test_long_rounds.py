@@ -35,17 +35,17 @@ def samples_of_steps(settings: ControlSettings) -> list[int]:
 
 def test_the_end_of_a_run_does_not_shorten_a_long_round_that_is_due() -> None:
     cycle = [4] * 8 + [16]
-    assert samples_of_steps(race(4, 9, eta_prompts=1.5, long_round_batches=4)) == cycle
-    assert samples_of_steps(race(4, 18, eta_prompts=1.5, long_round_batches=4)) == 2 * cycle
+    assert samples_of_steps(race(4, 9, prompt_oversampling=1.5, long_round_batches=4)) == cycle
+    assert samples_of_steps(race(4, 18, prompt_oversampling=1.5, long_round_batches=4)) == 2 * cycle
 
 
 def test_the_last_step_trains_those_who_would_wait_for_a_round_that_never_comes() -> None:
-    assert samples_of_steps(race(4, 7, eta_prompts=1.5, long_round_batches=4)) == [4] * 6 + [12]
+    assert samples_of_steps(race(4, 7, prompt_oversampling=1.5, long_round_batches=4)) == [4] * 6 + [12]
 
 
 def test_a_long_round_takes_whole_batches_once_the_source_is_empty() -> None:
     """Twelve more than it trains would race in it."""
-    settings = race(16, 50, eta_prompts=1.5, long_round_batches=4)
+    settings = race(16, 50, prompt_oversampling=1.5, long_round_batches=4)
     view = PolicyWorld(settings).core.launching.view()
     view = replace(view, live_version=view.trainer_version, queued=28, exhausted=True)
     launch = TailBatchingRounds(settings).launch(view)
@@ -58,7 +58,7 @@ SIZES = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4, 8), shares=(1.0, 1.0, 1
 @pytest.mark.parametrize("long_round_batches", [1, 2])
 def test_who_lost_is_trained_in_groups_of_the_size_at_which_it_lost(long_round_batches: int) -> None:
     """Else a prompt that lost among few would weigh more than those that won against it."""
-    tail = TailBatching(eta_prompts=1.5, long_round_batches=long_round_batches)
+    tail = TailBatching(prompt_oversampling=1.5, long_round_batches=long_round_batches)
     settings = control_settings(
         rounds=RoundKind.TAIL_BATCHING,
         batch_groups=2,

@@ -97,7 +97,7 @@ def test_batches_since_a_version_are_remembered_until_a_checkpoint_is_durable() 
 
 def test_a_late_result_of_a_sibling_that_lost_takes_no_group_out_of_the_batch() -> None:
     settings = control_settings(
-        rounds=RoundKind.TAIL_BATCHING, tail_batching=TailBatching(eta_prompts=1.0, eta_responses=1.5)
+        rounds=RoundKind.TAIL_BATCHING, tail_batching=TailBatching(prompt_oversampling=1.0, response_oversampling=1.5)
     )
     state, outstanding = driven(settings, PROMPTS, scored("a", 0, 0), scored("a", 0, 2))
     before = outstanding.again(state)

@@ -503,7 +503,12 @@ async def test_an_engine_that_is_lost_at_any_step_is_left_out_and_another_takes_
 
 def ready(engine: SimulatedEngine, state_hash: int = 0, *, paused: bool = False) -> EngineReady:
     return EngineReady(
-        engine="engine", policy_version=state_hash, max_context=1, max_running=1, state_hash=state_hash, paused=paused
+        engine="engine",
+        policy_version=state_hash,
+        max_model_len=1,
+        max_num_seqs=1,
+        state_hash=state_hash,
+        paused=paused,
     )
 
 

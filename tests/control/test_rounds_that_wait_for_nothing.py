@@ -13,7 +13,7 @@ from streamrl.control import state as control_state
 from streamrl.control.round_policy import Candidate, Launch, RoundView, Source
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
-from streamrl.recipe.scheduling import Losers, RoundKind, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, TailBatching
 
 
 class LaunchesNoGroups(SynchronousRounds):
@@ -67,7 +67,7 @@ def test_parked_groups_that_fall_due_are_resumed_before_younger_ones() -> None:
         group_size=1,
         steps=14,
         max_staleness=4,
-        tail_batching=TailBatching(eta_prompts=3.0, losers=Losers.RESUME),
+        tail_batching=TailBatching(prompt_oversampling=3.0, deferred_prompts=DeferredPrompts.RESUME),
     )
     for number in range(20):
         chance, world = random.Random(number), World(settings)
@@ -91,7 +91,7 @@ def test_a_long_round_of_several_batches_may_drop_as_many_times_more() -> None:
         group_size=2,
         steps=8,
         dynamic_sampling=True,
-        tail_batching=TailBatching(eta_prompts=2.0, long_round_batches=4),
+        tail_batching=TailBatching(prompt_oversampling=2.0, long_round_batches=4),
     )
     for limit, end in ((150, "finished"), (1000, None)):
         world, dropped = World(settings), 0

@@ -20,7 +20,7 @@ from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, TailB
 
 RACING = control_settings(
     rounds=RoundKind.TAIL_BATCHING,
-    tail_batching=TailBatching(eta_prompts=1.5),
+    tail_batching=TailBatching(prompt_oversampling=1.5),
     batch_groups=4,
     group_size=4,
     steps=9,
@@ -61,7 +61,7 @@ def test_losers_and_prompts_under_way_are_kept_and_no_name_is_used_twice() -> No
 
 
 def test_a_loser_whose_long_round_is_under_way_waits_for_it_again_and_draws_what_it_drew() -> None:
-    world = World(msgspec.structs.replace(RACING, tail_batching=TailBatching(eta_prompts=2.0)))
+    world = World(msgspec.structs.replace(RACING, tail_batching=TailBatching(prompt_oversampling=2.0)))
     run_to_version(world, 1)
     under_way = world.core.buffer.groups.values()
     noise = {group.prompt_id: group.ticket.noise for group in under_way}

@@ -93,7 +93,7 @@ def tiny_options(tiny_model: Path) -> Callable[[Path], EngineOptions]:
             model=Model(path=str(tiny_model)),
             prompts=Prompts(train="unused.jsonl"),
             rewards=(Reward(function="unused:unused"),),
-            engines=Engines(max_running=64, max_context=CONTEXT),
+            engines=Engines(max_num_seqs=64, max_model_len=CONTEXT),
             sampling=Sampling(max_tokens=256),
         )
         return engine_options(recipe, 0, sockets)

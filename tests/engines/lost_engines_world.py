@@ -173,7 +173,7 @@ def undisturbed(seed: int) -> TokenArray:
     options = SimulationOptions()
     text = UniformText(LENGTHS, vocabulary=options.vocabulary, end_token=options.end_token)
     request = Generate(request_id="r", token_ids=prompt_tokens(0), max_tokens=MAX_TOKENS, seed=seed, temperature=1.0)
-    return text.draft(request, options.max_context).token_ids
+    return text.draft(request, options.max_model_len).token_ids
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ MakeRequest = Callable[..., Generate]
 
 def simulated() -> SimulatedEngine:
     lengths = LengthMixture(median=20.0, long_median=300.0)
-    return SimulatedEngine(SimulationOptions(max_context=CONTEXT, max_running=64, lengths=lengths))
+    return SimulatedEngine(SimulationOptions(max_model_len=CONTEXT, max_num_seqs=64, lengths=lengths))
 
 
 @asynccontextmanager

@@ -49,12 +49,13 @@ def recipe(model: Path, *, max_tokens: int = 100, **engines: object) -> Recipe:
 
 
 def test_context_is_capped_by_the_model(model_directory: Path) -> None:
-    assert engine_options(recipe(model_directory), 0, "/s", device="cpu").max_context == 600
-    assert engine_options(recipe(model_directory, max_context=200), 0, "/s", device="cpu").max_context == 200
+    assert engine_options(recipe(model_directory), 0, "/s", device="cpu").max_model_len == 600
+    assert engine_options(recipe(model_directory, max_model_len=200), 0, "/s", device="cpu").max_model_len == 200
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"), [({"max_context": 601}, "engines.max_context"), ({"max_tokens": 600}, "sampling.max_tokens")]
+    ("fields", "named"),
+    [({"max_model_len": 601}, "engines.max_model_len"), ({"max_tokens": 600}, "sampling.max_tokens")],
 )
 def test_a_context_that_cannot_be_is_refused(model_directory: Path, fields: dict[str, int], named: str) -> None:
     with pytest.raises(RecipeError, match=named):
@@ -71,12 +72,12 @@ def test_a_context_that_cannot_be_is_refused(model_directory: Path, fields: dict
 )
 def test_sizes_are_read_by_the_other_names_that_models_give_them(sizes: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    options = engine_options(recipe(tmp_path, max_running=1), 0, "/s", device="cpu")
-    assert (options.max_context, options.cache_blocks) == (128, 1 * 9 // 8 + 1)
+    options = engine_options(recipe(tmp_path, max_num_seqs=1), 0, "/s", device="cpu")
+    assert (options.max_model_len, options.cache_blocks) == (128, 1 * 9 // 8 + 1)
     facts = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128}
     assert facts.items() <= read_model_config(tmp_path).items()
     with pytest.raises(RecipeError, match="the model's 128 positions"):
-        engine_options(recipe(tmp_path, max_context=129), 0, "/s", device="cpu")
+        engine_options(recipe(tmp_path, max_model_len=129), 0, "/s", device="cpu")
 
 
 def test_missing_model_names_the_directory(tmp_path: Path) -> None:
@@ -85,9 +86,9 @@ def test_missing_model_names_the_directory(tmp_path: Path) -> None:
 
 
 def test_device_decides_dtype_and_blocks(model_directory: Path) -> None:
-    on_cpu = engine_options(recipe(model_directory, count=2, max_running=8, max_context=256), 1, "/s", device="cpu")
+    on_cpu = engine_options(recipe(model_directory, count=2, max_num_seqs=8, max_model_len=256), 1, "/s", device="cpu")
     assert (on_cpu.name, on_cpu.dtype, on_cpu.cache_blocks) == ("engine-1", "float32", 19)
-    on_cuda = engine_options(recipe(model_directory, count=2, max_running=8), 1, "/s", device="cuda")
+    on_cuda = engine_options(recipe(model_directory, count=2, max_num_seqs=8), 1, "/s", device="cuda")
     assert (on_cuda.dtype, on_cuda.cache_blocks) == ("bfloat16", 0)
     assert "VLLM_CPU_KVCACHE_SPACE" not in on_cuda.environment
 
@@ -112,11 +113,11 @@ def test_workers_share_the_heads_and_each_has_cores_of_its_own(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    deep = EngineShape(count=1, tensor_parallel=4, cores=("0-3",))
-    both = recipe(model_directory, count=2, tensor_parallel=2, max_running=8, sets=(deep,))
+    deep = EngineShape(count=1, tensor_parallel_size=4, cores=("0-3",))
+    both = recipe(model_directory, count=2, tensor_parallel_size=2, max_num_seqs=8, sets=(deep,))
     options = [engine_options(both, index, "/s", device="cpu") for index in range(3)]
     assert [one.name for one in options] == ["engine-0", "engine-1", "engine-2"]
-    assert [one.workers for one in options] == [2, 2, 4] and [one.max_running for one in options] == [8, 8, 16]
+    assert [one.workers for one in options] == [2, 2, 4] and [one.max_num_seqs for one in options] == [8, 8, 16]
     bound = [one.environment["VLLM_CPU_OMP_THREADS_BIND"] for one in options]
     assert bound == ["0|1", "2|3", "0|1|2|3"], "half of the cores are for training"
     assert not any("OMP_NUM_THREADS" in one.environment for one in options), "vLLM sets it for each worker"
@@ -125,13 +126,13 @@ def test_workers_share_the_heads_and_each_has_cores_of_its_own(
 
 
 def test_engines_of_a_set_on_cuda_sleep_and_take_the_share_that_they_were_given(model_directory: Path) -> None:
-    both = recipe(model_directory, count=4, sets=(EngineShape(count=2, tensor_parallel=2),), kv_tokens=1000)
-    options = [engine_options(both, index, "/s", device="cuda", gpu_memory_share=0.2) for index in range(6)]
+    both = recipe(model_directory, count=4, sets=(EngineShape(count=2, tensor_parallel_size=2),), kv_tokens=1000)
+    options = [engine_options(both, index, "/s", device="cuda", gpu_memory_utilization=0.2) for index in range(6)]
     assert options[0].sleeps and (options[0].cache_blocks, options[0].block_tokens) == (64, 16)
     assert options[4].cache_blocks == 0, "of the second set vLLM decides"
     assert list(device_problems(both, CONFIG, device="cuda")) == []
     alone = engine_options(recipe(model_directory, count=2), 0, "/s", device="cuda")
-    assert (options[0].gpu_memory_share, alone.gpu_memory_share, alone.sleeps) == (0.2, 0.85, False)
+    assert (options[0].gpu_memory_utilization, alone.gpu_memory_utilization, alone.sleeps) == (0.2, 0.85, False)
 
 
 @pytest.mark.parametrize(("asked", "gib", "given"), [(0, 80, 16_384), (0, 24, 0), (0, 0, 0), (4_096, 80, 4_096)])
@@ -147,7 +148,7 @@ def test_tokens_of_a_step_follow_the_card_unless_the_recipe_gives_them(
 def test_fewer_tokens_of_a_step_than_requests_are_refused(model_directory: Path) -> None:
     problems = dict(broken_rules(recipe(model_directory, max_num_batched_tokens=100)))
     assert problems["engines.max_num_batched_tokens"] == (
-        "100 is less than engines.max_running = 256, a token for each: raise it, or set 0 (by the GPU)"
+        "100 is less than engines.max_num_seqs = 256, a token for each: raise it, or set 0 (by the GPU)"
     )
 
 
@@ -156,23 +157,24 @@ def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     made = recipe(
-        model_directory, sets=(EngineShape(count=2, tensor_parallel=2), EngineShape(count=1, tensor_parallel=3))
+        model_directory,
+        sets=(EngineShape(count=2, tensor_parallel_size=2), EngineShape(count=1, tensor_parallel_size=3)),
     )
     cores, heads = device_problems(made, CONFIG, device="cpu")
     named, _, problem = cores.partition(": ")
     assert named == "engines.sets.0"
-    assert problem == "2 engines of 2 workers need 4 cores, and this machine has 3: lower count or tensor_parallel"
+    assert problem == "2 engines of 2 workers need 4 cores, and this machine has 3: lower count or tensor_parallel_size"
     named, _, problem = heads.partition(": ")
-    assert named == "engines.sets.1.tensor_parallel"
+    assert named == "engines.sets.1.tensor_parallel_size"
     assert problem == "the model has 2 attention heads, which 3 workers cannot share: set one of 1, 2"
 
 
 def test_the_room_of_a_set_that_was_never_started_is_known_or_estimated(model_directory: Path) -> None:
-    made = recipe(model_directory, count=2, max_running=8, max_context=256, sets=(EngineShape(count=1),))
+    made = recipe(model_directory, count=2, max_num_seqs=8, max_model_len=256, sets=(EngineShape(count=1),))
     assert expected_room(made, 5_000, device="cpu") == {
         "2x1": 5_000,
         "1x1": (8 * 2 * 2 * 9 // 8 + 1) * CPU_BLOCK_TOKENS,
     }
-    deep = recipe(model_directory, count=2, sets=(EngineShape(count=1, tensor_parallel=2),))
+    deep = recipe(model_directory, count=2, sets=(EngineShape(count=1, tensor_parallel_size=2),))
     assert expected_room(deep, 5_000, device="cuda") == {"2x1": 5_000, "1x2": 10_000}, "no weights to be read here"
     assert expected_room(recipe(model_directory), 5_000) == {"1x1": 5_000}

@@ -396,8 +396,8 @@ async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
         assert roll.pool.load().running == 8
         with pytest.raises(EngineError, match="engine-1 is detached"):
             roll.pool.readmit("engine-1")
-        with pytest.raises(EngineError, match="max_context 64, engine-0 has 4096"):
-            await roll.pool.attach("engine-1", RecordingEngine(1, max_context=64))
+        with pytest.raises(EngineError, match="max_model_len 64, engine-0 has 4096"):
+            await roll.pool.attach("engine-1", RecordingEngine(1, max_model_len=64))
         late = RecordingEngine(1)
         await roll.pool.attach("engine-1", late)
         with pytest.raises(EngineError, match="its place is taken"):

@@ -112,7 +112,7 @@ async def keep_busy(one: Controller, source: random.Random, ended: anyio.Event) 
 
 
 async def test_an_engine_that_stands_still_is_ended_and_replaced() -> None:
-    async with controlled(2, silent_s=1.5) as one:
+    async with controlled(2, silence_timeout_s=1.5) as one:
         await one.launch(30)
         await tokens_made(one, "engine-1")
         pid = one.pid("engine-1")
@@ -130,7 +130,7 @@ async def test_an_engine_whose_streams_break_first_because_it_stands_still_is_en
 ) -> None:
     monkeypatch.setattr(socket_options, "HEARTBEAT_INTERVAL_MS", 300)
     monkeypatch.setattr(socket_options, "HEARTBEAT_TIMEOUT_MS", 1500)
-    async with controlled(1, silent_s=5.0) as one:
+    async with controlled(1, silence_timeout_s=5.0) as one:
         await one.launch(30)
         await tokens_made(one, "engine-0")
         pid = one.pid("engine-0")
@@ -145,7 +145,7 @@ async def test_an_engine_whose_streams_break_first_because_it_stands_still_is_en
 
 async def test_an_engine_that_says_it_is_well_and_samples_nothing_is_ended() -> None:
     """What counts is whether requests get on, not what a host says of itself."""
-    async with controlled(2, behaviour={"engine-1": "deaf"}, stalled_s=1.5) as one:
+    async with controlled(2, behaviour={"engine-1": "deaf"}, progress_timeout_s=1.5) as one:
         await one.launch(30)
         (one.supervisor.run_directory / "behaviour" / "engine-1").unlink()
         await one.until(lambda: one.lost("engine-1") == 1)

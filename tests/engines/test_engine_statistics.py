@@ -187,7 +187,7 @@ async def long_requests(request: pytest.FixtureRequest) -> AsyncIterator[LongReq
     async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
         with tempfile.TemporaryDirectory(prefix="srl") as directory:
             options = request.getfixturevalue("tiny_options")(Path(directory))
-            options = msgspec.structs.replace(options, max_running=MAX_RUNNING, cache_blocks=CACHE_BLOCKS)
+            options = msgspec.structs.replace(options, max_num_seqs=MAX_RUNNING, cache_blocks=CACHE_BLOCKS)
             try:
                 async with request.getfixturevalue("hosted")(options, Path(directory)) as (engine, _):
                     requests = LongRequests(engine)

@@ -10,8 +10,8 @@ from streamrl.base.errors import EngineError
 from streamrl.judge.gate import GatePolicy, JudgeGate, gate_policy
 from streamrl.recipe.judge import Judge, YieldKind
 
-POLICY = GatePolicy(batch=4, patience_s=1.0, actor_share=0.5, longest_wait_s=10.0)
-AT_ONCE = GatePolicy(batch=1, patience_s=0.0, actor_share=1.0, longest_wait_s=3600.0)
+POLICY = GatePolicy(batch=4, batch_wait_s=1.0, actor_share=0.5, max_wait_s=10.0)
+AT_ONCE = GatePolicy(batch=1, batch_wait_s=0.0, actor_share=1.0, max_wait_s=3600.0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_time_alone_changes_the_answer_twice() -> None:
 
 
 def test_a_judge_that_never_yields_waits_for_the_actor_only() -> None:
-    policy = gate_policy(Judge(model="m", yields=YieldKind.NEVER, batch=32, actor_share=0.25))
+    policy = gate_policy(Judge(model="m", when_idle=YieldKind.NEVER, batch=32, actor_share=0.25))
     assert policy.lets_in(1, 0.0, actor=0.25, awake=False)
     assert not policy.lets_in(1, 0.0, actor=0.3, awake=False)
 
@@ -82,7 +82,7 @@ class Engine:
 
 @pytest.mark.asyncio
 async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
-    engine = Engine(GatePolicy(batch=3, patience_s=3600.0, actor_share=0.5, longest_wait_s=3600.0))
+    engine = Engine(GatePolicy(batch=3, batch_wait_s=3600.0, actor_share=0.5, max_wait_s=3600.0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.gate.run)
         for _ in range(2):
@@ -114,7 +114,7 @@ async def test_it_wakes_for_a_batch_and_rests_after_it() -> None:
 @pytest.mark.asyncio
 async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
     """Past its time limit: one that waits at the gate, and one that is being answered."""
-    engine = Engine(GatePolicy(batch=2, patience_s=3600.0, actor_share=1.0, longest_wait_s=3600.0))
+    engine = Engine(GatePolicy(batch=2, batch_wait_s=3600.0, actor_share=1.0, max_wait_s=3600.0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.gate.run)
         with anyio.move_on_after(0):
@@ -142,8 +142,8 @@ async def test_a_question_that_is_given_up_leaves_no_trace() -> None:
 async def test_patience_and_the_longest_wait_end_by_the_clock() -> None:
     """Fewer than a batch, and an actor that never leaves room: both are asked in the end."""
     for policy in (
-        GatePolicy(batch=9, patience_s=0.01, actor_share=1.0, longest_wait_s=3600.0),
-        GatePolicy(batch=1, patience_s=0.0, actor_share=0.1, longest_wait_s=0.01),
+        GatePolicy(batch=9, batch_wait_s=0.01, actor_share=1.0, max_wait_s=3600.0),
+        GatePolicy(batch=1, batch_wait_s=0.0, actor_share=0.1, max_wait_s=0.01),
     ):
         engine = Engine(policy)
         engine.gate.actor_runs(1.0)

@@ -24,11 +24,11 @@ def model(config: Any, directory: Path) -> EngineOptions:
         model_path=str(directory),
         device="cpu",
         dtype="float32",
-        max_context=256,
-        max_running=4,
+        max_model_len=256,
+        max_num_seqs=4,
         cache_blocks=9,
         block_tokens=128,
-        gpu_memory_share=0.9,
+        gpu_memory_utilization=0.9,
         workers=1,
         sleeps=False,
         environment=shared_environment(directory) | cpu_environment("plain"),
@@ -45,7 +45,7 @@ def test_the_model_is_tried_with_the_trainer_and_vllm_before_a_start(tmp_path: P
     narrow = model(transformers.LlamaConfig(**ids, **shape | {"num_attention_heads": 4}), tmp_path / "narrow")
     with ThreadPoolExecutor() as threads:
         answers = list(threads.map(lambda options: problem_of_model(options, 200), [short, late_bias, narrow]))
-    remedy = "the model has 128 positions, and 256 are asked for: set engines.max_context = 128"
+    remedy = "the model has 128 positions, and 256 are asked for: set engines.max_model_len = 128"
     heads = "the model has attention heads of 16, and vLLM on a CPU serves only [32, 64, "
     assert answers[0] == f"engine-0: {remedy}"
     assert answers[1] == ""

@@ -10,7 +10,7 @@ from streamrl.engines.progress_watch import ProgressWatch
 @pytest.mark.parametrize("slower", [1, 10, 100])
 def test_a_slow_engine_is_never_taken_for_dead(slower: int) -> None:
     """A step of 50 ms, ten and a hundred times as long; it reports as seldom as its host has time for that."""
-    watch, tokens, heard = ProgressWatch(silent_s=30, stalled_s=120), 0, 0
+    watch, tokens, heard = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120), 0, 0
     for look in range(4000):
         now = look * 0.5
         tokens = int(now / (0.05 * slower))
@@ -19,7 +19,7 @@ def test_a_slow_engine_is_never_taken_for_dead(slower: int) -> None:
 
 
 def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() -> None:
-    watch = ProgressWatch(silent_s=30, stalled_s=120)
+    watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
     assert [watch.look(now, heard=1, progress=(1,), owes=True) for now in (0.0, 600.0, 1200.0)] == ["", "", ""]
 
 
@@ -27,12 +27,12 @@ def test_what_a_looker_missed_because_it_was_held_up_itself_counts_for_little() 
     ("heard", "owes", "says"), [(0, False, "nothing was heard"), (1, True, "none of its requests")]
 )
 def test_an_engine_that_is_silent_or_gets_nowhere_is_taken_for_dead(heard: int, owes: bool, says: str) -> None:
-    watch = ProgressWatch(silent_s=30, stalled_s=120)
+    watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
     found = [watch.look(look * 0.5, heard=heard * look, progress=(7,), owes=owes) for look in range(300)]
     first = next(index for index, reason in enumerate(found) if reason)
     assert says in found[first] and first * 0.5 == pytest.approx(120 if owes else 30, abs=1.0)
 
 
 def test_an_engine_that_owes_nothing_may_stand_still() -> None:
-    watch = ProgressWatch(silent_s=30, stalled_s=120)
+    watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
     assert not any(watch.look(look * 0.5, heard=look, progress=(7,), owes=False) for look in range(1000))

@@ -22,12 +22,12 @@ MakeRequest = Callable[..., Generate]
 
 
 def engine() -> SimulatedEngine:
-    return SimulatedEngine(SimulationOptions(name="engine-0", max_context=64, policy_version=2))
+    return SimulatedEngine(SimulationOptions(name="engine-0", max_model_len=64, policy_version=2))
 
 
 async def test_readiness_and_refusals_travel(served: Callable, make_request: MakeRequest) -> None:
     async with served(engine()) as remote:
-        ready = EngineReady(engine="engine-0", policy_version=2, max_context=64, max_running=256, pid=os.getpid())
+        ready = EngineReady(engine="engine-0", policy_version=2, max_model_len=64, max_num_seqs=256, pid=os.getpid())
         assert await remote.start() == ready
         with pytest.raises(RequestRefused, match="prompt of 70 tokens does not fit the context of 64"):
             await remote.generate(make_request(token_ids=token_array([3] * 70)))
@@ -74,7 +74,7 @@ async def test_a_broken_stream_names_the_engine(make_request: MakeRequest) -> No
     order_sender, _orders = memory_stream(8)
     event_sender, event_receiver = memory_stream(8)
     remote = RemoteEngine("engine-3", order_sender, event_receiver)
-    await event_sender.send(EngineReady(engine="engine-3", policy_version=0, max_context=8, max_running=8))
+    await event_sender.send(EngineReady(engine="engine-3", policy_version=0, max_model_len=8, max_num_seqs=8))
 
     async def expect_death() -> None:
         with pytest.raises(EngineError, match="engine-3: its host is gone"):

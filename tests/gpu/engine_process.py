@@ -23,7 +23,7 @@ def engine_of(directory: Path, sockets: Path, device: str, index: int) -> VllmEn
         prompts=Prompts(train=""),
         rewards=(Reward(function=""),),
         sampling=Sampling(max_tokens=480),
-        engines=Engines(max_running=64, max_context=512, dtype="bfloat16", gpu_memory_share=0.3, count=2),
+        engines=Engines(max_num_seqs=64, max_model_len=512, dtype="bfloat16", gpu_memory_utilization=0.3, count=2),
     )
     options = engine_options(recipe, index, sockets, device=device)
     return VllmEngine(msgspec.structs.replace(options, sleeps=device == "cuda"))

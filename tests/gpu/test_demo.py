@@ -30,7 +30,7 @@ async def test_ten_steps_of_the_demo_with_a_killed_core(device: str, tmp_path: P
     recipe, began = short_demo(EngineKind.VLLM, STEPS, str(tmp_path)), time.monotonic()
     recipe = msgspec.structs.replace(
         recipe,
-        engines=msgspec.structs.replace(recipe.engines, count=1, gpu_memory_share=0.4),
+        engines=msgspec.structs.replace(recipe.engines, count=1, gpu_memory_utilization=0.4),
         sampling=msgspec.structs.replace(recipe.sampling, max_tokens=448 if device == "cuda" else 64),
     )
     seen: list[Any] = []

@@ -44,7 +44,7 @@ def test_waits_are_open_while_they_last_and_the_longest_comes_first() -> None:
 class Trial:
     """A stall watch with a clock and a progress clock of its own."""
 
-    def __init__(self, directory: Path, stall_s: float = 10.0) -> None:
+    def __init__(self, directory: Path, stall_timeout_s: float = 10.0) -> None:
         self.clock = Clock()
         self.waits = Waits(self.clock)
         self.progress = 0
@@ -53,7 +53,7 @@ class Trial:
         self.order: list[str] = []
         self.watch = StallWatch(
             directory,
-            stall_s=stall_s,
+            stall_timeout_s=stall_timeout_s,
             progress=lambda: self.progress,
             waits=self.waits.lines,
             tell=self.tell,

@@ -84,7 +84,7 @@ TRACE_HEADER = TraceHeader(
     started_at=1.7e9,
     seed=0,
     max_tokens=64,
-    max_context=128,
+    max_model_len=128,
     temperature=1.0,
     prompts_per_batch=4,
     group_size=4,
@@ -423,7 +423,7 @@ class SimulatedRun:
             outcomes: tuple[SendStream[RolloutOutcome], ReceiveStream[RolloutOutcome]] = memory_stream(256)
             scored: tuple[SendStream[RewardOutcome], ReceiveStream[RewardOutcome]] = memory_stream(256)
             reward = RewardStage(
-                RewardSettings(functions="parity", per_group=False, time_limit_s=5, concurrency=8),
+                RewardSettings(functions="parity", per_group=False, timeout_s=5, concurrency=8),
                 [scorer_streams(self.scorer, parts)],
             )
             parts.start_soon(rollout.run, orders[1], MortalOutcomes(journal, outcomes[0], self.outcomes_to_live))
@@ -453,7 +453,7 @@ class SimulatedRun:
             return None
         return EngineRelease(
             pool,
-            EngineSizes(kv_tokens=4000, max_running=64, cap=64),
+            EngineSizes(kv_tokens=4000, max_num_seqs=64, cap=64),
             publisher=publisher,
             share_cores=trainer.engines_freed,
             hosts=MemoryHosts(self, pool) if self._release is ReleaseKind.STOP else None,

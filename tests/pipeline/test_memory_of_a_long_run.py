@@ -53,7 +53,7 @@ CONTINUOUS = run_settings(steps=LONG + WINDOW, rounds=RoundKind.CONTINUOUS, max_
 RACING = run_settings(
     steps=LONG + WINDOW,
     rounds=RoundKind.TAIL_BATCHING,
-    tail_batching=TailBatching(eta_prompts=1.5, eta_responses=1.5, losers="regenerate"),
+    tail_batching=TailBatching(prompt_oversampling=1.5, response_oversampling=1.5, deferred_prompts="regenerate"),
 )
 
 

@@ -258,8 +258,8 @@ async def test_a_drain_while_an_engine_stops_or_starts(when: str, tmp_path: Path
 
 # ---- sets of engines ------------------------------------------------------------------------------------
 
-WIDE = EngineSet(name="2x1", engines=2, tensor_parallel=1, kv_tokens=4_000, round_kinds=("short",))
-DEEP = EngineSet(name="1x2", engines=1, tensor_parallel=2, kv_tokens=9_000, round_kinds=("long",))
+WIDE = EngineSet(name="2x1", engines=2, tensor_parallel_size=1, kv_tokens=4_000, round_kinds=("short",))
+DEEP = EngineSet(name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=9_000, round_kinds=("long",))
 SETS = (
     PreparedEngines(engine_set=WIDE, engines=("engine-0", "engine-1")),
     PreparedEngines(engine_set=DEEP, engines=("engine-2",)),

@@ -22,7 +22,10 @@ from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy, Tai
 POLICIES: list[dict[str, Any]] = [
     {"rounds": RoundKind.SYNCHRONOUS},
     {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2},
-    {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_prompts=1.5, eta_responses=1.5)},
+    {
+        "rounds": RoundKind.TAIL_BATCHING,
+        "tail_batching": TailBatching(prompt_oversampling=1.5, response_oversampling=1.5),
+    },
     {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=3)},
     {
         "rounds": RoundKind.LENGTH_SORTED,

@@ -40,7 +40,7 @@ class NotStarted(Exception):
 
 
 def note(options: EngineOptions, shares: list[float]) -> None:
-    shares.append(options.gpu_memory_share)
+    shares.append(options.gpu_memory_utilization)
     raise NotStarted
 
 

@@ -37,18 +37,18 @@ from streamrl.supervise.watch.controller_watch import REPORT_SIGNAL, ControllerW
 QUICK = Recipe(
     model=Model(path="model"),
     prompts=Prompts(train="train.jsonl"),
-    rewards=(Reward(function="m:f", time_limit_s=0.01, backoff_s=0.01),),
-    run=Run(stall_s=0.2),
-    engines=Engines(start_timeout_s=0.05, stalled_s=0.01),
+    rewards=(Reward(function="m:f", timeout_s=0.01, backoff_s=0.01),),
+    run=Run(stall_timeout_s=0.2),
+    engines=Engines(start_timeout_s=0.05, progress_timeout_s=0.01),
     weights=Weights(push_timeout_s=0.01),
 )
 
 
 def test_the_limit_is_beyond_every_other_one() -> None:
     assert stall_limit_s(QUICK) == 0.2
-    assert stall_limit_s(replace(QUICK, run=Run(stall_s=0.0))) == 0.0
+    assert stall_limit_s(replace(QUICK, run=Run(stall_timeout_s=0.0))) == 0.0
     assert stall_limit_s(replace(QUICK, weights=Weights(push_timeout_s=1000))) == 1500
-    slow = Reward(function="m:f", time_limit_s=300, retries=3, backoff_s=100)
+    slow = Reward(function="m:f", timeout_s=300, retries=3, backoff_s=100)
     assert stall_limit_s(replace(QUICK, rewards=(slow,))) == 1.5 * 4 * 400
 
 
@@ -114,7 +114,7 @@ async def test_a_run_that_stands_still_ends_with_what_it_waits_for(tmp_path: Pat
 
 @pytest.mark.asyncio
 async def test_a_signal_asks_where_everything_stands_and_nothing_ends(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, replace(QUICK, run=Run(stall_s=0.0)))
+    trial = Trial(tmp_path, replace(QUICK, run=Run(stall_timeout_s=0.0)))
     async with anyio.create_task_group() as nursery:
         nursery.start_soon(trial.watch.run)
         trial.follow()
@@ -134,7 +134,7 @@ async def test_a_signal_asks_where_everything_stands_and_nothing_ends(tmp_path: 
 @pytest.mark.asyncio
 async def test_a_person_who_starts_a_process_may_take_their_time(tmp_path: Path) -> None:
     by_hand = Transport(kind=TransportKind.TCP, engines=Launch.EXTERNAL)
-    trial = Trial(tmp_path, replace(QUICK, transport=by_hand, run=Run(stall_s=0.05)))
+    trial = Trial(tmp_path, replace(QUICK, transport=by_hand, run=Run(stall_timeout_s=0.05)))
     async with anyio.create_task_group() as nursery:
         nursery.start_soon(trial.watch.run)
         await anyio.sleep(0.4)  # of a limit of 0.1

@@ -210,7 +210,7 @@ def test_the_dry_run_shows_who_has_which_gpu_and_refuses_what_does_not_fit(
     assert main(asked) != 0
     error = capsys.readouterr().err
     assert "memory: GPU 0 has 4.0 GiB, and engine-0 1.7, engine-1 1.7, trainer-0 1." in error
-    assert "set engines.gpu_memory_share = 0." in error
+    assert "set engines.gpu_memory_utilization = 0." in error
 
 
 def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> None:
@@ -222,7 +222,7 @@ def test_a_cuda_build_without_a_gpu_is_refused_before_the_start(cuda: Any) -> No
     assert engines.startswith("engines: vllm is a CUDA build and sees no GPU")
 
 
-@pytest.mark.parametrize("of_several", ["engines.tensor_parallel=2", "training.ranks=2"])
+@pytest.mark.parametrize("of_several", ["engines.tensor_parallel_size=2", "training.ranks=2"])
 def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, of_several: str
 ) -> None:
@@ -248,8 +248,8 @@ def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")  # a person, or a scheduler, has chosen
     external.serve_external(Role.ENGINE, sixteen, 3)
     assert [context.plan.gpus for context in served] == [("0",), ("7",), ("0",), ("7",), ("1",), ("5",)]
-    with pytest.raises(RecipeError, match=r"engines\.tensor_parallel: engines 1x2 need 1 x 2 GPUs"):
-        external.serve_external(Role.ENGINE, recipe("engines.tensor_parallel=2", *by_hand), 0)
+    with pytest.raises(RecipeError, match=r"engines\.tensor_parallel_size: engines 1x2 need 1 x 2 GPUs"):
+        external.serve_external(Role.ENGINE, recipe("engines.tensor_parallel_size=2", *by_hand), 0)
 
 
 def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

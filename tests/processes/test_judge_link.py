@@ -64,7 +64,7 @@ async def test_it_hears_of_the_actor_and_its_figures_outlive_it(tmp_path: Path) 
         # The first dies: its orders break, as those of a killed process do.
         async with judge(topology) as (orders, reports):
             assert await orders.receive() == ActorLoad(share=0.0)
-            await reports.send(JudgeReady(max_context=64))
+            await reports.send(JudgeReady(max_model_len=64))
             await link.ready(lambda: now, 8)
             now = load(3, waiting=3)
             assert await orders.receive() == ActorLoad(share=0.75)
@@ -75,7 +75,7 @@ async def test_it_hears_of_the_actor_and_its_figures_outlive_it(tmp_path: Path) 
             await reports.abort("killed")  # type: ignore[attr-defined]
         async with judge(topology) as (orders, reports):
             assert await orders.receive() == ActorLoad(share=1.0)
-            await reports.send(JudgeReady(max_context=64))
+            await reports.send(JudgeReady(max_model_len=64))
             await reports.send(JudgeReport(questions=1, batches=1, waited_s=0.5, awake_s=1.0))
             figures = await until_asked(link, 5.0)
             assert figures == {
@@ -99,7 +99,7 @@ async def test_a_run_ends_while_its_judge_is_being_started_again(tmp_path: Path)
             tasks.start_soon(link.run)
             async with judge(topology) as (orders, reports):
                 await orders.receive()
-                await reports.send(JudgeReady(max_context=64))
+                await reports.send(JudgeReady(max_model_len=64))
                 await link.ready(lambda: load(0), 8)
                 await reports.abort("killed")  # type: ignore[attr-defined]
             link.retire()

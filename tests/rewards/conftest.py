@@ -67,13 +67,11 @@ def make_trajectory() -> Callable[..., Trajectory]:
 
 @pytest.fixture
 def make_recipe(model_directory: Path) -> Callable[..., Recipe]:
-    def make(
-        *functions: str, time_limit_s: float = 5.0, weights: tuple[float, ...] = (), trusted: bool = False
-    ) -> Recipe:
+    def make(*functions: str, timeout_s: float = 5.0, weights: tuple[float, ...] = (), trusted: bool = False) -> Recipe:
         rewards = tuple(
             Reward(
                 function=name if ":" in name else f"{KILLERS}:{name}",
-                time_limit_s=time_limit_s,
+                timeout_s=timeout_s,
                 weight=weights[index] if weights else 1.0,
                 trusted=trusted,
             )

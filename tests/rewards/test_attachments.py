@@ -34,14 +34,14 @@ KILLERS = Path(__file__).parent / "killers.py"
 COUNT = 300
 
 
-@reward(weight=0.5, time_limit_s=2.0)
+@reward(weight=0.5, timeout_s=2.0)
 def decorated(completion: str) -> float:
     return float(len(completion))
 
 
 def test_a_function_is_named_as_another_process_can_import_it() -> None:
     made = as_reward(decorated, weight=2.0)
-    assert (made.function, made.weight, made.time_limit_s) == (f"{__name__}:decorated", 2.0, 2.0)
+    assert (made.function, made.weight, made.timeout_s) == (f"{__name__}:decorated", 2.0, 2.0)
     assert as_reward("module:f") == Reward(function="module:f")
     with pytest.raises(RecipeError, match="cannot be imported"):
         as_reward(lambda completion: 1.0)
@@ -125,7 +125,7 @@ async def test_live_changes_lose_no_sample_and_the_log_says_who_scored_what(
                     await reached[sample].wait()
 
         reached = {sample: anyio.Event() for sample in (60, 120, 180, 240)}
-        settings = RewardSettings(functions="length", per_group=False, time_limit_s=5.0, concurrency=4)
+        settings = RewardSettings(functions="length", per_group=False, timeout_s=5.0, concurrency=4)
         stage = RewardStage(settings, [open_worker])
         attached = AttachedRewards(recipe, stage, fresh_rewards(recipe), reply, accept)
         group.start_soon(stage.run, incoming, scored)

@@ -92,8 +92,8 @@ async def pool(model_directory: Path) -> AsyncIterator[Pool]:
 
 async def strike(pool: Pool, make_trajectory: MakeTrajectory, name: str) -> tuple[list[Any], Any]:
     """What ``name`` gave three siblings, and the outcome of the one that it struck."""
-    time_limit_s = 0.4 if FAULTS.get(name, (None,))[0] is TIMED_OUT else 30.0
-    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", time_limit_s=time_limit_s, memory_mib=300))
+    timeout_s = 0.4 if FAULTS.get(name, (None,))[0] is TIMED_OUT else 30.0
+    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", timeout_s=timeout_s, memory_mib=300))
     group = [make_trajectory(text, sample=i) for i, text in enumerate(["abc", "a", "z", "ab"])]
     async with asyncio.timeout(30):
         outcomes = await rewards.score(group)
@@ -141,7 +141,7 @@ async def test_only_the_call_in_progress_pays_when_its_process_ends(
 ) -> None:
     """Quick calls are sent ahead in dozens. Those behind one that ends the process are run by another, and just once
     for all that anybody sees."""
-    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", time_limit_s=0.2), processes=4)
+    rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", timeout_s=0.2), processes=4)
     await rewards.score([make_trajectory("ab", sample=i) for i in range(20)])  # now they are known to be quick
     group = [make_trajectory("z" if i % 50 == 49 else "ab", sample=i) for i in range(200)]
     async with asyncio.timeout(30):
@@ -216,7 +216,7 @@ async def test_what_a_killed_call_had_started_is_killed_with_it_and_the_log_says
 ) -> None:
     caplog.set_level("INFO", logger="streamrl.rewards")
     before, _ = everything_left()
-    rewards = await pool.open(Reward(function=f"{KILLERS}:fault_forks_and_hangs", time_limit_s=0.3), processes=1)
+    rewards = await pool.open(Reward(function=f"{KILLERS}:fault_forks_and_hangs", timeout_s=0.3), processes=1)
     (outcome,) = await rewards.score([make_trajectory("z")])
     assert isinstance(outcome, RewardFailure)
     async with asyncio.timeout(5):
@@ -297,7 +297,7 @@ async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_a
 ) -> None:
     monkeypatch.setattr("streamrl.rewards.calls.call_pool.LOAD_LIMIT_S", 1.5)
     module = threaded_module(tmp_path, second_import="threading.Event().wait()")
-    rewards = await pool.open(Reward(function=f"{module}:{name}", time_limit_s=0.3), processes=1)
+    rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=0.3), processes=1)
     async with asyncio.timeout(20):
         (outcome,) = await rewards.score([make_trajectory()])
     assert isinstance(outcome, ScoredTrajectory), outcome
@@ -307,7 +307,7 @@ async def test_calls_of_a_process_that_has_not_begun_go_to_one_that_has_nothing_
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
     module = threaded_module(tmp_path, second_import="threading.Event().wait()")
-    rewards = await pool.open(Reward(function=f"{module}:plain", time_limit_s=0.3), processes=2)
+    rewards = await pool.open(Reward(function=f"{module}:plain", timeout_s=0.3), processes=2)
     async with asyncio.timeout(20):
         outcomes = await rewards.score([make_trajectory(sample=i) for i in range(6)])
     assert all(isinstance(outcome, ScoredTrajectory) for outcome in outcomes), outcomes
@@ -318,7 +318,7 @@ async def test_importing_again_takes_nothing_from_the_time_of_a_call(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, name: str
 ) -> None:
     module = threaded_module(tmp_path, second_import="time.sleep(3)")
-    rewards = await pool.open(Reward(function=f"{module}:{name}", time_limit_s=0.3), processes=1)
+    rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=0.3), processes=1)
     async with asyncio.timeout(20):
         (outcome,) = await rewards.score([make_trajectory()])
     assert isinstance(outcome, ScoredTrajectory), outcome
@@ -341,7 +341,7 @@ async def test_processes_that_never_begin_are_given_up_with_the_reason(
 async def test_process_that_stands_still_between_two_calls_is_replaced(
     pool: Pool, make_trajectory: MakeTrajectory
 ) -> None:
-    rewards = await pool.open(Reward(function=f"{KILLERS}:stands_still_after_z", time_limit_s=0.2), processes=1)
+    rewards = await pool.open(Reward(function=f"{KILLERS}:stands_still_after_z", timeout_s=0.2), processes=1)
     async with asyncio.timeout(20):
         outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [1.0, 2.0]
@@ -364,9 +364,7 @@ async def test_nothing_is_left_behind_and_shutdown_does_not_wait_for_user_code(
     async with asyncio.TaskGroup() as tasks:
         pool = Pool(model_directory, tasks)
         names = ("fault_late", "fault_deadlocks", "fault_blocks_loop", "fault_swallows", "fault_forks")
-        rewards = await pool.open(
-            *(Reward(function=f"{KILLERS}:{name}", time_limit_s=600) for name in names), processes=8
-        )
+        rewards = await pool.open(*(Reward(function=f"{KILLERS}:{name}", timeout_s=600) for name in names), processes=8)
         scoring = tasks.create_task(rewards.score([make_trajectory("z", sample=i) for i in range(3)]))
         while len(everything_left()[0] - before[0]) < 8:
             await asyncio.sleep(0.01)

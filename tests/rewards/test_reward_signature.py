@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.rewards import AdaptiveLimit, Reward
+from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.rewards import RewardSignature, load_reward, needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 
@@ -67,7 +67,7 @@ def test_signatures(module: Path) -> None:
 
 def test_the_column_that_time_limits_follow_is_needed_too(module: Path) -> None:
     def needed(function: str, key: str) -> tuple[str, ...]:
-        reward = Reward(function=f"{module}:{function}", name="r", adaptive_limit=AdaptiveLimit(key=key))
+        reward = Reward(function=f"{module}:{function}", name="r", adaptive_timeout=AdaptiveTimeout(key=key))
         (inspection,) = inspect_in_subprocess([reward])
         assert inspection.signature is not None, inspection
         assert "task" not in inspection.signature.columns  # the function is not called with it

@@ -241,7 +241,7 @@ def order(number: int, *trajectories: Trajectory) -> ScoreGroups:
 async def test_trusted_function_that_holds_the_interpreter_ends_the_process_with_75(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
-    async with worker_process(make_recipe("holds_interpreter", time_limit_s=0.3, trusted=True)) as worker:
+    async with worker_process(make_recipe("holds_interpreter", timeout_s=0.3, trusted=True)) as worker:
         await worker.orders.send(order(1, make_trajectory()))
         with pytest.raises(StreamBroken):
             await worker.results.receive()
@@ -258,9 +258,9 @@ async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attache
     attached with a short one is guarded by that."""
     module = tmp_path / "slow_import.py"
     module.write_text("import time\ntime.sleep(3.5)\ndef reward(completion):\n    time.sleep(3.5)\n    return 1.0\n")
-    slow = Reward(function=f"{module}:reward", time_limit_s=30.0, trusted=True)
-    short = Reward(function=f"{KILLERS}:holds_interpreter", time_limit_s=0.3, trusted=True)
-    async with worker_process(make_recipe("length", time_limit_s=0.3, trusted=True)) as worker:
+    slow = Reward(function=f"{module}:reward", timeout_s=30.0, trusted=True)
+    short = Reward(function=f"{KILLERS}:holds_interpreter", timeout_s=0.3, trusted=True)
+    async with worker_process(make_recipe("length", timeout_s=0.3, trusted=True)) as worker:
         for version, reward in enumerate((slow, short), start=1):
             await worker.orders.send(LoadRewardSet(reward_version=version, rewards=(reward,)))
             assert await worker.results.receive() == RewardSetLoaded(reward_version=version)
@@ -276,7 +276,7 @@ async def test_the_time_that_user_code_may_hold_the_loop_follows_what_is_attache
 
 @pytest.mark.asyncio
 async def test_answers_before_the_end_are_not_lost(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
-    async with worker_process(make_recipe("blocks_on_z", time_limit_s=0.3, trusted=True)) as worker:
+    async with worker_process(make_recipe("blocks_on_z", timeout_s=0.3, trusted=True)) as worker:
         for number in range(20):
             await worker.orders.send(order(number, make_trajectory("a")))
         answers = [await worker.answer() for _ in range(20)]
@@ -292,7 +292,7 @@ async def test_answers_before_the_end_are_not_lost(make_recipe: MakeRecipe, make
 async def test_too_many_coroutines_left_behind_ends_the_process_when_idle(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
-    async with worker_process(make_recipe("never_ends_on_z", time_limit_s=0.3, trusted=True)) as worker:
+    async with worker_process(make_recipe("never_ends_on_z", timeout_s=0.3, trusted=True)) as worker:
         group = [make_trajectory("z", sample=i) for i in range(9)] + [make_trajectory("a", sample=9)]
         await worker.orders.send(order(1, *group))
         *hung, fine = (await worker.answer()).rewards
@@ -308,7 +308,7 @@ async def test_stuck_call_does_not_keep_the_worker_when_orders_end(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
     async with worker_process(
-        make_recipe("never_ends_on_z", "swallows_cancellation", time_limit_s=0.3, trusted=True)
+        make_recipe("never_ends_on_z", "swallows_cancellation", timeout_s=0.3, trusted=True)
     ) as worker:
         await worker.orders.send(order(1, make_trajectory("z")))
         await worker.orders.aclose()
@@ -323,7 +323,7 @@ async def test_stuck_call_does_not_keep_the_worker_when_orders_end(
 async def test_worker_ends_with_its_controller(make_recipe: MakeRecipe, make_trajectory: MakeTrajectory) -> None:
     """A broken stream must end the process although a user's coroutine swallows its cancellation, and although nothing
     is left to be answered: one of two streams that breaks alone would be waited for on the other side."""
-    async with worker_process(make_recipe("never_ends_on_z", time_limit_s=30.0, trusted=True)) as worker:
+    async with worker_process(make_recipe("never_ends_on_z", timeout_s=30.0, trusted=True)) as worker:
         await worker.orders.send(order(1, make_trajectory("z")))
         await worker.orders.send(order(2, make_trajectory("a")))
         assert (await worker.answer()).order_id == 2
@@ -347,7 +347,7 @@ async def test_user_code_that_ends_the_process_breaks_the_stream(
 async def test_killed_worker_takes_along_whatever_it_started(
     make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
-    async with worker_process(make_recipe("fault_late", "fault_forks", time_limit_s=600.0)) as worker:
+    async with worker_process(make_recipe("fault_late", "fault_forks", timeout_s=600.0)) as worker:
         await worker.orders.send(order(1, make_trajectory("z"), make_trajectory("a", sample=1)))
         root = psutil.Process(worker.process.pid)
         while len(started := root.children(recursive=True)) < 4:  # the server, two processes, and one that left them

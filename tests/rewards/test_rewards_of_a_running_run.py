@@ -27,7 +27,7 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.plan.preflight import preflight, resumed
 from streamrl.plan.topology import Topology, control_socket, plan_topology, rewards_endpoint
 from streamrl.processes.reward_workers import change_rewards, open_reward_stage
-from streamrl.recipe.rewards import AdaptiveLimit, Reward
+from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.recipe.sections import Recipe, ResumedRewards
 from streamrl.remote.control_socket import serving_control
 from streamrl.rewards.attachments import RewardAttachments
@@ -154,7 +154,7 @@ async def test_rewards_are_changed_from_the_command_line(
             (("attach", f"{KILLERS}:prepared"), 'has no column "missing", which the reward prepared needs'),
             (("replace", "lenght", f"{KILLERS}:half"), 'no reward is called "lenght": name one of length, h'),
             (("attach", "no_such_builtin"), 'there is no built-in reward "no_such_builtin"'),
-            (("attach", f"{KILLERS}:half", "--time-limit", "-1"), "time_limit_s"),
+            (("attach", f"{KILLERS}:half", "--time-limit", "-1"), "timeout_s"),
         ]
         for arguments, message in refused:
             assert await run.streamrl(*arguments) == 2, arguments
@@ -196,8 +196,8 @@ async def test_rewards_are_changed_from_the_command_line(
 ADAPTIVE = Reward(
     function=f"{KILLERS}:takes",
     name="takes",
-    time_limit_s=9.0,
-    adaptive_limit=AdaptiveLimit(factor=10.0, floor_s=1.0, correct_from=1.0),
+    timeout_s=9.0,
+    adaptive_timeout=AdaptiveTimeout(factor=10.0, min_s=1.0, correct_from=1.0),
 )
 
 

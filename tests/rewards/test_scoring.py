@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from streamrl.base.types import RewardFailure, RewardFailureKind, ScoredTrajectory, Trajectory
 from streamrl.prompts.tokenizer import load_tokenizer
-from streamrl.recipe.rewards import AdaptiveLimit, FailurePolicy, Reward, RewardLimits
+from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards import load_reward
 from streamrl.rewards.calls.call_child import PoolCall
@@ -186,7 +186,7 @@ async def test_no_reward_is_no_zero(
 async def test_time_limit_of_trusted_coroutines_holds(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory, release: Any, function: str
 ) -> None:
-    async with scoring(trusted(function, time_limit_s=0.2), release) as rewards:
+    async with scoring(trusted(function, timeout_s=0.2), release) as rewards:
         async with asyncio.timeout(10):
             (outcome,) = await rewards.score([make_trajectory()])
         assert isinstance(outcome, RewardFailure)
@@ -202,7 +202,7 @@ async def test_time_limit_of_trusted_coroutines_holds(
 async def test_time_in_which_the_loop_is_held_is_not_counted_against_others(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory, seconds: float, kinds: list[RewardFailureKind]
 ) -> None:
-    async with scoring(trusted("waits", time_limit_s=0.6)) as rewards:
+    async with scoring(trusted("waits", timeout_s=0.6)) as rewards:
         scored = asyncio.create_task(rewards.score([make_trajectory(seconds=seconds)]))
         await asyncio.sleep(0.05)
         time.sleep(1.2)  # noqa: ASYNC251 - as importing another function does
@@ -314,15 +314,15 @@ async def test_options_are_bound_and_no_column_overrides_them(
 async def test_late_is_wrong_only_where_the_recipe_says_so(
     trusted: MakeRecipe, make_trajectory: MakeTrajectory
 ) -> None:
-    late = {"time_limit_s": 0.05}
+    late = {"timeout_s": 0.05}
     wrong = with_rewards(trusted("length"), killer("late", late_is_wrong=True, wrong_value=-1.0, **late))
     assert rewards_of(await score(wrong, make_trajectory())) == [-1.0]
-    policies = {"on_failure": FailurePolicy.STOP, "on_late": FailurePolicy.DROP_GROUP}
+    policies = {"on_failure": FailurePolicy.STOP, "on_timeout": FailurePolicy.DROP_GROUP}
     (failed,) = await score(with_rewards(wrong, killer("late", **late, **policies)), make_trajectory())
     assert isinstance(failed, RewardFailure)
     assert (failed.kind, failed.policy) == (TIMED_OUT, "drop_group")
-    (raised,) = await score(with_rewards(wrong, killer("raises", late_is_wrong=True, **policies | {"on_late": None})),
-                            make_trajectory())  # fmt: skip
+    raising = killer("raises", late_is_wrong=True, **policies | {"on_timeout": None})
+    (raised,) = await score(with_rewards(wrong, raising), make_trajectory())
     assert isinstance(raised, RewardFailure)
     assert (raised.kind, raised.policy) == (RAISED, "stop")
 
@@ -490,8 +490,8 @@ async def test_a_short_limit_holds_behind_a_long_one(release: Any) -> None:
 @pytest.mark.asyncio
 async def test_limits_follow_the_slowest_correct_call() -> None:
     started, ended = Started(), list[Any]()
-    adaptive = AdaptiveLimit(factor=1.5, floor_s=2.0)
-    lane = RewardLane(0, Reward(function="m:f", time_limit_s=30.0, adaptive_limit=adaptive), started.calls.append, 64)
+    adaptive = AdaptiveTimeout(factor=1.5, min_s=2.0)
+    lane = RewardLane(0, Reward(function="m:f", timeout_s=30.0, adaptive_timeout=adaptive), started.calls.append, 64)
 
     def next_limit(key: str, value: Any, seconds: float) -> float:
         lane.call("x", {}, ended.append, count=1, key=key)
@@ -515,8 +515,8 @@ async def test_limits_follow_the_column_that_the_recipe_names(
 ) -> None:
     recipe = make_recipe("takes", trusted=is_trusted)
     for key, learnt in (("task", {"sum", "p2"}), ("prompt_id", {"p0", "p1", "p2"})):
-        adaptive = AdaptiveLimit(key=key)
-        rewards = (msgspec.structs.replace(recipe.rewards[0], adaptive_limit=adaptive),)
+        adaptive = AdaptiveTimeout(key=key)
+        rewards = (msgspec.structs.replace(recipe.rewards[0], adaptive_timeout=adaptive),)
         async with scoring(msgspec.structs.replace(recipe, rewards=rewards)) as opened:
             await opened.score([make_trajectory("a", group=group, seconds=0.0, task="sum") for group in range(2)])
             await opened.score([make_trajectory("a", group=2, seconds=0.0)])

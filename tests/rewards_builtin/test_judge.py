@@ -320,15 +320,15 @@ def trajectory(sample: int) -> Trajectory:
     )
 
 
-def scored(samples: int, *, trusted: bool = True, time_limit_s: float = 30.0, **options: Any) -> list[Any]:
+def scored(samples: int, *, trusted: bool = True, limit_s: float = 30.0, **options: Any) -> list[Any]:
     """What becomes of a group of so many in the reward runtime, with different policies for failed and for late."""
     reward = Reward(
         function="judge",
         options={"model": "m", "retries": 1, **options},
         trusted=trusted,
-        time_limit_s=time_limit_s,
+        timeout_s=limit_s,
         on_failure=FailurePolicy.DROP_GROUP,
-        on_late=FailurePolicy.STOP,
+        on_timeout=FailurePolicy.STOP,
     )
 
     async def score() -> list[Any]:
@@ -378,7 +378,7 @@ def test_a_server_that_hangs_up_refuses_or_says_nothing(server: Server) -> None:
     (silent,) = scored(1, endpoint=f"{server.root}/v1", timeout_s=0.05)
     assert_failed(silent, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "cannot be reached after 2 attempts")
     assert "ReadTimeout" in silent.message
-    (late,) = scored(1, endpoint=f"{server.root}/v1", time_limit_s=0.1)
+    (late,) = scored(1, endpoint=f"{server.root}/v1", limit_s=0.1)
     assert_failed(late, RewardFailureKind.TIMED_OUT, FailurePolicy.STOP, "0.1 s")
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))

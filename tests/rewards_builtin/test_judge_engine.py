@@ -41,8 +41,8 @@ OPTIONS = {"chat": False, "question": "{completion}:", "score": r"(\d)\D*$", "hi
 RECIPE = Recipe(
     model=Model(path=str(SORT / "model")),
     prompts=Prompts(train=str(SORT / "train.jsonl")),
-    rewards=(Reward(function="judge", options=OPTIONS, time_limit_s=9000.0),),
-    judge=Judge(model=str(SORT / "model"), batch=4, patience_s=3600.0, longest_wait_s=7200.0, actor_share=0.5),
+    rewards=(Reward(function="judge", options=OPTIONS, timeout_s=9000.0),),
+    judge=Judge(model=str(SORT / "model"), batch=4, batch_wait_s=3600.0, max_wait_s=7200.0, actor_share=0.5),
 )
 
 
@@ -64,13 +64,13 @@ async def test_a_real_engine_judges_in_batches_when_the_actor_leaves_it_room(
         with pytest.raises(ItDied):
             async with controller(topology) as (orders, reports):
                 await orders.send(ActorLoad(share=1.0))
-                assert await reports.receive() == JudgeReady(max_context=1024)
+                assert await reports.receive() == JudgeReady(max_model_len=1024)
                 assert path.stat().st_mode & 0o777 == 0o600
                 asked = [tasks.create_task(reward.call(LISTS[0]))]
                 await reported(reports, waiting=1)
                 raise ItDied
         async with controller(topology) as (orders, reports):
-            assert await reports.receive() == JudgeReady(max_context=1024), "it had loaded already"
+            assert await reports.receive() == JudgeReady(max_model_len=1024), "it had loaded already"
             await orders.send(ActorLoad(share=1.0))
             assert (await http.get("http://judge/is_paused")).status_code == 404  # what steers it is not for askers
             asked += [tasks.create_task(reward.call(text)) for text in LISTS[1:]]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def reward(sandbox: Sandbox) -> CodeReward:
-    return CodeReward(CodeOptions(whole=True, time_limit_s=3.0), sandbox)
+    return CodeReward(CodeOptions(whole=True, timeout_s=3.0), sandbox)
 
 
 HONEST = """

@@ -120,7 +120,7 @@ def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.held == () and "Linux only" in found.missing["namespaces"]
 
 
-@pytest.mark.parametrize("options", [{"time_limit": 3}, {"time_limit_s": "x"}, {"memory_mb": 0}, {"value": "some"}])
+@pytest.mark.parametrize("options", [{"time_limit": 3}, {"timeout_s": "x"}, {"memory_mb": 0}, {"value": "some"}])
 def test_wrong_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         reward.code_reward(**options)

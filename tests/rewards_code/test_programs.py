@@ -65,15 +65,15 @@ ENDINGS = {
 
 @pytest.mark.parametrize("source", ENDINGS)
 async def test_how_a_program_ends(source: str, sandbox: Sandbox) -> None:
-    reward = make(sandbox, whole=True, output_mb=1, time_limit_s=0.4 if "sleep" in source else 5)
+    reward = make(sandbox, whole=True, output_mb=1, timeout_s=0.4 if "sleep" in source else 5)
     outcome = await reward.judge(source, [{"input": "3 4", "output": "7"}])
     assert [case.end for case in outcome.cases] == [ENDINGS[source]], outcome
 
 
 async def test_beyond_the_limit_is_wrong_or_a_failure(sandbox: Sandbox) -> None:
-    assert await make(sandbox, time_limit_s=0.1)("```\nwhile True: pass\n```", tests=TESTS) == 0.0
+    assert await make(sandbox, timeout_s=0.1)("```\nwhile True: pass\n```", tests=TESTS) == 0.0
     with pytest.raises(TimeoutError, match=r"case 0 of 3 ran beyond its limit of 0\.1 s"):
-        await make(sandbox, time_limit_s=0.1, time_limit_is_wrong=False)("```\nwhile True: pass\n```", tests=TESTS)
+        await make(sandbox, timeout_s=0.1, time_limit_is_wrong=False)("```\nwhile True: pass\n```", tests=TESTS)
 
 
 async def test_run_times_are_told_and_limits_asked_for_each_case(sandbox: Sandbox) -> None:

@@ -272,7 +272,7 @@ def test_an_engine_is_freed_late_in_a_round_and_is_back_with_the_weights_of_the_
 
 SETS = {
     "rollout__rounds": "tail_batching",
-    "tail_batching__eta_prompts": 2.0,  # so every other round is a long one
+    "tail_batching__prompt_oversampling": 2.0,  # so every other round is a long one
     "engines__count": 2,
     "engines__rounds": ["short"],
     "engines__sets": [{"count": 1, "rounds": ["long"]}],
@@ -354,7 +354,7 @@ def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_p
         "        time.sleep(1000)  # not even cancellation reaches it\n"
         "    return float(len(completion) % 2)\n"
     )
-    reward = {"rewards__0__function": f"{function}:reward", "rewards__0__time_limit_s": 1.0}
+    reward = {"rewards__0__function": f"{function}:reward", "rewards__0__timeout_s": 1.0}
     run = Run(tmp_path / "runs", run__steps=4, reward_limits__max_failed_share=0.9, **reward)
     output = run.end(within=200)
     assert run.process.returncode == 0, output

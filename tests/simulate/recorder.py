@@ -96,7 +96,7 @@ class Recorder(Simulation):
             for line in self.trajectories.values()
         ]
         header = TraceHeader(
-            schema=1, run_id="simulated", started_at=0.0, seed=0, max_tokens=self.model.lengths.cap, max_context=500,
+            schema=1, run_id="simulated", started_at=0.0, seed=0, max_tokens=self.model.lengths.cap, max_model_len=500,
             temperature=1.0, prompts_per_batch=16, group_size=8, rounds="synchronous", max_staleness=0, engines=1,
             capacity=128,
         )  # fmt: skip

@@ -114,7 +114,7 @@ def test_a_run_too_short_to_fit_and_a_missing_trace_are_named(tmp_path: Path) ->
         load_recording(tmp_path)
 
 
-RACE = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_prompts=1.25), "presubmit": True}
+RACE = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(prompt_oversampling=1.25), "presubmit": True}
 
 
 def test_a_race_that_submits_in_advance_gives_its_constants_back_too() -> None:

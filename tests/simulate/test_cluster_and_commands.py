@@ -25,7 +25,7 @@ def test_a_cluster_file_reads_back_equal(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("max_running = ", "max_runing = "), "max_runing"),
+        (("max_num_seqs = ", "max_runing = "), "max_runing"),
         (("[trainer]", "[trainers]"), "trainers|trainer"),
         (("correlation = 0.65", "correlation = 1.5"), "correlation 1.5"),
         (("cap = 448", 'cap = "long"'), r"lengths\.cap"),
@@ -44,7 +44,7 @@ def test_an_unknown_cluster_names_those_there_are() -> None:
 
 
 def test_simulate_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare = "synchronous,tail_batching:tail_batching.eta_responses=1.25"
+    compare = "synchronous,tail_batching:tail_batching.response_oversampling=1.25"
     assert main(["simulate", str(RECIPE), *SMALL, "--compare", compare]) == 0
     shown = capsys.readouterr().out
     assert "short" in shown and "goodput" in shown

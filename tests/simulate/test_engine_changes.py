@@ -21,7 +21,7 @@ from streamrl.simulate.stages import TrainerClock, TrainerModel
 
 STEPS = 14
 DRAIN, STOP = EnginePlan(release=ReleaseKind.DRAIN), EnginePlan(release=ReleaseKind.STOP)
-TAIL = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_responses=1.25)}
+TAIL = {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(response_oversampling=1.25)}
 # Training on the engines' own devices, and not for free.
 SHARED = with_part(with_part(TINY, "engines", count=4), "trainer", token_s=2e-4, streaming_speed=0.0)
 
@@ -99,8 +99,8 @@ def test_the_reference_gain_of_freeing_half_of_the_engines_is_met() -> None:
 # ---- sets of engines -----------------------------------------------------------------------------------
 
 TIGHT = with_part(with_part(SHARED, "engines", count=4, weight_tokens=1500.0, switch_s=0.5), "engine", kv_tokens=900)
-WIDE = EngineSet(name="4x1", engines=4, tensor_parallel=1, kv_tokens=900, max_running=256)
-DEEP = EngineSet(name="2x2", engines=2, tensor_parallel=2, kv_tokens=3300, max_running=512)
+WIDE = EngineSet(name="4x1", engines=4, tensor_parallel_size=1, kv_tokens=900, max_num_seqs=256)
+DEEP = EngineSet(name="2x2", engines=2, tensor_parallel_size=2, kv_tokens=3300, max_num_seqs=512)
 BOTH = EnginePlan(sets=(WIDE, DEEP))
 
 
@@ -136,6 +136,6 @@ def test_each_kind_of_round_may_have_its_set() -> None:
 def test_an_engine_of_another_set_is_scaled_by_its_workers() -> None:
     engine = scaled_engine(TIGHT, DEEP)
     assert engine.base_s == pytest.approx(TIGHT.engine.base_s / 1.6)
-    assert (engine.kv_tokens, engine.max_running) == (3300, 512)
-    same = msgspec.structs.replace(WIDE, max_running=TIGHT.engine.max_running)
+    assert (engine.kv_tokens, engine.max_num_seqs) == (3300, 512)
+    same = msgspec.structs.replace(WIDE, max_num_seqs=TIGHT.engine.max_num_seqs)
     assert scaled_engine(TIGHT, same) == TIGHT.engine

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamrl.base.types import TrajectoryId
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
 
-MODEL = EngineModel(base_s=1e-3, per_running_s=1e-4, per_context_token_s=1e-6, max_running=4)
+MODEL = EngineModel(base_s=1e-3, per_running_s=1e-4, per_context_token_s=1e-6, max_num_seqs=4)
 
 
 def request(number: int, length: int, prompt_tokens: int = 0, group: int | None = None) -> Request:
@@ -43,7 +43,7 @@ def token_by_token(lengths: list[int], prompt_tokens: int, model: EngineModel) -
     running: dict[int, list[int]] = {}
     now, ends = 0.0, {}
     while waiting or running:
-        while waiting and len(running) < model.max_running:
+        while waiting and len(running) < model.max_num_seqs:
             number, length = waiting.pop(0)
             running[number] = [length, prompt_tokens]
         context = sum(held for _, held in running.values())
@@ -75,7 +75,7 @@ def test_jumps_end_where_single_steps_end(lengths: list[int], prompt_tokens: int
 
 
 def test_without_context_cost_the_times_are_exact() -> None:
-    model = EngineModel(base_s=1e-3, per_running_s=1e-4, max_running=2)
+    model = EngineModel(base_s=1e-3, per_running_s=1e-4, max_num_seqs=2)
     together = RunningTogether()
     engine = EngineClock(model, together)
     for number, length in enumerate([10, 30, 5]):
@@ -102,7 +102,7 @@ def test_what_runs_beyond_the_capacity_does_not_pay_for_what_idles_later() -> No
 
 
 def test_a_full_cache_preempts_the_newest_and_loses_no_token() -> None:
-    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_running=8, kv_tokens=100, prefill_tokens_s=1e4)
+    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, kv_tokens=100, prefill_tokens_s=1e4)
     engine = EngineClock(model)
     for number in range(3):
         engine.submit(request(number, 60, prompt_tokens=5))
@@ -119,7 +119,7 @@ def test_a_full_cache_preempts_the_newest_and_loses_no_token() -> None:
 
 
 def test_siblings_share_the_prompt_in_cache_and_prefill() -> None:
-    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_running=8, kv_tokens=1000, prefill_tokens_s=1e4)
+    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, kv_tokens=1000, prefill_tokens_s=1e4)
     alone, shared = EngineClock(model), EngineClock(model)
     for number in range(4):
         alone.submit(request(number, 10, prompt_tokens=100))
@@ -133,7 +133,7 @@ def test_siblings_share_the_prompt_in_cache_and_prefill() -> None:
 
 
 def test_a_paused_engine_stands_still_and_runs_what_came_meanwhile_cheaply() -> None:
-    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_running=8, admission_s=5e-3, presubmitted_s=1e-3)
+    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, admission_s=5e-3, presubmitted_s=1e-3)
     engine = EngineClock(model)
     engine.submit(request(0, 100))
     engine.admit()
@@ -147,7 +147,7 @@ def test_a_paused_engine_stands_still_and_runs_what_came_meanwhile_cheaply() -> 
 
 
 def test_prefill_that_was_due_when_an_engine_was_paused_is_done_after_it() -> None:
-    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_running=8, prefill_tokens_s=1e3)
+    model = EngineModel(base_s=1e-3, per_running_s=0.0, max_num_seqs=8, prefill_tokens_s=1e3)
     engine = EngineClock(model)
     engine.submit(request(0, 10, prompt_tokens=100))
     engine.admit()

@@ -79,7 +79,7 @@ def test_impossible_models_are_refused(wrong: dict[str, object]) -> None:
 def recorded_run(attempts: list[tuple[str, list[int]]]) -> RecordedRun:
     """One group each, in the order of their launch; a length below 0: stopped after so many tokens."""
     header = TraceHeader(
-        schema=1, run_id="r", started_at=0.0, seed=0, max_tokens=99, max_context=200, temperature=1.0,
+        schema=1, run_id="r", started_at=0.0, seed=0, max_tokens=99, max_model_len=200, temperature=1.0,
         prompts_per_batch=2, group_size=2, rounds="synchronous", max_staleness=0, engines=1, capacity=4,
     )  # fmt: skip
     lines = [

@@ -9,26 +9,34 @@ import msgspec
 import pytest
 from worlds import control_settings, with_part
 
-from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Losers, RoundKind, SizingKind, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
 from streamrl.simulate.cluster import DEMO, ROLLPACKER_14B, ROLLPACKER_14B_CODE, Engines
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
 
 
-def raced(eta_prompts: float, eta_responses: float, steps: int, correlation: float = 0.3) -> SimulationReport:
+def raced(
+    prompt_oversampling: float, response_oversampling: float, steps: int, correlation: float = 0.3
+) -> SimulationReport:
     """RollPacker, 14B, 16k, math, with a decode step of 14 ms + and no fixed cost."""
     model = with_part(ROLLPACKER_14B, "lengths", correlation=correlation)
     model = with_part(with_part(model, "push", round_s=0.0), "engine", base_s=14e-3)
-    racing = TailBatching(eta_prompts=eta_prompts, eta_responses=eta_responses, losers=Losers.REGENERATE)
-    rounds = RoundKind.SYNCHRONOUS if eta_prompts == eta_responses == 1 else RoundKind.TAIL_BATCHING
+    racing = TailBatching(
+        prompt_oversampling=prompt_oversampling,
+        response_oversampling=response_oversampling,
+        deferred_prompts=DeferredPrompts.REGENERATE,
+    )
+    rounds = RoundKind.SYNCHRONOUS if prompt_oversampling == response_oversampling == 1 else RoundKind.TAIL_BATCHING
     chosen = control_settings(batch_groups=128, group_size=8, rounds=rounds, tail_batching=racing)
     return simulate(chosen, model, steps)
 
 
 def test_four_short_rounds_to_a_long_one_and_their_longest_completions() -> None:
     """refs/rollpacker.md 1.1 and 3.3: short rounds of code reach 1800 to 2403 tokens, long ones the cap."""
-    racing = TailBatching(eta_prompts=1.25, eta_responses=1.25, losers=Losers.REGENERATE)
+    racing = TailBatching(
+        prompt_oversampling=1.25, response_oversampling=1.25, deferred_prompts=DeferredPrompts.REGENERATE
+    )
     chosen = control_settings(batch_groups=128, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
     report = simulate(chosen, ROLLPACKER_14B, 10)
     assert "".join(row.round_kind[0] for row in report.recent) == "ssssl" * 2
@@ -43,12 +51,14 @@ def test_two_entries_of_the_eta_table_predict_the_others() -> None:
     mean round where there is no cycle. One cycle, and four entries of the eight."""
     table = {(1.0, 1.0): 277, (1.0, 1.25): 232, (1.25, 1.0): 169, (1.25, 1.25): 88}
     found = {}
-    for eta_prompts, eta_responses in table:
-        rows = raced(eta_prompts, eta_responses, 5).recent
+    for prompt_oversampling, response_oversampling in table:
+        rows = raced(prompt_oversampling, response_oversampling, 5).recent
         short = [row.rollout_s for row in rows if row.round_kind != "long"]
         long = [row.rollout_s for row in rows if row.round_kind == "long"]
-        cycle = round(1 / (eta_prompts - 1)) if long else 0
-        found[eta_prompts, eta_responses] = (cycle * max(short) + max(long)) / (cycle + 1) if long else fmean(short)
+        cycle = round(1 / (prompt_oversampling - 1)) if long else 0
+        found[prompt_oversampling, response_oversampling] = (
+            (cycle * max(short) + max(long)) / (cycle + 1) if long else fmean(short)
+        )
     scale = (277 - 88) / (found[1.0, 1.0] - found[1.25, 1.25])
     predicted = {eta: 277 + scale * (seconds - found[1.0, 1.0]) for eta, seconds in found.items()}
     assert 0.9 < scale < 1.4, "a decode step of 13 to 20 ms; the reference reads 11 to 17 off the figures"
@@ -60,7 +70,7 @@ def test_two_entries_of_the_eta_table_predict_the_others() -> None:
 def test_sorted_rounds_fill_the_bubble_of_the_tail() -> None:
     """refs/sortedrl.md 1.8: 74 %, 5.81 %, 3.37 %; here a batch of 64 and a cohort of 16: the direction."""
     model = with_part(ROLLPACKER_14B, "lengths", cap=8192, cap_share=0.0229)
-    model = with_part(with_part(model, "push", round_s=0.0), "engine", max_running=32, kv_tokens=0)
+    model = with_part(with_part(model, "push", round_s=0.0), "engine", max_num_seqs=32, kv_tokens=0)
     model = msgspec.structs.replace(model, engines=Engines(count=1, prompt_tokens=128, capacity=32))
     cohort = 16
     modes: list[dict[str, Any]] = [

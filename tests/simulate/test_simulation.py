@@ -16,7 +16,7 @@ from streamrl.base.errors import StreamRLError
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
-from streamrl.recipe.scheduling import LengthSorted, Losers, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import DEMO, HEAVY, Engines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.routing import LeastLoaded
@@ -27,10 +27,10 @@ from streamrl.vllm.continuation import ROUNDS_KEPT
 POLICIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "presubmitted": {"presubmit": True},
-    "short and long": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(eta_responses=1.25)},
+    "short and long": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(response_oversampling=1.25)},
     "losers resumed": {
         "rounds": RoundKind.TAIL_BATCHING,
-        "tail_batching": TailBatching(losers=Losers.RESUME),
+        "tail_batching": TailBatching(deferred_prompts=DeferredPrompts.RESUME),
         "max_staleness": 8,
     },
     "sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=3)},
@@ -86,7 +86,7 @@ def test_synchronous_rollouts_of_the_demo_take_what_the_reference_says(
 
 def test_tail_batching_of_the_demo_takes_what_the_reference_says() -> None:
     """refs/scheduling-model.md section 1, 8x8: model short 0.57, long 1.17; generated/trained 1.61; length 0.81."""
-    racing = TailBatching(eta_responses=1.25, losers=Losers.REGENERATE)
+    racing = TailBatching(response_oversampling=1.25, deferred_prompts=DeferredPrompts.REGENERATE)
     chosen = control_settings(batch_groups=8, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
     report = simulate(chosen, DEMO, 50, warm_up=5)
     kinds = {kind.round_kind: kind for kind in report.kinds}
@@ -101,19 +101,25 @@ def test_tail_batching_of_the_demo_takes_what_the_reference_says() -> None:
 def test_a_replayed_loser_keeps_its_length_and_a_regenerated_one_gets_shorter() -> None:
     """refs/scheduling-model.md section 4 (10i): selection cancels over the cycle when losers keep their noise."""
     ratio = {}
-    for losers in (Losers.REPLAY, Losers.REGENERATE):
-        racing = TailBatching(losers=losers)
+    for losers in (DeferredPrompts.REPLAY, DeferredPrompts.REGENERATE):
+        racing = TailBatching(deferred_prompts=losers)
         chosen = control_settings(batch_groups=8, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
         ratio[losers] = simulate(chosen, HEAVY, 30).length_ratio
-    assert ratio[Losers.REPLAY] == pytest.approx(1.0, abs=1e-9), "whole cycles: each draw is trained exactly once"
-    assert ratio[Losers.REGENERATE] < 0.96
+    assert ratio[DeferredPrompts.REPLAY] == pytest.approx(1.0, abs=1e-9), (
+        "whole cycles: each draw is trained exactly once"
+    )
+    assert ratio[DeferredPrompts.REGENERATE] < 0.96
 
 
 def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
     """refs/scheduling-model.md 10i: nothing is generated twice at d = 0, a little at d = 0.001."""
     report = {}
-    for losers, rejected in ((Losers.REPLAY, 0.0), (Losers.VERIFY, 0.0), (Losers.VERIFY, 0.001)):
-        racing = TailBatching(losers=losers)
+    for losers, rejected in (
+        (DeferredPrompts.REPLAY, 0.0),
+        (DeferredPrompts.VERIFY, 0.0),
+        (DeferredPrompts.VERIFY, 0.001),
+    ):
+        racing = TailBatching(deferred_prompts=losers)
         chosen = control_settings(batch_groups=16, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
         report[losers, rejected] = simulate(chosen, with_part(HEAVY, "engine", rejected_per_token=rejected), 30)
     replayed, at_once, verified = report.values()
@@ -130,7 +136,7 @@ def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
 
 def test_tokens_of_losers_that_never_run_again_are_not_kept_for_ever() -> None:
     """Responses that come too late for their prompt, which won."""
-    racing = TailBatching(eta_prompts=1.0, eta_responses=1.5, losers=Losers.VERIFY)
+    racing = TailBatching(prompt_oversampling=1.0, response_oversampling=1.5, deferred_prompts=DeferredPrompts.VERIFY)
     chosen = control_settings(steps=150, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
     simulation = Simulation(chosen, TINY, ModelledLengths(TINY.lengths))
     simulation.run()

@@ -134,7 +134,7 @@ def test_an_impossible_budget_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 
 def test_every_candidate_of_the_grid_is_a_recipe_that_could_run(tmp_path: Path) -> None:
-    more = 'rounds = "tail_batching"\n[tail_batching]\neta_prompts = 1.4'
+    more = 'rounds = "tail_batching"\n[tail_batching]\nprompt_oversampling = 1.4'
     recipe = load_recipe(write_recipe(tmp_path, 8, more))
     candidates = grid(recipe, Budget(max_staleness=3))
     assert len(candidates) >= 12
@@ -181,7 +181,7 @@ def record_run(folder: Path, *, steps: int = 16, prompts: int = 8) -> Path:
         started_at=0.0,
         seed=0,
         max_tokens=2048,
-        max_context=4096,
+        max_model_len=4096,
         temperature=1.0,
         prompts_per_batch=prompts,
         group_size=8,
@@ -312,13 +312,13 @@ def test_auto_chooses_as_the_simulator_ranks(regime: str) -> None:
         return simulate(settings, model, steps, warm_up=5).goodput
 
     fixed = {1.0: goodput(RoundKind.SYNCHRONOUS)}
-    fixed |= {eta: goodput(RoundKind.TAIL_BATCHING, eta_prompts=eta) for eta in (1.125, 1.25, 1.5)}
+    fixed |= {eta: goodput(RoundKind.TAIL_BATCHING, prompt_oversampling=eta) for eta in (1.125, 1.25, 1.5)}
     settings = control_settings(batch_groups=prompts, group_size=8, rounds=RoundKind.AUTO, steps=steps)
     simulation = Simulation(settings, model, ModelledLengths(model.lengths, 0))
     report = simulation.run()
     policy = simulation.core.policy
     assert isinstance(policy, AutoRounds)
-    assert fixed[policy.current.eta_prompts] >= 0.95 * max(fixed.values()), (policy.current, fixed)
+    assert fixed[policy.current.prompt_oversampling] >= 0.95 * max(fixed.values()), (policy.current, fixed)
     assert (policy.current.form is Form.TAIL_BATCHING) == (max(fixed.values()) >= 1.05 * fixed[1.0])
     if regime == "A-demo 32x8":
         assert {kind.round_kind for kind in report.kinds} == {"synchronous"}

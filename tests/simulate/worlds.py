@@ -15,7 +15,7 @@ from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.stages import TrainerModel
 
 TINY = ClusterModel(
-    engine=EngineModel(base_s=1e-3, per_running_s=1e-4, max_running=64),
+    engine=EngineModel(base_s=1e-3, per_running_s=1e-4, max_num_seqs=64),
     trainer=TrainerModel(token_s=1e-5, optimizer_s=0.01),
     lengths=LengthModel(cap=400, weights=(1.0,), mus=(math.log(40),), sigmas=(1.0,), cap_share=0.04, correlation=0.5),
     engines=Engines(count=2, prompt_tokens=10),

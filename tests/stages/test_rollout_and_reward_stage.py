@@ -157,8 +157,8 @@ def scored_as(order: Any, reward: Callable[[CompletionToScore], float]) -> Group
     )
 
 
-def settings(*, per_group: bool = False, time_limit_s: float = 5.0, concurrency: int = 2) -> RewardSettings:
-    return RewardSettings(functions="f", per_group=per_group, time_limit_s=time_limit_s, concurrency=concurrency)
+def settings(*, per_group: bool = False, timeout_s: float = 5.0, concurrency: int = 2) -> RewardSettings:
+    return RewardSettings(functions="f", per_group=per_group, timeout_s=timeout_s, concurrency=concurrency)
 
 
 async def test_what_a_replaced_worker_had_not_overdone_is_scored_by_its_successor() -> None:
@@ -191,7 +191,7 @@ async def test_what_hung_for_longer_than_its_limit_is_recorded_as_timed_out() ->
         await results.abort("killed")
 
     incoming = [FinishedTrajectory(trajectory=trajectory(i), group_size=1) for i in range(2)]
-    outcomes = await score(settings(time_limit_s=0.01), [hang_then_die, answer_everything], incoming)
+    outcomes = await score(settings(timeout_s=0.01), [hang_then_die, answer_everything], incoming)
     failures = [o.outcome for o in outcomes if isinstance(o.outcome, RewardFailure)]
     assert failures and all(f.kind is RewardFailureKind.TIMED_OUT for f in failures)
     assert len(outcomes) == 2

@@ -35,8 +35,8 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "simulated"
     base_ms: float = 1.7
     per_request_ms: float = 0.027
-    max_running: int = 256
-    max_context: int = 4096
+    max_num_seqs: int = 256
+    max_model_len: int = 4096
     kv_tokens: int = 0
     vocabulary: int = 32
     end_token: int = 1
@@ -88,9 +88,9 @@ class EngineWeights(Protocol):
 class _Running:
     """One open request: what it will sample, what it has sampled, and who waits for it."""
 
-    def __init__(self, asked: Generate, text: SampledText, max_context: int) -> None:
+    def __init__(self, asked: Generate, text: SampledText, max_model_len: int) -> None:
         request = without_kept(asked)
-        self._draft = text.draft(request, max_context - len(request.token_ids))
+        self._draft = text.draft(request, max_model_len - len(request.token_ids))
         plan = self._draft.token_ids
         self.finish_reason = FinishReason.STOP if self._draft.ends else FinishReason.LENGTH
         self.sampled = 0
@@ -163,8 +163,8 @@ class SimulatedEngine:
         return EngineReady(
             engine=self._options.name,
             policy_version=self._policy_version,
-            max_context=self._options.max_context,
-            max_running=self._options.max_running,
+            max_model_len=self._options.max_model_len,
+            max_num_seqs=self._options.max_num_seqs,
             tokenizer_digest=self._options.tokenizer_digest,
             kv_tokens=self._options.kv_tokens,
         )
@@ -181,10 +181,10 @@ class SimulatedEngine:
         if request.request_id in self._open:
             raise RequestRefused(f"request {request.request_id} is already open; give every request its own id")
         prompt = len(request.token_ids) - request.kept
-        if not 0 < prompt < self._options.max_context:
+        if not 0 < prompt < self._options.max_model_len:
             raise RequestRefused(
                 f"a prompt of {prompt} tokens does not fit the context of"
-                f" {self._options.max_context}; shorten it or raise engines.max_context"
+                f" {self._options.max_model_len}; shorten it or raise engines.max_model_len"
             )
         if remaining_tokens(request) == 0:
             return Completion(
@@ -193,7 +193,7 @@ class SimulatedEngine:
                 finish_reason=FinishReason.LENGTH,
                 version_spans=(),
             )
-        running = self._open[request.request_id] = _Running(request, self._text, self._options.max_context)
+        running = self._open[request.request_id] = _Running(request, self._text, self._options.max_model_len)
         try:
             await self._until_finished(running)
         finally:
@@ -283,15 +283,15 @@ class SimulatedEngine:
         return {"simulated.weight": hashlib.sha256(str(self._state_hash).encode()).hexdigest()}
 
     def load(self) -> EngineLoad:
-        """Requests beyond ``max_running`` wait; while paused all wait. Every token is one of a decode step."""
-        running = 0 if self._paused else min(len(self._open), self._options.max_running)
+        """Requests beyond ``max_num_seqs`` wait; while paused all wait. Every token is one of a decode step."""
+        running = 0 if self._paused else min(len(self._open), self._options.max_num_seqs)
         steps, seconds, tokens = self._reported
         self._reported = (self._decode_steps, self._decode_s, self._generated_tokens)
         new_steps = self._decode_steps - steps
         return EngineLoad(
             running=running,
             waiting=len(self._open) - running,
-            kv_cache_usage=running / self._options.max_running,
+            kv_cache_usage=running / self._options.max_num_seqs,
             generated_tokens=self._generated_tokens,
             token_s=(self._decode_s - seconds) / new_steps if new_steps else 0.0,
             mean_running=(self._generated_tokens - tokens) / new_steps if new_steps else 0.0,
@@ -342,7 +342,7 @@ class SimulatedEngine:
         if self._paused:
             await self._changed.wait()
             return
-        batch = list(self._open.values())[: self._options.max_running]
+        batch = list(self._open.values())[: self._options.max_num_seqs]
         changed, began_s = self._changed, self._clock()
         await self._sleep((self._options.base_ms + self._options.per_request_ms * len(batch)) / 1000)
         if self._paused or changed.is_set():  # paused meanwhile: the step never happened

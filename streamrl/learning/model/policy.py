@@ -60,7 +60,7 @@ class PackedPolicy(nn.Module):
         if self._longest is not None and row.layout.longest > self._longest:
             raise StreamRLError(
                 f"a sequence has {row.layout.longest} tokens; with the rope type of this model at most {self._longest} "
-                "can be trained: lower sampling.max_tokens or engines.max_context"
+                "can be trained: lower sampling.max_tokens or engines.max_model_len"
             )
         output = self.hugging_face.base_model(
             input_ids=row.tokens_T[None],

@@ -103,7 +103,8 @@ SPEED: tuple[Metric, ...] = (
         "share",
         SHARE,
         "Tokens of losers that the new weights chose again, of all that were verified since the last step "
-        '(tail_batching.losers = "verify"); they were not decoded twice, though they count as wasted where they lost.',
+        '(tail_batching.deferred_prompts = "verify"); they were not decoded twice, though they count as wasted where '
+        "they lost.",
     ),
     Metric(
         "perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were not trained, of all whose end is known."

@@ -47,7 +47,7 @@ class TraceHeader(Line, frozen=True, tag="header"):
     started_at: float
     seed: int
     max_tokens: int
-    max_context: int
+    max_model_len: int
     temperature: float
     prompts_per_batch: int
     group_size: int
@@ -66,7 +66,7 @@ def trace_header(
     *,
     run_id: str,
     started_at: float,
-    max_context: int,
+    max_model_len: int,
     capacity: int,
     kv_tokens: int = 0,
     parameters: int = 0,
@@ -78,7 +78,7 @@ def trace_header(
         started_at=started_at,
         seed=recipe.run.seed,
         max_tokens=recipe.sampling.max_tokens,
-        max_context=max_context,
+        max_model_len=max_model_len,
         temperature=recipe.sampling.temperature,
         prompts_per_batch=recipe.rollout.prompts_per_batch,
         group_size=recipe.rollout.group_size,

@@ -40,7 +40,7 @@ from streamrl.policies.adviser.length_estimate import LengthEstimate
 from streamrl.policies.adviser.load_profile import PlayedLoad
 from streamrl.policies.adviser.prediction import BatchShape, Form, Prediction, Schedule, predict
 from streamrl.policies.tail_batching import TailBatching
-from streamrl.recipe.scheduling import SAME_NOISE, Losers
+from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts
 
 FIRST_GROUPS = 20
 LEAST_GAIN = 0.05
@@ -76,19 +76,20 @@ class AutoRounds:
 
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.tail_batching
-        if options.losers is Losers.RESUME:
+        if options.deferred_prompts is DeferredPrompts.RESUME:
             raise ValueError(
-                'tail_batching.losers = "resume" is off-policy and rounds = "auto" is not: use "replay" or "regenerate"'
+                'tail_batching.deferred_prompts = "resume" is off-policy and rounds = "auto" is not: use "replay" or '
+                '"regenerate"'
             )
-        self._replays = options.losers in SAME_NOISE
+        self._replays = options.deferred_prompts in SAME_NOISE
         self._policies: dict[Schedule, RoundPolicy] = {SYNCHRONOUS: SynchronousRounds(settings)}
         elastic = sorted({1, options.long_round_batches})
         races = [Schedule(Form.TAIL_BATCHING, eta, long_batches=batches) for batches in elastic for eta in ETAS]
         for schedule in races:
             racing = msgspec.structs.replace(
                 options,
-                eta_prompts=schedule.eta_prompts,
-                eta_responses=1.0,
+                prompt_oversampling=schedule.prompt_oversampling,
+                response_oversampling=1.0,
                 long_round_batches=schedule.long_batches,
             )
             self._policies[schedule] = TailBatching(msgspec.structs.replace(settings, tail_batching=racing))

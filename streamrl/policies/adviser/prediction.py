@@ -35,11 +35,11 @@ class Form(StrEnum):
 class Schedule(msgspec.Struct, frozen=True):
     """A form of rounds with its constants.
 
-    ``eta_prompts``: of a short round; ``long_batches``: batches that one long round trains.
+    ``prompt_oversampling``: of a short round; ``long_batches``: batches that one long round trains.
     """
 
     form: Form = Form.SYNCHRONOUS
-    eta_prompts: float = 1.0
+    prompt_oversampling: float = 1.0
     long_batches: int = 1
 
     @property
@@ -48,7 +48,7 @@ class Schedule(msgspec.Struct, frozen=True):
         if self.form is Form.SYNCHRONOUS:
             return str(self.form)
         elastic = f" x{self.long_batches}" if self.long_batches > 1 else ""
-        return f"{self.form} {self.eta_prompts:g}{elastic}"
+        return f"{self.form} {self.prompt_oversampling:g}{elastic}"
 
 
 class BatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class BatchShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def launched(self, schedule: Schedule) -> int:
         """Groups of a short round."""
-        return math.ceil(schedule.eta_prompts * self.prompts)
+        return math.ceil(schedule.prompt_oversampling * self.prompts)
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

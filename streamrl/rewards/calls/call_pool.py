@@ -218,7 +218,7 @@ class CallPool:
             self._end_late(child, [sequence], seconds, late_message(call.limit_s))
         elif child.loop:
             self._watch_loop(child, sequence, seconds)
-        elif sequence and call is None and seconds > max(reward.time_limit_s for reward in self._rewards):
+        elif sequence and call is None and seconds > max(reward.timeout_s for reward in self._rewards):
             self._kill(child)  # a call that was taken back has begun all the same
         elif sequence and seconds > _SLOW_S and len(child.pending) > 1:
             self._give_back(child.take_back())

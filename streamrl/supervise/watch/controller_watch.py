@@ -42,12 +42,12 @@ _STARTS = 2.0
 
 
 def stall_limit_s(recipe: Recipe) -> float:
-    """How long a run may stand still: ``run.stall_s``, and longer than its slowest time limit; 0: for ever."""
-    if not recipe.run.stall_s:
+    """How long a run may stand still: ``run.stall_timeout_s``, and longer than its slowest time limit; 0: for ever."""
+    if not recipe.run.stall_timeout_s:
         return 0.0
-    limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.stalled_s]
-    limits += [(reward.time_limit_s + reward.backoff_s) * (reward.retries + 1) for reward in recipe.rewards]
-    return max(recipe.run.stall_s, _BEYOND_LIMITS * max(limits))
+    limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]
+    limits += [(reward.timeout_s + reward.backoff_s) * (reward.retries + 1) for reward in recipe.rewards]
+    return max(recipe.run.stall_timeout_s, _BEYOND_LIMITS * max(limits))
 
 
 class ControllerWatch:
@@ -70,7 +70,7 @@ class ControllerWatch:
         self._waits_for_people = by_hand
         self._stalls = StallWatch(
             run_directory / _STALLS,
-            stall_s=max(self._stall_s, _STARTS * recipe.engines.start_timeout_s),
+            stall_timeout_s=max(self._stall_s, _STARTS * recipe.engines.start_timeout_s),
             progress=lambda: self._progress(),
             waits=self._lines,
             tell=tell,
@@ -96,7 +96,7 @@ class ControllerWatch:
             reason, seconds = waits.waits_for()
             return [f"the run waits for {reason}, for {seconds:.1f} s"]
 
-        self._progress, self._told, self._stalls.stall_s = progress.read, told, self._stall_s
+        self._progress, self._told, self._stalls.stall_timeout_s = progress.read, told, self._stall_s
         self._groups = lambda: groups_under_way(state)
 
     def take_loop_lag(self) -> float:

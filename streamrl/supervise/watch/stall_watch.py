@@ -32,7 +32,7 @@ class StallWatch:
         self,
         directory: Path,
         *,
-        stall_s: float,
+        stall_timeout_s: float,
         progress: Callable[[], object],
         waits: Callable[[], list[str]],
         tell: Callable[[StallSeen], Awaitable[None]],
@@ -40,7 +40,7 @@ class StallWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
-        self.stall_s = stall_s
+        self.stall_timeout_s = stall_timeout_s
         self._progress = progress
         self._waits = waits
         self._tell = tell
@@ -50,12 +50,12 @@ class StallWatch:
         self._since_s = self._looked_s = clock()
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises ``RunStalled`` when nothing moved for ``stall_s`` seconds."""
+        """Until it is cancelled. Raises ``RunStalled`` when nothing moved for ``stall_timeout_s`` seconds."""
         while True:
             self.look()
-            if self.still_s >= self.stall_s:
+            if self.still_s >= self.stall_timeout_s:
                 await self._stalled()
-            await anyio.sleep(min(self.stall_s / _LOOKS, _LONGEST_PAUSE_S))
+            await anyio.sleep(min(self.stall_timeout_s / _LOOKS, _LONGEST_PAUSE_S))
 
     @property
     def still_s(self) -> float:
@@ -67,7 +67,7 @@ class StallWatch:
         one look: what others did meanwhile is seen only at the next one."""
         now, before = self._clock(), self._looked_s
         gap_s = now - before
-        if gap_s > self.stall_s / 2:
+        if gap_s > self.stall_timeout_s / 2:
             self._since_s += gap_s
         self._looked_s = now
         found = self._progress()
@@ -92,7 +92,7 @@ class StallWatch:
         path = await self.write(occasion)
         first = ", ".join(waits[:2]) or "nobody says what for"
         await self._tell(StallSeen(waits=tuple(waits[:_MOST_NAMES]), seconds=seconds, file=str(path)))
-        raise RunStalled(f"{occasion} (run.stall_s): {first}; {path} tells who waits for what, with all stacks")
+        raise RunStalled(f"{occasion} (run.stall_timeout_s): {first}; {path} tells who waits for what, with all stacks")
 
 
 def write_stall(directory: Path, text: str) -> Path:
