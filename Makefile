@@ -20,12 +20,12 @@ PIP_FLAGS := --disable-pip-version-check --no-input -qq
 PYTHONS := $(if $(filter cuda,$(DEVICE)),3.11 3.12,3.11)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
-.PHONY: help demo test check lint types pytest venv lock audit clean
+.PHONY: help demo test check lint types pytest claims venv lock audit clean
 
 help:
 	@echo "make demo    install, then train the sorting policy ($(RECIPE))"
 	@echo "make test    install, then lint, format check, types and tests"
-	@echo "make lint | types | pytest | check (= test) | venv | lock | audit | clean"
+	@echo "make lint | types | pytest | check (= test) | claims | venv | lock | audit | clean"
 
 demo: venv
 	@$(BIN)/streamrl train $(RECIPE) $(DEMO_FLAGS)
@@ -46,6 +46,10 @@ types: venv
 pytest: venv
 	@echo "tests: pytest"
 	$(BIN)/pytest -p no:cacheprovider --import-mode=importlib -n $(TEST_WORKERS) $(PYTEST_FLAGS)
+
+# The page of measured figures; CLAIMS="NAME ..." measures these rows again first.
+claims: venv
+	@$(BIN)/python benchmarks/claims.py $(CLAIMS)
 
 venv: $(STAMP)
 

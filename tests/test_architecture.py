@@ -27,7 +27,7 @@ LONGEST_FUNCTION = 80
 # none. The product stays larger than its tests.
 MOST_LINES = {"streamrl": 62308, "tests": 56691}
 MOST_KEYS = 182
-MOST_README_WORDS = 2_520
+MOST_README_WORDS = 800
 LARGEST_CLASS = 250
 # Classes above the limit, with the size each may not exceed: lower a number when its class shrinks, add none.
 LARGE_CLASSES = {

@@ -1,0 +1,130 @@
+"""The table of measured claims, and the commands that measure a row again.
+
+``python benchmarks/claims.py`` writes ``docs/benchmarks.md`` from ``benchmarks/claims.json``. With names of claims it runs
+their commands first, and records what they printed with the date, the commit and the machine. ``make claims`` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "benchmarks" / "claims.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit and on
+which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are shared and
+noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again.
+"""
+
+
+class Claim(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One figure. ``shows``: pattern of the lines of the output that are the figure; without one, the last line."""
+
+    name: str
+    area: str
+    what: str
+    command: str
+    figure: str
+    date: str
+    commit: str
+    machine: str
+    minutes: float
+    shows: str = ""
+
+
+def read_claims() -> list[Claim]:
+    """All claims, in the order of the file. Raises ``msgspec.ValidationError`` where the file is malformed."""
+    return msgspec.json.decode(TABLE.read_bytes(), type=list[Claim])
+
+
+def page(claims: list[Claim]) -> str:
+    """Text of ``docs/benchmarks.md``: a table for each area."""
+    parts = [HEAD]
+    for area in dict.fromkeys(claim.area for claim in claims):
+        parts.append(f"\n## {area}\n\n| what | figure | when, where | command |\n|---|---|---|---|")
+        parts += [
+            f"| {claim.what} | {claim.figure} | {claim.date}, `{claim.commit}`, {claim.machine} "
+            f"| `{claim.name}`: `{claim.command}` ({claim.minutes:g} min) |"
+            for claim in claims
+            if claim.area == area
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def figure_of(claim: Claim, output: str) -> str:
+    """What the command's output says. Raises ``SystemExit`` where it does not contain the figure."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    found = [line for line in lines if re.search(claim.shows, line)] if claim.shows else lines[-1:]
+    if not found:
+        raise SystemExit(f"{claim.name}: no line of the output matches {claim.shows!r}")
+    return "; ".join(found).replace("|", "/")
+
+
+def machine() -> str:
+    """Cores and processor, and the GPU where there is one."""
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    found = f"{os.cpu_count()} cores, {model[1].strip() if model else platform.machine()}"
+    try:
+        names = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return found
+    return f"{found}, {len(names)} GPU" if names else found
+
+
+def measure(claim: Claim) -> Claim:
+    """The claim with a new figure. Raises ``SystemExit`` where the command fails; nothing is recorded then."""
+    print(f"{claim.name}: {claim.command} (about {claim.minutes:g} min)", flush=True)
+    began = time.monotonic()
+    arguments = shlex.split(claim.command)
+    if arguments[0] == "python":
+        arguments[0] = sys.executable
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        print(f"  {line.rstrip()}", flush=True)
+        lines.append(line)
+    if process.wait() != 0:
+        raise SystemExit(f"{claim.name}: {claim.command!r} ended with {process.returncode}; its row is as it was")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return msgspec.structs.replace(
+        claim,
+        figure=figure_of(claim, "".join(lines)),
+        date=date.today().isoformat(),
+        commit=commit.stdout.strip(),
+        machine=machine(),
+        minutes=round((time.monotonic() - began) / 60, 1),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="claims to measure again")
+    names = parser.parse_args().names
+    claims = read_claims()
+    if unknown := set(names) - {claim.name for claim in claims}:
+        parser.error(f"no such claim: {', '.join(sorted(unknown))}; there are {', '.join(c.name for c in claims)}")
+    for number, claim in enumerate(claims):
+        if claim.name in names:
+            claims[number] = measure(claim)
+            TABLE.write_bytes(msgspec.json.format(msgspec.json.encode(claims), indent=2) + b"\n")
+    PAGE.write_text(page(claims))
+
+
+if __name__ == "__main__":
+    main()
