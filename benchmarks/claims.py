@@ -1,7 +1,8 @@
 """The table of measured claims, and the commands that measure a row again.
 
-``python benchmarks/claims.py`` writes ``docs/benchmarks.md`` from ``benchmarks/claims.json``. With names of claims it runs
-their commands first, and records what they printed with the date, the commit and the machine. ``make claims`` calls it.
+``python benchmarks/claims.py`` writes ``docs/benchmarks.md`` from ``benchmarks/claims.json``. With names of claims it
+runs their commands first, and records what they printed with the date, the commit and the machine. ``make claims`` calls
+it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ TABLE = ROOT / "benchmarks" / "claims.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEAD = """# Benchmarks
 
-Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit and on
-which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are shared and
-noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again.
+Written by `make claims` from `benchmarks/claims.json`; a test compares the two. Each row says when, at which commit
+and on which machine its figure was measured; before 2026-11-25 the commit is the last one of that day. The machines are
+shared and noisy: read ratios, not seconds. `make claims CLAIMS="NAME"` measures a row again.
 """
 
 
