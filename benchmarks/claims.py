@@ -1,8 +1,7 @@
 """The table of measured claims, and the commands that measure a row again.
 
 ``python benchmarks/claims.py`` writes ``docs/benchmarks.md`` from ``benchmarks/claims.json``. With names of claims it
-runs their commands first, and records what they printed with the date, the commit and the machine. ``make claims`` calls
-it.
+runs their commands first, and records what they printed with the date, the commit and the machine (``make claims``).
 """
 
 from __future__ import annotations
