@@ -30,8 +30,8 @@ import torch
 
 from streamrl.weights import WEIGHT_BACKEND, announcement_of, commit, engine_environment, stage
 from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.push.publisher import WeightPublisher
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.load_plan import record_load_plan
 

@@ -37,11 +37,11 @@ from streamrl.weights.manifest import (
     digest_of,
     encode_manifest,
 )
+from streamrl.weights.publish.publisher import WeightPublisher
+from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.pull import fetch as fetching
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.push.publisher import WeightPublisher
-from streamrl.weights.push.serving import ServedPart, ServingThread
 from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 
 Bits = dict[str, BitArray]

@@ -29,8 +29,8 @@ from streamrl.prompts.prompt_tables import TableRows, find_table_files
 from streamrl.prompts.tokenizer import ChatError, load_tokenizer
 from streamrl.recipe.load import load_recipe
 from streamrl.simulate.cluster import DEMO, dump_cluster, load_cluster
-from streamrl.weights.push import checkpoint_bits
-from streamrl.weights.push.checkpoint_bits import map_checkpoint
+from streamrl.weights.publish import checkpoint_bits
+from streamrl.weights.publish.checkpoint_bits import map_checkpoint
 
 _RECIPES = Path(__file__).resolve().parent.parent.parent / "examples"
 _MORE_OF_A_RECIPE = b"""

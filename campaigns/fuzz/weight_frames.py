@@ -35,11 +35,11 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights import compiled_paths
 from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.publish import publisher as publishing
+from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch, _Decoding
 from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import ReceivedPart
-from streamrl.weights.push import publisher as publishing
-from streamrl.weights.push.serving import ServedPart, ServingThread
 from streamrl.weights.requests import ChunkReply, FoldReply, GetChunk, GetFold, ManifestReply, encoder
 
 SECONDS_A_CASE = 20.0

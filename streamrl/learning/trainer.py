@@ -58,7 +58,7 @@ from streamrl.prompts.tokenizer import tokenizer_digest
 from streamrl.recipe.algorithms import WHOLE_BATCH
 from streamrl.recipe.objective import AdvantageKind
 from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.push.publisher import Published
+from streamrl.weights.publish.publisher import Published
 from streamrl.weights.state_hash import MODULUS, hash_range
 
 STREAMED_ROWS = 2

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_complete, encode_patch
     from streamrl.weights.engine_push import announcement_of, commit, push, stage
     from streamrl.weights.manifest import ShardSpec
+    from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
+    from streamrl.weights.publish.publisher import Published, WeightPublisher
     from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
     from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
-    from streamrl.weights.push.loaded_checkpoint import CheckpointBase
-    from streamrl.weights.push.publisher import Published, WeightPublisher
     from streamrl.weights.vllm_names import (
         SERVER_OPTIONS,
         WEIGHT_BACKEND,
@@ -70,13 +70,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "streamrl.weights.push.loaded_checkpoint": ("CheckpointBase",),
+    "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),
     "streamrl.weights.engine_push": ("announcement_of", "commit", "push", "stage"),
     "streamrl.weights.pull.fetch": ("FetchedVersion", "KeptParts", "fetch_version"),
     "streamrl.weights.manifest": ("ShardSpec",),
     "streamrl.weights.pull.mirror": ("CheckpointMirror", "StagedVersion"),
-    "streamrl.weights.push.publisher": ("Published", "WeightPublisher"),
+    "streamrl.weights.publish.publisher": ("Published", "WeightPublisher"),
     "streamrl.weights.vllm_names": (
         "SERVER_OPTIONS",
         "WEIGHT_BACKEND",

@@ -16,7 +16,7 @@ import msgspec
 
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import OrderDone, WeightAnnouncement
-from streamrl.weights.push.publisher import Published
+from streamrl.weights.publish.publisher import Published
 from streamrl.weights.state_hash import MODULUS
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call

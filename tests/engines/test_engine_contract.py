@@ -23,7 +23,7 @@ from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.vllm.continuation import with_kept
-from streamrl.weights.push.publisher import ShardSpec, WeightPublisher
+from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 
 CONTEXT = 512
 MakeRequest = Callable[..., Generate]

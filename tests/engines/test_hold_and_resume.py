@@ -30,8 +30,8 @@ from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
 from streamrl.sync.publisher import WeightPublisher
-from streamrl.weights.push.publisher import Published, ShardSpec
-from streamrl.weights.push.publisher import WeightPublisher as RankPublisher
+from streamrl.weights.publish.publisher import Published, ShardSpec
+from streamrl.weights.publish.publisher import WeightPublisher as RankPublisher
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")

@@ -24,8 +24,8 @@ from streamrl.plan.preflight import preflight
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.load import load_recipe
 from streamrl.weights.engine_push import announcement_of
+from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 from streamrl.weights.pull.node_mirror import shared_mirror
-from streamrl.weights.push.publisher import ShardSpec, WeightPublisher
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 MakeRequest = Callable[..., Generate]

@@ -29,7 +29,7 @@ from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
 from streamrl.plan.training_memory import Gathered
-from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.publish.publisher import WeightPublisher
 
 SIZES = [4, 3, 1, 5, 2]
 ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]

@@ -25,9 +25,9 @@ from streamrl.weights.codec import compiled_split, single_exponents
 from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.codec.exponent_classes import MAXIMUM_CLASSES
 from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
-from streamrl.weights.push.publisher import Published, WeightPublisher
 from streamrl.weights.requests import GetFold
 from streamrl.weights.state_hash import MODULUS
 

@@ -24,7 +24,7 @@ from streamrl.remote import guarded_sockets
 from streamrl.remote.guarded_sockets import GuardedContext, gate_of, keys_for
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole, make_keys, public_keys, read_role_keys
-from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.publish.publisher import WeightPublisher
 
 ActAs = Callable[..., None]
 OUTCOMES = (

@@ -14,9 +14,9 @@ import zmq
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.bit_patterns import bit_type
 from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
-from streamrl.weights.push.publisher import Published, WeightPublisher
 
 Bits = dict[str, np.ndarray]
 Frames = list[bytes]

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from streamrl.base.messages import OrderDone, WeightAnnouncement
 from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.push.publisher import WeightPublisher
+from streamrl.weights.publish.publisher import WeightPublisher
 
 Bits = dict[str, np.ndarray]
 Shapes = dict[str, tuple[int, ...]]

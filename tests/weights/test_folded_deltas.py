@@ -16,12 +16,12 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.manifest import CHECKPOINT_VERSION, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.publish.folding import FoldMaker
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
+from streamrl.weights.publish.published_versions import MAXIMUM_EARLIER, PendingVersion, PublishedVersions
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import ReceivedPart
-from streamrl.weights.push.folding import FoldMaker
-from streamrl.weights.push.loaded_checkpoint import CheckpointBase
-from streamrl.weights.push.published_versions import MAXIMUM_EARLIER, PendingVersion, PublishedVersions
 from streamrl.weights.requests import FoldReply, GetChunk, GetFold, NotServed, decode_request, encoder
 from tests.weights import test_weight_publisher as publishing
 from tests.weights.faulty_link import TENSORS as SMALL_TENSORS

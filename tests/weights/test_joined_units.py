@@ -24,8 +24,8 @@ from streamrl.weights import compiled_paths, manifest, work_units
 from streamrl.weights.bit_patterns import bit_type
 from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.pull.fetch import ShardPatch, _Decoding
-from streamrl.weights.push.publisher import WeightPublisher
 from streamrl.weights.work_units import WorkUnit, listed_units
 from tests.weights.faulty_link import SmallPush
 
@@ -155,7 +155,7 @@ def test_a_process_with_a_small_model_never_loads_the_compiler() -> None:
     code = """
         import sys
         import numpy as np
-        from streamrl.weights.push import publisher
+        from streamrl.weights.publish import publisher
         from streamrl.weights.manifest import ShardSpec
         from streamrl.weights.codec.codec import decode_patch
         shards = [ShardSpec(f"t{i}", "bfloat16", (3000,), 0, 3000) for i in range(100)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from campaigns.fuzz.weight_frames import replies_of, world
+from streamrl.weights.publish.reply_queue import ReplyQueue
 from streamrl.weights.pull.received_part import ReceivedPart
-from streamrl.weights.push.reply_queue import ReplyQueue
 
 
 def test_peers_take_turns_and_a_request_waits_once() -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.push.loaded_checkpoint import CheckpointBase
-from streamrl.weights.push.publisher import WeightPublisher
-from streamrl.weights.push.serving import ServedPart
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
+from streamrl.weights.publish.publisher import WeightPublisher
+from streamrl.weights.publish.serving import ServedPart
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

@@ -14,9 +14,9 @@ import zmq
 from streamrl.base.errors import WeightError
 from streamrl.weights import work_units
 from streamrl.weights.codec.codec import decode_patch
+from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.pull import fetch as fetching
 from streamrl.weights.pull.fetch import KeptParts
-from streamrl.weights.push import publisher as publishing
 from streamrl.weights.requests import GetChunk, GetManifest, decode_request, encoder
 from tests.weights.faulty_link import LOST, Cut, Fault, FaultyLink, Frames, SmallPush, changed, flip, random_bits
 

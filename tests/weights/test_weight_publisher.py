@@ -20,13 +20,13 @@ from streamrl.weights import manifest, work_units
 from streamrl.weights.bit_patterns import bit_type
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.manifest import CHUNK_BYTES, ShardSpec
+from streamrl.weights.publish import publisher as publisher_module
+from streamrl.weights.publish.published_versions import MAXIMUM_PENDING
+from streamrl.weights.publish.publisher import Published, WeightPublisher
+from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.pull.fetch import FetchedVersion, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
-from streamrl.weights.push import publisher as publisher_module
-from streamrl.weights.push.published_versions import MAXIMUM_PENDING
-from streamrl.weights.push.publisher import Published, WeightPublisher
-from streamrl.weights.push.serving import ServedPart, ServingThread
 from streamrl.weights.state_hash import MODULUS
 
 Bits = dict[str, np.ndarray]

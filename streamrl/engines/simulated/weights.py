@@ -18,8 +18,8 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import OrderDone, WeightAnnouncement
 from streamrl.weights.bit_patterns import BitArray, PositionArray, bit_type
 from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
-from streamrl.weights.push.loaded_checkpoint import CheckpointBase
 from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.published_weights import PublishedWeights
-from streamrl.weights.push.publisher import Published, WeightPublisher
+from streamrl.weights.publish.publisher import Published, WeightPublisher
 
 
 def start_publisher(options: TrainerOptions, weights: PublishedWeights) -> WeightPublisher:

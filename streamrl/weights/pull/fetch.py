@@ -26,10 +26,10 @@ from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.bit_patterns import BitArray, PositionArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
 from streamrl.weights.manifest import MANIFEST_LIMIT, Manifest, ShardSpec, TensorEntry
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
 from streamrl.weights.pull.held_weights import HeldWeights, choose_held
 from streamrl.weights.pull.pull_socket import WeightContext, pull_socket
 from streamrl.weights.pull.received_part import ReceivedPart
-from streamrl.weights.push.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
 from streamrl.weights.requests import encoder
 from streamrl.weights.state_hash import MODULUS
 from streamrl.weights.work_units import WorkUnit

@@ -19,10 +19,10 @@ import msgspec
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.weights.pull.held_weights import HeldWeights
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
-from streamrl.weights.push.loaded_checkpoint import CheckpointBase
 
 AUDIT_INTERVAL = 50
 """After so many commits every live element is compared with the mirror, while the next version arrives."""

@@ -21,8 +21,8 @@ from streamrl.comm.socket_options import make_signal
 from streamrl.comm.zmq_sockets import bind, connect, ipc_path_identity, remove_ipc_path
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import KeyRole
+from streamrl.weights.publish.reply_queue import ReplyQueue
 from streamrl.weights.pull.pull_socket import WeightContext, pull_socket
-from streamrl.weights.push.reply_queue import ReplyQueue
 from streamrl.weights.requests import (
     REQUEST_LIMIT,
     ChunkReply,

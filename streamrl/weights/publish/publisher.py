@@ -31,11 +31,11 @@ from streamrl.weights.manifest import (
     digest_of,
     encode_manifest,
 )
-from streamrl.weights.push.bit_reader import BitReader, HostReader
-from streamrl.weights.push.folding import FoldMaker
-from streamrl.weights.push.loaded_checkpoint import CheckpointBase
-from streamrl.weights.push.published_versions import PendingVersion, PublishedVersions
-from streamrl.weights.push.serving import ServedPart, ServingThread
+from streamrl.weights.publish.bit_reader import BitReader, HostReader
+from streamrl.weights.publish.folding import FoldMaker
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
+from streamrl.weights.publish.published_versions import PendingVersion, PublishedVersions
+from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.requests import GetFold
 from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.weights.work_units import WorkUnit, work_units

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.push.serving import ServedPart
+from streamrl.weights.publish.serving import ServedPart
 from streamrl.weights.requests import GetFold
 
 MAXIMUM_FOLDS = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 from streamrl.base.errors import WeightError
 from streamrl.weights.bit_patterns import BitArray
 from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
-from streamrl.weights.push.checkpoint_bits import CheckpointTensor, map_checkpoint
+from streamrl.weights.publish.checkpoint_bits import CheckpointTensor, map_checkpoint
 from streamrl.weights.state_hash import MODULUS, hash_range
 
 
