@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.cli.command import AsJson, Command
 from streamrl.plan.machine_check import Finding, State, check_machine, worst
 
 _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
 
 
-def check(*, as_json: bool) -> int:
-    """Print the findings. Exit code 1 where something must be repaired before a run with real engines."""
-    findings = check_machine()
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
-    else:
-        print("\n".join(finding_lines(findings)))
-    return 1 if worst(findings) is State.FAIL else 0
+class Check(Command, frozen=True):
+    """What this machine can run, with a remedy for what it cannot."""
+
+    json: AsJson = False
+
+    def run(self) -> int:
+        """1 where something must be repaired before a run with real engines."""
+        findings = check_machine()
+        if self.json:
+            print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+        else:
+            print("\n".join(finding_lines(findings)))
+        return 1 if worst(findings) is State.FAIL else 0
 
 
 def finding_lines(findings: list[Finding]) -> list[str]:

@@ -7,13 +7,27 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import Annotated
 
 from streamrl.base.errors import StreamRLError
+from streamrl.cli.command import Argument, Command
 from streamrl.journal.replayed_run import describe, replay_run
 from streamrl.supervise.crash.crash_bundle import EVENTS, UNREADABLE, CrashManifest, read_manifest
 
 LARGEST_LOG = 8 << 30
 """Bytes of an event log that are unpacked from a bundle. A log says what it holds before it is unpacked."""
+
+
+class Replay(Command, frozen=True):
+    """Rebuild the state of control from the recorded events, and print it."""
+
+    subject: Annotated[
+        Path, Argument("a crash bundle, or the directory of a run", metavar="BUNDLE|RUN", positional=True)
+    ]
+
+    def run(self) -> int:
+        """Print it. Raises ``StreamRLError`` where nothing was recorded."""
+        return replay(self.subject)
 
 
 def replay(subject: Path) -> int:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from msgspec import structs
@@ -21,9 +22,8 @@ from rich.console import Console
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
-from streamrl.cli.main import recipe_file
-from streamrl.cli.reward_arguments import RewardTestRequest
-from streamrl.cli.reward_changes import reward_option
+from streamrl.cli.command import Argument, AsJson, recipe_file
+from streamrl.cli.reward_changes import FunctionName, RewardOptions
 from streamrl.cli.reward_completions import (
     CompletedGroup,
     PlainText,
@@ -43,15 +43,40 @@ from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import Outcome
 from streamrl.rewards.signature import RewardSignature, needed_columns
 
+ModelPath = Annotated[Path | None, Argument("sample them from this model directory with vLLM", metavar="MODEL")]
 
-def run_reward_test(request: RewardTestRequest) -> int:
+
+class Test(RewardOptions, frozen=True, kw_only=True):
+    """Score completions with one reward as a run would, and print what came of it. They come from a file, from a model,
+    or from a recipe (default: recipe.toml here)."""
+
+    function: FunctionName
+    prompts: Annotated[str, Argument("what prompts.train of a recipe may say", metavar="PROMPTS")]
+    prompt_count: Annotated[int, Argument("prompts (default 32)", metavar="N", flag="-n")] = 32
+    completions: Annotated[
+        Path | None, Argument('JSONL: "completion" with "prompt_id" or "prompt"', metavar="FILE")
+    ] = None
+    engine: ModelPath = None
+    recipe: Annotated[Path | None, Argument("sample them as this recipe does", metavar="RECIPE")] = None
+    samples: Annotated[int, Argument("sampled completions of a prompt (8)", metavar="G")] = 8
+    max_tokens: Annotated[int | None, Argument("of one (default: the recipe's, else 512)", metavar="N")] = None
+    temperature: Annotated[float | None, Argument("of sampling (default: the recipe's, else 1)", metavar="T")] = None
+    tokenizer: Annotated[Path | None, Argument("for token_ids of completions from a file", metavar="MODEL")] = None
+    json: AsJson = False
+
+    def run(self) -> int:
+        """1 when no completion got a value."""
+        return run_reward_test(self)
+
+
+def run_reward_test(request: Test) -> int:
     """Run the test and print the report. Exit code 1 when no completion got a value; raises ``RecipeError``."""
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     reward = _reward(request)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with _only_the_report_on_stdout():
         report = asyncio.run(_run(request, reward))
-    if request.as_json:
+    if request.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         Console(soft_wrap=True).print(rich_report(report, request.prompts))
@@ -72,21 +97,16 @@ def _only_the_report_on_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-def _reward(request: RewardTestRequest) -> Reward:
-    function = resolve_function(request.function, Path.cwd())
-    if min(request.timeout_s, request.memory_mib, request.prompt_count, request.samples) <= 0:
-        raise RecipeError(["-n, --samples, --time-limit and --memory must be above 0: correct them"])
-    return Reward(
-        function=function,
-        options=dict(map(reward_option, request.options)),
-        timeout_s=request.timeout_s,
-        memory_mib=request.memory_mib,
-        environment=request.environment,
-        trusted=request.trusted,
-    )
+def _reward(request: Test) -> Reward:
+    if sum(given is not None for given in (request.completions, request.engine, request.recipe)) > 1:
+        raise RecipeError(["--completions, --engine and --recipe: give one of them"])
+    if min(request.timeout, request.memory, request.prompt_count, request.samples) <= 0:
+        raise RecipeError(["-n, --samples, --timeout and --memory must be above 0: correct them"])
+    reward = request.reward(request.function)
+    return structs.replace(reward, function=resolve_function(reward.function, Path.cwd()))
 
 
-async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:
+async def _run(request: Test, reward: Reward) -> RewardReport:
     # SIGTERM cancels, as Ctrl-C does: what was started is ended in order.
     task = asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
@@ -116,7 +136,7 @@ async def _run(request: RewardTestRequest, reward: Reward) -> RewardReport:
     )
 
 
-def _sampling_recipe(request: RewardTestRequest) -> Recipe:
+def _sampling_recipe(request: Test) -> Recipe:
     """What completions are sampled by: a recipe, or one made for just a model. Raises ``RecipeError``."""
     here = Path("recipe.toml")
     if request.engine is not None:
@@ -141,9 +161,7 @@ def _signature(reward: Reward) -> RewardSignature:
     return inspection.signature
 
 
-def _require_columns(
-    request: RewardTestRequest, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[str]]
-) -> None:
+def _require_columns(request: Test, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[str]]) -> None:
     if not prompts:
         raise RecipeError([f"prompts {request.prompts} is empty: add rows"])
     for number, prompt in enumerate(prompts, start=1):

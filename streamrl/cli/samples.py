@@ -1,18 +1,33 @@
-"""``streamrl samples RUN``: completions of a run, those that were trained on and those of evaluations."""
+"""``streamrl samples``: completions of a run, those that were trained on and those of evaluations."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.base.run_events import CompletionSampled
+from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.sample_text import sample_block
+
+
+class Samples(Command, frozen=True):
+    """Show the best, the worst and a random completion of training steps and evaluations."""
+
+    run_directory: RunPath
+    step: Annotated[tuple[int, ...], Argument("steps (default: the last)", metavar="N,...")] = ()
+    best: Annotated[bool, Argument("the best one only")] = False
+    worst: Annotated[bool, Argument("the worst one only")] = False
+
+    def run(self) -> int:
+        """Print them."""
+        asked = tuple(kind for kind in ("best", "worst") if getattr(self, kind))
+        return show_samples(self.run_directory, self.step, asked or ("best", "worst", "random"))
 
 
 def show_samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
+from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, recipe_file
 from streamrl.control.settings import control_settings
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.recipe.load import load_recipe
@@ -28,18 +30,44 @@ PROGRESS_AFTER_S = 2.0
 DEFAULT_CLUSTER = "demo"
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line asked for."""
+Cluster = Annotated[str, Argument("a cluster model (TOML), or one of the built-in", metavar="FILE")]
+WarmUp = Annotated[int, Argument("steps before them (default 10)", metavar="N")]
+Seed = Annotated[int, Argument("of lengths and rewards")]
 
-    recipe: Path
-    overrides: tuple[str, ...]
-    cluster: str
-    trace: Path | None
-    compare: str
-    steps: int
-    warm_up: int
-    seed: int
-    as_json: bool
+
+class Simulate(Command, frozen=True):
+    """Run the control core of a recipe against models of engines, rewards and training."""
+
+    recipe: RecipePath
+    overrides: Overrides = ()
+    cluster: Cluster = ""
+    trace: Annotated[Path | None, Argument("a recorded run: its cluster, and its lengths", metavar="RUN")] = None
+    compare: Annotated[
+        str,
+        Argument(
+            "rounds to compare, each with settings of its own: continuous:rollout.max_staleness=2,synchronous",
+            metavar="POLICY,...",
+        ),
+    ] = ""
+    steps: Annotated[int, Argument("optimizer steps that count (default 40)", metavar="N")] = 40
+    warm_up: WarmUp = 10
+    seed: Seed = 0
+    json: AsJson = False
+
+    def run(self) -> int:
+        """Simulate each candidate, print the tables (or JSON)."""
+        return simulate_recipe(self)
+
+
+class Calibrate(Command, frozen=True):
+    """Fit a cluster model to a recorded run."""
+
+    recorded: Annotated[Path, Argument("the directory of a run, or a trace file", metavar="RUN", positional=True)]
+    out: Annotated[Path | None, Argument("write the cluster model here (default: print it)", metavar="FILE")] = None
+
+    def run(self) -> int:
+        """Write it, or print it; how well it fits goes to standard error."""
+        return calibrate_run(self.recorded, self.out)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +86,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     report: SimulationReport
 
 
-def simulate_recipe(request: Request) -> int:
+def simulate_recipe(request: Simulate) -> int:
     """Simulate each candidate, print the tables (or JSON)."""
     refuse_impossible_numbers(request.steps, request.warm_up, request.seed)
     chosen = candidates(request)
@@ -68,7 +96,7 @@ def simulate_recipe(request: Request) -> int:
     for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
         print(f"note: {note}", file=sys.stderr)
     outcomes = [_simulate_one(candidate, request, name, model, lengths, console) for candidate in chosen]
-    if request.as_json:
+    if request.json:
         print(msgspec.json.format(msgspec.json.encode(outcomes), indent=2).decode())
         return 0
     wide = Console(width=None if sys.stdout.isatty() else 150)
@@ -84,22 +112,22 @@ def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
         raise RecipeError([f"--steps {steps} --warm-up {warm_up} --seed {seed}: at least 1, 0 and 0"])
 
 
-def candidates(request: Request) -> list[Candidate]:
+def candidates(request: Simulate) -> list[Candidate]:
     """The recipe itself, or one for each policy of ``--compare``: ``rounds[:key=value...]``. Raises ``RecipeError``."""
     if not request.compare:
-        recipe = load_recipe(request.recipe, request.overrides)
+        recipe = load_recipe(recipe_file(request.recipe), request.overrides)
         return [Candidate(name=str(recipe.rollout.rounds), recipe=recipe)]
     chosen: list[Candidate] = []
     for text in filter(None, (part.strip() for part in request.compare.split(","))):
         rounds, *settings = text.split(":")
         overrides = (*request.overrides, f'rollout.rounds="{rounds}"', *settings)
-        chosen.append(Candidate(name=text, recipe=load_recipe(request.recipe, overrides)))
+        chosen.append(Candidate(name=text, recipe=load_recipe(recipe_file(request.recipe), overrides)))
     if not chosen:
         raise RecipeError([f"--compare {request.compare!r} names no policy: give some, such as synchronous,continuous"])
     return chosen
 
 
-def _world(request: Request) -> tuple[str, ClusterModel, LengthSource | None]:
+def _world(request: Simulate) -> tuple[str, ClusterModel, LengthSource | None]:
     """Name and model of the cluster, and the lengths where a recorded run gives them."""
     if request.trace is None:
         name = request.cluster or DEFAULT_CLUSTER
@@ -119,7 +147,7 @@ def _fit(path: Path, run: RecordedRun) -> Fit:
 
 def _simulate_one(
     candidate: Candidate,
-    request: Request,
+    request: Simulate,
     name: str,
     model: ClusterModel,
     lengths: LengthSource | None,

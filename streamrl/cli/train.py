@@ -1,4 +1,4 @@
-"""``streamrl train RECIPE``: the parent process of a run, and what its user sees of it."""
+"""``streamrl train`` and ``resume``: the parent process of a run, and what its user sees of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Annotated
 
 import anyio
 import anyio.abc
 
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
+from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
+from streamrl.cli.dry_run import dry_run
 from streamrl.observe.terminal.printable import also_log_to, log_to
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.plan.arithmetic import SIMULATED_SENTENCE
 from streamrl.plan.topology import Role, plan_topology
+from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.rules.learning_rates import learning_rate_notice
 from streamrl.rules.objective_text import streaming_notice
@@ -27,22 +31,46 @@ DRAIN_S = 600.0
 """How long a drain may take: the open step and a checkpoint. Whoever cannot wait sends the signal again."""
 
 
-def train(recipe: Recipe) -> bool:
-    """Run ``recipe``. True: it is done or drained; False: it was cut short. Raises what broke it."""
-    return _follow(recipe, lambda: Pipeline(recipe))
+class Train(Command, frozen=True):
+    """Run a recipe. Ctrl-C drains; twice ends."""
+
+    follows_a_run = True
+    recipe: RecipePath
+    overrides: Overrides = ()
+    dry_run: Annotated[bool, Argument("check everything, print it, start nothing")] = False
+
+    def run(self) -> int:
+        """0: done or drained; 130: cut short."""
+        recipe = load_recipe(recipe_file(self.recipe), self.overrides)
+        if self.dry_run:
+            return dry_run(recipe, self.recipe, self.overrides)
+        return _follow(recipe, lambda: Pipeline(recipe))
 
 
-def resume(run_directory: Path, overrides: Sequence[str] = (), *, force: bool) -> bool:
-    """Go on with a run that ended or was killed. ``force``: also where its data, model or code have changed."""
-    return _follow(
-        recipe_of_run(run_directory, overrides),
-        lambda: Pipeline.of_run(run_directory, overrides=overrides, despite_changes=force),
-    )
+class Resume(Command, frozen=True):
+    """Continue where the journal of a run ends: nothing that was sampled or scored is lost. --set run.steps=N makes it
+    longer, or shorter."""
+
+    follows_a_run = True
+    run_directory: RunPath
+    overrides: Overrides = ()
+    force: Annotated[
+        bool, Argument("also where its data, model, code, packages or settings other than run.steps have changed")
+    ] = False
+
+    def run(self) -> int:
+        """0: done or drained; 130: cut short."""
+        directory, overrides = self.run_directory, self.overrides
+        return _follow(
+            recipe_of_run(directory, overrides),
+            lambda: Pipeline.of_run(directory, overrides=overrides, despite_changes=self.force),
+        )
 
 
-def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> bool:
+def _follow(recipe: Recipe, make: Callable[[], Pipeline]) -> int:
     log_to(sys.stderr, logging.WARNING, "%(levelname)s %(message)s")
-    return anyio.run(_follow_it, recipe, make, backend_options={"use_uvloop": sys.platform != "win32"})
+    done = anyio.run(_follow_it, recipe, make, backend_options={"use_uvloop": sys.platform != "win32"})
+    return 0 if done else 130
 
 
 def _drain_signals() -> list[signal.Signals]:

@@ -1,12 +1,14 @@
-"""``streamrl watch ENDPOINT``."""
+"""``streamrl watch``: what a run reports, from another process."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
 
 from streamrl.base.errors import StreamRLError
+from streamrl.cli.command import Argument, AsJson, Command
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.terminal.stdout import StdoutReporter
@@ -18,10 +20,28 @@ from streamrl.remote.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
 PATIENCE_S = 5.0
 
 
+class Watch(Command, frozen=True):
+    """Follow a running run through its metrics socket. Any number of watchers may look at one run."""
+
+    where: Annotated[
+        str,
+        Argument(
+            "the run's directory, or where it publishes: tcp://HOST:PORT or ipc://PATH",
+            metavar="RUN|ENDPOINT",
+            positional=True,
+        ),
+    ]
+    keys: Annotated[Path | None, Argument("keys of an observer, where the run has keys", metavar="DIRECTORY")] = None
+    json: AsJson = False
+
+    def run(self) -> int:
+        """Until the run has ended or Ctrl-C; 1 where it ended without saying so."""
+        return watch(self.where, as_json=self.json, keys=self.keys)
+
+
 def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
-    """Show messages until the run has ended or Ctrl-C; 1 where it ended without saying so. ``where``: a run's
-    directory, or the endpoint of its metrics. Any number of watchers may look at one run. ``keys``: where the keys of
-    an observer are, for a run that has keys. Raises ``StreamRLError``."""
+    """Show messages. ``where``: a run's directory, or the endpoint of its metrics. ``keys``: where the keys of an
+    observer are, for a run that has keys. Raises ``StreamRLError``."""
     if "://" not in where and not Path(where).is_dir():
         raise StreamRLError(
             f"{where} is neither the directory of a run nor an endpoint: write runs/latest, tcp://HOST:PORT or ipc://PATH"

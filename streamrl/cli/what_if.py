@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console
@@ -13,7 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.simulate import refuse_impossible_numbers
+from streamrl.cli.command import Argument, AsJson, Command, Overrides
+from streamrl.cli.simulate import Cluster, Seed, WarmUp, refuse_impossible_numbers
 from streamrl.control.settings import control_settings
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -31,21 +32,31 @@ SHOWN = 6
 PLAIN_PROGRESS_S = 10.0
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line asked for. ``subject``: a run that recorded a trace, or a recipe."""
+class WhatIf(Command, frozen=True):
+    """Search policies of rounds and their constants in virtual time, and print the recommended recipe."""
 
-    subject: Path
-    overrides: tuple[str, ...] = ()
-    cluster: str = ""
-    max_staleness: int | None = None
-    min_length_share: float = 0.9
-    steps: int = STEPS
-    warm_up: int = 10
-    seed: int = 0
-    as_json: bool = False
+    subject: Annotated[
+        Path, Argument("the directory of a recorded run, or a recipe", metavar="RUN|RECIPE", positional=True)
+    ]
+    overrides: Overrides = ()
+    cluster: Cluster = ""
+    max_staleness: Annotated[
+        int | None, Argument("oldest trained token, in steps (default: that of the recipe)", metavar="S")
+    ] = None
+    min_length_share: Annotated[
+        float, Argument("mean trained length over the unbiased one, at least (default 0.9)", metavar="X")
+    ] = 0.9
+    steps: Annotated[int, Argument(f"steps that count, a candidate (default {STEPS})", metavar="N")] = STEPS
+    warm_up: WarmUp = 10
+    seed: Seed = 0
+    json: AsJson = False
+
+    def run(self) -> int:
+        """Search, and print the recommended recipe with its figures (or JSON)."""
+        return what_if(self)
 
 
-def what_if(question: Question) -> int:
+def what_if(question: WhatIf) -> int:
     """Search, and print the recommended recipe with its figures (or JSON). Raises ``StreamRLError``."""
     recipe = load_recipe(_recipe_of(question.subject), question.overrides)
     refuse_impossible_numbers(question.steps, question.warm_up, question.seed)
@@ -58,7 +69,7 @@ def what_if(question: Question) -> int:
     if warning:
         print(f"note: {warning}", file=sys.stderr)
     advice = _search(world, budget, recipe)
-    if question.as_json:
+    if question.json:
         print(msgspec.json.format(msgspec.json.encode(_as_json(advice, name, budget, warning)), indent=2).decode())
         return 0
     _print_advice(advice, name, budget, question)
@@ -71,7 +82,7 @@ def _recipe_of(subject: Path) -> Path:
     return subject / "recipe.toml" if subject.is_dir() else subject
 
 
-def _world(question: Question, recipe: Recipe) -> tuple[str, World, str]:
+def _world(question: WhatIf, recipe: Recipe) -> tuple[str, World, str]:
     """Name of the cluster, what to simulate in, and what makes the answer doubtful."""
     subject, cluster = question.subject, question.cluster
     recorded = (subject / TRACE_FILE).is_file() if subject.is_dir() else subject.name == TRACE_FILE
@@ -129,7 +140,7 @@ def _search(world: World, budget: Budget, recipe: Recipe) -> Advice:
         return Search(world, budget, progress).run(recipe)
 
 
-def _print_advice(advice: Advice, cluster: str, budget: Budget, question: Question) -> None:
+def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf) -> None:
     wide = Console(width=None if sys.stdout.isatty() else 150)
     print(
         f"simulated on cluster {cluster}, {question.steps} steps a candidate; budget: tokens at most "

@@ -109,6 +109,22 @@ def test_recipe_errors_come_together_with_exit_code_2(project: Path, capsys: pyt
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "path"),
+    [
+        (["rollout.group_sise=3"], "rollout.group_sise"),
+        (["--rollout.group_sise", "3"], "rollout.group_sise"),
+        (["--rollout.group-sise=3"], "rollout.group_sise"),
+        (["--set", "rollout.group_sise=3"], "rollout.group_sise"),
+    ],
+)
+def test_overrides_in_the_ways_of_hydra_and_of_dotted_flags(
+    project: Path, capsys: pytest.CaptureFixture[str], written: list[str], path: str
+) -> None:
+    assert main(["train", *written, str(project / "recipe.toml"), "--dry-run"]) == 2
+    assert f'--set: {path}: unknown key; did you mean "group_size"?' in capsys.readouterr().err
+
+
 def problems(project: Path, *overrides: str) -> list[str]:
     before = sorted(project.rglob("*"))
     with pytest.raises(RecipeError) as caught:
@@ -543,7 +559,7 @@ def test_watch_says_that_the_endpoint_is_none(capsys: pytest.CaptureFixture[str]
 def test_the_command_line_is_quick_and_light() -> None:
     script = (
         "import time; began = time.perf_counter(); import streamrl.cli.main; import sys; "
-        "streamrl.cli.main._parser(); print(time.perf_counter() - began); "
+        "streamrl.cli.main._outline(); print(time.perf_counter() - began); "
         "print(*(m for m in ('torch', 'vllm', 'zmq', 'numpy', 'rich', 'transformers') if m in sys.modules))"
     )
     best = 10.0

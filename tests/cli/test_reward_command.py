@@ -99,7 +99,7 @@ def test_parts_groups_and_a_built_in_with_an_option(work: Path, capfd) -> None:
 
 
 def test_a_function_that_hangs_is_ended_and_the_exit_code_says_that_nothing_was_scored(work: Path, capfd) -> None:
-    code, out, _ = run(capfd, "mine.py:hangs", *FILES, "--time-limit", "0.1", "-n", "1")
+    code, out, _ = run(capfd, "mine.py:hangs", *FILES, "--timeout", "0.1", "-n", "1")
     assert code == 1
     assert "every call failed: nothing would be trained" in out
     assert "timed_out" in out

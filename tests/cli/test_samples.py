@@ -91,7 +91,7 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "none is not the directory of a run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["samples", str(run), "--step", "seven"])
-    assert "'seven' is no list of steps: write it as 0,20" in capsys.readouterr().err
+    assert "'seven' is no list of integers: write it as 0,20" in capsys.readouterr().err
 
 
 def test_steps_of_a_life_that_was_given_up_are_not_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
-from streamrl.cli.serve import serve
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
 from streamrl.plan.topology import RENDEZVOUS, Role
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
@@ -76,8 +75,8 @@ def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
         if damaged:
             (checkpoint / "trainer.msgpack").write_bytes(b"torn")
     latest.symlink_to(run.name)
-    serve("trainer", RECIPE, None, latest)
-    serve("trainer", RECIPE, None)
+    external.serve_external(Role.TRAINER, RECIPE, None, latest)
+    external.serve_external(Role.TRAINER, RECIPE, None, None)
     for context in served:
         with pytest.raises(Begun):
             anyio.run(trainer_process.run_trainer_process, context)
@@ -96,8 +95,8 @@ def test_torchrun_that_contradicts_the_recipe_is_refused(served: list[ChildConte
 def test_the_command_line_hands_on_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether there was an index, and whether it was the recipe or the directory of a run."""
     asked: list[tuple[int | None, Path | None]] = []
-    monkeypatch.setattr("streamrl.cli.serve.serve", lambda role, recipe, *given: asked.append(given) or 0)
-    monkeypatch.setattr("streamrl.recipe.load.load_recipe", lambda path, overrides: RECIPE)
+    monkeypatch.setattr("streamrl.cli.serve.serve_external", lambda role, recipe, *given: asked.append(given))
+    monkeypatch.setattr("streamrl.cli.serve.load_recipe", lambda path, overrides: RECIPE)
     assert main(["serve", "trainer", "recipe.toml"]) == main(["serve", "trainer", "recipe.toml", "--index", "0"]) == 0
     assert main(["serve", "trainer", str(tmp_path)]) == 0
     assert asked == [(None, None), (0, None), (None, tmp_path)]

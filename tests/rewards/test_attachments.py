@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ import pytest
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
-from streamrl.cli.reward_changes import add_changes
+from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.recipe.rewards import Reward
@@ -65,10 +64,7 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("streamrl.cli.reward_changes._change", lambda run, operation: asked.append(operation) or 0)
-    parser = argparse.ArgumentParser()
-    add_changes(parser.add_subparsers())
-    options = parser.parse_args([*action, function, "--option", option])
-    assert options.run(options) == 0
+    assert main(["reward", *action, function, "--option", option]) == 0
     made = asked[0].reward
     here = tmp_path.resolve()
     assert list(made.options.values()) == [found.format(here=here, above=here.parent)]

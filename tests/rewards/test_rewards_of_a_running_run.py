@@ -154,7 +154,7 @@ async def test_rewards_are_changed_from_the_command_line(
             (("attach", f"{KILLERS}:prepared"), 'has no column "missing", which the reward prepared needs'),
             (("replace", "lenght", f"{KILLERS}:half"), 'no reward is called "lenght": name one of length, h'),
             (("attach", "no_such_builtin"), 'there is no built-in reward "no_such_builtin"'),
-            (("attach", f"{KILLERS}:half", "--time-limit", "-1"), "timeout_s"),
+            (("attach", f"{KILLERS}:half", "--timeout", "-1"), "timeout_s"),
         ]
         for arguments, message in refused:
             assert await run.streamrl(*arguments) == 2, arguments

@@ -1,0 +1,117 @@
+"""Commands as structs: a field is an argument, its type says how it is read, its ``Argument`` what help says of it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+Made = TypeVar("Made", bound="Command")
+_BARE = re.compile(r"[A-Za-z_]\w*(\.\w+)+=")
+_DASHED = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(=.*)?", re.DOTALL)
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """``positional``: given by its place, not by name. ``flag``: where it is not ``--`` and the name of the field."""
+
+    help: str
+    metavar: str = ""
+    flag: str = ""
+    positional: bool = False
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A command with its arguments. A bool field is a switch, a tuple an option that may be repeated (of integers: one
+    list with commas), a ``Literal`` a choice. The docstring is the description that ``--help`` prints."""
+
+    follows_a_run: ClassVar[bool] = False
+    """Whether output that nobody can take any more must not end the command."""
+
+    def run(self) -> int:
+        """Do it. Returns the exit code; ``StreamRLError`` and ``OSError`` are reported by ``main``."""
+        raise NotImplementedError
+
+
+SET = "--set"
+Overrides = Annotated[
+    tuple[str, ...],
+    Argument(
+        "override one value, such as rollout.group_size=4 or rewards.0.weight=2; may be repeated; also without --set, "
+        "and as --rollout.group_size 4",
+        metavar="SECTION.KEY=VALUE",
+        flag=SET,
+    ),
+]
+RecipePath = Annotated[Path, Argument("a recipe (TOML), or the directory of a run", metavar="RECIPE", positional=True)]
+RunPath = Annotated[Path, Argument("the directory of a run, such as runs/latest", metavar="RUN", positional=True)]
+AsJson = Annotated[bool, Argument("as JSON", flag="--json")]
+
+
+def recipe_file(path: Path) -> Path:
+    """The recipe of a run directory, or the path itself."""
+    return path / "recipe.toml" if path.is_dir() else path
+
+
+def parse_command(kind: type[Made], name: str, arguments: Sequence[str]) -> Made:
+    """The command that ``arguments`` ask for. Exits with 2 and the usage where they are wrong, with 0 after help."""
+    parser = argparse.ArgumentParser(prog=f"streamrl {name}", description=kind.__doc__)
+    hints = get_type_hints(kind, include_extras=True)
+    flags = [_add(parser, field, hints[field.name]) for field in msgspec.structs.fields(kind)]
+    values = vars(parser.parse_args(_with_set(arguments) if SET in flags else list(arguments)))
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _add(parser: argparse.ArgumentParser, field: msgspec.structs.FieldInfo, annotation: Any) -> str:
+    """Add the argument of a field. Returns its flag."""
+    kind, argument = get_args(annotation)
+    required = bool(field.required)
+    options: dict[str, Any] = {"help": argument.help} | ({"metavar": argument.metavar} if argument.metavar else {})
+    if not required:
+        options["default"] = field.default
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (one for one in get_args(kind) if one is not type(None))
+    if kind is bool:
+        options["action"] = "store_true"
+    elif kind == tuple[int, ...]:
+        options["type"] = _integers
+    elif get_origin(kind) is tuple:
+        options |= {"action": "append", "default": []}
+    elif get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    else:
+        options["type"] = kind
+    if argument.positional:
+        parser.add_argument(field.name, **options | ({} if required else {"nargs": "?"}))
+        return ""
+    flag = argument.flag or f"--{field.name.replace('_', '-')}"
+    parser.add_argument(flag, dest=field.name, **options | ({"required": True} if required else {}))
+    return flag
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers: write it as 0,20") from None
+
+
+def _with_set(arguments: Iterable[str]) -> list[str]:
+    """``a.b=c``, ``--a.b=c`` and ``--a.b c`` as ``--set a.b=c``."""
+    written: list[str] = []
+    rest = iter(arguments)
+    for text in rest:
+        if text == SET:
+            written += [text, *(value for value in [next(rest, None)] if value is not None)]
+        elif _BARE.match(text):
+            written += [SET, text]
+        elif dashed := _DASHED.fullmatch(text):
+            value = dashed[2] if dashed[2] is not None else f"={next(rest, '')}"
+            written += [SET, f"{dashed[1].replace('-', '_')}{value}"]
+        else:
+            written.append(text)
+    return written
