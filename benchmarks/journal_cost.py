@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import uvloop
 
@@ -39,7 +39,7 @@ from streamrl.base.types import (
     token_array,
 )
 from streamrl.comm.wire import Buffer, WireCodec
-from streamrl.journal.journal import Journal, open_journal, read_journal
+from streamrl.journal.log import Journal, read_journal
 
 WAYS = ("none", "process", "fsync")
 
@@ -87,7 +87,7 @@ class Controller:
             self._next += 1
             self._codec.decode(cast("list[Buffer]", [body]))
             if self._journal:
-                sequence = self._journal.append(1, body)
+                sequence = self._journal.append(body)
         self.taken.put_nowait((sequence, time.perf_counter()))
 
     async def acknowledge(self) -> None:
@@ -123,12 +123,13 @@ async def measured(arguments: argparse.Namespace, directory: Path) -> dict[str, 
     """One way, in this process."""
     journal = None
     if arguments.way != "none":
-        durability = cast('Literal["fsync", "process"]', arguments.way)
-        journal, _ = open_journal(directory / "journal", run_id="benchmark", durability=durability)
+        journal = Journal(directory / "journal", fsync=arguments.way == "fsync")
+        journal.begin_segment([b""])
     bodies = scored_completions(512, arguments.tokens)
     controller = Controller(journal, bodies, arguments.group)
     async with asyncio.TaskGroup() as tasks:
         acknowledging = tasks.create_task(controller.acknowledge())
+        writing = tasks.create_task(journal.run()) if journal else acknowledging
         before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         if arguments.flat_out:
             await flat_out(controller, journal, arguments.seconds)
@@ -138,8 +139,9 @@ async def measured(arguments: argparse.Namespace, directory: Path) -> dict[str, 
         done = len(controller.waited)
         after = resource.getrusage(resource.RUSAGE_SELF)
         acknowledging.cancel()
-    if journal:
-        await journal.close()
+        if journal:
+            await journal.close()
+        writing.cancel()
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     waited = quantiles(controller.waited, n=100)
     return {
@@ -157,7 +159,7 @@ def recovered(directory: Path) -> dict[str, float]:
     began = time.perf_counter()
     found = read_journal(directory / "journal")
     checked = time.perf_counter() - began
-    size = sum(len(record.payload) for record in found.records())
+    size = sum(map(len, found.records()))
     return {
         "MB": size / 1e6,
         "check_MB_s": size / 1e6 / checked,

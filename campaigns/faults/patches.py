@@ -20,7 +20,7 @@ from anyio._backends import _asyncio
 from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
-from campaigns.faults.world_disk import SimulatedDisk, SimulatedLock, Writer
+from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
 from streamrl.comm import zmq_stream
 from streamrl.control.state import ControlState
 from streamrl.elastic.engine_planning import PlanningSettings
@@ -28,7 +28,7 @@ from streamrl.elastic.engine_release import EngineRelease
 from streamrl.engines import engine_host
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
-from streamrl.journal.journal import open_journal
+from streamrl.journal import log
 from streamrl.journal.whole_state import keep_whole, restore_whole
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import PublishSink
@@ -109,7 +109,7 @@ def patched_product(world: World) -> Iterator[None]:
         _processes(world, put, put_for)
         _parts(world, put)
 
-        _journal(world, put_for)
+        _journal(world, put, put_for)
 
         def handle(state: ControlState, event: Any) -> Any:
             actions = _HANDLE(state, event)
@@ -226,9 +226,9 @@ def _named_everywhere(put: Any, name: str, value: Any) -> None:
         put(owner, name, value)
 
 
-def _journal(world: World, put_for: Any) -> None:
-    def open_simulated(directory: Path, **named: Any) -> Any:
-        return open_journal(directory, disk=SimulatedDisk(world), lane=lambda work: Writer(world, work), **named)
+def _journal(world: World, put: Any, put_for: Any) -> None:
+    put(log, "os", SimulatedOs(world))
+    put(log, "to_thread", SimulatedThread(world))
 
     def keep(state: ControlState, outstanding: Any) -> Any:
         whole = keep_whole(state, outstanding)
@@ -240,7 +240,6 @@ def _journal(world: World, put_for: Any) -> None:
         world.ledger.restored(state, msgspec.msgpack.encode(whole))
         return state, outstanding
 
-    put_for(open_journal, open_simulated)
     put_for(keep_whole, keep)
     put_for(restore_whole, restore)
 

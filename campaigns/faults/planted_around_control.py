@@ -25,7 +25,7 @@ from streamrl.comm.stream_protocol import ReceivingEnd, SendingEnd
 from streamrl.control.events import CheckpointDone, StopRequested, TrajectoryScored
 from streamrl.control.state import ControlState
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.journal.journal import Journal
+from streamrl.journal.log import Journal
 from streamrl.journal.outstanding import Outstanding
 from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
@@ -40,12 +40,12 @@ from streamrl.supervise.supervisor import Supervisor
 
 def _not_journalled(kind: type) -> Callable[[Any], Any]:
     def make(before: Any) -> Any:
-        async def told(self: RunJournal, event: Any, state: Any, elapsed_s: float) -> None:
+        def told(self: RunJournal, event: Any, state: Any, elapsed_s: float) -> None:
             append = self._append
             if isinstance(event, kind):
                 self._append = lambda record: None  # type: ignore[method-assign]
             try:
-                await before(self, event, state, elapsed_s)
+                before(self, event, state, elapsed_s)
             finally:
                 self._append = append  # type: ignore[method-assign]
 

@@ -9,10 +9,11 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
-from streamrl.journal.journal_disk import LocalDisk
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -21,84 +22,63 @@ FLUSH_S = 0.004
 ERRORS = {"disk_full": errno.ENOSPC, "write_error": errno.EIO}
 
 
-class SimulatedDisk(LocalDisk):
-    """A ``buffers.journal_disk.Disk`` for the process that makes it; its locks and descriptors end with it."""
+class SimulatedOs:
+    """``os`` for the journal: its files are closed when the process that opened them ends, and its writes can fail."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._process = _this_process()
         self._open: set[int] = set()
-        self._process.at_end.append(self._close_all)
 
-    def create(self, path: Path) -> int:
-        return self._opened(super().create(path))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
-    def open(self, path: Path) -> int:
-        return self._opened(super().open(path))
+    def open(self, *arguments: Any) -> int:
+        descriptor = os.open(*arguments)
+        self._open.add(descriptor)
+        _this_process().at_end.append(lambda: self.close(descriptor))
+        return descriptor
 
-    def lock(self, path: Path, holder: str) -> int:
-        return self._opened(super().lock(path, holder))
+    def close(self, descriptor: int) -> None:
+        if descriptor in self._open:  # not after the end of its process
+            self._open.discard(descriptor)
+            os.close(descriptor)
 
-    def write(self, descriptor: int, block: bytes, offset: int) -> int:
-        if self._process.dead:
+    def pwrite(self, descriptor: int, block: bytes, offset: int) -> int:
+        process = _this_process()
+        if process.dead:
             raise OSError(errno.EIO, "the process was killed before")
         mischief = self._world.faults.take("disk", "torn_write", *ERRORS)
         if mischief == "torn_write":
-            super().write(descriptor, block[: len(block) // 2], offset)
-            self._world.faults.suspects.add(self._process.name)
-            self._world.machine.kill(self._process.name)
+            os.pwrite(descriptor, block[: len(block) // 2], offset)
+            self._world.faults.suspects.add(process.name)
+            self._world.machine.kill(process.name)
             raise OSError(errno.EIO, "the process was killed in the middle of a write")
         if mischief in ERRORS:
             raise OSError(ERRORS[mischief], os.strerror(ERRORS[mischief]))
-        return super().write(descriptor, block, offset)
+        return os.pwrite(descriptor, block, offset)
 
-    def flush(self, descriptor: int) -> None:
-        """Time passes before it: see ``Writer``."""
+    def fdatasync(self, descriptor: int) -> None:
+        """Time passes before it: see ``SimulatedThread``."""
 
-    def flush_directory(self, directory: Path) -> None:
-        """As ``flush``."""
-
-    def close(self, descriptor: int) -> None:
-        if descriptor in self._open:  # not after the end of its process, which closes them all
-            self._open.discard(descriptor)
-            super().close(descriptor)
-
-    def _opened(self, descriptor: int) -> int:
-        self._open.add(descriptor)
-        return descriptor
-
-    def _close_all(self) -> None:
-        for descriptor in list(self._open):
-            self.close(descriptor)
+    def fsync(self, descriptor: int) -> None:
+        """As ``fdatasync``."""
 
 
-class Writer:
-    """The journal's thread: its work is done at the end of the time that a flush takes."""
+class SimulatedThread:
+    """``anyio.to_thread`` for the journal: a write is done at the end of the time that a flush takes."""
 
-    def __init__(self, world: World, work: Callable[[], bool]) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._work = work
-        self._due = False
-        self._ended = False
 
-    def wake(self) -> None:
-        if not self._due:
-            self._due = True
-            seconds = self._world.random.expovariate(1 / FLUSH_S) + self._world.faults.slow_flush_s
-            self._world.loop.call_later(seconds, self._run)
-
-    def join(self) -> None:
-        while not self._ended:
-            self._ended = self._work()
-
-    def _run(self) -> None:
-        self._due = False
-        if not self._ended:
-            self._ended = self._work()
+    async def run_sync(self, write: Callable[..., None], *arguments: Any) -> None:
+        seconds = self._world.random.expovariate(1 / FLUSH_S) + self._world.faults.slow_flush_s
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(seconds)
+        write(*arguments)
 
 
 class SimulatedLock:
-    """``processes.run_lock.RunLock`` of a process that may be killed."""
+    """``run.run_lock.RunLock`` of a process that may be killed."""
 
     held: dict[Path, SimulatedProcess] = {}
 

@@ -12,7 +12,6 @@ from streamrl.control.events import CheckpointDone
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
 from streamrl.journal.event_log import LogEntry
-from streamrl.journal.journal import Recovered
 from streamrl.journal.journal_records import (
     JournalBase,
     JournalCodec,
@@ -26,6 +25,7 @@ from streamrl.journal.journal_records import (
     done_of,
     scored_trajectory,
 )
+from streamrl.journal.log import Found
 from streamrl.journal.outstanding import Outstanding, TrainedBatch
 from streamrl.journal.whole_state import restore_whole
 
@@ -48,8 +48,6 @@ class RecoveredRun:
         self.scored: dict[TrajectoryId, JournalScored] = {}
         self.held: dict[TrajectoryId, JournalHeld] = {}
         self.published: JournalPublished | None = None
-        self.checkpointed: int | None = None
-        """The segment of the journal that began at the last checkpoint."""
 
     def take(self, record: JournalRecord) -> None:
         """The next record."""
@@ -144,14 +142,12 @@ class RecoveredRun:
         yield from self.scored.values()
 
 
-def recovered_run(found: Recovered, settings: ControlSettings, held: int) -> RecoveredRun | None:
+def recovered_run(found: Found, settings: ControlSettings, held: int) -> RecoveredRun | None:
     """Replay what a journal holds, for ranks that hold version ``held``; None where there is nothing. From its last
     base on, or from the one before where a damaged checkpoint makes that necessary. Raises ``StreamRLError``."""
     run: RecoveredRun | None = None
-    for beginning in reversed([one for one in found.beginnings if one.base_records]):
-        run = replayed_run((record.payload for record in found.records(beginning)), settings, held)
-        if run is not None:
-            run.checkpointed = found.beginnings[-1].segment
+    for segment in reversed(range(len(found.segments))):
+        run = replayed_run(found.records(segment), settings, held)
         if run is None or run.leads_on:
             break
     return run

@@ -9,7 +9,6 @@ the newer one turn out to be damaged, the run goes on from the older.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
@@ -28,30 +27,14 @@ from streamrl.journal.journal_records import (
     sampled_record,
     scored_record,
 )
+from streamrl.journal.log import Journal
 from streamrl.journal.outstanding import Outstanding
 from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.journal.whole_state import keep_whole
 
-RECORD_KIND = 1
-"""Kind of all frames: the records say themselves what they are."""
-
 _PROMPTS_IN_RECORD = 100
 _PROMPT_BYTES_IN_RECORD = 16 << 20
-"""A record of several prompts takes no more. The journal refuses one of ``journal_format.RECORD_LIMIT``."""
-
-
-class Appending(Protocol):
-    """What is needed of ``buffers.journal.Journal``."""
-
-    def append(self, kind: int, payload: bytes) -> int: ...
-
-    async def room(self) -> None: ...
-
-    async def durable(self, sequence: int) -> None: ...
-
-    def begin_segment(self, base: Sequence[tuple[int, bytes]]) -> int: ...
-
-    async def forget_before(self, segment: int) -> None: ...
+"""A record of several prompts takes no more. The journal refuses one of ``log.RECORD_LIMIT``."""
 
 
 class RunJournal:
@@ -60,7 +43,7 @@ class RunJournal:
 
     def __init__(
         self,
-        journal: Appending | None,
+        journal: Journal | None,
         prompts: Callable[[], Sequence[Prompt]],
         recovered: RecoveredRun | None = None,
     ) -> None:
@@ -73,7 +56,6 @@ class RunJournal:
         self.outstanding = recovered.outstanding if recovered else Outstanding()
         self._events = recovered.events if recovered else 0
         self._published = recovered.published if recovered else None
-        self._checkpointed = recovered.checkpointed if recovered else None
         for record in recovered.records() if recovered else ():
             self._keep(record)
 
@@ -113,11 +95,11 @@ class RunJournal:
 
     # ---- control ---------------------------------------------------------------------------------
 
-    async def told(self, event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
+    def told(self, event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
         """Before control handles ``event``."""
         if isinstance(event, CheckpointDone):
             self.outstanding.forget_trained(event.policy_version)
-            await self._begin_anew(state, elapsed_s)
+            self._begin_anew(state, elapsed_s)
         self._events += 1
         self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
         if isinstance(event, TrajectoryFailed):
@@ -125,12 +107,12 @@ class RunJournal:
         if self._journal is not None:
             self.outstanding.told(event)
 
-    async def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
+    def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
         """What control ordered after ``event``, and what it is now."""
         if self._journal is not None:
             self.outstanding.ordered(actions)
         if isinstance(event, RunBegan):
-            await self._begin_anew(state, 0.0)
+            self._begin_anew(state, 0.0)
 
     async def settled(self) -> None:
         """Return when everything so far is on the disk. Raises ``JournalFailed``."""
@@ -144,12 +126,10 @@ class RunJournal:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    async def _begin_anew(self, state: ControlState, elapsed_s: float) -> None:
+    def _begin_anew(self, state: ControlState, elapsed_s: float) -> None:
         if self._journal is not None:
             self._begun = True
-            base = [(RECORD_KIND, encoded) for encoded in self._base(state, elapsed_s)]
-            older, self._checkpointed = self._checkpointed, self._journal.begin_segment(base)
-            await self._journal.forget_before(self._checkpointed if older is None else older)
+            self._last = self._journal.begin_segment(self._base(state, elapsed_s))
 
     def _base(self, state: ControlState, elapsed_s: float) -> Iterator[bytes]:
         encode = self._codec.encode
@@ -192,7 +172,7 @@ class RunJournal:
 
     def _append_encoded(self, encoded: bytes) -> None:
         assert self._journal is not None
-        self._last = self._journal.append(RECORD_KIND, encoded)
+        self._last = self._journal.append(encoded)
 
 
 class JournalledOutcomes:

@@ -199,7 +199,7 @@ class Controller:
         self._log.append(event, elapsed_s)
         if self._journal.kept and isinstance(event, on.RunBegan | on.CheckpointDone):  # it begins anew behind it
             await anyio.to_thread.run_sync(self._log.flush)
-        await self._journal.told(event, self.state, elapsed_s)
+        self._journal.told(event, self.state, elapsed_s)
         if isinstance(event, on.StopRequested):
             self._spared.give_up()
         if isinstance(event, on.TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
@@ -207,7 +207,7 @@ class Controller:
             if warning := self._alarms.reward_failed(step, event.message):
                 await self._report.warned(step, warning)
         actions = self.state.handle(event)
-        await self._journal.handled(event, actions, self.state)
+        self._journal.handled(event, actions, self.state)
         if isinstance(event, on.BatchTrained):
             self._shelf.forget_others(lambda: self._journal.outstanding.prompts_needed(self.state))
         return actions

@@ -239,6 +239,8 @@ async def _run_stages(
             stages.start_soon(_stop_on_sigterm, controller)
             if service is not None and parts.recovery is None:  # which runs already
                 stages.start_soon(service.run)
+            if record.file is not None:
+                stages.start_soon(record.file.run)
             stages.start_soon(publisher.run)
             stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])

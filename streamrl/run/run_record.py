@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import anyio
 import anyio.to_thread
 import msgspec
 
@@ -16,9 +14,9 @@ from streamrl.buffers.prompt_shelf import PromptShelf
 from streamrl.control.settings import ControlSettings
 from streamrl.journal.control_file import read_control_file
 from streamrl.journal.event_log import EventLog
-from streamrl.journal.journal import Journal, JournalRefused, open_journal
-from streamrl.journal.journal_errors import another_run
 from streamrl.journal.kept_state import KeptControl
+from streamrl.journal.log import Journal
+from streamrl.journal.log_errors import JournalRefused, another_run
 from streamrl.journal.recovered_run import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import RunJournal
 from streamrl.learning.state.durable_files import newest_checkpoint, surviving
@@ -45,8 +43,7 @@ class RunRecord(msgspec.Struct, frozen=True):
         """Write what waits, and close the files. Raises ``JournalFailed``."""
         self.log.close()
         if self.file is not None:
-            with anyio.CancelScope(shield=True):
-                await self.file.close()
+            await self.file.close()
 
 
 async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
@@ -79,11 +76,8 @@ def _open_journal(
 ) -> tuple[Journal | None, RecoveredRun | None]:
     if recipe.run.journal is JournalKind.NONE:
         return None, None
-    directory, run_id = run_directory / JOURNAL_DIRECTORY, run_directory.name
-    durable: Literal["fsync", "process"] = "fsync" if recipe.run.journal is JournalKind.FSYNC else "process"
-    # First the lock: whoever else writes it must be gone before it is read.
-    file, found = open_journal(directory, run_id=run_id, durability=durable)
-    recovered = recovered_run(found, settings, held)
+    file = Journal(run_directory / JOURNAL_DIRECTORY, fsync=recipe.run.journal is JournalKind.FSYNC)
+    recovered = recovered_run(file.found, settings, held)
     if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
         raise JournalRefused(_without_journal(run_directory))
     return file, recovered

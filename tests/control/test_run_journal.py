@@ -11,8 +11,8 @@ from streamrl.base.types import Prompt, token_array
 from streamrl.control.events import CheckpointDone, RunBegan
 from streamrl.control.state import ControlState
 from streamrl.journal import run_journal
-from streamrl.journal.journal import open_journal, read_journal
 from streamrl.journal.journal_records import JournalCodec, JournalPrompts
+from streamrl.journal.log import Journal, read_journal
 from streamrl.journal.run_journal import RunJournal
 
 
@@ -28,22 +28,21 @@ async def test_prompts_of_any_size_are_kept_in_records_of_bounded_size(
         Prompt(prompt_id=f"p{number}", token_ids=token_array([1]), columns={"tests": "x" * size})
         for number, size in enumerate(sizes)
     ]
-    file, _ = open_journal(tmp_path / "journal", run_id="run", durability="process")
+    file = Journal(tmp_path / "journal", fsync=False)
     shelf: list[Prompt] = []
     state = ControlState(control_settings())
     journal = RunJournal(file, lambda: shelf)
-    await journal.told(RunBegan(), state, 0.0)
-    await journal.handled(RunBegan(), state.handle(RunBegan()), state)
+    journal.told(RunBegan(), state, 0.0)
+    journal.handled(RunBegan(), state.handle(RunBegan()), state)
     if again:
         shelf += drawn
-        await journal.told(CheckpointDone(policy_version=0), state, 1.0)
+        journal.told(CheckpointDone(policy_version=0), state, 1.0)
     else:
         journal.drawn(drawn)
-    await journal.settled()
     await file.close()
 
     codec = JournalCodec()
-    encoded = [record.payload for record in read_journal(tmp_path / "journal").records()]
+    encoded = list(read_journal(tmp_path / "journal").records())
     kept = [(len(body), record) for body in encoded if isinstance(record := codec.decode(body), JournalPrompts)]
     assert [prompt.prompt_id for _, record in kept for prompt in record.prompts] == [p.prompt_id for p in drawn]
     assert all(size <= 10_000 or len(record.prompts) == 1 for size, record in kept)

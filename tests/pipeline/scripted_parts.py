@@ -63,7 +63,7 @@ from streamrl.engines.simulated.engine import InstantClock, LengthMixture, Simul
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.journal.event_log import EventLog
-from streamrl.journal.journal import Journal, open_journal
+from streamrl.journal.log import Journal
 from streamrl.journal.recovered_run import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
 from streamrl.observe.report.alarms import Alarms, alarm_rules
@@ -373,6 +373,9 @@ class SimulatedRun:
             parts.start_soon(trainer.run)
             shelf = PromptShelf(self.settings.tail_batching.domain_column, self.settings.tail_batching.domains)
             file, recovered = self._open_journal()
+            writer = anyio.CancelScope()
+            if file is not None:
+                parts.start_soon(written_until, writer, file)
             journal = RunJournal(file, lambda: shelf.prompts, recovered)
             log = EventLog(self.log_path, "test", self.settings) if recovered is None else None
             if recovered is not None:
@@ -433,14 +436,14 @@ class SimulatedRun:
             finally:
                 log.close()
                 if file is not None:
-                    with anyio.CancelScope(shield=True):
-                        await file.close()
+                    await file.close()
+                    writer.cancel()
 
     def _open_journal(self) -> tuple[Journal | None, RecoveredRun | None]:
         if not self._kept:
             return None, None
-        file, found = open_journal(self.log_path.with_name("journal"), run_id="test", durability="process")
-        return file, recovered_run(found, self.settings, self.ranks[0].version)
+        file = Journal(self.log_path.with_name("journal"), fsync=False)
+        return file, recovered_run(file.found, self.settings, self.ranks[0].version)
 
     def trained(self) -> Counter[str]:
         """How often each trajectory was given to a rank in a batch that was closed."""
@@ -488,6 +491,11 @@ class SimulatedRun:
             await trainer.save_checkpoint(f"step-{policy_version}", policy_version, beside=beside)
 
         return save
+
+
+async def written_until(end: anyio.CancelScope, journal: Journal) -> None:
+    with end:
+        await journal.run()
 
 
 def scorer_streams(scorer: ParityScorer, parts: anyio.abc.TaskGroup) -> object:

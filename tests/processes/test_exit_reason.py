@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import DiskFull, EngineError, ModelRefused, StreamBroken
-from streamrl.journal.journal_errors import JournalFailed
+from streamrl.journal.log_errors import JournalFailed
 from streamrl.plan.topology import Role
 from streamrl.supervise.exit_reason import (
     DISK_FULL_EXIT_CODE,

@@ -13,7 +13,8 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.settings import control_settings
-from streamrl.journal.journal import JournalRefused, open_journal
+from streamrl.journal.log import Journal
+from streamrl.journal.log_errors import JournalRefused
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
@@ -113,8 +114,7 @@ async def test_control_does_not_begin_anew_beside_checkpoints(recipe: Recipe, ru
     """The segment with the base may be gone after a power cut, where nothing is flushed."""
     checkpoint, settings = save(run, 10), control_settings(recipe)
     (run / EVENT_LOG).write_text("what happened\n")
-    journal, _ = await anyio.to_thread.run_sync(lambda: open_journal(run / "journal", run_id=run.name))
-    await journal.close()
+    await (await anyio.to_thread.run_sync(Journal, run / "journal")).close()
     with pytest.raises(JournalRefused, match=f"checkpoint.resume_from={checkpoint}"):
         await open_record(recipe, settings, run, 10)
     assert (run / EVENT_LOG).read_text() == "what happened\n"

@@ -1,4 +1,4 @@
-"""The simulated disk and the worlds beside the tests can be imported."""
+"""``writer_process`` can be imported."""
 
 from __future__ import annotations
 

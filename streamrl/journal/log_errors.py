@@ -1,4 +1,4 @@
-"""How a journal says no: it cannot be written, it must not be opened, or it is damaged."""
+"""Errors of a journal: it cannot be written, must not be opened, or is damaged."""
 
 from __future__ import annotations
 
@@ -17,53 +17,41 @@ _REMEDIES = {
     errno.EFBIG: f"raise the limit of file sizes (ulimit -f), {_RESUME}",
     errno.EROFS: f"mount that file system for writing (the kernel may have found errors: dmesg), {_RESUME}",
     errno.EIO: f"the disk is failing (dmesg says how): repair or replace it, {_RESUME}",
-    errno.EMFILE: f"raise the limit of open files (ulimit -n), {_RESUME}",
-    errno.ENFILE: f"this machine has too many open files; close some, {_RESUME}",
-    errno.EACCES: f"make that path readable and writable for this user, {_RESUME}",
-    errno.EPERM: f"make that path readable and writable for this user, {_RESUME}",
 }
 
 
 class JournalFailed(StreamRLError):
     """A call on the disk failed. It is final: the journal neither writes nor acknowledges anything from then on."""
 
-    def __init__(self, path: Path, doing: str, cause: Exception) -> None:
-        self.path, self.doing, self.cause = path, doing, cause
-        self.errno = getattr(cause, "errno", None) or 0
+    def __init__(self, path: Path, doing: str, cause: OSError) -> None:
+        self.errno = cause.errno or 0
         remedy = _REMEDIES.get(self.errno, f"remove the cause, {_RESUME}")
-        why = getattr(cause, "strerror", None) or repr(cause)
-        super().__init__(f"journal {path}: {doing} failed: {why} (errno {self.errno}); {remedy}")
-
-    def again(self) -> JournalFailed:
-        """The same failure for another caller."""
-        return JournalFailed(self.path, self.doing, self.cause)
+        super().__init__(f"journal {path}: {doing} failed: {cause.strerror} (errno {self.errno}); {remedy}")
 
 
 class JournalRefused(StreamRLError):
-    """The journal may not be opened so: in use, of another run, of a later streamrl; or what was asked of it is
-    against its rules."""
-
-
-def another_run(run_directory: Path, checkpoint: Path | None) -> str:
-    """The command that begins another run from ``checkpoint`` (None: from the beginning) of one that cannot go on:
-    without its journal none can, whatever checkpoints it has."""
-    command = ["streamrl", "train", str(run_directory / "recipe.toml")]
-    if checkpoint is not None:
-        command += ["--set", f"checkpoint.resume_from={checkpoint}"]
-    return shlex.join(command)
+    """The journal is in use, has another format, was closed, or lacks what the run needs."""
 
 
 class JournalDamaged(StreamRLError):
-    """Bytes that were on the disk are not what was written. ``offset`` in bytes from the beginning of ``path``."""
+    """Bytes of ``path``, from ``offset`` on, are not those that were written."""
 
     def __init__(self, path: Path, offset: int, reason: str) -> None:
-        self.path, self.offset, self.reason = path, offset, reason
+        self.path, self.offset = path, offset
         run = path.parent.parent
         super().__init__(
             f"journal {path} is damaged at byte {offset}: {reason}; nothing was skipped and nothing was changed. Bring "
             "the file back from a copy, or begin another run from the last checkpoint of this one (what was done after "
             f"it is done again): {another_run(run, run / 'checkpoints' / 'latest')}"
         )
+
+
+def another_run(run_directory: Path, checkpoint: Path | None) -> str:
+    """The command that starts a new run from ``checkpoint`` (None: from the beginning) of one without a journal."""
+    command = ["streamrl", "train", str(run_directory / "recipe.toml")]
+    if checkpoint is not None:
+        command += ["--set", f"checkpoint.resume_from={checkpoint}"]
+    return shlex.join(command)
 
 
 @contextmanager
