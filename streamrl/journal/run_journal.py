@@ -107,12 +107,13 @@ class RunJournal:
         if self._journal is not None:
             self.outstanding.told(event)
 
-    def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
+    async def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
         """What control ordered after ``event``, and what it is now."""
         if self._journal is not None:
             self.outstanding.ordered(actions)
         if isinstance(event, RunBegan):
             self._begin_anew(state, 0.0)
+            await self.settled()  # before a checkpoint is written: without a journal nothing goes on from it
 
     async def settled(self) -> None:
         """Return when everything so far is on the disk. Raises ``JournalFailed``."""

@@ -207,7 +207,7 @@ class Controller:
             if warning := self._alarms.reward_failed(step, event.message):
                 await self._report.warned(step, warning)
         actions = self.state.handle(event)
-        self._journal.handled(event, actions, self.state)
+        await self._journal.handled(event, actions, self.state)
         if isinstance(event, on.BatchTrained):
             self._shelf.forget_others(lambda: self._journal.outstanding.prompts_needed(self.state))
         return actions

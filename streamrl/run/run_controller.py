@@ -183,10 +183,8 @@ async def _run_stages(
     prompts = open_prompts(source, parts.tokenizer, seed=seed, shuffle=shuffle, max_tokens=None, start=record.drawn)
     service = pool_service(recipe, parts)
     publisher = await open_publisher(recipe, parts, service, rollout)
-    saved, limit = run_directory / "checkpoints", recipe.evaluation.limit
-    keeper = CheckpointKeeper(
-        parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, limit=limit, held=start_version
-    )
+    saved, places = run_directory / "checkpoints", {"limit": recipe.evaluation.limit, "held": start_version}
+    keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, **places)
     await keeper.begin()
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
     audit = WeightAudit(
@@ -239,8 +237,7 @@ async def _run_stages(
             stages.start_soon(_stop_on_sigterm, controller)
             if service is not None and parts.recovery is None:  # which runs already
                 stages.start_soon(service.run)
-            if record.file is not None:
-                stages.start_soon(record.file.run)
+            stages.start_soon(record.run)
             stages.start_soon(publisher.run)
             stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])

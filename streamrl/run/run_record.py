@@ -39,6 +39,11 @@ class RunRecord(msgspec.Struct, frozen=True):
     recovered: RecoveredRun | None = None
     kept: KeptControl | None = None
 
+    async def run(self) -> None:
+        """Write the journal until cancelled. Raises ``JournalFailed``."""
+        if self.file is not None:
+            await self.file.run()
+
     async def aclose(self) -> None:
         """Write what waits, and close the files. Raises ``JournalFailed``."""
         self.log.close()

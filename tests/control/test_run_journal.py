@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,19 @@ async def test_prompts_of_any_size_are_kept_in_records_of_bounded_size(
         for number, size in enumerate(sizes)
     ]
     file = Journal(tmp_path / "journal", fsync=False)
+    writing = asyncio.get_running_loop().create_task(file.run())
     shelf: list[Prompt] = []
     state = ControlState(control_settings())
     journal = RunJournal(file, lambda: shelf)
     journal.told(RunBegan(), state, 0.0)
-    journal.handled(RunBegan(), state.handle(RunBegan()), state)
+    await journal.handled(RunBegan(), state.handle(RunBegan()), state)
     if again:
         shelf += drawn
         journal.told(CheckpointDone(policy_version=0), state, 1.0)
     else:
         journal.drawn(drawn)
     await file.close()
+    writing.cancel()
 
     codec = JournalCodec()
     encoded = list(read_journal(tmp_path / "journal").records())
