@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import datetime
-from decimal import Decimal
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,10 +18,8 @@ from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, FrameReade
 from streamrl.rewards.inspect import RewardInspection, read_inspections
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallFailure, CheckedValue
-from streamrl.sandbox.answers import SandboxError, read_verdict, read_zygote_message
-from streamrl.sandbox.calls import Channel, Code, CodeFailed, Remote
 from streamrl.sandbox.cases import read_cases
-from streamrl.sandbox.names import TextOfTest
+from streamrl.sandbox.sandbox import SandboxError, read_answer, read_zygote_message
 from streamrl.sandbox.values import encode
 
 _COUNT = 3
@@ -122,30 +115,14 @@ def inspections() -> Target:
 
 # ---- the sandbox ---------------------------------------------------------------------------------------
 
-_NONCE = "0123456789abcdef" * 2
-
-
-def verdicts() -> Target:
-    """The verdict of a test, in a file that is not trusted before its nonce is known."""
-    verdict = {"nonce": _NONCE, "verdict": "passed", "message": "all is well"}
-
-    def run(frames: Sequence[bytes]) -> str:
-        written = read_verdict(b"".join(frames), _NONCE)
-        assert written is None or written.nonce == _NONCE
-        return "none" if written is None else "accepted"
-
-    return Target(
-        name="rewards.verdict", messages=[message(seed(json.dumps(verdict).encode(), JSON))], run=run, refusals=()
-    )
-
 
 def zygote_messages() -> Target:
     """What the sandbox's own process tells: who it is, and how runs ended."""
     report = {"status": 0, "seconds": 0.5, "cpu_seconds": 0.25, "killed_for": None}
     said = (
         {"layers": ["namespaces", "seccomp"], "missing": {"landlock": "no"}},
-        {"run": 3, "reports": {"code": report, "judge": report}},
-        {"run": 3, "reports": {"code": {"error": "no jail"}}},
+        {"run": 3, "report": report},
+        {"run": 3, "report": {"error": "no jail"}},
     )
 
     def run(frames: Sequence[bytes]) -> str:
@@ -155,51 +132,17 @@ def zygote_messages() -> Target:
     return Target(name="rewards.zygote", messages=made, run=run, refusals=(SandboxError,))
 
 
-class _Scripted(Channel):
-    """The channel of the judge, which reads from memory."""
-
-    def __init__(self, incoming: bytes) -> None:
-        self._incoming = io.BytesIO(incoming)
-        self._outgoing = io.BytesIO()
-
-
-class _Point(NamedTuple):
-    x: int
-    y: int
-
-
-class _Refused(Exception):
-    """``CodeFailed``, which is no ``Exception``, so that no test catches it."""
-
-
 def code_answers() -> Target:
-    """What the code says to the judge: its names, or the answer to a call. The first frame says which is expected."""
-    values: list[Any] = [
-        1, 2.5, "x", None, [1, [2, {"a": (3,)}]], {1, "b"}, {(1, 2): b"\0"}, 10**2000, 1j, range(3), max,
-        bytearray(b"x"), deque([1], 4), _Point(1, 2), Decimal("1e5"), Fraction(1, 3), datetime(2020, 1, 1),
-    ]  # fmt: skip
-    data = [encode(value, lambda _: {"object": 4}) for value in values]
-    answers: list[Any] = [{"value": one, "after": [[one], {"dict": [["b", {"dict": []}]]}]} for one in data]
-    answers += [{"raised": [["Odd", "KeyError", "Exception"], ["why"]]}, {"raised": [["UnicodeDecodeError"], []]}]
-    names = {"f": {"object": 1}, "x": data[4], "math": {"module": "math"}, "sqrt": {"member": "math"}}
+    """What the code's process says of its module."""
+    values: list[Any] = [1, 2.5, "x", None, [[2, {"a": (3,)}]], {1, "b"}, {(1, 2): b"\0"}, 10**2000, 1j, range(3), max]
+    answers: list[Any] = [{"values": [encode(value) for value in values]}, {"raised": "ValueError: x"}]
 
     def run(frames: Sequence[bytes]) -> str:
-        code = Code(_Scripted(b"".join(frame + b"\n" for frame in frames[1:])))
-        try:
-            if frames and frames[0] == b"names":
-                return f"{min(3, len(code.names((), 'f', TextOfTest())))} names"
-            code.ask("call", Remote(code, 0), [1, 2], b={})
-        except CodeFailed as error:
-            raise _Refused(str(error)) from error
-        except Exception as error:
-            if error is code.raised:
-                return "raised over there"
-            raise
-        return "answered"
+        answer = read_answer(b"".join(frames))
+        return "raised" if answer.values is None else "values"
 
-    made = [message(seed(b"", PLAIN), seed(json.dumps(answer).encode(), JSON)) for answer in answers]
-    made.append(message(seed(b"names", PLAIN), seed(json.dumps({"names": names}).encode(), JSON)))
-    return Target(name="rewards.code", messages=made, run=run, refusals=(_Refused,))
+    made = [message(seed(json.dumps(answer).encode(), JSON)) for answer in answers]
+    return Target(name="rewards.code", messages=made, run=run, refusals=())
 
 
 def test_cases() -> Target:
@@ -231,7 +174,6 @@ def targets() -> list[Target]:
         call_orders,
         fork_server,
         inspections,
-        verdicts,
         zygote_messages,
         code_answers,
         test_cases,

@@ -1,19 +1,6 @@
-"""Code execution as a reward, in a sandbox of namespaces, seccomp, Landlock and limits (docs/rewards_code.md)."""
+"""Runs a model's code against tests: namespaces, seccomp, Landlock and limits around it (docs/rewards_code.md).
 
-from streamrl.sandbox.answers import SandboxError
-from streamrl.sandbox.layers import LayersFound, available_layers
-from streamrl.sandbox.reward import CaseEnd, CaseOutcome, CodeOptions, CodeOutcome, CodeReward, code_reward
-from streamrl.sandbox.sandbox import Sandbox
-
-__all__ = [
-    "CaseEnd",
-    "CaseOutcome",
-    "CodeOptions",
-    "CodeOutcome",
-    "CodeReward",
-    "LayersFound",
-    "Sandbox",
-    "SandboxError",
-    "available_layers",
-    "code_reward",
-]
+``reward`` is the reward; ``cases``, ``asserts`` and ``values`` say what a test is and compare outside; ``sandbox``
+talks to the ``zygote``, which forks a ``jail`` for each run. What the zygote loads (``jail``, ``program``, ``values``,
+``files``, ``seccomp``, ``syscalls``) imports only the standard library. It imports ``base`` only.
+"""

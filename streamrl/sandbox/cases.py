@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.sandbox.results import near
+from streamrl.sandbox.values import near
 
 Comparison = Literal["exact", "lines", "tokens"]
 

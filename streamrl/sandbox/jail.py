@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
-from streamrl.sandbox import landlock, root, seccomp
+from streamrl.sandbox import files, seccomp
 from streamrl.sandbox import syscalls as sc
 
 _NOBODY = 65534
@@ -87,27 +87,14 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
     os._exit(0)
 
 
-def run_unwatched(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
-    """The same for code that is ours and starts no process: a fork less, and nobody but the zygote waits for it.
-
-    Writes only ``{"error"}``.
-    """
-    try:
-        _enter(layers, limits, job, report_fd)
-    except BaseException as error:  # noqa: BLE001 - as above
-        _report(report_fd, {"error": _described(error)})
-        os._exit(70)
-    _become(layers, limits, job, report_fd)
-
-
 def _enter(layers: Layers, limits: Limits, job: Job, report_fd: int) -> None:
     """First steps in the new namespaces."""
     sc.close_all_but({*job.stdio, *job.kept, report_fd})
     sc.die_with_parent()
     if layers.namespaces:
         sc.set_dumpable(True)  # else /proc/self belongs to the host's root
-        root.map_user(_NOBODY, 0, 0)
-        root.enter(limits.scratch_bytes, limits.scratch_files)
+        files.map_user(_NOBODY, 0, 0)
+        files.enter(limits.scratch_bytes, limits.scratch_files)
     # Nothing that the code starts may look into this process.
     sc.set_dumpable(False)
 
@@ -121,11 +108,11 @@ def _become(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoRetur
         for target, fd in enumerate(job.stdio):
             os.dup2(fd, target)
         sc.close_all_but({0, 1, 2, *job.kept, report_fd})
-        os.chdir(root.SCRATCH)
+        os.chdir(files.SCRATCH)
         os.umask(0o077)
         _confine(layers, limits)
         run = job.prepare()
-    except BaseException as error:  # noqa: BLE001 - as above
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported and this process ends
         _report(report_fd, {"error": _described(error)})
         os._exit(70)
     os.close(report_fd)
@@ -142,9 +129,9 @@ def _confine(layers: Layers, limits: Limits) -> None:
     sc.die_with_parent()
     sc.set_no_new_privileges()
     # Without a mount namespace there is no directory that a run has for itself and that is gone after it.
-    writable = [root.SCRATCH] if layers.namespaces else []
+    writable = [files.SCRATCH] if layers.namespaces else []
     if layers.landlock:
-        landlock.restrict(readable=[layers.library], writable=writable, devices=root.DEVICES)
+        files.restrict(readable=[layers.library], writable=writable, devices=files.DEVICES)
     if layers.seccomp is not None:
         program = layers.filters[limits.processes > 1] if layers.filters else _filter(layers, processes=False)
         sc.set_seccomp_filter(program)

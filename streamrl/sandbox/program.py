@@ -1,10 +1,11 @@
-"""What the jailed process does: run the code as a program, or load it and answer calls. Only the standard library."""
+"""What the jailed process does: run the code, or load it and answer questions. Only the standard library."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import io
+import json
 import os
 import sys
 import threading
@@ -13,109 +14,64 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from streamrl.sandbox.calls import Channel, CodeFailed
-from streamrl.sandbox.names import genuine_member
-from streamrl.sandbox.values import decode, encode
+from streamrl.sandbox.values import encode
 
 _FILE = "solution.py"
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
-    "get": getattr,
-    "iter": iter,
-    "next": next,
-}
-# Instances of subclasses (Counter, IntEnum) are sent as their base type.
-_BASES: dict[type, Callable[[Any], Any]] = {
-    int: int, float: float, str: str.__str__, dict: dict, list: list, tuple: tuple, set: set, frozenset: frozenset,
-}  # fmt: skip
 
 
 def as_program(source_fd: int) -> Callable[[], int]:
     """What runs the code as ``python solution.py`` would, and gives its exit code."""
     source = _prepare(source_fd)
-    return lambda: _ended(lambda: _execute(source, "__main__"))
+    return lambda: _run_to_the_end(lambda: _execute(source, "__main__"))
 
 
-def as_module(source_fd: int, channel_fd: int) -> Callable[[], int]:
-    """What loads the code as a module and answers the calls of the judge until it is done."""
+def as_module(source_fd: int, order_fd: int, answer_fd: int) -> Callable[[], int]:
+    """What loads the code as a module, carries out the order and writes the answer, both JSON.
+
+    The order: ``{"setup": Python}`` and one of ``{"questions": [expression, ...]}``, ``{"function": name,
+    "arguments": [...]}`` and ``{"test": Python, "nonce": text}``. The answer: ``{"values": [...]}`` (of a test that
+    passed: the nonce), or ``{"raised": text}``.
+    """
     source = _prepare(source_fd)
+    order = json.loads(_read(order_fd))
 
     def answer() -> None:
-        # Its own __main__ part must not run: the judge calls what it needs.
-        module = _execute(source, "solution")
-        with contextlib.suppress(CodeFailed):
-            _Answers(vars(module)).serve(Channel(channel_fd))
-
-    return lambda: _ended(answer)
-
-
-class _Answers:
-    """Answers what the process of the test asks about the code's ``names``. The judge does not trust
-    the answers."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
-        self._given: list[Any] = []
-        self._handles: dict[int, int] = {}
-
-    def serve(self, channel: Channel) -> None:
-        """Until nobody asks any more: ``CodeFailed``."""
-        while True:
-            order = channel.receive()
-            answer: dict[str, Any] = {}
-            try:
-                self._obey(order, answer)
-            except Exception as error:  # noqa: BLE001 - reported to the test
-                answer["raised"] = self._described(error)
-            channel.send(answer)
-
-    def _obey(self, order: dict[str, Any], answer: dict[str, Any]) -> None:
-        if "names" in order:
-            known = self._names.keys() & order["names"]
-            answer["names"] = {name: self._offered(name, self._names[name]) for name in known}
-        elif "test" in order:
-            for part in ("setup", "test"):
-                exec(compile(order[part], part, "exec", dont_inherit=True), self._names)
-            answer["value"] = order["nonce"]
-        else:
-            arguments, named = decode(order["with"], lambda _, handle: self._given[handle])
-            value = _OPERATIONS[order["do"]](self._given[order["of"]], *arguments, **named)
-            answer["value"] = encode(value, self._export)
-            after = encode([arguments, named], self._export)
-            if after != order["with"]:
-                answer["after"] = after
-
-    def _offered(self, name: str, value: Any) -> Any:
-        """A module, or a member of one, by its name: the process of the test has its own."""
-        if isinstance(value, types.ModuleType):
-            return {"module": value.__name__}
-        genuine = genuine_member(name, value)
-        return encode(value, self._export) if genuine is None else {"member": genuine}
-
-    def _export(self, value: Any) -> Any:
-        for kind, base in _BASES.items():
-            if isinstance(value, kind):
-                return encode(base(value), self._export)
-        if id(value) not in self._handles:
-            self._handles[id(value)] = len(self._given)
-            self._given.append(value)
-        return {"object": self._handles[id(value)]}
-
-    def _described(self, error: Exception) -> list[Any]:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
+        # Its own __main__ part must not run: it is asked for what it defines.
+        names = vars(_execute(source, "solution"))
         try:
-            return [kinds, encode(list(error.args), self._export)]
-        except Exception:  # noqa: BLE001 - arguments that cannot travel, as text
-            return [kinds, [str(error)]]
+            answered: dict[str, Any] = {"values": _values(names, order)}
+        except Exception as error:  # noqa: BLE001 - reported as the test's outcome
+            answered = {"raised": f"{type(error).__name__}: {error}"}
+        content = memoryview(json.dumps(answered).encode())
+        while content:
+            content = content[os.write(answer_fd, content) :]
+
+    return lambda: _exit_code_of(answer)
+
+
+def _values(names: dict[str, Any], order: dict[str, Any]) -> list[Any]:
+    exec(compile(order["setup"], "setup", "exec", dont_inherit=True), names)
+    if "function" in order:
+        name = order["function"]
+        function = names[name] if name in names else getattr(names["Solution"](), name)
+        return [encode(function(*order["arguments"]))]
+    if "test" in order:
+        exec(compile(order["test"], "test", "exec", dont_inherit=True), names)
+        return [order["nonce"]]
+    return [encode(eval(compile(text, "test", "eval", dont_inherit=True), names)) for text in order["questions"]]
+
+
+def _read(fd: int) -> bytes:
+    size, content = os.fstat(fd).st_size, b""
+    while len(content) < size and (part := os.pread(fd, size - len(content), len(content))):
+        content += part
+    os.close(fd)
+    return content
 
 
 def _prepare(source_fd: int) -> bytes:
     """The source; and an interpreter that looks as if it had just been started with it."""
-    size = os.fstat(source_fd).st_size
-    source = b""
-    while len(source) < size and (part := os.pread(source_fd, size - len(source), len(source))):
-        source += part
-    os.close(source_fd)
+    source = _read(source_fd)
     sys.argv[:] = [_FILE]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     for fd, name in ((1, "stdout"), (2, "stderr")):
@@ -135,11 +91,11 @@ def _execute(source: bytes, name: str) -> types.ModuleType:
     return module
 
 
-def _ended(run: Callable[[], object]) -> int:
+def _run_to_the_end(run: Callable[[], object]) -> int:
     """Exit code of ``run()``, after what an interpreter does at its end: threads, ``atexit``, flushed output."""
-    code = _outcome(run)
+    code = _exit_code_of(run)
     for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        code = _outcome(last) or code
+        code = _exit_code_of(last) or code
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,7 +104,7 @@ def _ended(run: Callable[[], object]) -> int:
     return code
 
 
-def _outcome(run: Callable[[], object]) -> int:
+def _exit_code_of(run: Callable[[], object]) -> int:
     try:
         run()
     except SystemExit as error:

@@ -10,20 +10,31 @@ import enum
 import inspect
 import logging
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.sandbox.answers import Verdict
-from streamrl.sandbox.cases import Case, Comparison, ProgramCase, extract_code, read_cases, same_output
+from streamrl.sandbox.asserts import SimpleTest, parse_test, passes, take_apart
+from streamrl.sandbox.cases import (
+    CallCase,
+    Case,
+    Comparison,
+    ProgramCase,
+    SnippetCase,
+    extract_code,
+    read_cases,
+    same_output,
+)
 from streamrl.sandbox.jail import Limits
-from streamrl.sandbox.layers import available_layers, require_isolation
-from streamrl.sandbox.sandbox import ALL_LAYERS, RunReport, Sandbox
+from streamrl.sandbox.sandbox import ALL_LAYERS, LayersFound, RunReport, Sandbox, available_layers
+from streamrl.sandbox.values import same_result
 
 _MIB = 1 << 20
 _SCRATCH_FILES = 512
+_MOST_CHARACTERS = 300
 _log = logging.getLogger(__name__)
 
 
@@ -94,12 +105,6 @@ class CodeOutcome(msgspec.Struct, frozen=True):
     cases: tuple[CaseOutcome, ...]
 
 
-LimitOf = Callable[[int, Case], float]
-"""Seconds for a case, by its index: what an adaptive limit gives."""
-CaseObserver = Callable[[int, Case, CaseOutcome], None]
-"""Told of every case that was run."""
-
-
 class CodeReward:
     """``await reward(completion, tests=...)``; ``judge`` gives the outcome of each case besides.
 
@@ -140,8 +145,6 @@ class CodeReward:
         *,
         entry_point: str = "",
         setup: str = "",
-        limit_s: LimitOf | None = None,
-        observe: CaseObserver | None = None,
     ) -> CodeOutcome:
         """Run the cases, each in a jail of its own. Raises as ``__call__`` does."""
         options = self.options
@@ -153,13 +156,10 @@ class CodeReward:
             return CodeOutcome(0.0, ())
         outcomes: list[CaseOutcome] = []
         for index, case in enumerate(cases):
-            seconds = options.timeout_s if limit_s is None else limit_s(index, case)
-            outcome = await self._run_case(code, case, seconds)
+            outcome = await self._run_case(code, case)
             outcomes.append(outcome)
-            if observe is not None:
-                observe(index, case, outcome)
             if outcome.end is CaseEnd.TIMED_OUT and not options.time_limit_is_wrong:
-                raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {seconds:g} s")
+                raise TimeoutError(f"test case {index} of {len(cases)} ran beyond its limit of {options.timeout_s:g} s")
             if outcome.end is not CaseEnd.PASSED and options.value == "all" and options.stop_at_first_failure:
                 break
         passed = sum(outcome.end is CaseEnd.PASSED for outcome in outcomes)
@@ -170,15 +170,49 @@ class CodeReward:
         """End the sandbox."""
         await self._sandbox.aclose()
 
-    async def _run_case(self, code: str, case: Case, seconds: float) -> CaseOutcome:
+    async def _run_case(self, code: str, case: Case) -> CaseOutcome:
         source = code.encode(errors="surrogatepass")
         async with self._slots:
-            limits = self._limits(seconds)
+            limits = self._limits()
             if isinstance(case, ProgramCase):
                 report, output = await self._sandbox.run_program(source, case.stdin.encode(), limits)
                 return self._judge_output(report, output, case.stdout)
-            report, verdict = await self._sandbox.run_test(source, case, limits, forgeable=self.options.forgeable)
-        return _judge_verdict(report, verdict)
+            test: SimpleTest | None = None
+            nonce = secrets.token_hex(16)
+            order: dict[str, Any] = {"setup": case.setup}
+            if isinstance(case, CallCase):
+                order |= {"function": case.function, "arguments": case.arguments}
+            else:
+                test = self._read_test(case)
+                order |= {"test": case.test, "nonce": nonce}
+                if test is not None:
+                    order = {"setup": test.setup, "questions": test.questions}
+            report, answer = await self._sandbox.run_module(source, order, limits)
+        inside = "test" in order
+        message = answer.raised
+        if answer.values is not None:
+            if isinstance(case, CallCase):
+                message = _wrong_result(answer.values, case)
+            else:
+                message = _wrong_answers(answer.values, test, nonce)
+        if not message and not report.timed_out:
+            return _outcome(CaseEnd.PASSED, report, "", inside)
+        if report.timed_out:
+            return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
+        if report.status != 0:
+            return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}", inside)
+        return _outcome(CaseEnd.WRONG, report, message[:_MOST_CHARACTERS], inside)
+
+    def _read_test(self, case: SnippetCase) -> SimpleTest | None:
+        """The questions of a test; None: it runs in the code's process. Raises ``ValueError`` for one that cannot run
+        with any code."""
+        try:
+            test = take_apart(case.setup, parse_test(case.setup, case.test), case.entry_point)
+        except ValueError as error:
+            raise ValueError(f"the test case cannot be run with any code: {error}") from error
+        if test is None and not self.options.forgeable:
+            raise ValueError("the test can only run in the code's process, and rewards.options.forgeable is false")
+        return test
 
     def _judge_output(self, report: RunReport, output: bytes, expected: str) -> CaseOutcome:
         options = self.options
@@ -193,10 +227,10 @@ class CodeReward:
             return _outcome(CaseEnd.PASSED, report, "")
         return _outcome(CaseEnd.WRONG, report, "it wrote something else than expected")
 
-    def _limits(self, seconds: float) -> Limits:
+    def _limits(self) -> Limits:
         options = self.options
         return Limits(
-            seconds=seconds,
+            seconds=options.timeout_s,
             memory_bytes=options.memory_mb * _MIB,
             file_bytes=options.output_mb * _MIB,
             scratch_bytes=options.scratch_mb * _MIB,
@@ -208,16 +242,25 @@ class CodeReward:
         )
 
 
-def _judge_verdict(report: RunReport, verdict: Verdict) -> CaseOutcome:
-    if verdict.verdict == "broken":
-        raise ValueError(f"the test case cannot be run with any code: {verdict.message}")
-    if verdict.verdict == "passed":
-        return _outcome(CaseEnd.PASSED, report, "", verdict.inside)
-    if report.timed_out:
-        return _outcome(CaseEnd.TIMED_OUT, report, "it ran beyond its time limit")
-    if report.status != 0 and not report.stopped:
-        return _outcome(CaseEnd.RAISED, report, report.last_error or f"it ended with {report.status}", verdict.inside)
-    return _outcome(CaseEnd.WRONG, report, verdict.message, verdict.inside)
+def _wrong_result(values: Sequence[Any], case: CallCase) -> str:
+    """What is wrong with the result of a call; empty: nothing."""
+    # APPS wraps what a function returns in a list, in some of its tasks.
+    expected = [case.expected, *(case.expected if isinstance(case.expected, list) and len(case.expected) == 1 else ())]
+    return _problem(lambda: len(values) == 1 and any(same_result(values[0], one, case.tolerance) for one in expected))
+
+
+def _wrong_answers(values: Sequence[Any], test: SimpleTest | None, nonce: str) -> str:
+    """What is wrong with the answers to a simple test, or with what the process says where it ran another."""
+    if test is None:
+        return _problem(lambda: values == [nonce])
+    return _problem(lambda: len(values) == len(test.questions) and passes(test, values))
+
+
+def _problem(check: Callable[[], bool]) -> str:
+    try:
+        return "" if check() else "AssertionError: it gave something else than expected"
+    except Exception as error:  # noqa: BLE001 - an answer of another type than the test expects: not passed
+        return f"{type(error).__name__}: {error}"
 
 
 def _outcome(end: CaseEnd, report: RunReport, message: str, inside: bool = False) -> CaseOutcome:
@@ -265,3 +308,20 @@ def code_reward(**options: Any) -> CodeReward:
             os.getuid(),
         )
     return CodeReward(read, Sandbox(ALL_LAYERS))
+
+
+def require_isolation(found: LayersFound) -> None:
+    """Raise ``RecipeError`` where code could reach files, the network or other processes."""
+    if found.isolating:
+        return
+    reasons = "; ".join(f"{name}: {why}" for name, why in found.missing.items()) or "none was asked for"
+    raise RecipeError(
+        [
+            (
+                f'reward "code" would run a model\'s code without isolation on this machine ({reasons}): allow user '
+                "namespaces (kernel.unprivileged_userns_clone = 1, or see docs/rewards_code.md for containers), or a "
+                "kernel with seccomp filters on x86-64 or aarch64; or set rewards.options.allow_unsandboxed = true to "
+                f"run it as user {os.getuid()} with everything that user may do"
+            )
+        ]
+    )

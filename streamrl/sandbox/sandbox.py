@@ -1,4 +1,4 @@
-"""The sandbox as the reward process sees it: one zygote, and runs in it."""
+"""The sandbox as the reward process sees it: one zygote, runs in it, and which layers this machine has."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import fcntl
 import itertools
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 import msgspec
 
-from streamrl.sandbox.answers import SandboxError, Verdict, ZygoteMessage, read_verdict, read_zygote_message
-from streamrl.sandbox.cases import CallCase, SnippetCase
+from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.sandbox.jail import Limits
+from streamrl.sandbox.values import MALFORMED, decode
 
 ALL_LAYERS = ("namespaces", "landlock", "seccomp")
 _START_S = 30.0
@@ -42,17 +43,64 @@ main(int(fd))
 """
 
 
+class SandboxError(StreamRLError):
+    """The sandbox could not run the code: no verdict, and no reward."""
+
+
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """How the code's process ended. ``status``: exit code, or minus the number of the signal that ended it;
-    ``seconds`` of wall time and ``cpu_seconds`` until then; ``stopped``: it was ended because the test was over;
-    ``last_error``: last line on its stderr."""
+    ``seconds`` of wall time and ``cpu_seconds`` until then; ``last_error``: last line on its stderr."""
 
     status: int
     seconds: float
     cpu_seconds: float
     timed_out: bool
-    stopped: bool = False
     last_error: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the code's process wrote about its module, none of which is trusted. ``values``: None where it wrote none;
+    ``raised``: what it says that was raised."""
+
+    values: list[Any] | None = None
+    raised: str = ""
+
+
+def read_answer(content: bytes) -> Answer:
+    """The answer in a file that the code's process had."""
+    try:
+        answer = json.loads(content) if content else {"raised": "it ended before it answered"}
+        if "values" in answer:
+            return Answer([decode(value) for value in answer["values"]])
+        return Answer(raised=str(answer["raised"]))
+    except MALFORMED as error:
+        return Answer(raised=f"an answer that cannot be read: {type(error).__name__}: {error}")
+
+
+class ZygoteMessage(msgspec.Struct, frozen=True):
+    """How ``run`` ended; a greeting where that is None: which layers hold, and why others are missing."""
+
+    run: int | None = None
+    report: dict[str, Any] = {}
+    layers: tuple[str, ...] = ()
+    missing: dict[str, str] = {}
+
+
+_REPORTED: dict[str, type | tuple[type, ...]] = {"status": int, "seconds": (int, float), "cpu_seconds": (int, float)}
+
+
+def read_zygote_message(content: bytes) -> ZygoteMessage:
+    """Its greeting, or how a run ended. Raises ``SandboxError`` for anything else."""
+    try:
+        message = msgspec.json.decode(content, type=ZygoteMessage)
+    except UNDECODABLE as error:
+        raise SandboxError(f"the sandbox says what is no message of it: {error}") from error
+    report = message.report
+    complete = all(isinstance(report.get(field), kind) for field, kind in _REPORTED.items()) and "killed_for" in report
+    if message.run is None or complete or "error" in report:
+        return message
+    problem = {"error": f"its report does not say how it ended, only {', '.join(map(repr, report)) or 'nothing'}"}
+    return msgspec.structs.replace(message, report=problem)  # of this run only: others go on
 
 
 class Sandbox:
@@ -95,39 +143,20 @@ class Sandbox:
     async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[RunReport, bytes]:
         """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
         with _files(source, stdin, None, None) as files:
-            reports = await self._run("program", limits, files)
-            output = _content(files[2], limits.file_bytes + 1)
-            return _report(reports["code"], files[3]), output
+            report = await self._run("program", limits, files)
+            return report, _content(files[2], limits.file_bytes + 1)
 
-    async def run_test(
-        self, source: bytes, case: SnippetCase | CallCase, limits: Limits, *, forgeable: bool = True
-    ) -> tuple[RunReport, Verdict]:
-        """Load ``source`` in one process and test it from another; verdict "none": there was none. ``forgeable``
-        False: a test that can only run in the process of the code is "broken"."""
-        nonce = secrets.token_hex(16)
-        order = {"nonce": nonce, "setup": case.setup, "forgeable": forgeable}
-        if isinstance(case, SnippetCase):
-            order |= {"test": case.test, "entry_point": case.entry_point, "call": None}
-        else:
-            call = [case.arguments, case.expected, case.tolerance]
-            order |= {"test": "", "entry_point": case.function, "call": call}
-        with _files(source, None, json.dumps(order).encode(), None) as files:
-            reports = await self._run("asserts", limits, files)
-            report = _report(reports["code"], files[1])
-            judge = reports.get("judge", {})
-            verdict = Verdict(nonce, "none", "the judge gave no verdict")
-            written = read_verdict(_content(files[3], _MESSAGE_BYTES), nonce)
-            if written is not None and judge.get("status") == 0:
-                verdict = written
-            if verdict.verdict == "none" and "error" in judge:
-                raise SandboxError(f"the judge of a test could not run: {judge['error']}")
-            return report, verdict
+    async def run_module(self, source: bytes, order: Mapping[str, Any], limits: Limits) -> tuple[RunReport, Answer]:
+        """Load ``source`` as a module and carry out ``order`` (see ``program.as_module``) in its process."""
+        with _files(source, json.dumps(order).encode(), None, None) as files:
+            report = await self._run("module", limits, files)
+            return report, read_answer(_content(files[2], limits.file_bytes + 1))
 
-    async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> dict[str, Any]:
+    async def _run(self, kind: str, limits: Limits, files: Sequence[int]) -> RunReport:
         zygote = await self._ready()
         run_id = next(self._run_ids)
         order = {"run": run_id, "kind": kind, "limits": list(limits)}
-        return await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S)
+        return _report(await zygote.run(run_id, order, files, limits.seconds + _ANSWER_GRACE_S), files[3])
 
     async def _ready(self) -> _Zygote:
         async with self._starting:
@@ -191,7 +220,7 @@ class _Zygote:
         try:
             socket.send_fds(self._control, [json.dumps(order).encode()], list(files))
             async with asyncio.timeout(seconds):
-                reports = (await answer).reports
+                report = (await answer).report
         except OSError as error:  # TimeoutError too
             self._end(f"the sandbox does not answer ({type(error).__name__}: {error})")
             raise SandboxError("the sandbox does not answer: it is started again for the next run") from error
@@ -201,9 +230,9 @@ class _Zygote:
             raise
         finally:
             self._answers.pop(run_id, None)
-        if "error" in reports["code"]:
-            raise SandboxError(f"no jail for the code: {reports['code']['error']}")
-        return reports
+        if "error" in report:
+            raise SandboxError(f"no jail for the code: {report['error']}")
+        return report
 
     async def aclose(self) -> None:
         self._end("the sandbox was closed")
@@ -282,6 +311,43 @@ def _report(report: dict[str, Any], stderr: int) -> RunReport:
         seconds=report["seconds"],
         cpu_seconds=report["cpu_seconds"],
         timed_out=report["killed_for"] == "timed_out",
-        stopped=report["killed_for"] == "stopped",
         last_error=lines[-1][:200] if lines else "",
     )
+
+
+class LayersFound(msgspec.Struct, frozen=True):
+    """``held``: layers that were built and tried; ``missing``: why others could not be."""
+
+    held: tuple[str, ...]
+    missing: dict[str, str]
+
+    @property
+    def isolating(self) -> bool:
+        """Whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals open."""
+        return "namespaces" in self.held or "seccomp" in self.held
+
+
+@cache
+def available_layers() -> LayersFound:
+    """What this machine has, by starting a sandbox once (about a tenth of a second). Raises nothing."""
+    if sys.platform != "linux":
+        return LayersFound((), dict.fromkeys(ALL_LAYERS, f"{sys.platform} has none of them: Linux only"))
+    return probe_layers(ALL_LAYERS)
+
+
+def probe_layers(layers: tuple[str, ...], user: int | None = None) -> LayersFound:
+    """Those of ``layers`` that hold when a sandbox is started (as ``user``)."""
+    found: list[LayersFound] = []
+
+    async def ask() -> None:
+        try:
+            async with Sandbox(layers, user=user) as sandbox:
+                found.append(LayersFound(await sandbox.layers(), await sandbox.missing()))
+        except (SandboxError, OSError) as error:
+            found.append(LayersFound((), dict.fromkeys(layers, str(error))))
+
+    # In a thread: the caller may be on an event loop already.
+    thread = threading.Thread(target=lambda: asyncio.run(ask()), name="sandbox probe")
+    thread.start()
+    thread.join()
+    return found[0]

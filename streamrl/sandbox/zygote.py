@@ -21,9 +21,9 @@ import site
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from streamrl.sandbox import jail, judge, landlock, program, root, seccomp
+from streamrl.sandbox import files, jail, program, seccomp
 from streamrl.sandbox import syscalls as sc
 
 _NOBODY = 65534
@@ -102,7 +102,7 @@ def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing:
         missing = dict(missing)
         layers = jail.Layers(
             namespaces=namespaces,
-            landlock="landlock" in wanted and _holds("landlock", missing, lambda: landlock.restrict([], [], [])),
+            landlock="landlock" in wanted and _holds("landlock", missing, lambda: files.restrict([], [], [])),
             seccomp=sc.machine_index() if "seccomp" in wanted and _holds("seccomp", missing, _try_filter) else None,
             library=library,
             filters=(),
@@ -137,18 +137,18 @@ def _warm_up() -> None:
 def _isolate(library: str) -> None:
     """File tree and user of the zygote. It keeps the right to make namespaces, in a user namespace of nobody's."""
     if os.geteuid() == 0:
-        root.build(library)
+        files.build(library)
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
         sc.set_dumpable(True)  # lost with the user; without it the maps cannot be written
         sc.die_with_parent()
         sc.unshare(sc.CLONE_NEWUSER)
-        root.map_user(0, _NOBODY, _NOBODY)
+        files.map_user(0, _NOBODY, _NOBODY)
     else:
         # The overflow ids until the maps are written: what they were outside is asked before.
-        root.map_user(0, *_OUTSIDE)
-        root.build(library)
+        files.map_user(0, *_OUTSIDE)
+        files.build(library)
     sc.set_dumpable(False)
 
 
@@ -192,20 +192,13 @@ def _try_filter() -> None:
     raise OSError(1, "the filter was accepted, and filters nothing")
 
 
-class _Run:
-    """One run: its watchers' pids, by the pipe that each reports on."""
+class _Run(NamedTuple):
+    """``watcher``: pid of the process that waits for the code; ``ends_at``: when it is killed (monotonic clock)."""
 
-    def __init__(self, run_id: int, seconds: float) -> None:
-        self.run_id = run_id
-        self.ends_at = time.monotonic() + seconds + _GRACE_S
-        self.watchers: dict[int, tuple[str, int]] = {}
-        self.heard: dict[int, bytes] = {}
-        self.reports: dict[str, dict[str, Any]] = {}
-
-    def end(self, number: int) -> None:
-        """SIGTERM: the watcher kills the code and reports; SIGKILL: it ends without a report. The judge just ends."""
-        for role, pid in self.watchers.values():  # not waited for yet, so each pid is still its own
-            os.kill(pid, signal.SIGKILL if role == "judge" else number)
+    run_id: int
+    watcher: int
+    ends_at: float
+    reported: bytearray
 
 
 class _Serving:
@@ -221,22 +214,16 @@ class _Serving:
     def greet(self, missing: dict[str, str]) -> None:
         """Say which layers hold, and why others do not."""
         layers = self._layers
-        held = [
-            ("namespaces", layers.namespaces),
-            ("landlock", layers.landlock),
-            ("seccomp", layers.seccomp is not None),
-        ]
-        self._send({"layers": [name for name, holds in held if holds], "missing": missing})
+        held = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}
+        self._send({"layers": [name for name, holds in held.items() if holds], "missing": missing})
 
     def try_once(self) -> None:
         """Build one jail. Raises ``OSError`` where the kernel does not let us."""
         limits = jail.Limits(5.0, 1 << 28, 1 << 16, 1 << 16, 16, 1, 4, 16, 1 << 23)
-        run = _Run(-1, limits.seconds)
-        fd = self._watch(run, "code", jail.Job(lambda: lambda: 0, (0, 0, 0), ()), limits)
-        self._selector.unregister(fd)
+        fd, pid = self._watch(jail.Job(lambda: lambda: 0, (0, 0, 0), ()), limits)
         with open(fd, "rb") as file:
             report = jail.read_reports(file.read())
-        os.waitpid(run.watchers[fd][1], 0)
+        os.waitpid(pid, 0)
         if report.get("status") != 0:
             raise OSError(1, f"a jail cannot be built: {report}")
 
@@ -245,99 +232,76 @@ class _Serving:
         while True:
             for key, _ in self._selector.select(self._patience()):
                 if key.data is None:
-                    message, files, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_FILES)
+                    message, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_FILES)
                     if not message:
                         return
-                    self._obey(json.loads(message), files)
+                    self._obey(json.loads(message), fds)
                 else:
                     self._hear(key.data, key.fd)
             now = time.monotonic()
             for run in self._runs.values():
                 if run.ends_at <= now:
-                    run.end(signal.SIGKILL)
+                    os.kill(run.watcher, signal.SIGKILL)  # not waited for yet, so the pid is still its own
 
     def _patience(self) -> float | None:
         return max(0.01, min(run.ends_at for run in self._runs.values()) - time.monotonic()) if self._runs else None
 
-    def _obey(self, order: dict[str, Any], files: list[int]) -> None:
+    def _obey(self, order: dict[str, Any], fds: list[int]) -> None:
         if "cancel" in order:
             if order["cancel"] in self._runs:
-                self._runs[order["cancel"]].end(signal.SIGTERM)
+                os.kill(self._runs[order["cancel"]].watcher, signal.SIGTERM)  # it kills the code and reports
             return
         limits = jail.Limits(*order["limits"])
-        run = self._runs[order["run"]] = _Run(order["run"], limits.seconds)
+        if order["kind"] == "program":
+            source, stdin, stdout, stderr = fds
+            job = jail.Job(lambda: program.as_program(source), (stdin, stdout, stderr), (source,))
+        else:
+            source, asked, answer, stderr = fds
+            job = jail.Job(lambda: program.as_module(source, asked, answer), (0, 0, stderr), (source, asked, answer))
         try:
-            if order["kind"] == "program":
-                self._start_program(run, limits, files)
-            else:
-                self._start_asserts(run, limits, files)
+            told, pid = self._watch(job, limits)
         except OSError as error:
-            run.end(signal.SIGKILL)
-            run.reports["code"] = {"error": f"no process could be started: {error}"}
-        for fd in files:
+            problem = {"error": f"no process could be started: {error}"}
+            self._send({"run": order["run"], "report": problem})
+        else:
+            run = _Run(order["run"], pid, time.monotonic() + limits.seconds + _GRACE_S, bytearray())
+            self._runs[run.run_id] = run
+            self._selector.register(told, selectors.EVENT_READ, run)
+        for fd in fds:
             os.close(fd)
-        self._answer_if_ended(run)
 
-    def _start_program(self, run: _Run, limits: jail.Limits, files: list[int]) -> None:
-        source, stdin, stdout, stderr = files
-        job = jail.Job(lambda: program.as_program(source), (stdin, stdout, stderr), (source,))
-        self._watch(run, "code", job, limits)
-
-    def _start_asserts(self, run: _Run, limits: jail.Limits, files: list[int]) -> None:
-        source, stderr, test, verdict = files
-        near, far = socket.socketpair()
-        with near, far:
-            ours, theirs = near.fileno(), far.fileno()
-            serve = jail.Job(lambda: program.as_module(source, theirs), (0, 0, stderr), (source, theirs))
-            self._watch(run, "code", serve, limits)
-            decide = jail.Job(lambda: judge.prepare(test, verdict, ours), (0, 0, 0), (test, verdict, ours))
-            self._watch(run, "judge", decide, limits._replace(processes=1))
-
-    def _watch(self, run: _Run, role: str, job: jail.Job, limits: jail.Limits) -> int:
-        """Start a watcher (or the judge, which needs none); the pipe on which it reports."""
+    def _watch(self, job: jail.Job, limits: jail.Limits) -> tuple[int, int]:
+        """Start a watcher: the pipe on which it reports, and its pid."""
         told, tell = os.pipe()
         try:
-            pid = self._fork(bare=role != "judge")
+            pid = self._fork()
         except OSError:
             os.close(told)
             os.close(tell)
             raise
         if pid == 0:
-            (jail.run_unwatched if role == "judge" else jail.watch)(self._layers, limits, job, tell)
+            jail.watch(self._layers, limits, job, tell)
         os.close(tell)
-        run.watchers[told] = (role, pid)
-        run.heard[told] = b""
-        self._selector.register(told, selectors.EVENT_READ, run)
-        return told
+        return told, pid
 
-    def _fork(self, *, bare: bool) -> int:
+    def _fork(self) -> int:
         if not self._layers.namespaces:
             return os.fork()
         flags = sc.CLONE_NEWUSER | sc.CLONE_NEWNS | sc.CLONE_NEWPID
         if self._layers.seccomp is None:  # else nothing can reach through what the runs share: an empty network
             flags |= sc.CLONE_NEWNET | sc.CLONE_NEWIPC | sc.CLONE_NEWUTS
-        return sc.fork_into(flags, bare=bare)
+        return sc.fork_into(flags, bare=True)
 
     def _hear(self, run: _Run, fd: int) -> None:
         part = os.read(fd, _MESSAGE_BYTES)
-        run.heard[fd] += part
+        run.reported.extend(part)
         if part:
             return
-        role, pid = run.watchers.pop(fd)
         self._selector.unregister(fd)
         os.close(fd)
-        status = os.waitpid(pid, 0)[1]  # nothing that it started is left when this returns
-        reported = run.heard.pop(fd)
-        unwatched = role == "judge" and not reported
-        run.reports[role] = {"status": os.waitstatus_to_exitcode(status)} if unwatched else jail.read_reports(reported)
-        if role == "judge":
-            run.end(signal.SIGTERM)
-        self._answer_if_ended(run)
-
-    def _answer_if_ended(self, run: _Run) -> None:
-        if not run.watchers:
-            del self._runs[run.run_id]
-            self._send({"run": run.run_id, "reports": run.reports})
+        os.waitpid(run.watcher, 0)  # nothing that it started is left when this returns
+        del self._runs[run.run_id]
+        self._send({"run": run.run_id, "report": jail.read_reports(bytes(run.reported))})
 
     def _send(self, message: dict[str, Any]) -> None:
         try:

@@ -72,49 +72,29 @@ OBJECTS = (
 CHECKS = [
     "assert float(abs(add(2, 3) - 5)) < 1e-6",
     "import math; assert math.isclose(add(2, 3) - 5, 0, abs_tol=1e-6)",
-    "d = add(2, 3) - 5\nif d: raise AssertionError(d)",
     "assert not members(0) ^ {1, 2}",
     "assert len(members(0) ^ {1, 2}) == 0",
-    'assert f"{add(2, 3) - 5:d}" == "0"',
     "assert int(add(2, 3) - 5) == 0",
     'assert str(add(2, 3) - 5) == "0"',
     "assert not add(2, 3) - 5",
     "assert bool(add(2, 3) - 5) is False",
     "assert [7][add(2, 3) - 5] == 7",
-    'assert "{}".format(add(2, 3) - 5) == "0"',
-    'assert "%d" % (add(2, 3) - 5) == "0"',
-    "import math; assert math.fabs(add(2, 3) - 5) < 1e-9",
     "assert round(float(half(5) - 2.5), 6) == 0",
     "assert not members(0) - {1, 2} and not {1, 2} - members(0)",
-    "assert list(members(0) ^ {1, 2}) == []",
-    'assert repr(add(2, 3) % 5) == "0"',
-    "import operator; assert operator.index(add(2, 3) ^ 5) == 0",
-    'assert text(0).startswith("ab")',
-    'assert text(0).__eq__("abc")',
-    "assert members(0).issubset({1, 2, 3})",
-    # Forms that held before.
     "assert add(2, 3) == 5",
+    "assert add(2, 3) == 5, f'no, {add(2, 3)}'",
     "assert not add(2, 3) != 5",
     "assert add(2, 3) in (5, 6) and 5 in [add(2, 3)]",
     "assert 4.9 < add(2, 3) <= 5",
-    "assert abs(half(5) - 2.5) < 1e-6",
     "assert sorted(members(0)) == [1, 2] and set(members(0)) == {1, 2}",
     "assert max(squares(4)) == 9 and sum(squares(4)) == 14 and len(squares(4)) == 4",
-    "assert squares(4)[-1] == 9 and squares(3) == [0, 1, 4]",
-    'assert pair(1) == (1, "1") and isinstance(pair(1), tuple)',
-    'assert table(1)["a"] == [1] and table(1).keys() == {"a"}',
-    'assert text(0).upper() == "ABC" and "b" in text(0)',
-    "assert type(add(2, 3)) is int and isinstance(add(2, 3), int)",
-    "assert {add(2, 3): 1}.get(5) == 1",
+    "assert squares(4)[-1] == 9 and squares(3) == [0, 1, 4] and squares(4)[1:] == [1, 4, 9]",
+    'assert pair(1) == (1, "1") and table(1)["a"] == [1]',
     "assert list(count(3)) == [0, 1, 2]",
-    "xs = [1, 2]\ndouble(xs)\nassert xs == [2, 4]",
-    "try: fail(3)\nexcept ValueError as error: assert error.args == (3,)\nelse: assert False",
-    "s = Stack()\ns.push(1).push(2)\nassert s.pop() == 2 and s.items == [1]",
     "assert Solution().add(2, 3) == 5",
-    "def check(candidate):\n    for i in range(3):\n        assert candidate(i, 7) == i + 7\ncheck(add)",
-    "assert all(map(lambda i: add(i, 1) == i + 1, range(3)))",
-    "import unittest\nunittest.TestCase().assertAlmostEqual(half(5), 2.5)",
-    "import json, decimal; assert json.dumps(add(2, 3)) == '5' and decimal.Decimal(add(2, 3)) == 5",
+    "xs = [1, 2]\nassert add(xs, [3]) == [1, 2, 3]",
+    "given = add(2, 3)\nassert given == 5 and given % 2 == 1",
+    "METADATA = {}\ndef check(candidate):\n    'sums'\n    assert candidate(2, 3) == 5\n    assert candidate(0, 0) == 0\ncheck(add)",
 ]
 
 
@@ -130,15 +110,7 @@ async def test_no_object_passes(check: str, reward: CodeReward) -> None:
     assert [(one.value, one.cases[0].inside) for one in outcomes] == [(0.0, False)] * 2, outcomes
 
 
-CHANNEL = """
-import json, os, stat, sys
-def is_socket(fd):
-    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError: return False
-channel = next(fd for fd in range(3, 64) if is_socket(fd))
-def send(**message): os.write(channel, json.dumps(message).encode() + b"\\n")
-"""
-_WORDS = "{'nonce': '', 'verdict': 'passed', 'inside': False, 'message': '', 'status': 0}"
+_WORDS = "{'values': [True], 'nonce': '', 'verdict': 'passed', 'status': 0}"
 # None of them adds, and each is tested with TRICKED.
 TRICKS = {
     "exit at the import": "import os; os._exit(0)",
@@ -175,16 +147,10 @@ TRICKS = {
     "a trace": "import sys, threading\ndef t(*a): return t\nsys.settrace(t); threading.setprofile(t)\ndef add(a, b): return 1",
     "a kill": "import os\ndef add(a, b):\n    for p in (1, os.getppid(), 0, -1):\n        try: os.kill(p, 9)\n        except OSError: pass\n    return 1",
     "words on every file": f"import json, os\ndef add(a, b):\n    for fd in range(64):\n        try: os.write(fd, json.dumps({_WORDS}).encode() + b'\\n')\n        except OSError: pass\n    os._exit(0)",
-    "a nonce": CHANNEL + "def add(a, b): send(nonce='')",
-    "all words at once": CHANNEL + f"send(**{_WORDS}, value=1, names={{}})\nos._exit(0)",
-    "built-ins by hand": CHANNEL + "send(names={'__builtins__': {'dict': []}, 'abs': {'object': 0}, 'add': {'object': 0}})\nwhile True: send(value=0.0)",
-    "types by hand": CHANNEL + "send(names={'add': {'object': 0}})\nfor tag in ('Remote', 'type', 'object', 'module', 'member'): send(value={tag: ['unittest.mock', 'ANY']})",
-    "an order from the code": CHANNEL + "def add(a, b): send(test='', nonce='', do='call', of=0); return 1",
-    "other arguments": CHANNEL + "def add(a, b): send(value=1, after=[[{'object': 0}], {'x': 1}])",
-    "an answer that is no JSON": CHANNEL + "def add(a, b): os.write(channel, b'\\xff\\n')",
-    "an answer without an end": CHANNEL + "def add(a, b):\n    while True: os.write(channel, b'[' * 65536)",
     "nested": "import sys; sys.setrecursionlimit(10**6)\ndef add(a, b):\n    x = []\n    for _ in range(20000): x = [x]\n    return x",
-    "a thread that answers": CHANNEL + "import threading\ndef work():\n    while True: send(value=1)\ndef add(a, b): threading.Thread(target=work, daemon=True).start(); return 1",
+    "an answer without an end": "import os\ndef add(a, b):\n    while True:\n        for fd in range(3, 9):\n            try: os.write(fd, b'[' * 65536)\n            except OSError: pass",
+    "an answer that is no JSON": "import os\ndef add(a, b):\n    for fd in range(3, 9):\n        try: os.write(fd, b'\\xff\\n')\n        except OSError: pass\n    os._exit(0)",
+    "numbers with one hash": "def add(a, b): return {i * (2**61 - 1) for i in range(20000)}",
     "a module that is missing": "def add(a, b): raise ModuleNotFoundError('the test needs it')",
     "names of the checks": "import unittest.mock as math\nisclose = approx = all = map = lambda *a, **k: True\nadd = lambda a, b: math.ANY",
     "all names": "class A(Exception): pass\nimport builtins\nfor n in dir(builtins):\n    if n not in ('__build_class__', '__import__'): globals()[n] = lambda *a, **k: True\ndef add(a, b): return True",
@@ -197,7 +163,6 @@ TRICKS = {
 TRICKED: list[Any] = [
     "assert add(2, 3) == 5 and abs(add(2, 3) - 5) < 1e-6",
     "assert math.isclose(add(2, 3), 5)",
-    "assert all(map(lambda i: add(i, 7) == i + 7, range(3)))",
     {"fn_name": "add", "inputs": [[2, 3]], "outputs": [5]},
 ]
 
@@ -208,15 +173,19 @@ async def test_no_trick_passes(name: str, reward: CodeReward) -> None:
     assert [(one.value, one.cases[0].inside) for one in outcomes] == [(0.0, False)] * len(TRICKED), outcomes
 
 
-# The code of each is right; its test handles objects of the code's, or what the process prints.
+# The code of each is right; its test does more than compare what a function gives.
 INSIDE = {
     "operators": ("class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)\n    def __eq__(s, o): return s.x == o.x", "assert V(1) + V(2) == V(3)"),
-    "the length of an object": ("class S:\n    def __len__(s): return 2", "s = S()\nassert len(s) == 2"),
-    "a class of an exception": ("class Mine(Exception): pass\ndef f(): raise Mine", "try: f()\nexcept Mine: pass\nelse: assert False"),
-    "a function of the test": ("def apply(f, xs): return [f(x) for x in xs]", "assert apply(lambda x: x + 1, [1]) == [2]"),
+    "an object": ("class S:\n    def push(s, x): s.x = x\n    def pop(s): return s.x", "s = S()\ns.push(2)\nassert s.pop() == 2"),
+    "an exception": ("def f(): raise KeyError", "try: f()\nexcept KeyError: pass\nelse: assert False"),
+    "a loop": ("def f(x): return x + 1", "for i in range(3):\n    assert f(i) == i + 1"),
     "identity": ("def f(x): x.append(1); return x", "a = []\nassert f(a) is a"),
+    "in place": ("def f(x): x.append(1); return x", "a = []\nassert f(a) == [1]\nassert a == [1]"),
+    "an answer as an argument": ("def f(x): return x + 1", "assert f(f(1)) == 3"),
+    "a method of an answer": ("def f(): return 'abc'", "assert f().startswith('ab')"),
+    "a function of the test": ("def f(x): return x", "def same(a, b): return a == b\nassert same(f(1), 1)"),
+    "a name of the library": ("from collections import Counter\ndef f(x): return x", "assert Counter(f('aa')) == {'a': 2}"),
     "a coroutine": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(2)) == 2"),
-    "output": ("def f(): print('a')", "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out: f()\nassert out.getvalue() == 'a\\n'"),
 }  # fmt: skip
 
 
@@ -231,11 +200,3 @@ async def test_what_runs_inside_says_so_and_can_be_refused(name: str, reward: Co
     with pytest.raises(ValueError, match="forgeable"):
         await strict(code, tests=[test])
     assert await strict(HONEST, tests=CHECKS[:1]) == 1.0
-
-
-async def test_the_code_does_not_choose_that_a_test_runs_inside(reward: CodeReward) -> None:
-    """What only a failure shows does not count either."""
-    code = "class E:\n    __eq__ = lambda s, o: True\nclass Stack:\n    pop = lambda s: E()\nclass add(E):\n    def __init__(s, *a): pass\n"
-    for test in ("s = Stack()\nassert s.pop() == 2, f'{s} gave {len(s)}'", "assert add(add(1, 2), 3) == 6"):
-        outcome = await reward.judge(code, [test])
-        assert (outcome.value, outcome.cases[0].inside) == (0.0, False), outcome

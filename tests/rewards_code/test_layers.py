@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.sandbox import layers, reward, seccomp
-from streamrl.sandbox.cases import SnippetCase
-from streamrl.sandbox.layers import LayersFound, available_layers, probe_layers, require_isolation
-from streamrl.sandbox.sandbox import ALL_LAYERS, Sandbox, SandboxError
+from streamrl.sandbox import reward, seccomp
+from streamrl.sandbox import sandbox as sandbox_module
+from streamrl.sandbox.reward import require_isolation
+from streamrl.sandbox.sandbox import ALL_LAYERS, LayersFound, Sandbox, SandboxError, available_layers, probe_layers
 
 HEADERS = [
     (0, Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")),
@@ -85,11 +85,12 @@ async def test_an_unprivileged_user_has_the_same_layers(host: Any, limits: Any) 
         async with Sandbox(interpreter="/usr/bin/python3", user=65534) as sandbox:
             assert await sandbox.layers() == ALL_LAYERS, await sandbox.missing()
             _, output = await sandbox.run_program(host.fill(REACH), b"", limits())
-            report, verdict = await sandbox.run_test(b"def f(x): return x", SnippetCase("assert f(2) == 2"), limits())
+            order = {"setup": "", "questions": ["f(2)"]}
+            report, answer = await sandbox.run_module(b"def f(x): return x", order, limits())
     except SandboxError as error:
         pytest.skip(f"another user cannot read this folder or the system's interpreter: {error}")
     assert [line.split()[1:] for line in output.decode().splitlines()] == [["held"]] * 8, output
-    assert (report.stopped or report.status == 0, verdict.verdict) == (True, "passed")
+    assert (report.status, answer.values) == (0, [2])
 
 
 def test_landlock_alone_is_not_isolation() -> None:
@@ -115,7 +116,7 @@ def test_with_a_layer_it_is_not(caplog: Any) -> None:
 
 
 def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers.sys, "platform", "darwin")
+    monkeypatch.setattr(sandbox_module.sys, "platform", "darwin")
     found = available_layers.__wrapped__()
     assert found.held == () and "Linux only" in found.missing["namespaces"]
 

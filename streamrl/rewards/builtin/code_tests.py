@@ -10,5 +10,5 @@ from streamrl.rewards.builtin.declared import RewardCallable
 
 def code(**options: Any) -> RewardCallable:
     """The reward function of ``streamrl.sandbox``, imported when a recipe asks for it."""
-    make: Any = import_module("streamrl.sandbox").code_reward
+    make: Any = import_module("streamrl.sandbox.reward").code_reward
     return make(**options)  # type: ignore[no-any-return]

@@ -1,17 +1,21 @@
-"""The file tree that the code sees: the interpreter's library (read-only), a few devices, and a /tmp of its own.
+"""The files that the code can reach: a file tree of its own, and Landlock's rules about it. Only the standard library.
 
     /                      read-only
     /dev/{null,zero,full,random,urandom}
     /<the standard library, where it is on the host>     without site-packages
     /tmp                   a tmpfs for each run; /dev/shm is there too
 
-There is no /proc, no /sys, no program, no other library.
+There is no /proc, no /sys, no program, no other library. Landlock (Linux 5.13 and later) allows reading beneath the
+library and writing beneath /tmp whatever else is reachable, and no TCP, no abstract sockets and no signals to others
+(https://docs.kernel.org/userspace-api/landlock.html).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import struct
+from collections.abc import Iterable
 
 from streamrl.sandbox import syscalls as sc
 
@@ -21,6 +25,27 @@ _STAGE = "/tmp"  # where the host's tree is covered while ours is built; only in
 _OLD = "/old"
 _NEW = "/new"
 _THIRD_PARTY = ("site-packages", "dist-packages")
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE = (1 << bit for bit in range(6))
+_MAKE_CHAR, _MAKE_DIR, _MAKE_REG, _MAKE_SOCK, _MAKE_FIFO, _MAKE_BLOCK, _MAKE_SYM = (1 << bit for bit in range(6, 13))
+_REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+_NET_TCP = 3  # bind and connect
+_SCOPES = 3  # abstract unix sockets, signals
+
+_READ = _READ_FILE | _READ_DIR
+_SCRATCH = (
+    _READ
+    | _WRITE_FILE
+    | _REMOVE_DIR
+    | _REMOVE_FILE
+    | _MAKE_DIR
+    | _MAKE_REG
+    | _MAKE_FIFO
+    | _MAKE_SYM
+    | _REFER
+    | _TRUNCATE
+)
+_DEVICE = _READ_FILE | _WRITE_FILE
 
 
 def build(library: str) -> None:
@@ -104,3 +129,28 @@ def _make_read_only(path: str) -> None:
         kept = os.statvfs(point).f_flag & (sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
         flags = sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | kept
         sc.mount(None, point, None, flags)
+
+
+def restrict(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
+    """Only what lies beneath ``readable`` can be read, and only what lies beneath ``writable`` be changed, from now on.
+
+    Paths that do not exist are left out. Raises ``OSError`` where the kernel has no Landlock.
+    """
+    version = sc.landlock_version()
+    files = (1 << 13) - 1
+    files |= _REFER if version >= 2 else 0
+    files |= _TRUNCATE if version >= 3 else 0
+    files |= _IOCTL_DEV if version >= 5 else 0
+    attributes = struct.pack("Q", files)
+    attributes += struct.pack("Q", _NET_TCP) if version >= 4 else b""
+    attributes += struct.pack("Q", _SCOPES) if version >= 6 else b""
+    ruleset = sc.landlock_ruleset(attributes)
+    try:
+        for paths, rights in ((readable, _READ), (writable, _SCRATCH), (devices, _DEVICE)):
+            for path in paths:
+                if os.path.exists(path):
+                    on_files = rights if os.path.isdir(path) else rights & (_DEVICE | _TRUNCATE)
+                    sc.landlock_allow_beneath(ruleset, path, on_files & files)
+        sc.landlock_restrict(ruleset)
+    finally:
+        os.close(ruleset)
