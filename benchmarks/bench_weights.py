@@ -35,7 +35,7 @@ from synthetic_updates import (
 from weight_measurement import DeltaMeter, Measurement, UpdatedTensor, slices_of
 
 from streamrl.base.errors import RecipeError, WeightError
-from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.publish.checkpoint_bits import CheckpointTensor, map_checkpoint
 
 DEFAULT_PARAMETERS = 50_000_000

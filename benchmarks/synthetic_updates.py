@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.ordered_bits import apply_steps
+from streamrl.weights.codec.bits import apply_steps
 
 STEPS = 20
 SIGMA = 0.02

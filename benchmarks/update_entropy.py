@@ -11,9 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.weights.bit_patterns import BitArray
-from streamrl.weights.codec.exponent_classes import exponents_of
-from streamrl.weights.ordered_bits import step_symbols
+from streamrl.weights.codec.bits import BitArray, exponents_of, step_symbols
 
 _BLOCK = 1 << 20
 _EXPONENTS = 256

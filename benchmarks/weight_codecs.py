@@ -15,7 +15,7 @@ containers and headers, which flatters them a little:
 ``dense XOR, zstd``      slime, miles and SkyRL: the exclusive or of whole tensors
 ``bitmask + bf16, zstd`` one bit an element, new values
 ``gaps + steps, pcodec`` no system: positions without context by the best code, steps of ordered integers
-``streamrl``             positions and steps within the classes of equal old exponent, in adaptive code or by pcodec
+``streamrl``             positions and steps within the classes of equal old exponent, by pcodec or Rice
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from synthetic_updates import Pattern
 from update_entropy import UpdateCounts
 from weight_measurement import UpdatedTensor, slices_of, units_of
 
-from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.bits import BitArray, apply_steps, step_symbols
 from streamrl.weights.codec.codec import decode_patch, encode_patch
-from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
-from streamrl.weights.ordered_bits import apply_steps, step_symbols
+from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 
 ZSTD_LEVEL = 1
 """What all of them use. Level 3 is no smaller on such streams."""
@@ -194,7 +193,7 @@ def encode_streamrl(unit: UpdatedTensor) -> list[bytes]:
 
 def decode_streamrl(unit: UpdatedTensor, parts: list[bytes], target: BitArray) -> None:
     """The inverse, with the scatter."""
-    patch = decode_patch(parts[0], unit.new.dtype, unit.new.size, unit.name, unit.old)
+    patch = decode_patch(parts[0], unit.dtype, unit.new.size, unit.name, unit.old)
     target[slice(None) if patch.positions is None else patch.positions] = patch.values
 
 
@@ -262,10 +261,11 @@ def measure_form(column: Column, name: str, units: list[UpdatedTensor]) -> None:
 def requests_of(options: argparse.Namespace) -> Iterator[tuple[str, BenchRequest]]:
     """Recorded updates at the chosen step, and synthetic ones."""
     if options.updates:
-        for old in sorted(options.updates.glob(f"*/{options.step:04}-old.safetensors")):
-            new = old.with_name(old.name.replace("-old", "-new"))
-            if not options.only or old.parent.name in options.only:
-                yield old.parent.name, BenchRequest(model=(old, new))
+        for old in sorted(options.updates.glob("*/*-old.safetensors")):
+            new, step = old.with_name(old.name.replace("-old", "-new")), int(old.name[:4])
+            if step in options.step and (not options.only or old.parent.name in options.only):
+                name = old.parent.name if len(options.step) == 1 else f"{old.parent.name} step {step}"
+                yield name, BenchRequest(model=(old, new))
     for density in options.density:
         yield f"noise {density:.1%}", BenchRequest(parameters=options.params, density=density)
     yield "uniform 1%", BenchRequest(parameters=options.params, density=0.01, pattern=Pattern.UNIFORM)
@@ -308,10 +308,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Weight updates in the forms that systems send.")
     parser.add_argument("--updates", type=Path, help="the --out of recorded_updates.py")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of the recorded ones, as policy-1e-06")
-    parser.add_argument("--step", type=int, default=20, help="which recorded step (default 20)")
+    parser.add_argument("--step", type=int, nargs="+", default=[20], help="which recorded steps (default 20)")
+    parser.add_argument("--forms", nargs="+", choices=sorted(FORMS), default=list(FORMS), help="default: all")
     parser.add_argument("--params", default="64M", help="of synthetic updates (default 64M)")
     parser.add_argument("--density", type=float, nargs="*", default=[0.01, 0.03, 0.5], help="of synthetic updates")
     options = parser.parse_args()
+    for name in FORMS.keys() - set(options.forms) - {"streamrl"}:
+        del FORMS[name]
     print_tables([measure(name, request) for name, request in requests_of(options)])
 
 

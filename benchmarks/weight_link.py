@@ -25,11 +25,14 @@ import numpy as np
 from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
 
 from streamrl.base.messages import WeightAnnouncement, WeightSource
-from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.bits import BitArray, as_bits, bit_type
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
+    MODULUS,
+    UNIT_ELEMENTS,
     ChunkEntry,
     Manifest,
     ShardSpec,
@@ -42,7 +45,6 @@ from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.pull import fetch as fetching
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 
 Bits = dict[str, BitArray]
 _COUNT = struct.Struct("<Q")
@@ -56,11 +58,13 @@ def encode_raw(bits: BitArray, base: BitArray) -> tuple[bytes, np.ndarray]:
     ), positions
 
 
-def decode_raw(encoded: memoryview, bits: np.dtype, count: int, tensor: str, base: BitArray | None) -> WeightPatch:
+def decode_raw(encoded: memoryview, dtype: str, count: int, tensor: str, base: BitArray | None) -> WeightPatch:
     (changed,) = _COUNT.unpack_from(encoded)
     end = _COUNT.size + 4 * changed
     positions = np.frombuffer(encoded[_COUNT.size : end], dtype="<i4").astype(np.int64)
-    return WeightPatch(positions, np.frombuffer(encoded[end:], dtype=bits))
+    return WeightPatch(
+        positions, as_bits(np.frombuffer(encoded[end:], dtype=bit_type(dtype, tensor)), dtype, changed, tensor)
+    )
 
 
 class Setting:
@@ -168,7 +172,11 @@ def push_raw(setting: Setting) -> tuple[Timed, int]:
 
 def publish_raw(setting: Setting, server: ServingThread) -> WeightAnnouncement:
     part_hash, entries, patches = setting.old_hash, [], []
-    units = [unit for shard in setting.shards for unit in shard.work_units()]
+    units = [
+        shard.piece(start, min(UNIT_ELEMENTS, shard.count - start))
+        for shard in setting.shards
+        for start in range(0, shard.count, UNIT_ELEMENTS)
+    ]
     for unit in units:
         old = setting.old[unit.name][unit.offset : unit.offset + unit.count]
         new = setting.new[unit.name][unit.offset : unit.offset + unit.count]

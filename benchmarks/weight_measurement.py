@@ -18,10 +18,10 @@ import numpy as np
 from update_entropy import UpdateCounts
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import BitArray
+from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_patch
+from streamrl.weights.codec.state_hash import hash_elements
 from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.state_hash import hash_elements
 from streamrl.weights.work_units import work_units
 
 SLICE_ELEMENTS = 1 << 26
@@ -112,7 +112,7 @@ class DeltaMeter:
         mirror = [unit.old.copy() for unit in units]
         with ThreadPoolExecutor(self._threads) as pool:
             self._timed("diff", pool, _find_changes, units)
-            encoded = self._timed("diff + class split + encode", pool, _encode, units)
+            encoded = self._timed("diff + encode", pool, _encode, units)
             patches = self._timed("decode", pool, _decode, list(zip(units, encoded, strict=True)))
             self._timed("apply", pool, _apply, list(zip(mirror, patches, strict=True)))
             self._timed("state hash", pool, _hash, list(zip(units, patches, strict=True)))
@@ -184,7 +184,7 @@ class DeltaMeter:
 
 
 def units_of(tensors: Sequence[UpdatedTensor]) -> list[UpdatedTensor]:
-    """What a publisher makes of them: pieces of the large ones, and small ones joined."""
+    """The units that a publisher makes of them."""
     by_name = {tensor.name: tensor for tensor in tensors}
     shards = [ShardSpec(t.name, t.dtype, (t.old.size,), 0, t.old.size) for t in tensors]
 
@@ -210,7 +210,7 @@ def _decode(pair: tuple[UpdatedTensor, EncodedPatch | None]) -> WeightPatch | No
     unit, patch = pair
     if patch is None:
         return None
-    return decode_patch(patch.encoded, unit.old.dtype, unit.old.size, unit.name, unit.old)
+    return decode_patch(patch.encoded, unit.dtype, unit.old.size, unit.name, unit.old)
 
 
 def _apply(pair: tuple[BitArray, WeightPatch | None]) -> None:

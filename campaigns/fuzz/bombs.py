@@ -84,10 +84,10 @@ def _weights(size: int) -> Iterator[tuple[str, str, list[bytes]]]:
         yield "weights.manifest", f"{large} bytes folded", [bomb, b"folded"]
     yield "weights.manifest", "a frame that claims", [_claiming(1 << 40), b"folded"]
     for claimed in (1 << 31, 1 << 62):
-        header = codec._Header(codec._LAYOUT_VERSION, codec.Codec.PLANES, 2, claimed, claimed)
+        header = codec._Header(codec._LAYOUT_VERSION, claimed)
         yield "weights.patches", f"{claimed} elements claimed", [b"\0", codec._frame(header, b"\0\0")]
     count = targets_weights._shards()[0].base.size
-    planes = codec._Header(codec._LAYOUT_VERSION, codec.Codec.PLANES, 2, count, count)
+    planes = codec._Header(codec._LAYOUT_VERSION, count)
     yield (
         "weights.patches",
         "exponents folded",

@@ -3,11 +3,9 @@ workers of a machine share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from random import Random
 from typing import Any, cast
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -18,12 +16,10 @@ from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 from campaigns.fuzz.targets_streams import ANNOUNCEMENT
 from streamrl.base.errors import WeightError
-from streamrl.weights import compiled_paths
-from streamrl.weights.bit_patterns import BitArray
-from streamrl.weights.codec import adaptive_streams, codec, plain_streams
-from streamrl.weights.codec.class_split import ClassStreams
+from streamrl.weights.codec import codec
+from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_complete, encode_patch
-from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
+from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
 from streamrl.weights.pull import node_mirror
 from streamrl.weights.pull.node_memory import Holder, Segment
@@ -176,50 +172,39 @@ def _shards() -> list[_Shard]:
 
 
 def _forms(shard: _Shard) -> list[bytes]:
-    """Its patch in every form that there is."""
-    from streamrl.weights.codec import single_exponents
-
-    adaptive = encode_patch(shard.new, shard.base, shard.dtype)
-    with (
-        mock.patch.object(single_exponents, "MANY_CHANGES_PLAIN", -1),
-        mock.patch.object(single_exponents, "MANY_CHANGES", -1),
-    ):
-        by_classes = encode_patch(shard.new, shard.base, shard.dtype)
-    assert adaptive is not None and by_classes is not None
-    return [adaptive.encoded, by_classes.encoded, encode_complete(shard.new)]
+    """Its patch in both forms that there are."""
+    delta = encode_patch(shard.new, shard.base, shard.dtype)
+    assert delta is not None
+    return [delta.encoded, encode_complete(shard.new)]
 
 
 def _forged(shard: _Shard, symbol: int) -> bytes:
     """A patch that changes the first element by a symbol that no encoder may have written."""
     gap, step = encode_symbols(np.zeros(1, dtype=np.uint32)), encode_symbols(np.array([symbol], dtype=np.uint16))
-    streams = ((1, len(gap), len(step)),)
-    return codec._frame(
-        codec._Header(codec._LAYOUT_VERSION, codec.Codec.CLASSES, 2, shard.base.size, 1, (), streams), gap, step
-    )
+    classes = ((0, 1, len(gap), len(step)),)
+    return codec._frame(codec._Header(codec._LAYOUT_VERSION, shard.base.size, classes), gap, step)
 
 
 _PATCH_HEAD = fixed_fields(2, 1, 1, 1, 1, 1, 1, 1, 1)
 
 
-def patches(name: str, *, compiled: bool) -> Target:
-    """Patches against the base they were made on (the first frame names it), by the plain or the compiled forms."""
+def patches() -> Target:
+    """Patches against the base they were made on (the first frame names it)."""
     shards = _shards()
-    limit = 1 if compiled else 1 << 40
 
     def run(frames: Sequence[bytes]) -> str:
         shard = shards[(frames[0][0] if frames and frames[0] else 0) % len(shards)]
         encoded = b"".join(frames[1:])
-        patch = decode_patch(encoded, shard.base.dtype, shard.base.size, "t", shard.base)
+        patch = decode_patch(encoded, shard.dtype, shard.base.size, "t", shard.base)
         return _check_patch(patch, shard)
 
-    with mock.patch.multiple(compiled_paths, _FROM_ELEMENTS=limit, _FROM_ELEMENTS_WHEN_LOADED=limit):
-        made = [
-            message(seed(bytes((number,)), PLAIN), _patch_seed(form))
-            for number, shard in enumerate(shards)
-            for form in _forms(shard)
-        ]
-        made += [message(seed(b"\0", PLAIN), _patch_seed(_forged(shards[0], symbol))) for symbol in (0, 65534, 65535)]
-    return Target(name=name, messages=made, run=_with_limit(run, limit), refusals=_REFUSALS)
+    made = [
+        message(seed(bytes((number,)), PLAIN), _patch_seed(form))
+        for number, shard in enumerate(shards)
+        for form in _forms(shard)
+    ]
+    made += [message(seed(b"\0", PLAIN), _patch_seed(_forged(shards[0], symbol))) for symbol in (0, 65534, 65535)]
+    return Target(name="weights.patches", messages=made, run=run, refusals=_REFUSALS)
 
 
 def _patch_seed(encoded: bytes) -> Seed:
@@ -230,20 +215,6 @@ def _patch_seed(encoded: bytes) -> Seed:
         spans = [(a + 2, b + 2) for a, b in MSGPACK.spans_of(encoded[2 : 2 + length])]
         return Seed(encoded, MSGPACK, tuple(spans))
     return made
-
-
-def _with_limit(run: Callable[[Sequence[bytes]], str], limit: int) -> Callable[[Sequence[bytes]], str]:
-    """``run`` by the one form or the other. Only ever called in a process of its own."""
-
-    def limited(frames: Sequence[bytes]) -> str:
-        before = compiled_paths._FROM_ELEMENTS, compiled_paths._FROM_ELEMENTS_WHEN_LOADED
-        compiled_paths._FROM_ELEMENTS = compiled_paths._FROM_ELEMENTS_WHEN_LOADED = limit
-        try:
-            return run(frames)
-        finally:
-            compiled_paths._FROM_ELEMENTS, compiled_paths._FROM_ELEMENTS_WHEN_LOADED = before
-
-    return limited
 
 
 def _check_patch(patch: WeightPatch, shard: _Shard) -> str:
@@ -290,48 +261,6 @@ def _stream_seed(content: bytes) -> Seed:
     return seed(content, fixed_fields(1, 1, 1, 1, 1, 1, 1, 1))
 
 
-def adaptive() -> Target:
-    """The adaptive code, plain and compiled: both say the same of the same bytes."""
-    sizes_of = [np.array(sizes, dtype=np.int64) for sizes in ((12, 0, 7), (40,), (5, 20, 2), (900, 3))]
-    dtypes = (np.dtype("<u2"), np.dtype("<u4"))
-    random = Random(4)
-    made = []
-    for number in range(2 * len(sizes_of)):
-        sizes, dtype = sizes_of[number >> 1], dtypes[number & 1]
-        for most in (1, 3, 40):
-            streams = [_class_streams(random, int(size), most, dtype) for size in sizes]
-            encoded = plain_streams.encode_streams(streams, sizes, 1 << 20)
-            made.append(message(seed(bytes((number,)), PLAIN), _stream_seed(encoded or b"")))
-
-    def run(frames: Sequence[bytes]) -> str:
-        head, body = (*frames, b"", b"")[:2]
-        number = head[0] if head else 0
-        sizes, dtype = sizes_of[(number >> 1) % len(sizes_of)], dtypes[number & 1]
-        said = [_streams_of(form, body, dtype, sizes) for form in (plain_streams, adaptive_streams)]
-        assert said[0] == said[1], "the plain and the compiled form do not agree"
-        if said[0] is None:
-            raise WeightError("refused by both")
-        return "accepted"
-
-    return Target(name="weights.adaptive", messages=made, run=run, refusals=_REFUSALS, quick=250)
-
-
-def _class_streams(random: Random, size: int, most: int, dtype: Any) -> ClassStreams:
-    """Up to ``most`` changes in a class of so many elements."""
-    places = sorted(random.sample(range(size), min(most, size)))
-    gaps = [place - before - 1 for place, before in zip(places, [-1, *places], strict=False)]
-    symbols = [min(int(random.expovariate(0.3)), 60000) for _ in places]
-    return ClassStreams(np.array(gaps, dtype=np.uint32), np.array(symbols, dtype=dtype))
-
-
-def _streams_of(form: Any, body: bytes, dtype: Any, sizes: Any) -> list[tuple[list[int], list[int]]] | None:
-    try:
-        streams = form.decode_streams(memoryview(body), dtype, sizes, "t")
-    except WeightError:
-        return None
-    return [(stream.gaps.tolist(), stream.symbols.tolist()) for stream in streams]
-
-
 def node_states() -> Target:
     """What workers of one machine write down for each other."""
     version = node_mirror._SharedVersion(
@@ -363,9 +292,7 @@ def targets() -> list[Target]:
         manifests(),
         transferred(),
         whole_transfers(),
-        patches("weights.patches", compiled=False),
-        patches("weights.patches_compiled", compiled=True),
+        patches(),
         symbols(),
-        adaptive(),
         node_states(),
     ]

@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights import compiled_paths
 from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.publish.serving import ServedPart, ServingThread
@@ -102,9 +101,7 @@ def _make_world() -> World:
     mirror, samples = CheckpointMirror(), []
     for version, density in enumerate((1.0, 0.02, 0.3, 1.0)):
         moved = {name: np.where(random.random(b.size) < density, b + 1, b).astype(b.dtype) for name, b in held.items()}
-        limit = 1 << 40 if version == 2 else 1  # elements from which shards take adaptive code
-        with mock.patch.multiple(compiled_paths, _FROM_ELEMENTS=limit, _FROM_ELEMENTS_WHEN_LOADED=limit):
-            published = publisher.publish(version, moved)
+        published = publisher.publish(version, moved)
         announced = WeightAnnouncement(
             policy_version=version,
             base_version=published.base_version,

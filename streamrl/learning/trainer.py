@@ -57,9 +57,9 @@ from streamrl.learning.step_metrics import check_totals, policy_metrics, publish
 from streamrl.prompts.tokenizer import tokenizer_digest
 from streamrl.recipe.algorithms import WHOLE_BATCH
 from streamrl.recipe.objective import AdvantageKind
-from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.codec.state_hash import hash_range
+from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.publish.publisher import Published
-from streamrl.weights.state_hash import MODULUS, hash_range
 
 STREAMED_ROWS = 2
 """Rows that must be pending before they are trained while more groups are ready: sorted together they run faster."""

@@ -8,7 +8,7 @@ What is listed here is public, and enough to feed any vLLM from any training loo
 
 =============  =====================================================================================================
 trainer        ``WeightPublisher``, ``ShardSpec``, ``Published``, ``announcement_of``, ``WeightAnnouncement``
-vLLM           ``push`` (``stage`` and ``commit``) into an ``AsyncLLM`` or a ``VllmServer``; how both are started:
+vLLM           ``push`` (``stage``, ``commit``) into an ``AsyncLLM`` or a ``VllmServer``; how both are started:
                ``WEIGHT_BACKEND``, ``engine_environment``, ``SERVER_OPTIONS``, ``server_environment``. The plugin itself
                registers when streamrl is installed beside vLLM: entry point ``vllm.general_plugins``
 receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``CheckpointMirror``, ``StagedVersion``,

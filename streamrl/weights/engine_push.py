@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
 from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import OrderDone, WeightAnnouncement
-from streamrl.weights.publish.publisher import Published
-from streamrl.weights.state_hash import MODULUS
+from streamrl.weights.manifest import MODULUS
+
+if TYPE_CHECKING:
+    from streamrl.weights.publish.publisher import Published
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.002, 0.05  # seconds between two questions; each costs the engine one short call
 _WAIT_SHARE = 0.1  # of the time that has passed: so much later than it was done it is noticed, at most

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 
 import msgspec
 import zstandard
@@ -16,10 +15,13 @@ import zstandard
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
+MODULUS = 2**64
+"""State hashes of parts add up modulo this."""
+
 MANIFEST_LIMIT = 64 << 20
 _UNFOLDED_AT_LEAST, _UNFOLDED_TIMES = 1 << 20, 256
 """Names of tensors are like each other: a manifest shrinks to a tenth, but not to nothing."""
@@ -28,7 +30,7 @@ MOST_SIDES = 16
 """Of a tensor."""
 
 UNIT_ELEMENTS = 1 << 23
-"""Elements that are compared, encoded and decoded in one go: threads share a large tensor by such pieces."""
+"""Elements that are compared, encoded and decoded in one go, at most: threads share a large model by such units."""
 
 
 class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -57,12 +59,9 @@ class ShardSpec(msgspec.Struct, frozen=True, array_like=True):
                 f"shard [{self.offset}, {self.offset + self.count}) of {self.name!r} leaves its {total} elements"
             )
 
-    def work_units(self) -> Iterator[ShardSpec]:
-        """The shard in pieces of at most ``UNIT_ELEMENTS``; itself when it is small. An empty one is a piece too."""
-        for start in range(0, max(1, self.count), UNIT_ELEMENTS):
-            yield msgspec.structs.replace(
-                self, offset=self.offset + start, count=min(UNIT_ELEMENTS, self.count - start)
-            )
+    def piece(self, start: int, count: int) -> ShardSpec:
+        """``count`` elements of the shard, from its element ``start`` on."""
+        return msgspec.structs.replace(self, offset=self.offset + start, count=count)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):

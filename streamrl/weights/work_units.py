@@ -1,13 +1,12 @@
-"""What is compared, encoded and decoded in one go: a piece of a large shard, or small shards one after the other.
+"""What is compared, encoded and decoded in one go: shards of one dtype in a row, filled up to ``UNIT_ELEMENTS``.
 
-A patch has a start of its own to learn from, so one of a few thousand elements costs half as much again as the same
-changes among many. Small shards of one dtype are therefore coded as if they were one; what is large passes by between
-them. Each stays a tensor of its own for everything else: its hash, its entry in the manifest, its place on the engine.
+A patch has tables of its own, so one of a few thousand elements costs half as much again as the same changes among
+many. Each shard (or each piece of one that is cut where a unit is full) stays a tensor of its own for everything else:
+its hash, its entry in the manifest, its place on the engine.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import cast
@@ -15,16 +14,14 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from streamrl.weights.bit_patterns import BitArray, BitType, bit_type
+from streamrl.weights import manifest
+from streamrl.weights.codec.bits import BitArray, BitType, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch
 from streamrl.weights.manifest import ShardSpec, TensorEntry
 
-JOINED_ELEMENTS = 1 << 19
-"""What has fewer elements is joined with others, until there are so many."""
-
 
 class WorkUnit(msgspec.Struct, frozen=True):
-    """Shards of one dtype whose elements are coded one after the other; most often it is one."""
+    """Shards of one dtype, or pieces of them, whose elements are coded one after the other."""
 
     shards: tuple[ShardSpec, ...]
 
@@ -82,20 +79,25 @@ class WorkUnit(msgspec.Struct, frozen=True):
 
 
 def work_units(shards: Iterable[ShardSpec]) -> list[WorkUnit]:
-    """All that a rank publishes. Every shard is in one unit, or has several of its own; empty ones are joined too."""
-    units: list[WorkUnit] = []
-    waiting: dict[str, list[ShardSpec]] = {}
-    held: Counter[str] = Counter()
-    for shard in shards:
-        if shard.count >= JOINED_ELEMENTS:
-            units.extend(WorkUnit((piece,)) for piece in shard.work_units())
-            continue
-        waiting.setdefault(shard.dtype, []).append(shard)
-        held[shard.dtype] += shard.count
-        if held[shard.dtype] >= JOINED_ELEMENTS:
-            units.append(WorkUnit(tuple(waiting.pop(shard.dtype))))
-            del held[shard.dtype]
-    return [*units, *(WorkUnit(tuple(together)) for together in waiting.values())]
+    """All that a rank publishes, dtype by dtype, cut where a unit is full. Empty shards are part of one too."""
+    shards, units = list(shards), []
+    for dtype in dict.fromkeys(shard.dtype for shard in shards):
+        together: list[ShardSpec] = []
+        room = manifest.UNIT_ELEMENTS
+        for shard in (shard for shard in shards if shard.dtype == dtype):
+            start, count = 0, min(room, shard.count)
+            while True:
+                together.append(shard.piece(start, count))
+                start, room = start + count, room - count
+                if not room:
+                    units.append(WorkUnit(tuple(together)))
+                    together, room = [], manifest.UNIT_ELEMENTS
+                count = min(room, shard.count - start)
+                if not count:
+                    break
+        if together:
+            units.append(WorkUnit(tuple(together)))
+    return units
 
 
 def listed_units(entries: Iterable[TensorEntry]) -> Iterator[tuple[WorkUnit, tuple[TensorEntry, ...]]]:

@@ -19,12 +19,11 @@ from synthetic_updates import adam_step, draw_weights  # noqa: E402
 from streamrl.base.errors import WeightError  # noqa: E402
 from streamrl.base.messages import WeightAnnouncement  # noqa: E402
 from streamrl.learning.state.device_split import encode_on_device  # noqa: E402
-from streamrl.weights.bit_patterns import bit_type  # noqa: E402
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch  # noqa: E402
-from streamrl.weights.manifest import ShardSpec  # noqa: E402
+from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
+from streamrl.weights.manifest import MODULUS, ShardSpec  # noqa: E402
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch  # noqa: E402
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec  # noqa: E402
-from streamrl.weights.state_hash import MODULUS, hash_range  # noqa: E402
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 
@@ -58,7 +57,7 @@ def test_frames_are_those_of_the_cpu_codec(device: str, rate: float, record_prop
     expected = encode_patch(new, base, "bfloat16")
     assert found is not None and expected is not None
     assert found.encoded == expected.encoded
-    reading, patch = timed("cpu", lambda: decode_patch(found.encoded, bit_type("bfloat16", "t"), new.size, "t", base))
+    reading, patch = timed("cpu", lambda: decode_patch(found.encoded, "bfloat16", new.size, "t", base))
     assert np.array_equal(patch.values, new[base != new])
     record_property("changed", float((base != new).mean()))
     record_property("diff_and_encode_gb_s", 2e-9 * new.size / seconds)

@@ -22,7 +22,7 @@ from streamrl.base.messages import CloseBatch, SaveCheckpoint  # noqa: E402
 from streamrl.base.types import TrainingGroup, float_array  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.recipe.objective import OffPolicy, Proximal, RatioLevel  # noqa: E402
-from streamrl.weights.state_hash import hash_range  # noqa: E402
+from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
 
 pytestmark = pytest.mark.torch
 SIZES = [4, 3, 1, 5, 2]

@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version

@@ -18,9 +18,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from streamrl.base.messages import WeightAnnouncement
+from streamrl.weights.codec.state_hash import hash_range
+from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull import fetch
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
-from streamrl.weights.state_hash import MODULUS, hash_range
 from streamrl.weights.vllm.weight_transaction import WeightTransaction
 
 POINTS = ("decoding", "applying", "verifying", "advancing")

@@ -77,7 +77,7 @@ def test_synthetic_update_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sizes["conditional_by_tensor_bytes"] <= sizes["conditional_bytes"] < 0.8 * sizes["context_free_bytes"]
     assert sizes["conditional_by_tensor_bytes"] < sizes["encoded_bytes"] < sizes["index_value_bytes"]
     assert sizes["encoded_bytes_a_change"] == pytest.approx(sizes["encoded_bytes"] / report["changed"])
-    assert list(report["stages"]) == ["diff", "diff + class split + encode", "decode", "apply", "state hash"]
+    assert list(report["stages"]) == ["diff", "diff + encode", "decode", "apply", "state hash"]
     for cost in report["stages"].values():
         assert cost["dense_gb_per_s"] == pytest.approx(6e-4 / cost["wall_s"])
 

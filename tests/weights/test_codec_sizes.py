@@ -14,16 +14,9 @@ from synthetic_updates import (
 )
 from update_entropy import UpdateCounts
 
-from streamrl.weights import compiled_paths
 from streamrl.weights.codec.codec import decode_patch, encode_patch
 
 ELEMENTS = 2_000_000
-
-
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has met a large tensor, whichever test is the first."""
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", compiled_paths._FROM_ELEMENTS_WHEN_LOADED)
 
 
 @pytest.fixture(scope="module")
@@ -35,50 +28,34 @@ def size_of(base: np.ndarray, new: np.ndarray, dtype: str = "bfloat16") -> int:
     """Bytes of the patch, which is checked to be exact."""
     encoded = encode_patch(new, base, dtype)
     assert encoded is not None
-    patch = decode_patch(encoded.encoded, base.dtype, base.size, "t", base)
+    patch = decode_patch(encoded.encoded, dtype, base.size, "t", base)
     held = base.copy()
     held[slice(None) if patch.positions is None else patch.positions] = patch.values
     assert np.array_equal(held, new)
     return len(encoded.encoded)
 
 
-@pytest.mark.parametrize("density", [0.005, 0.01, 0.03])
-def test_less_than_a_byte_a_change_after_an_adam_step(weights: np.ndarray, density: float) -> None:
-    rate = learning_rate_for(density, weights[: 1 << 17])
-    base, new = adam_step(weights, rate, seed=1, place=0)
+@pytest.mark.parametrize(("density", "most"), [(0.005, 1.08), (0.01, 1.06), (0.03, 1.04), (0.1, 1.03)])
+def test_an_adam_step_costs_little_more_than_its_entropy(weights: np.ndarray, density: float, most: float) -> None:
+    """The more changes, the less the tables of each exponent weigh."""
+    base, new = adam_step(weights, learning_rate_for(density, weights[: 1 << 17]), seed=1, place=0)
     changed = int(np.count_nonzero(base != new))
     size = size_of(base, new)
-    assert size <= 0.85 * changed
-    assert size <= 1.25 * UpdateCounts.of(base, new, "bfloat16").conditional_bits() / 8
+    assert size <= 0.77 * changed
+    assert size <= most * UpdateCounts.of(base, new, "bfloat16").conditional_bits() / 8
 
 
-@pytest.mark.parametrize(("elements", "most"), [(16_384, 1.25), (65_536, 1.1), (262_144, 1.06)])
-def test_small_tensors_cost_little_more_than_the_entropy_of_the_model(elements: int, most: float) -> None:
-    """The tables of each would cost half as much again."""
-    rate = learning_rate_for(0.01, draw_weights(1 << 17, seed=3, place=0))
-    total, counts = 0, UpdateCounts()
-    for place in range(ELEMENTS // 4 // elements):
-        base, new = adam_step(draw_weights(elements, seed=3, place=place), rate, seed=1, place=place)
-        counts.add(UpdateCounts.of(base, new, "bfloat16"))
-        total += size_of(base, new)
-    assert total <= 0.85 * counts.changed.sum()
-    assert total <= most * counts.conditional_bits() / 8
-
-
-@pytest.mark.parametrize(("elements", "rate"), [(131_072, 1e-6), (131_072, 1e-5), (ELEMENTS, 3e-7), (ELEMENTS, 1e-6)])
-def test_first_steps_cost_little_more_than_a_bit_a_change(rate: float, elements: int) -> None:
+@pytest.mark.parametrize(("rate", "most"), [(3e-7, 1.3), (1e-6, 1.12), (1e-5, 1.05)])
+def test_first_steps_cost_little_more_than_a_bit_a_change(weights: np.ndarray, rate: float, most: float) -> None:
     """The first step of AdamW from a published checkpoint moves every element by the learning rate, up or down: nearly
     all elements of the small exponents change, by a number of steps that their exponent says, and no other."""
     random = np.random.default_rng(0)
-    total, counts = 0, UpdateCounts()
-    for place in range(max(1, 524_288 // elements)):
-        base = draw_weights(elements, seed=5, place=place)
-        moves = random.choice(np.array([-rate, rate], dtype=np.float32), elements)
-        moves[random.random(elements) < 0.005] = 0.0
-        new = to_bfloat16(from_bfloat16(base) + moves)
-        counts.add(UpdateCounts.of(base, new, "bfloat16"))
-        total += size_of(base, new)
-    assert total <= 1.25 * counts.conditional_bits() / 8
+    moves = random.choice(np.array([-rate, rate], dtype=np.float32), ELEMENTS)
+    moves[random.random(ELEMENTS) < 0.005] = 0.0
+    new = to_bfloat16(from_bfloat16(weights) + moves)
+    size, counts = size_of(weights, new), UpdateCounts.of(weights, new, "bfloat16")
+    assert size <= 0.2 * int(counts.changed.sum())
+    assert size <= most * counts.conditional_bits() / 8
 
 
 def test_a_seventh_of_dense_when_half_of_the_elements_change(weights: np.ndarray) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,13 +13,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
+from tests.weights.fuzz_weight_frames import hostile, world
 from update_entropy import UpdateCounts
 from weight_measurement import UpdatedTensor, units_of
 
-from campaigns.fuzz.weight_frames import hostile, world
 from streamrl.base.errors import WeightError
-from streamrl.weights import compiled_paths, manifest, work_units
-from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights import manifest, work_units
+from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish.publisher import WeightPublisher
@@ -57,11 +55,9 @@ def sent(
             yield unit, list(unit.entries(encoded)), encoded.encoded
 
 
-@pytest.mark.timeout(240)  # the first to compile
-@pytest.mark.parametrize("from_elements", [1, 1 << 40])
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(from_elements: int, data: st.DataObject) -> None:
+def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(data: st.DataObject) -> None:
     """Empty ones, large ones that are cut, several dtypes; none, some or all elements change, or all are sent."""
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 40, 99, 100, 101, 350]), max_size=12))
@@ -76,9 +72,6 @@ def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(from_elements: i
         new[name] = np.where(touched, old[name] + bits.type(1) if data.draw(st.booleans()) else other, old[name])
     anchor = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled_paths, "_FROM_ELEMENTS", from_elements)
-        patched.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", from_elements)
-        patched.setattr(work_units, "JOINED_ELEMENTS", 100)
         patched.setattr(manifest, "UNIT_ELEMENTS", 300)
         decoding = _Decoding(None if anchor else Held(shards, old))  # type: ignore[arg-type]
         listed, arrived = [], []
@@ -112,31 +105,25 @@ def assert_become(shards: Sequence[ShardSpec], old: Bits, new: Bits, arrived: Se
         assert old or covered[name] == expected.size
 
 
-def test_small_tensors_are_joined_past_large_ones_and_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_units, "JOINED_ELEMENTS", 100)
+def test_units_are_filled_with_shards_of_one_dtype_and_cut_where_they_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 300)
-    sizes = [("a", 30), ("large", 700), ("b", 0), ("half", 5), ("c", 69), ("d", 1), ("e", 2), ("f", 99)]
+    sizes = [("a", 30), ("large", 700), ("b", 0), ("half", 5), ("c", 170), ("d", 1)]
     shards = [ShardSpec(n, "float16" if n == "half" else "bfloat16", (size,), 0, size) for n, size in sizes]
     units = [[(s.name, s.offset, s.count) for s in unit.shards] for unit in work_units.work_units(shards)]
     assert units == [
-        [("large", 0, 300)],
-        [("large", 300, 300)],
-        [("large", 600, 100)],
-        [("a", 0, 30), ("b", 0, 0), ("c", 0, 69), ("d", 0, 1)],
-        [("e", 0, 2), ("f", 0, 99)],
+        [("a", 0, 30), ("large", 0, 270)],
+        [("large", 270, 300)],
+        [("large", 570, 130), ("b", 0, 0), ("c", 0, 170)],
+        [("d", 0, 1)],
         [("half", 0, 5)],
     ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("density", [0.005, 0.01, 0.03])
-def test_a_model_of_many_small_tensors_costs_what_one_tensor_does(
-    density: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """166 of them; each by itself took 2.3 bytes a change without a compiler, and 1.12 with one."""
-    limit = 1 if compiled else 1 << 40
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS", limit)
-    monkeypatch.setattr(compiled_paths, "_FROM_ELEMENTS_WHEN_LOADED", limit)
+def test_a_model_of_many_small_tensors_costs_what_one_tensor_does(density: float) -> None:
+    """166 of them; each by itself would take two bytes a change."""
     rate = learning_rate_for(density, draw_weights(1 << 17, seed=3, place=0))
     tensors, counts = [], UpdateCounts()
     for place, shape in enumerate(synthetic_model(300_000)):
@@ -149,27 +136,6 @@ def test_a_model_of_many_small_tensors_costs_what_one_tensor_does(
     assert encoded is not None
     assert len(encoded.encoded) <= 0.85 * counts.changed.sum()
     assert len(encoded.encoded) <= 1.25 * counts.conditional_bits() / 8
-
-
-def test_a_process_with_a_small_model_never_loads_the_compiler() -> None:
-    code = """
-        import sys
-        import numpy as np
-        from streamrl.weights.publish import publisher
-        from streamrl.weights.manifest import ShardSpec
-        from streamrl.weights.codec.codec import decode_patch
-        shards = [ShardSpec(f"t{i}", "bfloat16", (3000,), 0, 3000) for i in range(100)]
-        made = publisher.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
-        bits = {s.name: np.arange(3000, dtype=np.uint16) for s in shards}
-        made.publish(0, bits)
-        made.acknowledge(0)
-        made.publish(1, {name: b + (b % 100 == 7).astype(np.uint16) for name, b in bits.items()})
-        base = np.tile(bits["t0"], 100)
-        patch = decode_patch(b"".join(made._served[-1].chunks), base.dtype, base.size, "t", base)
-        assert patch.positions.size == 3000
-        assert "numba" not in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", "if True:" + code], check=True, timeout=60)
 
 
 def test_what_did_not_change_beside_what_did_is_not_staged(tmp_path: Path) -> None:

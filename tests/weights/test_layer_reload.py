@@ -10,10 +10,10 @@ import pytest
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
-from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.codec.state_hash import hash_range
+from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
-from streamrl.weights.state_hash import MODULUS, hash_range
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

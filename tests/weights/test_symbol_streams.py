@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
+from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 
 U16, U32 = np.dtype("<u2"), np.dtype("<u4")
 PCODEC = 255

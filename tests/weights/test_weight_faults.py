@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from streamrl.base.errors import WeightError
-from streamrl.weights import work_units
+from streamrl.weights import manifest
 from streamrl.weights.codec.codec import decode_patch
 from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.pull import fetch as fetching
@@ -26,8 +26,8 @@ FRAMES = 5
 
 @pytest.fixture
 def push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallPush]:
-    """At version 0; the next delta has ``FRAMES - 1`` chunks, and a patch for each tensor."""
-    monkeypatch.setattr(work_units, "JOINED_ELEMENTS", 1)
+    """At version 0; the next delta has ``FRAMES - 1`` chunks, and five patches."""
+    monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 1000)
     made = SmallPush(tmp_path)
     try:
         made.begin()

@@ -16,10 +16,10 @@ import zmq
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
-from streamrl.weights import manifest, work_units
-from streamrl.weights.bit_patterns import bit_type
+from streamrl.weights import manifest
+from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import WeightPatch
-from streamrl.weights.manifest import CHUNK_BYTES, ShardSpec
+from streamrl.weights.manifest import CHUNK_BYTES, MODULUS, ShardSpec
 from streamrl.weights.publish import publisher as publisher_module
 from streamrl.weights.publish.published_versions import MAXIMUM_PENDING
 from streamrl.weights.publish.publisher import Published, WeightPublisher
@@ -27,7 +27,6 @@ from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.pull.fetch import FetchedVersion, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
-from streamrl.weights.state_hash import MODULUS
 
 Bits = dict[str, np.ndarray]
 
@@ -254,7 +253,6 @@ def test_large_shards_are_published_in_pieces_by_several_threads(
 ) -> None:
     """The same bits arrive, and the same state hash, as in one piece; pieces without a change are not sent."""
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 70_001)
-    monkeypatch.setattr(work_units, "JOINED_ELEMENTS", 70_001)
     monkeypatch.setattr(publisher_module, "_ELEMENTS_WORTH_THREADS", 1)
     bits = random_bits(0)
     mirror = CheckpointMirror()
@@ -272,9 +270,9 @@ def test_large_shards_are_published_in_pieces_by_several_threads(
         fetched = fetch_version(delta, held=mirror)
         assert [(p.shard.name, p.shard.offset) for p in fetched.patches] == [
             ("embed", 0),
-            ("embed", 70_001),
-            ("embed", 840_012),
-            ("head", 490_007),
+            ("embed", 69_994),
+            ("embed", 840_005),
+            ("head", 490_006),
         ]
         mirror.advance(mirror.stage(fetched))
     for name, expected in next_bits.items():

@@ -16,11 +16,11 @@ import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import OrderDone, WeightAnnouncement
-from streamrl.weights.bit_patterns import BitArray, PositionArray, bit_type
-from streamrl.weights.manifest import ShardSpec
+from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
+from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
-from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.05

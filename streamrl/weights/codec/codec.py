@@ -1,51 +1,56 @@
-"""Exact codec of one ``WeightPatch``: what changed in one contiguous piece of a tensor, or all of it.
+"""Exact codec of one ``WeightPatch``: what changed in a unit of elements, or all of them.
 
-=======  ==================================================================================================
-form     bytes
-=======  ==================================================================================================
-CLASSES  header, then for each exponent class of the *base*: the gaps between changes, then the changes as
-         steps between ordered bit patterns (``class_split``, ``symbol_streams``)
-single   two bytes, then the same gaps and steps in adaptive code (``adaptive_streams``): for few changes
-PLANES   header, then all elements: their exponents (zstd), then their other bits
-dense    all elements, and nothing else: what has exactly so many bytes is dense, all other forms have fewer
-=======  ==================================================================================================
+=========  ==================================================================================================
+form       bytes
+=========  ==================================================================================================
+a delta    header, then for each class of the *base*: the gaps between changes, and how far each one moved
+complete   header without classes, then all elements: their exponents (zstd), then their other bits
+dense      all elements, and nothing else: what has exactly so many bytes is dense, other forms have fewer
+=========  ==================================================================================================
 
-Only who holds the base can read the first two. A header is its length (uint16, little endian) and msgpack; the two
-bytes of the second form are a number beyond any such length (``single_exponents``). An anchor takes the smaller of the
-last two, a delta the smallest form of all: nothing is ever larger than dense. A decoder refuses what the encoder would
-not have written, and checks each size before it allocates anything by it.
+Whether an optimizer step moves a published element depends on the step against the spacing of the numbers around it,
+hence on its exponent. So every exponent of the base, which the receiver holds too, is a class: positions are counted
+among its members, and take half of what they take counted over all elements. Exponents that fewer than
+``_FEW_MEMBERS`` elements have share class 0. Moves are steps between neighbouring numbers (``bits.step_symbols``).
+
+A header is its length (uint16, little endian) and msgpack. An anchor takes the smaller of the last two forms, a delta
+the smallest of all: nothing is ever larger than dense. A decoder refuses what the encoder would not have written, and
+checks each size before it allocates anything by it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from enum import IntEnum
+from itertools import pairwise
 from typing import cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.base.errors import UNDECODABLE, WeightError
-from streamrl.weights.bit_patterns import BitArray, BitType, PositionArray
-from streamrl.weights.codec import single_exponents
-from streamrl.weights.codec.class_split import ClassStreams, GapArray, Split, Thresholds
-from streamrl.weights.codec.exponent_classes import MAXIMUM_CLASSES, SINGLE, THRESHOLD_BITS, choose_thresholds
-from streamrl.weights.codec.exponent_plane import join_planes, split_planes
-from streamrl.weights.codec.symbol_streams import decode_symbols, encode_symbols
-from streamrl.weights.compiled_paths import split_form, worth_compiling
+from streamrl.weights.codec import kernels
+from streamrl.weights.codec.bits import (
+    BitArray,
+    PositionArray,
+    apply_steps,
+    bit_type,
+    exponent_field,
+    exponents_of,
+    step_symbols,
+)
+from streamrl.weights.codec.planes import join_planes, split_planes
+from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 
-MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``manifest.work_units``)
-_LAYOUT_VERSION = 3
+MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``work_units``)
+_LAYOUT_VERSION = 4
 _LENGTH = struct.Struct("<H")
-_HEADER_LIMIT = 1024
+_HEADER_LIMIT = 1 << 13
+_FEW_MEMBERS = 64
 
-
-class Codec(IntEnum):
-    """How a patch with a header is written."""
-
-    CLASSES = 1
-    PLANES = 2
+CountArray = npt.NDArray[np.int64]
+GapArray = npt.NDArray[np.uint32]
 
 
 class WeightPatch(msgspec.Struct, frozen=True, eq=False):
@@ -68,138 +73,154 @@ class EncodedPatch(msgspec.Struct, frozen=True, eq=False):
     listed_elements: int
 
 
+class ExponentClasses(msgspec.Struct, frozen=True, eq=False):
+    """The classes of a base: that of each exponent (uint16 [exponents]), and how many members each has (int64)."""
+
+    class_at: npt.NDArray[np.uint16]
+    sizes: CountArray
+
+    @classmethod
+    def of(cls, counts: CountArray) -> ExponentClasses:
+        """``counts``: elements of the base by exponent, int64 [exponents]."""
+        common = counts >= _FEW_MEMBERS
+        class_at = np.where(common, np.cumsum(common), 0).astype(np.uint16)
+        return cls(class_at, np.concatenate(([counts[~common].sum()], counts[common])))
+
+
+class ClassChanges(msgspec.Struct, frozen=True, eq=False):
+    """The changes of one class, in the order of their positions.
+
+    ``gaps``: uint32 [n], members of the class between a change and the one before it. ``steps``: uint16 or
+    uint32 [n], see ``bits.step_symbols``.
+    """
+
+    index: int
+    gaps: GapArray
+    steps: BitArray
+
+
+class Changes(msgspec.Struct, frozen=True, eq=False):
+    """What differs from a base: ``positions`` int64 [n] increasing, their new ``values``, and the same by class."""
+
+    positions: PositionArray
+    values: BitArray
+    by_class: list[ClassChanges]
+
+
 class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``thresholds``: see ``exponent_classes``. ``streams``: changes, bytes of gaps and bytes of symbols, by class."""
+    """``classes``: of each that changed its index, its changes, its bytes of gaps and of steps. Empty: complete."""
 
     layout: int
-    codec: Codec
-    width: int
     elements: int
-    changed: int
-    thresholds: tuple[int, ...] = ()
-    streams: tuple[tuple[int, int, int], ...] = ()
+    classes: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def encode_patch(bits: BitArray, base: BitArray | None, dtype: str) -> EncodedPatch | None:
     """Encode how ``bits`` differ from ``base``; everything when ``base`` is None. None when nothing differs.
 
-    ``bits``, ``base``: uint16 or uint32 [n], which may lie apart in memory; one pass over them. ``dtype``: the
-    published dtype that they are patterns of.
+    ``bits``, ``base``: uint16 or uint32 [n], which may lie apart in memory. ``dtype``: the published dtype that they
+    are patterns of.
     """
     if bits.size > MAXIMUM_ELEMENTS:
         raise WeightError(f"a patch of {bits.size} elements was asked for; {MAXIMUM_ELEMENTS} fit: cut the shard")
     if base is None:
-        _prepare_deltas(bits)
         return EncodedPatch(WeightPatch(None, bits.copy()), encode_complete(bits), bits.size)
-    base, bits = _together(base), _together(bits)
-    single = single_exponents.choose_thresholds(base, bits, dtype)
-    thresholds = choose_thresholds(base, bits, dtype) if single is None else single
-    split = split_form(bits.size).split_changes(base, bits, thresholds)
-    return encode_split(split, thresholds, bits.size, lambda: bits, single=single is not None)
-
-
-def encode_split(
-    split: Split, thresholds: Thresholds, elements: int, complete: Callable[[], BitArray], *, single: bool
-) -> EncodedPatch | None:
-    """Encode what differs in a unit of ``elements``, once that is known; None when nothing does.
-
-    ``complete``: gives all new bits, should they be the shorter form. ``single``: whether ``thresholds`` are those of
-    ``single_exponents``.
-    """
-    if not split.positions.size:
+    base, bits = kernels.frozen(base), kernels.frozen(bits)
+    positions = np.flatnonzero(base != bits).astype(np.int64, copy=False)
+    if not positions.size:
         return None
-    encode = single_exponents.encode if single else _encode_classes
-    encoded = encode(thresholds, split, elements)
-    patch = WeightPatch(split.positions, split.values)
-    if 2 * len(encoded) > elements * split.values.itemsize:
+    lowest, _ = exponent_field(dtype)
+    classes = classes_of(base, dtype)
+    gaps = np.empty(positions.size, dtype=np.uint32)
+    kernels.gaps_between(base, lowest, classes.class_at, classes.sizes.size, positions, gaps)
+    old, values = base[positions], bits[positions]
+    kinds = classes.class_at[exponents_of(old, dtype)]
+    changes = Changes(positions, values, by_class(kinds, gaps, step_symbols(old, values)))
+    return encode_changes(changes, bits.size, lambda: bits)
+
+
+def classes_of(base: BitArray, dtype: str) -> ExponentClasses:
+    """The classes of a base (uint16 or uint32 [n], contiguous)."""
+    lowest, exponents = exponent_field(dtype)
+    counts = np.zeros(exponents, dtype=np.int64)
+    kernels.count_exponents(base, lowest, counts)
+    return ExponentClasses.of(counts)
+
+
+def by_class(kinds: npt.NDArray[np.unsignedinteger], gaps: GapArray, steps: BitArray) -> list[ClassChanges]:
+    """Changes in the order of their positions, sorted by their class (``kinds``, [n])."""
+    order = np.argsort(kinds, kind="stable")
+    found, counts = np.unique(kinds, return_counts=True)
+    gaps, steps = gaps[order], steps[order]
+    edges = pairwise([0, *np.cumsum(counts).tolist()])
+    return [
+        ClassChanges(index, gaps[start:stop], steps[start:stop])
+        for index, (start, stop) in zip(found.tolist(), edges, strict=True)
+    ]
+
+
+def encode_changes(changes: Changes, elements: int, complete: Callable[[], BitArray]) -> EncodedPatch:
+    """Encode what differs in a unit of ``elements``. ``complete``: gives all new bits, should they be shorter."""
+    streams = [(c.index, c.gaps.size, encode_symbols(c.gaps), encode_symbols(c.steps)) for c in changes.by_class]
+    header = _Header(
+        _LAYOUT_VERSION, elements, tuple((index, count, len(gaps), len(steps)) for index, count, gaps, steps in streams)
+    )
+    encoded = _frame(header, *(stream for *_, gaps, steps in streams for stream in (gaps, steps)))
+    patch = WeightPatch(changes.positions, changes.values)
+    if 2 * len(encoded) > elements * changes.values.itemsize:
         whole = encode_complete(complete())
         if len(whole) <= len(encoded):
             return EncodedPatch(patch, whole, elements)
-    return EncodedPatch(patch, encoded, split.positions.size)
+    return EncodedPatch(patch, encoded, changes.positions.size)
 
 
 def encode_complete(bits: BitArray) -> bytes:
     """All elements, readable without a base."""
-    header = _Header(_LAYOUT_VERSION, Codec.PLANES, bits.itemsize, bits.size, bits.size)
-    planes = _frame(header, split_planes(bits))
+    planes = _frame(_Header(_LAYOUT_VERSION, bits.size), split_planes(bits))
     return planes if len(planes) < bits.nbytes else bits.tobytes()
 
 
 def decode_patch(
-    encoded: memoryview | bytes, bit_dtype: BitType, count: int, tensor: str, base: BitArray | None
+    encoded: memoryview | bytes, dtype: str, count: int, tensor: str, base: BitArray | None
 ) -> WeightPatch:
     """Decode one patch to absolute values. Arrays may share memory with ``encoded``.
 
-    ``count``: elements of the shard, known beforehand. ``base``: what the receiver holds of the shard (uint16 or
-    uint32 [count]); None reads complete patches only. ``tensor`` names the tensor in errors.
+    ``dtype``: the published one. ``count``: elements of the unit, known beforehand. ``base``: what the receiver holds
+    of it (uint16 or uint32 [count]); None reads complete patches only. ``tensor`` names the tensor in errors.
     Raises ``WeightError`` for anything that ``encode_patch`` does not write.
     """
-    view = memoryview(encoded)
-    if len(view) == count * bit_dtype.itemsize:
-        return _complete_patch(cast("BitArray", np.frombuffer(view, dtype=bit_dtype)))
-    if len(view) >= _LENGTH.size and _LENGTH.unpack_from(view)[0] >= SINGLE:
-        held = _base_for(base, bit_dtype, count, tensor)
-        return WeightPatch(*single_exponents.decode(view, held, tensor))
+    view, bits = memoryview(encoded), bit_type(dtype, tensor)
+    if len(view) == count * bits.itemsize:
+        return WeightPatch(None, cast("BitArray", np.frombuffer(view, dtype=bits)))
     header, body = _read_header(view, tensor)
-    if header.width != bit_dtype.itemsize or header.elements != count or not 0 <= header.changed <= count:
-        raise WeightError(
-            f"patch of {tensor!r} holds {header.changed} of {header.elements} elements of {header.width} bytes; "
-            f"expected a shard of {count} elements of {bit_dtype.itemsize} bytes"
-        )
-    if header.codec is not Codec.CLASSES:
-        return _complete_patch(_read_planes(header, body, bit_dtype, tensor))
-    held = _base_for(base, bit_dtype, count, tensor)
-    streams = _read_streams(header, body, bit_dtype, tensor)
-    thresholds = np.array(header.thresholds, dtype=np.uint32)  # after the check: numpy raises for more than 32 bits
-    positions, values = split_form(count).join_changes(held, thresholds, streams, tensor)
-    return WeightPatch(positions, values)
-
-
-def _complete_patch(values: BitArray) -> WeightPatch:
-    _prepare_deltas(values)
-    return WeightPatch(None, values)
-
-
-def _base_for(base: BitArray | None, bit_dtype: BitType, count: int, tensor: str) -> BitArray:
+    if header.elements != count:
+        raise WeightError(f"patch of {tensor!r} is of {header.elements} elements; expected a unit of {count}")
+    if not header.classes:
+        return WeightPatch(None, join_planes(body, bits, count, tensor))
     if base is None:
         raise WeightError(f"patch of {tensor!r} is a delta, and nothing is held that it could be applied to")
-    if base.size != count or base.dtype.itemsize != bit_dtype.itemsize:
+    if base.size != count or base.dtype.itemsize != bits.itemsize:
         raise WeightError(f"patch of {tensor!r} has {count} elements; its base has {base.size} of {base.dtype}")
-    return _together(base)
-
-
-def _together(bits: BitArray) -> BitArray:
-    return cast("BitArray", np.ascontiguousarray(bits))
-
-
-def _prepare_deltas(complete: BitArray) -> None:
-    """Load what deltas of such a shard will need while an anchor is made or read: nothing waits for it yet, and on a
-    new machine it is compiled first (15 s, then kept beside the source)."""
-    if worth_compiling(complete.size):
-        form, base = split_form(complete.size), np.zeros(64, dtype=complete.dtype)
-        new, thresholds = base + base.dtype.type(1), np.zeros(0, dtype=np.uint32)
-        single_exponents.choose_thresholds(base, new, "bfloat16")
-        encoded = single_exponents.encode(thresholds, form.split_changes(base, new, thresholds), base.size)
-        single_exponents.decode(memoryview(encoded), base, "prepared")
-
-
-def _encode_classes(thresholds: Thresholds, split: Split, elements: int) -> bytes:
-    parts = [(encode_symbols(stream.gaps), encode_symbols(stream.symbols)) for stream in split.streams]
-    header = _Header(
-        _LAYOUT_VERSION,
-        Codec.CLASSES,
-        split.values.itemsize,
-        elements,
-        split.positions.size,
-        tuple(thresholds.tolist()),
-        tuple((s.gaps.size, len(g), len(v)) for s, (g, v) in zip(split.streams, parts, strict=True)),
-    )
-    return _frame(header, *(stream for pair in parts for stream in pair))
+    base = kernels.frozen(base)
+    classes = classes_of(base, dtype)
+    changes = _read_classes(header, body, classes.sizes.tolist(), dtype, tensor)
+    starts = np.zeros(classes.sizes.size + 1, dtype=np.int64)
+    for change in changes:
+        starts[change.index + 1] = change.gaps.size
+    starts = np.cumsum(starts)
+    gaps, steps = (np.concatenate([getattr(change, part) for change in changes]) for part in ("gaps", "steps"))
+    positions, sources = np.empty(gaps.size, dtype=np.int64), np.empty(gaps.size, dtype=np.int64)
+    lowest, _ = exponent_field(dtype)
+    kernels.places_of(base, lowest, classes.class_at, starts, gaps, positions, sources)
+    return WeightPatch(positions, apply_steps(base[positions], steps[sources]))
 
 
 def _frame(header: _Header, *body: bytes) -> bytes:
     encoded = msgspec.msgpack.encode(header)
     return b"".join((_LENGTH.pack(len(encoded)), encoded, *body))
+
+
+_decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def _read_header(view: memoryview, tensor: str) -> tuple[_Header, memoryview]:
@@ -219,39 +240,34 @@ def _read_header(view: memoryview, tensor: str) -> tuple[_Header, memoryview]:
     return header, view[start:]
 
 
-_decoder = msgspec.msgpack.Decoder(_Header)
-
-
-def _read_planes(header: _Header, body: memoryview, bit_dtype: BitType, tensor: str) -> BitArray:
-    if header.changed != header.elements or header.thresholds or header.streams:
-        raise WeightError(f"patch of {tensor!r} is complete, and lists {header.changed} of {header.elements} elements")
-    return join_planes(body, bit_dtype, header.elements, tensor)
-
-
-def _read_streams(header: _Header, body: memoryview, bit_dtype: BitType, tensor: str) -> list[ClassStreams]:
-    """The streams of all classes; every size is checked against the header and the shard before it is used."""
-    thresholds, top = header.thresholds, 1 << (8 * header.width - 1)
-    low_bits = (1 << (8 * header.width - 1 - THRESHOLD_BITS)) - 1
-    rising = not any(threshold & low_bits for threshold in thresholds) and all(
-        low < high for low, high in zip((0, *thresholds), (*thresholds, top), strict=True)
-    )
-    if not rising or len(header.streams) != len(thresholds) + 1 or len(header.streams) > MAXIMUM_CLASSES:
-        raise WeightError(f"patch of {tensor!r} has {len(header.streams)} classes with thresholds {thresholds}")
-    sizes = [size for stream in header.streams for size in stream]
-    lengths = sum(gaps + symbols for _, gaps, symbols in header.streams)
-    changed = sum(changes for changes, _, _ in header.streams)
-    if min(sizes) < 0 or lengths != len(body) or changed != header.changed or not changed:
+def _read_classes(header: _Header, body: memoryview, sizes: list[int], dtype: str, tensor: str) -> list[ClassChanges]:
+    """The streams of all classes; every size is checked against the header and the base before it is used."""
+    indices = [index for index, *_ in header.classes]
+    lengths = sum(gap_bytes + step_bytes for *_, gap_bytes, step_bytes in header.classes)
+    rising = all(low < high for low, high in pairwise((-1, *indices, len(sizes))))
+    if not rising or min(min(entry[1:]) for entry in header.classes) < 0 or lengths != len(body):
         raise WeightError(
-            f"patch of {tensor!r} has {len(body)} bytes and {header.changed} changes; its classes add up to "
-            f"{lengths} and {changed}"
+            f"patch of {tensor!r} has {len(body)} bytes in classes {indices}; its classes add up to {lengths}, and its "
+            f"base has {len(sizes)}"
         )
-    streams, start = [], 0
-    for changes, gap_bytes, symbol_bytes in header.streams:
-        middle, stop = start + gap_bytes, start + gap_bytes + symbol_bytes
-        gaps = cast("GapArray", decode_symbols(body[start:middle], np.dtype("<u4"), changes, tensor))
-        symbols = decode_symbols(body[middle:stop], bit_dtype, changes, tensor)
-        if changes and symbols.max() == (1 << (8 * header.width)) - 1:
+    changes, start, bits = [], 0, bit_type(dtype, tensor)
+    for index, count, gap_bytes, step_bytes in header.classes:
+        if not 0 < count <= sizes[index]:
+            raise _beyond_class(tensor, count, sizes[index])
+        middle, stop = start + gap_bytes, start + gap_bytes + step_bytes
+        gaps = cast("GapArray", decode_symbols(body[start:middle], np.dtype("<u4"), count, tensor))
+        reached = int(gaps.sum(dtype=np.uint64)) + count
+        if reached > sizes[index]:
+            raise _beyond_class(tensor, reached, sizes[index])
+        steps = decode_symbols(body[middle:stop], bits, count, tensor)
+        if steps.max() == (1 << (8 * bits.itemsize)) - 1:
             raise WeightError(f"patch of {tensor!r} lists an element that does not change")
-        streams.append(ClassStreams(gaps, symbols))
+        changes.append(ClassChanges(index, gaps, steps))
         start = stop
-    return streams
+    return changes
+
+
+def _beyond_class(tensor: str, changes: int, size: int) -> WeightError:
+    return WeightError(
+        f"patch of {tensor!r} changes what {changes} members of a class take, and there are {size}: it has another base"
+    )

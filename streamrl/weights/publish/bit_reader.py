@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from streamrl.weights.bit_patterns import BitArray, as_bits
+from streamrl.weights.codec.bits import BitArray, as_bits
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_patch
 from streamrl.weights.manifest import ShardSpec
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.plan.model_facts import ModelDirectoryError, read_safetensors_header
-from streamrl.weights.bit_patterns import BitArray, bit_type
+from streamrl.weights.codec.bits import BitArray, bit_type
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 

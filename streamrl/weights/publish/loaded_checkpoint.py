@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import BitArray
-from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
+from streamrl.weights.codec.bits import BitArray
+from streamrl.weights.codec.state_hash import hash_range
+from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
 from streamrl.weights.publish.checkpoint_bits import CheckpointTensor, map_checkpoint
-from streamrl.weights.state_hash import MODULUS, hash_range
 
 
 class CheckpointBase:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import BitArray, PositionArray
+from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.codec import WeightPatch
 
 MAXIMUM_EARLIER = 256  # versions before the acknowledged one, however little they changed

@@ -18,12 +18,14 @@ import msgspec
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightSource
-from streamrl.weights.bit_patterns import BitArray, bit_type
+from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_complete, encode_patch
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import (
     CHECKPOINT_VERSION,
     CHUNK_BYTES,
     FORMAT_VERSION,
+    MODULUS,
     ChunkEntry,
     Manifest,
     ShardSpec,
@@ -37,7 +39,6 @@ from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.publish.published_versions import PendingVersion, PublishedVersions
 from streamrl.weights.publish.serving import ServedPart, ServingThread
 from streamrl.weights.requests import GetFold
-from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 from streamrl.weights.work_units import WorkUnit, work_units
 
 _Encoded = TypeVar("_Encoded")

@@ -23,15 +23,14 @@ from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
 from streamrl.comm.zmq_sockets import ConnectionMonitor, connect
 from streamrl.remote.transport_keys import KeyRole
-from streamrl.weights.bit_patterns import BitArray, PositionArray
+from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
-from streamrl.weights.manifest import MANIFEST_LIMIT, Manifest, ShardSpec, TensorEntry
+from streamrl.weights.manifest import MANIFEST_LIMIT, MODULUS, Manifest, ShardSpec, TensorEntry
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
 from streamrl.weights.pull.held_weights import HeldWeights, choose_held
 from streamrl.weights.pull.pull_socket import WeightContext, pull_socket
 from streamrl.weights.pull.received_part import ReceivedPart
 from streamrl.weights.requests import encoder
-from streamrl.weights.state_hash import MODULUS
 from streamrl.weights.work_units import WorkUnit
 
 CREDIT_BYTES = 32 << 20
@@ -306,7 +305,7 @@ class _Decoding:
     def _decode(self, unit: WorkUnit, entries: Sequence[TensorEntry], encoded: memoryview) -> list[ShardPatch]:
         """What a patch makes of each shard that it is of; of a delta, those that change."""
         base = None if self._base is None else unit.join(self._base_of)
-        patch = decode_patch(encoded, unit.bits, unit.count, unit.name, base)
+        patch = decode_patch(encoded, unit.dtype, unit.count, unit.name, base)
         if patch.positions is not None and not _rise_within(patch.positions, unit.count):
             raise WeightError(f"the patch of {unit.name!r} has positions that do not rise within {unit.count} elements")
         patches = [ShardPatch(shard, part) for shard, part in zip(unit.shards, unit.cut(patch), strict=True)]

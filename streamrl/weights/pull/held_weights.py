@@ -7,11 +7,10 @@ from typing import Any, Protocol
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.bit_patterns import BitArray
-from streamrl.weights.manifest import CHECKPOINT_VERSION, Manifest, ShardSpec
+from streamrl.weights.codec.bits import BitArray
+from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, Manifest, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.received_part import ReceivedPart
-from streamrl.weights.state_hash import MODULUS
 
 Ask = Callable[[Callable[[ReceivedPart], bool]], None]
 """Ask and take until every part satisfies the condition; no chunk is asked for."""

@@ -16,12 +16,12 @@ import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.bit_patterns import BitArray, PositionArray, bit_type
-from streamrl.weights.manifest import CHECKPOINT_VERSION, ShardSpec
+from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
+from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import LoadedCheckpoint
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
 from streamrl.weights.pull.held_weights import HeldWeights
-from streamrl.weights.state_hash import MODULUS, hash_elements, hash_range
 
 
 class TensorSpec(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from streamrl.weights.bit_patterns import BitArray, BitType, PositionArray
+from streamrl.weights.codec.bits import BitArray, BitType, PositionArray
 
 _ALIGNMENT = 64
 

@@ -25,13 +25,13 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.bit_patterns import BitArray, bit_type
-from streamrl.weights.manifest import CHECKPOINT_VERSION
+from streamrl.weights.codec.bits import BitArray, bit_type
+from streamrl.weights.codec.state_hash import hash_range
+from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS
 from streamrl.weights.pull.fetch import FetchedVersion
 from streamrl.weights.pull.held_weights import HeldWeights
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.pull.node_memory import Segment, SharedMemory, aligned
-from streamrl.weights.state_hash import MODULUS, hash_range
 
 _LOCK_POLL_S = 0.02
 _LONGEST_WAIT_S = 60.0  # outside of staging, where an engine stands still meanwhile

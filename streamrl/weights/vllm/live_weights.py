@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import BitArray, PositionArray
+from streamrl.weights.codec.bits import BitArray, PositionArray
+from streamrl.weights.codec.state_hash import hash_elements
+from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.state_hash import MODULUS, hash_elements
 from streamrl.weights.vllm.live_weights_bits import UPPER_HALF, hash_rectangle, inside, to_runtime
 from streamrl.weights.vllm.live_weights_layers import LayerWrite, LiveLayers
 from streamrl.weights.vllm.live_weights_scatter import scatter_checked

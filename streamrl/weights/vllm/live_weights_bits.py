@@ -7,8 +7,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.weights.bit_patterns import BitArray
-from streamrl.weights.state_hash import hash_elements, hash_range
+from streamrl.weights.codec.bits import BitArray
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.vllm.load_plan import Rectangle
 
 UPPER_HALF = 16

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import PositionArray
+from streamrl.weights.codec.bits import PositionArray
 
 REMEDY = "Start its engines without what does that (another quantization, attention or expert backend)"
 _ATTRIBUTE = "streamrl_after_loading"

@@ -16,7 +16,7 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec  # type: ignore[
 from pcodec.wrapped import FileCompressor, FileDecompressor  # type: ignore[import-untyped]
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import BitArray, BitType
+from streamrl.weights.codec.bits import BitArray, BitType
 
 _PCODEC = 255
 _FIXED = 32

@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.bit_patterns import BitArray, BitType
+from streamrl.weights.codec.bits import BitArray, BitType
 
 
 def split_planes(bits: BitArray) -> bytes:

@@ -1,0 +1,92 @@
+"""Elements of published tensors as integers: which type holds one, its exponent, and steps between neighbours.
+
+A floating-point number is sign and magnitude. Read as ``~bits`` below zero and ``bits + 2**(width - 1)`` above, its
+pattern becomes an unsigned integer that grows with the number, a bijection of all patterns: zeros of both signs,
+infinities and every NaN payload included. One step up or down is then +1 or -1, also across a power of two and
+across zero, where the exclusive or of the patterns has many bits set.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.base.errors import WeightError
+
+BitArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+BitType = np.dtype[np.uint16] | np.dtype[np.uint32]
+PositionArray = npt.NDArray[np.int64]
+
+_BIT_TYPES: dict[str, BitType] = {
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<u2"),
+    "float32": np.dtype("<u4"),
+}
+_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
+
+
+def exponent_field(dtype: str) -> tuple[int, int]:
+    """Where the exponent of a published dtype lies in a pattern: its lowest bit, and how many values it can have."""
+    lowest = _MANTISSA_BITS[dtype]
+    return lowest, 1 << (8 * _BIT_TYPES[dtype].itemsize - 1 - lowest)
+
+
+def exponents_of(bits: BitArray, dtype: str) -> BitArray:
+    """The biased exponents of the patterns (uint16 or uint32 [n]), in the same type."""
+    lowest, values = exponent_field(dtype)
+    return (bits >> bits.dtype.type(lowest)) & bits.dtype.type(values - 1)
+
+
+def bit_type(dtype: str, tensor: str) -> BitType:
+    """The integer type that holds one element of ``dtype``. ``tensor`` names the tensor in the error."""
+    found = _BIT_TYPES.get(dtype)
+    if found is None:
+        raise WeightError(
+            f"tensor {tensor!r} has the published dtype {dtype!r}; only {', '.join(sorted(_BIT_TYPES))} can be"
+        )
+    return found
+
+
+def as_bits(values: npt.NDArray[np.generic], dtype: str, count: int, tensor: str) -> BitArray:
+    """``values`` as flat unsigned bit patterns, checked to be ``count`` elements as wide as ``dtype``."""
+    wanted = bit_type(dtype, tensor)
+    if values.dtype.kind not in "iu" or values.dtype.itemsize != wanted.itemsize:
+        raise WeightError(
+            f"tensor {tensor!r} ({dtype}) was given as numpy {values.dtype}; give its bit patterns as {wanted.name}"
+        )
+    flat = values.reshape(-1).view(wanted)  # bits may lie apart, as the upper halves of float32 values do
+    if flat.size != count:
+        raise WeightError(f"tensor {tensor!r} was given with {flat.size} elements; this shard holds {count}")
+    return flat
+
+
+def to_ordered(bits: BitArray) -> BitArray:
+    """The patterns (uint16 or uint32 [n]) as ordered integers of the same type."""
+    top = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    return np.where(bits & top, ~bits, bits | top)
+
+
+def from_ordered(ordered: BitArray) -> BitArray:
+    """The inverse of ``to_ordered``."""
+    top = ordered.dtype.type(1 << (8 * ordered.dtype.itemsize - 1))
+    return np.where(ordered & top, ordered ^ top, ~ordered)
+
+
+def step_symbols(base: BitArray, new: BitArray) -> BitArray:
+    """How many steps lie between patterns that differ, as 0 (one down), 1 (one up), 2 (two down), ...
+
+    The difference of the ordered integers modulo 2**width, zigzag-coded, less one (it is never zero).
+    """
+    signed = (to_ordered(new) - to_ordered(base)).view(f"i{base.dtype.itemsize}")
+    zigzag = (signed << 1) ^ (signed >> (8 * base.dtype.itemsize - 1))
+    return cast("BitArray", zigzag.view(base.dtype)) - base.dtype.type(1)
+
+
+def apply_steps(base: BitArray, symbols: BitArray) -> BitArray:
+    """The patterns that ``step_symbols`` was given as ``new``. A symbol of all ones means no change: check for it."""
+    one = base.dtype.type(1)
+    zigzag = symbols + one
+    steps = (zigzag >> one) ^ (~(zigzag & one) + one)
+    return from_ordered(to_ordered(base) + steps)
