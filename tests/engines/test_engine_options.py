@@ -148,7 +148,7 @@ def test_tokens_of_a_step_follow_the_card_unless_the_recipe_gives_them(
 def test_fewer_tokens_of_a_step_than_requests_are_refused(model_directory: Path) -> None:
     problems = dict(broken_rules(recipe(model_directory, max_num_batched_tokens=100)))
     assert problems["engines.max_num_batched_tokens"] == (
-        "100 is less than engines.max_num_seqs = 256, a token for each: raise it, or set 0 (by the GPU)"
+        "100 is less than engines.max_num_seqs = 256, a token for each: raise it, or set 0 (by GPU)"
     )
 
 

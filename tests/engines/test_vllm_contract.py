@@ -19,7 +19,7 @@ FOREIGN = re.compile(r"vllm(\.|$)|torch\.nn\.attention\.varlen$")
 LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 RUNNER = {"runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner"}
 HELD = {  # what holds an object of vLLM, by the file and the name there
-    "vllm_engine.py": {
+    "vllm/engine.py": {
         "_llm": LLM,
         "llm": LLM,
         "output": "vllm.outputs.CompletionOutput|vllm.outputs.RequestOutput",
@@ -28,16 +28,18 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "arguments": "vllm.engine.arg_utils.AsyncEngineArgs",
         "config": "vllm.config.VllmConfig",
     },
-    "vllm_openai.py": {"_llm": LLM},
-    "engine_push.py": {"llm": LLM},
-    "vllm_statistics.py": {
+    "vllm/openai_form.py": {"_llm": LLM},
+    "weights/engine_push.py": {"llm": LLM},
+    "vllm/statistics.py": {
         "llm": LLM,
         "scheduler": "vllm.v1.metrics.stats.SchedulerStats",
         "iteration": "vllm.v1.metrics.stats.IterationStats",
         "cache": "vllm.config.CacheConfig",
     },
-    "vllm_continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
-    "weight_receiver.py": {"worker": "vllm.v1.worker.worker_base.WorkerBase|vllm.v1.worker.gpu_worker.Worker"},
+    "vllm/worker_continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
+    "weights/vllm/weight_receiver.py": {
+        "worker": "vllm.v1.worker.worker_base.WorkerBase|vllm.v1.worker.gpu_worker.Worker"
+    },
 }
 BY_TEXT = {  # what no syntax shows, with parameters
     "vllm.model_executor.model_loader.reload.layerwise.LAYERWISE_INFO": [],
@@ -101,7 +103,9 @@ def product_uses() -> Uses:
     for path in sorted((ROOT / "streamrl").rglob("*.py")):
         text = path.read_text()
         if "vllm" in text or "varlen" in text:
-            for name, parameters in uses_of(ast.parse(text), HELD.get(path.name, {})).items():
+            for name, parameters in uses_of(
+                ast.parse(text), HELD.get(path.relative_to(ROOT / "streamrl").as_posix(), {})
+            ).items():
                 found[name] |= parameters
     return found
 
@@ -242,7 +246,9 @@ def test_every_holder_of_a_vllm_object_is_listed() -> None:
     """Files that import vLLM's front end, its outputs or statistics, or call its worker, say which names hold them."""
     for path in (ROOT / "streamrl").rglob("*.py"):
         if re.search(r"\b_?llm\.\w|\bworker\.weight_transfer_engine", path.read_text()):
-            assert path.name in HELD, f"{path}: add the names that hold an object of vLLM to HELD"
+            assert path.relative_to(ROOT / "streamrl").as_posix() in HELD, (
+                f"{path}: add the names that hold an object of vLLM to HELD"
+            )
 
 
 def test_every_environment_variable_is_known() -> None:
