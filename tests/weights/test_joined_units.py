@@ -13,10 +13,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_updates import adam_step, draw_weights, learning_rate_for, synthetic_model
-from tests.weights.fuzz_weight_frames import hostile, world
 from update_entropy import UpdateCounts
 from weight_measurement import UpdatedTensor, units_of
 
+from campaigns.fuzz.weight_frames import hostile, world
 from streamrl.base.errors import WeightError
 from streamrl.weights import manifest, work_units
 from streamrl.weights.codec.bits import bit_type
