@@ -6,7 +6,7 @@
 Real processes with the simulated engine and the real trainer, about seven seconds a cell. A cell is wrong when the
 command's exit code is not the promised one, when it takes longer than ``LIMITS_S``, when anything is left (processes,
 shared memory, temporary or half-written files), or when the event log does not replay to the orders that it records.
-``kill``: supervisor and guardian die in one go by SIGKILL, then the clean-up of a resume has to leave nothing.
+``kill``: the supervisor dies by SIGKILL, and all with it; then the clean-up of a resume has to leave nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 import psutil
-from chaos_processes import become_subreaper, labelled, living, residue, send, shared_memory, wait_until_none
+from chaos_processes import become_subreaper, living, residue, send, shared_memory, wait_until_none
 from chaos_records import Record, Witness
 
-from streamrl.supervise.remains import remove_half_written, remove_remains_of
+from streamrl.supervise.clean_up import remove_half_written, remove_killed_life
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "sort"
@@ -161,10 +161,7 @@ def _aim(phase: str, folder: Path, process: subprocess.Popen[bytes]) -> list[str
 def _fire(number: str, presses: str, process: subprocess.Popen[bytes]) -> float:
     """Send the signals; returns when the last one was sent."""
     if presses == "kill":
-        known = labelled(process.pid)
-        victims = [known[name] for name in ("guardian", "supervisor") if name in known]
-        send(victims, signal.SIGSTOP)  # so that neither sees the other die
-        send(victims, signal.SIGKILL)
+        send([psutil.Process(process.pid)], signal.SIGKILL)
         return time.monotonic()
     for press in range(int(presses)):
         if press:
@@ -180,7 +177,7 @@ def _judge_rest(folder: Path, presses: str, before: set[str]) -> list[str]:
         time.sleep(1.0)
     runs = [path.parent for path in folder.glob("runs/*/recipe.toml") if not path.parent.is_symlink()]
     for run in runs if presses == "kill" else ():
-        if failures := [*remove_remains_of(run, folder / "tmp"), *remove_half_written(run)]:
+        if failures := [*remove_killed_life(run), *remove_half_written(run)]:
             return failures
     for run in runs:
         (run / "control.key").unlink(missing_ok=True) if presses == "kill" else None

@@ -47,9 +47,8 @@ from streamrl.run import run_controller as pipeline
 from streamrl.run.run_inputs import refuse_changes
 from streamrl.run.run_lock import RunLock
 from streamrl.run.run_record import refuse_lost_journal
-from streamrl.supervise import child_process, supervisor, sweep
+from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash.crash_bundle import write_crash_bundle
-from streamrl.supervise.remains import remove_remains_of
 from streamrl.supervise.watch.loop_watch import LoopWatch
 from streamrl.supervise.watch.stacks import ask_for_stacks
 from streamrl.vllm.options import installed_device
@@ -187,7 +186,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
 
     machine = world.machine
     put_for(preflight, lambda *_: None)
-    put_for(remove_remains_of, lambda *_: [])
+    put_for(clean_up.remove_killed_life, lambda *_: [])
     put_for(refuse_changes, lambda *_, **__: [])
     put_for(refuse_lost_journal, lambda *_: None)  # it is on the simulated disk
     put_for(load_recipe, lambda *_: world.recipe)
@@ -201,14 +200,10 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(serving_control, no_control_socket)
     put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
     put_for(LoopWatch, parts.SilentLoopWatch)
-    put(child_process, "_created", lambda pid: float(pid))
-    put(child_process, "_is_ending", lambda pid: False)
     put_for(child_process.start_child, machine.start_child)
-    put_for(child_process.open_guardian, machine.open_guardian)
-    put_for(sweep.sweep, machine.sweep)
-    put_for(sweep.end_session, machine.end_session)
-    put_for(sweep.members, lambda _: [])
-    put_for(sweep.record_segments, lambda *_: None)
+    put_for(clean_up.adopt_orphans, lambda _: None)
+    put(clean_up.RunProcesses, "end_all", lambda _: machine.end_all())
+    put(clean_up.RunProcesses, "end_left_behind", lambda _, session: machine.end_left_behind(session))
     _named_everywhere(put, "LOAD_SECONDS", LOAD_SECONDS)
     for name, seconds in LOOKED_EVERY.items():
         _named_everywhere(put, name, seconds * world.shape.poll_s)

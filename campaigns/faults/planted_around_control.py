@@ -235,11 +235,16 @@ def _ends_nobody(before: Any) -> Any:
 
 
 def _beside_its_last_life(before: Any) -> Any:
-    async def start_core_again(self: Supervisor) -> None:
-        with mock.patch.object(SimulatedPopen, "kill"), mock.patch.object(supervisor, "end_session", return_value=[]):
-            await before(self)
+    async def resume(self: Supervisor, first: Any) -> bool:
+        with mock.patch.object(self, "_end_all", _does_nothing):
+            resumed: bool = await before(self, first)
+            return resumed
 
-    return start_core_again
+    return resume
+
+
+async def _does_nothing(grace_s: float) -> None:
+    pass
 
 
 def _delivers_by_chance(before: Any) -> Any:
@@ -303,11 +308,11 @@ IN_WHAT_IS_AROUND = (
     Planted("sequence numbers are ignored", "I2", (
         replaced(ReceivingEnd, "_on_stream_message", _sequence_ignored),)),
     Planted("the window is ignored", "I12", (replaced(SendingEnd, "credit", _window_ignored),)),
-    Planted("deaths are overlooked", "I20", (replaced(Supervisor, "_deaths", _death_overlooked),)),
+    Planted("deaths are overlooked", "I20", (replaced(Supervisor, "_look", _death_overlooked),)),
     Planted("ended groups are kept", "I11", (replaced(RolloutBuffer, "train", _keeps_what_was_trained),)),
     Planted("processes are left behind", "I14", (replaced(Supervisor, "_end_all", _ends_nobody),)),
     Planted("a life is started beside the last one", "I16", (
-        replaced(Supervisor, "_start_core_again", _beside_its_last_life),)),
+        replaced(Supervisor, "_resume", _beside_its_last_life),)),
     Planted("an order that differs from run to run", "I18", (replaced(RewardStage, "_deliver", _delivers_by_chance),)),
     Planted("a decoder raises what nobody expects", "I19", (replaced(stream_protocol, "parse_header", _undeclared),)),
     Planted("faults that do nothing", "I21", ((Faults, "_do", lambda self, fault: False),)),

@@ -49,10 +49,8 @@ class SimulatedPopen:
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        if self.code is None and self.process is not None:
+        if self.code is None:
             self._machine.signal(self, number)
-        elif self.code is None:
-            self.code = -number  # a guardian, or one that stands by: it does nothing here, and ends at once
 
     def wait(self, timeout: float | None = None) -> int:
         if self.code is None:
@@ -74,24 +72,21 @@ class Machine:
     # ---- in the place of functions of the product ----------------------------------------------------
 
     def start_child(
-        self, plan: ProcessPlan, command: Sequence[str], run_directory: Path, traces: Any, **named: Any
+        self, plan: ProcessPlan, command: Sequence[str], run_directory: Path, *_: Any, **named: Any
     ) -> ChildProcess:
         (run_directory / "exit" / f"{plan.name}.json").unlink(missing_ok=True)
         popen = self.start(plan, run_directory, resumes=bool(named.get("resumes")))
-        return ChildProcess(plan.name, plan, popen, run_directory / "logs" / f"{plan.name}.log", 0)  # type: ignore[arg-type]
+        return ChildProcess(plan, popen, run_directory / "logs" / f"{plan.name}.log", 0)  # type: ignore[arg-type]
 
-    def open_guardian(self, *_: Any, **__: Any) -> ChildProcess:
-        return ChildProcess("guardian", None, SimulatedPopen(self, 1, None), Path("guardian.log"), 0)  # type: ignore[arg-type]
-
-    def sweep(self, traces: Any, **_: Any) -> list[int]:
+    def end_all(self) -> list[int]:
         for name, popen in list(self.lives.items()):
             if name != "parent" and popen.code is None:
                 popen.kill()
         return []
 
-    def end_session(self, traces: Any, sid: int, **_: Any) -> list[int]:
-        if sid in self.by_pid:
-            self.by_pid[sid].kill()
+    def end_left_behind(self, session: int) -> list[int]:
+        if session in self.by_pid:
+            self.by_pid[session].kill()
         return []
 
     # ---- processes -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 END_SECONDS = 5.0
-SHARED_BY_WORKERS = "/dev/shm/vllm_dist_"
+SHARED_BY_WORKERS = "vllm_dist_"
 """Memory that the workers of one CPU engine share: vLLM makes it when they start and never unlinks it."""
 
 
@@ -63,7 +63,7 @@ def _shared_memory(process: psutil.Process) -> set[Path]:
     except psutil.Error:
         return set()
     # A mapping whose file was unlinked has " (deleted)" behind its name.
-    return {Path(one.path) for one in maps if one.path.startswith(SHARED_BY_WORKERS) and Path(one.path).exists()}
+    return {Path(one.path) for one in maps if SHARED_BY_WORKERS in Path(one.path).name and Path(one.path).exists()}
 
 
 def _line(process: psutil.Process) -> str:

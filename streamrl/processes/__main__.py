@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.supervise.parent_death import die_with_parent
+from streamrl.base.run_process import die_with_parent
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from streamrl.base.messages import EngineEvent, EngineOrder
+from streamrl.base.run_process import RUN_MARKER
 from streamrl.engines.engine_host import WatchedEngine, serve_controllers
 from streamrl.plan.topology import ProcessPlan
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.run.controller_streams import controller_streams
 from streamrl.supervise.child import ChildContext
-from streamrl.supervise.parent_death import RUN_MARKER
 from streamrl.vllm.options import EngineOptions, engine_options
 
 

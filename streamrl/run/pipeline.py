@@ -40,9 +40,10 @@ from streamrl.run.control_operations import ControlOperations
 from streamrl.run.run_inputs import NOT_RESUMED, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.run.run_lock import RunLock
 from streamrl.run.run_record import refuse_lost_journal
+from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
 from streamrl.supervise.crash.crash_bundle import write_crash_bundle
+from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.exit_reason import leaves
-from streamrl.supervise.remains import remove_half_written, remove_remains_of
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine
 from streamrl.supervise.watch.stacks import ask_for_stacks
@@ -123,7 +124,7 @@ class Pipeline:
         if self._resumes:
             self._lock = RunLock(self.run_directory)
             await to_thread(refuse_lost_journal, self.run_directory)
-            for failure in await to_thread(remove_remains_of, self.run_directory, Path(tempfile.gettempdir())):
+            for failure in await to_thread(remove_killed_life, self.run_directory):
                 log.warning("%s", failure)
             for change in await to_thread(self._changes):
                 log.warning("%s", change)
@@ -147,11 +148,12 @@ class Pipeline:
 
     async def _start(self) -> Self:
         # Short, because a socket path has at most 107 bytes, whatever the run directory is called.
-        sockets = Path(tempfile.mkdtemp(prefix="streamrl-"))
+        sockets = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
         self._give, self._take = anyio.create_memory_object_stream[RunEvent](math.inf)
         topology = gpu_placement(self.recipe).placed(plan_topology(self.recipe, sockets))
         self._supervisor = Supervisor(topology, self.run_directory, sockets, resumes=self._resumes)
-        self._supervisor.before_controller_start.append(self._await_controller)
+        self._supervisor.before_resume.append(self._await_controller)
+        self._orders = EngineOrders(self._supervisor)
         async with AsyncExitStack() as entered:
             for stream in (self._give, self._take):
                 entered.callback(stream.close)
@@ -244,7 +246,7 @@ class Pipeline:
                     return
 
     async def _await_controller(self) -> None:
-        """Before another controller is started: listen to it, and to the one that died no more."""
+        """Before the run is resumed: listen to the next controller, and to the one that died no more."""
         self._bound = anyio.Event()
         self._conversation.cancel()
         self._rewards.controller_replaced()
@@ -254,7 +256,7 @@ class Pipeline:
         try:
             async for event in steps:
                 if isinstance(event, StopEngine | StartEngine | KillEngine):
-                    self._obeying.start_soon(self._supervisor.obey, event)
+                    self._obeying.start_soon(self._orders.obey, event)
                     continue
                 if isinstance(event, RewardReply):
                     self._rewards.answered(event)

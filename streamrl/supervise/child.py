@@ -15,12 +15,14 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import anyio
 import msgspec
 
+from streamrl.base.run_process import name_shared_memory
 from streamrl.observe.terminal.printable import log_to
 from streamrl.observe.terminal.screen import open_screen
 from streamrl.plan.topology import CUDA_DEVICES, CUDA_ORDER, ProcessPlan, Role, Topology, read_topology
@@ -48,6 +50,16 @@ class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
 RoleMain = Callable[[ChildContext], Awaitable[None]]
 
 
+ROLES = {
+    Role.CONTROLLER: "streamrl.processes.controller_process:run_controller_process",
+    Role.ENGINE: "streamrl.processes.engine_process:run_engine_process",
+    Role.TRAINER: "streamrl.processes.trainer_process:run_trainer_process",
+    Role.REWARD: "streamrl.processes.reward_process:run_reward_process",
+    Role.JUDGE: "streamrl.judge.role:run_judge_process",
+}
+"""What each process runs."""
+
+
 class Terminated(Exception):
     """SIGTERM ended this process: an order that was obeyed, not an error."""
 
@@ -71,9 +83,10 @@ def parse_arguments() -> tuple[ProcessPlan, Path, bool]:
 
 
 def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> NoReturn:
-    """Run ``work`` and end this process by what became of it."""
+    """Run ``work`` and end this process: with 0, or with the exit code and the reason of the error."""
     # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_shared_memory()
     write_stacks_when_asked()
     open_screen(drops=True)
     log_to(sys.stderr, logging.INFO)
@@ -126,27 +139,9 @@ def run_role(context: ChildContext) -> None:
 
 def role_main(role: Role) -> RoleMain:
     """The coroutine of ``role``; only what that role needs is imported."""
-    match role:
-        case Role.CONTROLLER:
-            from streamrl.processes.controller_process import run_controller_process
-
-            return run_controller_process
-        case Role.ENGINE:
-            from streamrl.processes.engine_process import run_engine_process
-
-            return run_engine_process
-        case Role.TRAINER:
-            from streamrl.processes.trainer_process import run_trainer_process
-
-            return run_trainer_process
-        case Role.REWARD:
-            from streamrl.processes.reward_process import run_reward_process
-
-            return run_reward_process
-        case Role.JUDGE:
-            from streamrl.judge.role import run_judge_process
-
-            return run_judge_process
+    module, _, function = ROLES[role].partition(":")
+    main: RoleMain = getattr(import_module(module), function)
+    return main
 
 
 async def _until_terminated(main: RoleMain, context: ChildContext) -> None:

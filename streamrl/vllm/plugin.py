@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from streamrl.base.run_process import name_shared_memory
 from streamrl.weights.vllm_names import ENGINE_VARIABLE, TEXT_METHODS, WEIGHT_BACKEND
 
 LINEAR_VARIABLE = "STREAMRL_CPU_LINEAR"  # "plain" (default), "packed": see keep_linear_weights; "stock": as vLLM does
@@ -26,6 +27,7 @@ def register() -> None:
     if os.environ.get(ENGINE_VARIABLE) != "1":
         return
     die_with_parent()
+    name_memory_of_workers(name_shared_memory())
     make_numba_harmless()
     ask_for_tiles()
     register_weight_backend()
@@ -50,6 +52,20 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before the call
         os._exit(1)
+
+
+def name_memory_of_workers(prefix: str) -> None:
+    """Name the memory that the workers of one CPU engine share, which vLLM never unlinks, after the run."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    if prefix and not hasattr(original, "streamrl_original"):
+
+        def named(communicator: Any) -> str:
+            return f"{prefix}{original(communicator)}"
+
+        named.streamrl_original = original  # type: ignore[attr-defined]
+        _CPUSHMDistributed.make_group_name = staticmethod(named)
 
 
 def make_numba_harmless() -> None:

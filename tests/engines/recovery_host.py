@@ -25,7 +25,7 @@ from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, Si
 from streamrl.plan.topology import Role, read_topology
 from streamrl.run.controller_streams import controller_streams
 from streamrl.supervise.child import leave, parse_arguments
-from streamrl.supervise.parent_death import die_with_parent
+from streamrl.base.run_process import die_with_parent
 
 POISON = 666
 LENGTHS = LengthMixture(median=60.0, sigma=0.5, long_share=0.0)

@@ -23,7 +23,7 @@ def trial(tmp_path: Path) -> Iterator[Callable[..., Trial]]:
 
     yield make
     for one in trials:  # what a failed test left must not disturb the next
-        for pid in [*one.pids(), *(process.pid for process in one.guardians())]:
+        for pid in one.pids():
             if pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

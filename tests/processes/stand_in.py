@@ -9,8 +9,7 @@ raise    end with a ValueError when ``DIR/go`` appears
 verdict  end with a RewardFailureLimit when ``DIR/go`` appears
 refuse   end with a ModelRefused when ``DIR/go`` appears
 restart  end with exit code 75 at once
-share    have shared memory, and end with exit code 75 when ``DIR/go`` appears; its successors serve
-orphan   start a grandchild that ignores everything, has shared memory and a session of its own, then serve
+orphan   start two grandchildren that ignore everything and have shared memory, one in its own session, then serve
 finish   end with 0 when ``DIR/go`` appears
 leave    end with 0 when ``DIR/leave`` appears, and on SIGTERM leave the file ``DIR/was-terminated``
 """
@@ -23,17 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import shared_memory
 from pathlib import Path
 
 from streamrl.base.errors import ModelRefused, RewardFailureLimit, StreamBroken
+from streamrl.base.run_process import die_with_parent
 from streamrl.plan.topology import ProcessPlan, Role
 from streamrl.supervise.child import Terminated, leave, parse_arguments
-from streamrl.supervise.parent_death import die_with_parent
 
 GRANDCHILD = """
 import os, signal, sys, time
 from multiprocessing import shared_memory
+from streamrl.base.run_process import name_shared_memory
+if sys.argv[2] == "named":
+    name_shared_memory()
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 memory = shared_memory.SharedMemory(create=True, size=4096)
@@ -71,8 +72,6 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
     partial = directory / "pids" / f".{plan.name}"
     partial.write_text(str(os.getpid()))
     partial.rename(directory / "pids" / f"{plan.name}.{count}")
-    if behaviour == "share" and count == 0:
-        share(directory)
     if behaviour == "restart":
         raise SystemExit(75)
     while True:
@@ -102,17 +101,11 @@ def behave(plan: ProcessPlan, directory: Path) -> None:
 
 def start_grandchild(directory: Path, *, own_session: bool) -> None:
     path = directory / "pids" / f"grandchild-{int(own_session)}"
-    child = subprocess.Popen([sys.executable, "-c", GRANDCHILD, f"{path}.memory"], start_new_session=own_session)
+    names = "named" if own_session else "as Python names it"
+    child = subprocess.Popen([sys.executable, "-c", GRANDCHILD, f"{path}.memory", names], start_new_session=own_session)
     while not Path(f"{path}.memory").exists():
         time.sleep(0.005)
     path.write_text(str(child.pid))
-
-
-def share(directory: Path) -> None:
-    shared_memory.SharedMemory(create=True, size=4096)  # multiprocessing starts a process that tracks it
-    while not (directory / "go").exists():
-        time.sleep(0.005)
-    os._exit(75)
 
 
 def lives(pid: int) -> bool:

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.run_process import PARENT_PID
 from streamrl.plan.topology import ProcessPlan, Role, plan_topology
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Transport, TransportKind
 from streamrl.remote.external import serve_external
 from streamrl.supervise.child import load_context, role_main
 from streamrl.supervise.exit_reason import TERMINATED_CODE, ExitKind, read_reason
-from streamrl.supervise.parent_death import PARENT_PID
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 RECIPE = Recipe(model=Model(path="model"), prompts=Prompts(train="train.jsonl"), rewards=(Reward(function="m:f"),))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
@@ -30,14 +30,14 @@ class Trial:
 
     def __init__(self, root: Path, behaviour: Mapping[str, str]) -> None:
         self.directory = root / "run"
-        self.sockets = root / "sockets"
+        self.sockets = root / "streamrl-sockets"
         for folder in ("behaviour", "pids", "temporary"):
             (self.directory / folder).mkdir(parents=True)
         for name in NAMES:
             (self.directory / "behaviour" / name).write_text(behaviour.get(name, "serve"))
 
-    def supervisor(self, more: tuple[ProcessPlan, ...] = (), **options: float) -> Supervisor:
-        topology = Topology(processes=(*PLANS, *more), endpoints={})
+    def supervisor(self, **options: float) -> Supervisor:
+        topology = Topology(processes=PLANS, endpoints={"controller.steps": f"ipc://{self.sockets}/controller.steps"})
         entry = (str(STAND_IN),)
         return Supervisor(topology, self.directory, self.sockets, entry=entry, **options)  # type: ignore[arg-type]
 
@@ -45,21 +45,20 @@ class Trial:
         return int((self.directory / "pids" / f"{name}.{start}").read_text())
 
     def all_started(self) -> bool:
-        return all((self.directory / "pids" / f"{name}.0").exists() for name in NAMES)
+        return all(self.started(name) for name in NAMES)
 
     def pids(self) -> list[int]:
         files = [path for path in (self.directory / "pids").iterdir() if path.suffix not in (".memory", ".partial")]
         return [int(path.read_text()) for path in files if not path.name.startswith(".")]
 
-    def guardians(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_guardian(process)]
+    def started(self, name: str, start: int = 0) -> bool:
+        return (self.directory / "pids" / f"{name}.{start}").exists()
 
-    def _is_guardian(self, process: psutil.Process) -> bool:
-        try:
-            line = process.cmdline()
-        except psutil.Error:
-            return False
-        return "streamrl.supervise.guardian" in line and any(str(self.sockets) in word for word in line)
+    def grandchildren(self) -> list[int]:
+        return [int((self.directory / "pids" / f"grandchild-{i}").read_text()) for i in (0, 1)]
+
+    def go(self, name: str = "go") -> None:
+        (self.directory / name).touch()
 
     def assert_nothing_left(self) -> None:
         assert self.left() == []
@@ -67,7 +66,6 @@ class Trial:
     def left(self) -> list[str]:
         """Processes, shared memory and sockets that outlived the run."""
         left = [f"pid {pid}" for pid in self.pids() if lives(pid)]
-        left += [f"guardian {process.pid}" for process in self.guardians()]
         for path in (self.directory / "pids").glob("*.memory"):
             left += [str(segment) for segment in [Path("/dev/shm") / path.read_text()] if segment.exists()]
         temporary = [Path(path.read_text()) for path in (self.directory / "temporary").iterdir()]
@@ -94,7 +92,27 @@ async def death_in(supervisor: Supervisor) -> str:
     return str(died.value)
 
 
-async def kill_session(one: Trial, supervisor: Supervisor) -> None:
-    """Kill all of ``engine-0`` at once, when what it shares is known."""
-    await until(lambda: bool(supervisor.memory.trackers))
-    os.killpg(one.pid("engine-0"), signal.SIGKILL)
+@contextlib.asynccontextmanager
+async def surviving(
+    one: Trial, *more: ProcessPlan, alone: int = 0, resumes: int = 0, min_serving: int = 1, **options: float
+) -> AsyncIterator[Supervisor]:
+    """A supervisor of the stand-ins and of ``more`` whose run survives so many deaths; all have started."""
+    times = {Role.TRAINER: resumes, Role.CONTROLLER: resumes}
+    plans = [msgspec.structs.replace(plan, restarts=times.get(plan.role, alone)) for plan in (*PLANS, *more)]
+    for plan in more:
+        path = one.directory / "behaviour" / plan.name
+        path.write_text(path.read_text() if path.exists() else "serve")
+    topology = Topology(processes=tuple(plans), endpoints={}, min_serving=min_serving)
+    entry = (str(STAND_IN),)
+    async with Supervisor(topology, one.directory, one.sockets, entry=entry, **options) as supervisor:  # type: ignore[arg-type]
+        await until(lambda: all(one.started(plan.name) for plan in plans if not plan.resting))
+        yield supervisor
+
+
+@contextlib.asynccontextmanager
+async def watched(supervisor: Supervisor) -> AsyncIterator[None]:
+    """The watch beside the test, which raises where it takes something for a death; then the run is drained."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        yield
+        await supervisor.stop(deadline_s=20)

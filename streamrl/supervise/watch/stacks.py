@@ -8,7 +8,7 @@ import signal
 
 import psutil
 
-from streamrl.supervise.parent_death import RUN_MARKER
+from streamrl.base.run_process import RUN_MARKER
 from streamrl.supervise.signal_masks import in_mask
 
 STACKS_SIGNAL = signal.SIGUSR2

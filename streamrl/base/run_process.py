@@ -1,0 +1,54 @@
+"""What ties a process to its run, before anything heavy is imported: standard library only.
+
+A process of a run dies with its parent, and shared memory that it makes is named after the run, so that it can be found
+when everything that would have removed it was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing import process, shared_memory
+
+PARENT_PID = "STREAMRL_PARENT_PID"
+RUN_MARKER = "STREAMRL_RUN_MARKER"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent named in ``STREAMRL_PARENT_PID`` dies. Without the variable: nothing.
+
+    The child does it itself and not ``preexec_fn``, which can deadlock in a parent that has threads. The signal follows
+    the parent's *thread* that started this process, so the supervisor starts processes only from the thread of its
+    event loop.
+    """
+    expected = os.environ.get(PARENT_PID)
+    if expected is None or sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have died before the call: then no signal will ever come.
+    if os.getppid() != int(expected):
+        os._exit(1)
+
+
+def memory_prefix(marker: str, session: int) -> str:
+    """How names of shared memory begin that processes of ``session`` make in the run with this marker."""
+    return f"{marker}-{session}-"
+
+
+def name_shared_memory() -> str:
+    """Name the shared memory and semaphores that ``multiprocessing`` makes here after the run and this session.
+
+    Returns the prefix of the names; empty, and nothing is changed, in a process of no run.
+    """
+    marker = os.environ.get(RUN_MARKER)
+    if not marker:
+        return ""
+    prefix = memory_prefix(marker, os.getsid(0))
+    shared_memory._SHM_NAME_PREFIX = f"/{prefix}"  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 9  # type: ignore[attr-defined] # with eight random digits
+    process.current_process()._config["semprefix"] = f"/{prefix}mp"  # type: ignore[attr-defined]
+    return prefix

@@ -1,0 +1,487 @@
+"""Deaths that a run survives, as real processes under a supervisor: some are started again alone, others resume it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+from trials import NAMES, Trial, death_in, lives, surviving, until, watched
+
+from streamrl.base.errors import RecipeError, RewardFailureLimit, StreamRLError
+from streamrl.plan.topology import RENDEZVOUS_FILE, ProcessPlan, Role
+from streamrl.supervise import engine_orders, restart_policy
+from streamrl.supervise import supervisor as supervisor_module
+from streamrl.supervise.clean_up import RunProcesses
+from streamrl.supervise.engine_orders import EngineOrders
+from streamrl.supervise.exit_reason import ExitKind, reason_of
+from streamrl.supervise.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
+from streamrl.supervise.supervisor import Supervisor
+from streamrl.supervise.supervisor_orders import KillEngine, StartEngine, StopEngine
+
+ENGINE_1 = ProcessPlan(role=Role.ENGINE, index=1)
+RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
+RESTING = ProcessPlan(role=Role.ENGINE, index=1, resting=True)
+
+
+# ---- budgets ---------------------------------------------------------------------------------------
+
+
+def test_a_budget_pauses_longer_each_time_and_is_whole_again_after_long_service() -> None:
+    one = Restarts(4)
+    assert [one.next_pause(0.1) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
+    assert one.next_pause(RENEWED_AFTER_S - 1) is None
+    assert one.next_pause(RENEWED_AFTER_S) == 0.0 and one.left == 3
+
+
+def test_who_lived_for_a_while_is_not_made_to_wait_for_its_successor() -> None:
+    one = Restarts(4)
+    assert [one.next_pause(lived_s) for lived_s in (0.0, SETTLED_AFTER_S, SETTLED_AFTER_S - 1)] == [0.0, 0.0, 1.0]
+    assert one.left == 1, "the budget is spent as before"
+
+
+@pytest.mark.parametrize("error", [RewardFailureLimit("too many"), RecipeError(["wrong"])])
+def test_a_controller_that_ends_the_run_on_purpose_says_so(error: Exception) -> None:
+    assert reason_of(Role.CONTROLLER, error).kind is ExitKind.VERDICT
+    assert reason_of(Role.TRAINER, error).kind is ExitKind.CAUSE
+
+
+# ---- started again alone ---------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["engine-0", "reward-0"])
+async def test_who_serves_is_started_again_alone_with_nothing_left_of_the_last_one(
+    name: str, trial: Callable[..., Trial]
+) -> None:
+    one = trial(**{name.replace("-", "_"): "orphan"})
+    async with surviving(one, alone=2) as supervisor, watched(supervisor):
+        (one.directory / "behaviour" / name).write_text("serve")
+        os.kill(one.pid(name), signal.SIGKILL)
+        await until(lambda: one.started(name, 1))
+        assert not any(map(lives, one.grandchildren())), "also the one with a session of its own"
+        assert lives(one.pid("controller")) and lives(one.pid("trainer-0"))
+        assert not (one.directory / "resumed").exists(), "it begins anew"
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["engine-0", "reward-0"])
+async def test_who_takes_a_broken_stream_for_the_end_is_replaced(name: str, trial: Callable[..., Trial]) -> None:
+    one = trial(**{name.replace("-", "_"): "leave"})
+    async with surviving(one, alone=1) as supervisor, watched(supervisor):
+        (one.directory / "behaviour" / name).write_text("serve")
+        one.go("leave")
+        await until(lambda: one.started(name, 1))
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_reward_worker_is_replaced_as_often_as_it_asks_until_that_is_spent(trial: Callable[..., Trial]) -> None:
+    one = trial(reward_0="restart")
+    async with one.supervisor(restarts=2) as supervisor:
+        text = await death_in(supervisor)
+    assert text.startswith("reward-0 ended with exit code 75 (it asked to be replaced, and no restarts are left)")
+    assert one.started("reward-0", 2) and not one.started("reward-0", 3)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_only_reward_workers_may_ask(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="restart")
+    async with one.supervisor() as supervisor:
+        assert (await death_in(supervisor)).startswith("engine-0 ended with exit code 75")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_cannot_serve_the_model_is_not_started_again(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="refuse")
+    async with surviving(one, ENGINE_1, alone=2) as supervisor:
+        one.go()
+        text = await death_in(supervisor)
+    assert text.startswith("engine-0 ended with exit code 1: ModelRefused: the model's attention has heads of 16\n")
+    assert not one.started("engine-0", 1)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_too_often_is_retired_and_the_last_one_ends_the_run_by_the_first_cause(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.05)
+    one = trial()
+    async with surviving(one, ENGINE_1, alone=1) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_them() -> None:
+            os.kill(one.pid("engine-0"), signal.SIGKILL)
+            await until(lambda: one.started("engine-0", 1))
+            os.kill(one.pid("engine-0", 1), signal.SIGKILL)
+            await until(lambda: not lives(one.pid("engine-0", 1)))
+            for start in range(2):
+                await until(lambda start=start: one.started("engine-1", start))  # type: ignore[misc]
+                assert lives(one.pid("controller")), "the other one serves"
+                os.kill(one.pid("engine-1", start), signal.SIGKILL)
+
+        tasks.start_soon(kill_them)
+        first, second, *_ = (await death_in(supervisor)).splitlines()
+        assert first == "engine-0 was killed by SIGKILL" and second == "(after it: engine-1)"
+        assert not one.started("engine-0", 2) and not one.started("engine-1", 2)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_with_fewer_engines_than_must_serve_the_run_ends(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with surviving(one, ENGINE_1, alone=1, min_serving=2) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_it_twice() -> None:
+            os.kill(one.pid("engine-0"), signal.SIGKILL)
+            await until(lambda: one.started("engine-0", 1))
+            os.kill(one.pid("engine-0", 1), signal.SIGKILL)
+
+        tasks.start_soon(kill_it_twice)
+        assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+# ---- resumed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("victim", ["controller", "trainer-1"])
+async def test_the_death_of_controller_or_rank_resumes_the_run_with_processes_that_are_all_new(
+    victim: str, trial: Callable[..., Trial], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trial(trainer_0="hang", engine_0="orphan")
+    names = (*NAMES, "trainer-1")
+    async with surviving(one, RANK_1, resumes=2) as supervisor, anyio.create_task_group() as tasks:
+        prepared: list[list[int]] = []
+
+        async def bind_streams_again() -> None:
+            prepared.append([pid for pid in [*old, *one.grandchildren()] if lives(pid)])
+
+        supervisor.before_resume.append(bind_streams_again)
+        old = [one.pid(name) for name in names]
+        for left in (RENDEZVOUS_FILE, "engine-0.orders", "control"):
+            (one.sockets / left).touch()
+        (one.directory / "behaviour" / "engine-0").write_text("serve")
+        tasks.start_soon(supervisor.watch)
+        os.kill(one.pid(victim), signal.SIGKILL)
+        await until(lambda: all(one.started(name, 1) for name in names))
+        assert prepared == [[]], "when all had ended, and before others began"
+        assert sorted((one.directory / "resumed").read_text().split()) == sorted(names)
+        assert not (one.sockets / RENDEZVOUS_FILE).exists(), "the ranks meet anew"
+        assert (one.sockets / "control").exists(), "who looks at the run still finds it"
+        await supervisor.kill()
+    [said] = [record.getMessage() for record in caplog.records if "resumed" in record.getMessage()]
+    assert said == f"{victim} was killed by SIGKILL; the run is resumed (1 of its restarts left)"
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_run_is_resumed_until_its_budget_is_spent(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with surviving(one, resumes=1) as supervisor, anyio.create_task_group() as tasks:
+
+        async def kill_it_twice() -> None:
+            for start in range(2):
+                await until(lambda start=start: one.started("controller", start))  # type: ignore[misc]
+                os.kill(one.pid("controller", start), signal.SIGKILL)
+
+        tasks.start_soon(kill_it_twice)
+        assert (await death_in(supervisor)).startswith("controller was killed by SIGKILL")
+        assert not one.started("controller", 2)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_the_budget_is_whole_again_after_long_service(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "RENEWED_AFTER_S", 0.5)
+    one = trial()
+    async with surviving(one, resumes=1, alone=1) as supervisor, watched(supervisor):
+        for name in ("reward-0", "controller"):
+            for _ in range(2):
+                await anyio.sleep(0.7)
+                before = supervisor._children[name]
+                before.process.kill()
+                await until(lambda before=before: supervisor._children[before.name] is not before)  # type: ignore[misc]
+                await until(lambda: all(lives(child.process.pid) for child in supervisor._children.values()))
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_a_controller_ended_on_purpose_is_not_resumed(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="verdict")
+    async with surviving(one, resumes=3) as supervisor:
+        one.go()
+        assert "RewardFailureLimit: too many rewards failed" in await death_in(supervisor)
+        assert not one.started("controller", 1)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_controller_that_dies_while_it_drains_ends_the_run(trial: Callable[..., Trial]) -> None:
+    one = trial(controller="hang")
+    async with surviving(one, resumes=3) as supervisor:
+        supervisor.request_drain()
+        await until((one.directory / "ignored-sigterm").exists)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        assert (await death_in(supervisor)).startswith("controller was killed by SIGKILL")
+        assert not one.started("controller", 1)
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_drain_that_finds_no_controller_is_meant_for_its_successor(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with surviving(one, resumes=2) as supervisor:
+
+        async def drain() -> None:
+            supervisor.request_drain()
+
+        supervisor.before_resume.append(drain)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        with anyio.fail_after(20):
+            await supervisor.watch()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("victim", ["reward-0", "controller"])
+async def test_a_run_may_be_left_while_it_is_resumed_or_a_dead_process_is_cleared_up(
+    victim: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clearing, end = threading.Event(), RunProcesses.end_left_behind
+
+    def end_slowly(*arguments: Any) -> Any:
+        clearing.set()
+        time.sleep(1.0)
+        return end(*arguments)
+
+    one = trial(engine_0="orphan")
+    async with surviving(one, alone=3, resumes=3) as supervisor, anyio.create_task_group() as tasks:
+        supervisor.before_resume.append(supervisor.kill)
+        tasks.start_soon(supervisor.watch)
+        monkeypatch.setattr(RunProcesses, "end_left_behind", end_slowly)
+        os.kill(one.pid(victim), signal.SIGKILL)
+        if victim == "reward-0":
+            await until(clearing.is_set)
+            await supervisor.kill()
+    one.assert_nothing_left()
+
+
+# ---- engines, as the controller orders -------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_engine_may_be_stopped_and_started_while_the_run_goes_on(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="orphan")
+    async with surviving(one) as supervisor, watched(supervisor):
+        with pytest.raises(StreamRLError, match="engine-0 was not stopped"):
+            supervisor.start_engine("engine-0")
+        with pytest.raises(StreamRLError, match="trainer-0 is no engine of this host; it has engine-0"):
+            await supervisor.stop_engine("trainer-0")
+        await supervisor.stop_engine("engine-0")
+        assert not any(map(lives, [one.pid("engine-0"), *one.grandchildren()])), "with what it had started"
+        assert lives(one.pid("trainer-0"))
+        (one.directory / "behaviour" / "engine-0").write_text("serve")
+        for start in (1, 2):
+            supervisor.start_engine("engine-0")
+            await until(lambda start=start: one.started("engine-0", start))  # type: ignore[misc]
+            await supervisor.stop_engine("engine-0")
+        supervisor.start_engine("engine-0")  # the run may end while it starts
+    await supervisor.stop_engine("engine-0")  # an order that arrives after the end is for nobody
+    supervisor.start_engine("engine-0")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_of_a_set_that_does_not_serve_is_started_when_it_does(trial: Callable[..., Trial]) -> None:
+    one = trial()
+    async with surviving(one, RESTING) as supervisor, watched(supervisor):
+        assert not (one.directory / "logs" / "engine-1.log").exists(), "there is one from the moment of its start"
+        await supervisor.stop_engine("engine-1")  # there is nothing to be ended
+        await supervisor.stop_engine("engine-0")
+        supervisor.start_engine("engine-1")
+        await until(lambda: one.started("engine-1"))
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_the_death_of_an_engine_before_it_should_stop_or_after_it_was_started_again_is_a_death(
+    trial: Callable[..., Trial],
+) -> None:
+    one = trial()
+    async with surviving(one) as supervisor:
+        await supervisor.stop_engine("engine-0")
+        supervisor.start_engine("engine-0")
+        await until(lambda: one.started("engine-0", 1))
+        os.kill(one.pid("engine-0", 1), signal.SIGKILL)
+        await until(lambda: not lives(one.pid("engine-0", 1)))
+        await supervisor.stop_engine("engine-0")
+        assert (await death_in(supervisor)).startswith("engine-0 was killed by SIGKILL")
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_engine_has_time_to_end_by_itself(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="leave")
+    async with surviving(one) as supervisor:
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as group:
+                group.start_soon(partial(supervisor.stop_engine, "engine-0", patience_s=20))
+                await anyio.lowlevel.checkpoint()
+                one.go("leave")
+        assert not lives(one.pid("engine-0")) and not (one.directory / "was-terminated").exists()
+    one.assert_nothing_left()
+
+
+async def is_killed(supervisor: Supervisor, order: KillEngine) -> bool:
+    """Whether ``order`` would end the host that there is now."""
+    process, killed = supervisor._children[order.engine].process, []
+    kill, process.kill = process.kill, lambda: killed.append(order)  # type: ignore[method-assign]
+    await EngineOrders(supervisor).obey(order)
+    process.kill = kill  # type: ignore[method-assign]
+    return bool(killed)
+
+
+@pytest.mark.asyncio
+async def test_orders_to_kill_mean_one_host_and_its_death_is_one_like_another(trial: Callable[..., Trial]) -> None:
+    one = trial(engine_0="hang")
+    async with surviving(one, alone=3) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.watch)
+        orders, first = EngineOrders(supervisor), one.pid("engine-0")
+        os.kill(first, signal.SIGSTOP)
+        for order in (
+            KillEngine(engine="engine-0", reason="planted", pid=first + 1),
+            KillEngine(engine="engine-0", reason="planted", older_than_s=300),
+        ):
+            assert not await is_killed(supervisor, order), "neither was meant for this one"
+        await orders.obey(KillEngine(engine="engine-0", reason="planted", pid=first))
+        await until(lambda: one.started("engine-0", 1))
+        late = KillEngine(engine="engine-0", reason="late", pid=first)
+        assert not await is_killed(supervisor, late), "what came late was about its predecessor"
+        await orders.obey(StopEngine(engine="engine-0"))
+        assert not lives(one.pid("engine-0", 1))
+        await orders.obey(StartEngine(engine="engine-0"))
+        await until(lambda: one.started("engine-0", 2))
+        await supervisor.kill()
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(trial: Callable[..., Trial]) -> None:
+    one, patience_s = trial(), 60.0
+    async with surviving(one, RESTING, resumes=1) as supervisor, anyio.create_task_group() as tasks:
+        orders = EngineOrders(supervisor)
+        tasks.start_soon(supervisor.watch)
+        began = time.monotonic()
+        for order in (StopEngine(engine="engine-0", patience_s=patience_s), StartEngine(engine="engine-1")):
+            tasks.start_soon(orders.obey, order)  # the second waits for the first
+        await until(lambda: "engine-0" in supervisor._stopped)
+        os.kill(one.pid("controller"), signal.SIGKILL)
+        await until(lambda: one.started("controller", 1) and one.started("engine-0", 1))
+        assert time.monotonic() - began < patience_s / 2
+        assert lives(one.pid("engine-0", 1)) and not one.started("engine-1")
+        await supervisor.stop(deadline_s=20)
+    one.assert_nothing_left()
+
+
+# ---- where the system has no room for a process ------------------------------------------------------
+
+
+class Refusals:
+    """In the place of the function that starts processes: so many starts fail, after some that do not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._start = supervisor_module.start_child
+        self.spared = self.left = self.seen = 0
+        monkeypatch.setattr(supervisor_module, "start_child", self)
+        monkeypatch.setattr(restart_policy, "FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr(engine_orders, "START_PAUSE_S", 0.01)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.spared:
+            self.spared -= 1
+        elif self.left:
+            self.left, self.seen = self.left - 1, self.seen + 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return self._start(*arguments, **named)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "spared"), [("engine-0", 0), ("reward-0", 0), ("controller", 0), ("trainer-0", 3)])
+async def test_who_cannot_be_started_at_once_is_started_later(
+    name: str, spared: int, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with surviving(one, alone=5, resumes=5) as supervisor, watched(supervisor):
+        refusals = Refusals(monkeypatch)
+        refusals.spared, refusals.left = spared, 2
+        os.kill(one.pid(name), signal.SIGKILL)
+        await until(lambda: one.started(name, 1))
+        await until(lambda: all(lives(child.process.pid) for child in supervisor._children.values()))
+        assert refusals.seen == 2
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["engine-0", "controller"])
+async def test_who_can_never_be_started_again_ends_the_run(
+    name: str, trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with surviving(one, alone=2, resumes=2) as supervisor:
+        refusals = Refusals(monkeypatch)
+        refusals.left = 1000
+        supervisor._children[name]._started_s -= 10_000  # it had lived so long that its budget is whole
+        os.kill(one.pid(name), signal.SIGKILL)
+        assert (await death_in(supervisor)).startswith(f"{name} was killed by SIGKILL")
+        assert refusals.seen == 2
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_is_ordered_is_tried_again(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with surviving(one) as supervisor:
+        orders, refusals = EngineOrders(supervisor), Refusals(monkeypatch)
+        await orders.obey(StopEngine(engine="engine-0"))
+        refusals.left = engine_orders.STARTS - 1
+        await orders.obey(StartEngine(engine="engine-0"))
+        await until(lambda: one.started("engine-0", 1))
+        await orders.obey(StopEngine(engine="engine-0"))
+        refusals.left = engine_orders.STARTS
+        with pytest.raises(BlockingIOError):
+            await orders.obey(StartEngine(engine="engine-0"))
+    one.assert_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_the_kernel_does_not_let_go_is_in_nobody_s_way(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    async with surviving(one) as supervisor:
+        held = supervisor._children["engine-0"].process
+        with monkeypatch.context() as patch:  # a process that no signal ends cannot be made here
+            patch.setattr(held, "terminate", lambda: None)
+            patch.setattr(RunProcesses, "end_left_behind", lambda *_: [held.pid])
+            await supervisor.stop_engine("engine-0", grace_s=0.0)
+        await EngineOrders(supervisor).obey(StartEngine(engine="engine-0"))
+        await until(lambda: one.started("engine-0", 1))
+        assert lives(held.pid)
+        await supervisor.stop(deadline_s=20)
+    held.wait()
+    one.assert_nothing_left()
