@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 TREE = "tree"
-"""All processes of the run, the supervisor and the guardian too."""
+"""All processes of the run, the supervisor too."""
 
 MUST_RESUME = frozenset({"supervisor", TREE})
 """Whoever dies of these takes the run along: it is resumed by hand, by ``streamrl resume``."""
@@ -108,7 +108,7 @@ def plan(engines: str, kills: int, seed: int, shots_per_run: int = 3) -> list[Ce
 
 def targets(engines: str, engine_count: int, ranks: int) -> list[str]:
     """Everything that can be killed in such a run."""
-    found = ["controller", "guardian", "reward-0", "reward-0/python", "supervisor", TREE]
+    found = ["controller", "reward-0", "reward-0/python", "supervisor", TREE]
     found += [f"engine-{index}" for index in range(engine_count)]
     found += [f"trainer-{index}" for index in range(ranks)]
     if engines == "vllm":
@@ -124,7 +124,7 @@ def _shot(source: random.Random, engines: str, engine_count: int, ranks: int, pl
     if first not in MUST_RESUME and source.random() < 0.2:
         victims.append(source.choice([name for name in known if name not in (first, TREE)]))
     method = source.choices(list(Method), [8, 1, 1])[0]
-    if not MUST_RESUME.isdisjoint(victims) or "guardian" in victims:
+    if not MUST_RESUME.isdisjoint(victims):
         method = Method.KILL
     phases: list[Phase] = [phase for phase in Phase if phase not in (Phase.START, Phase.RECOVERY)]
     phases.append(Phase.RECOVERY if place else Phase.START)

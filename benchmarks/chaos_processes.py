@@ -19,8 +19,6 @@ import psutil
 from process_tree import describe
 
 OWN_PROCESS = re.compile(r"streamrl\.processes[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
-ROLES_WITHOUT_INDEX = ("controller", "guardian")
-"""An argument of a process that stood by: whose place it took is to be seen by where it logs."""
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -78,7 +76,7 @@ def _label(process: psutil.Process, supervisor_pid: int) -> str:
         parent is None or OWN_PROCESS.search(" ".join(parent.cmdline())) is None
     ):
         role, index = own["role"], own["index"] or "0"
-        return role if role in ROLES_WITHOUT_INDEX else f"{role}-{index}"
+        return role if role == "controller" else f"{role}-{index}"
     above = "orphan" if parent is None or parent.pid == os.getpid() else _label(parent, supervisor_pid)
     if "resource_tracker" in command:
         return f"{above}/resource_tracker"

@@ -268,8 +268,8 @@ def _watch(run: ChaosRun, shot: Shot, fired: float, pids: dict[str, int], faults
     deadline = time.monotonic() + run.patience_s
     while len(recovery) < len(pids) and time.monotonic() < deadline and not run.over:
         run.witness.read()
-        for name, pid in pids.items():
-            if name not in recovery and (worked := _works(run, name, pid, fired, again)) is not None:
+        for name in pids:
+            if name not in recovery and (worked := _works(run, name, fired, again)) is not None:
                 recovery[name] = round(worked - fired, 3)
         time.sleep(0.02)
     step = None if run.over else run.wait_for_step(fired)
@@ -292,13 +292,9 @@ WORK = {
 }
 
 
-def _works(run: ChaosRun, name: str, pid: int, fired: float, again: bool) -> float | None:
+def _works(run: ChaosRun, name: str, fired: float, again: bool) -> float | None:
     """When a successor of ``name`` (or itself, where it was only stopped) did its first work after the shot."""
     role = name.partition("/")[0].partition("#")[0]
-    if role == "guardian":
-        assert run.process is not None
-        found = labelled(run.process.pid).get(name)
-        return time.monotonic() if found is not None and (found.pid != pid or not again) else None
     kinds = WORK[role.partition("-")[0]]
     for record in run.witness.records:
         mine = record["role"] == ("reward" if role.startswith("reward") else role)

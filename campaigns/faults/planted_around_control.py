@@ -13,7 +13,6 @@ import anyio
 import msgspec
 
 from campaigns.faults.planted_bugs import Planted, every, replaced
-from campaigns.faults.simulated_machine import SimulatedPopen
 from campaigns.faults.world_faults import Faults
 from streamrl.base.errors import WireError
 from streamrl.base.messages import Generated, GenerationFailed
@@ -32,7 +31,6 @@ from streamrl.journal.run_journal import RunJournal
 from streamrl.run import controller as controller_module
 from streamrl.stages import rollout as rollout_module
 from streamrl.stages.reward import RewardStage
-from streamrl.supervise import supervisor
 from streamrl.supervise.supervisor import Supervisor
 
 # ---- recovery ------------------------------------------------------------------------------------

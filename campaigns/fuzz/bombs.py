@@ -117,7 +117,6 @@ def _files(size: int) -> Iterator[tuple[str, str, list[bytes]]]:
         yield "files.trace", f"a field full of {item!r}", [b'{"type":"header","x":' + listed + b"}\n"]
     for text in (b"[" * size, b'{"a":' * (size // 5), b"1" * size, b'"' + b"a" * size):
         yield "user.model_config", f"{text[:5]!r} without an end", [b'{"hidden_size":' + text]
-        yield "files.guardian", f"{text[:5]!r} without an end", [text + b"\n"]
         yield "user.recipe", f"{text[:5]!r} without an end", [b"a = " + text[: size // 64]]
         yield "rewards.verdict", f"{text[:5]!r} without an end", [text[:65536]]
         yield "rewards.code", f"{text[:5]!r} without an end", [b"", text]

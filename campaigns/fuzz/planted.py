@@ -132,7 +132,6 @@ BUGS = (
     Bug(
         "rewards.inspections", "rewards.inspect", "        except UNDECODABLE:", "        except msgspec.MsgspecError:"
     ),
-    Bug("files.guardian", "processes.guardian", "    except UNDECODABLE:", "    except msgspec.MsgspecError:"),
     Bug(
         "files.event_log",
         "control.event_log",

@@ -34,7 +34,6 @@ from streamrl.plan.topology import ProcessPlan, Role, Topology, read_topology
 from streamrl.rewards.kept_rewards import REWARDS_FILE, KeptRewards, read_rewards_file
 from streamrl.run.checkpoints import read_scores
 from streamrl.supervise.exit_reason import ExitKind, ExitReason, read_reason, reason_path
-from streamrl.supervise.guardian import Done, Ended, Session, read_line
 from tests.control.control_world import control_settings
 
 _REFUSALS = (StreamRLError,)
@@ -97,13 +96,6 @@ def _of_processes() -> list[Target]:
         endpoints={"controller.steps": "ipc:///run/steps", "engine-1.orders": "tcp://127.0.0.1:5700"},
     )
     reason = ExitReason(kind=ExitKind.CAUSE, message="EngineError: x", monotonic_s=12.5)
-    told = (Session(sid=99, created=1.5), Ended(sid=99), Done())
-    said = lines_of(*map(msgspec.json.encode, told))
-
-    def guarded(frames: Sequence[bytes]) -> str:
-        found = [read_line(line) for line in b"".join(frames).split(b"\n")[:-1]]
-        return f"{min(3, sum(one is not None for one in found))} lines"
-
     return [
         in_memory("files.topology", "topology.json", [msgspec.json.encode(topology)], JSON, read_topology),
         in_memory(
@@ -114,7 +106,6 @@ def _of_processes() -> list[Target]:
             lambda run: read_reason(run, "engine-0"),
             refusals=(),
         ),
-        Target(name="files.guardian", messages=[message(seed(said, JSON))], run=guarded, refusals=()),
     ]
 
 

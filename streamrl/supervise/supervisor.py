@@ -221,7 +221,7 @@ class Supervisor:
                 self._replacements_left -= 1
                 pause_s, left = 0.0, self._replacements_left
                 log.warning("%s asked to be replaced (%d replacements left); see %s", name, left, child.log)
-            elif restarts is not None and not death.is_verdict:
+            elif restarts is not None and not death.is_verdict and (death.exit_code or not self._draining):
                 pause_s = restarts.next_pause(child.lived_s)
                 if pause_s is not None:
                     how = f"it is started again ({restarts.left} restarts left)"

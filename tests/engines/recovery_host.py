@@ -19,13 +19,13 @@ from pathlib import Path
 import anyio
 
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady, Generate
+from streamrl.base.run_process import die_with_parent
 from streamrl.base.types import Completion
 from streamrl.engines.engine_host import serve_controllers
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.plan.topology import Role, read_topology
 from streamrl.run.controller_streams import controller_streams
 from streamrl.supervise.child import leave, parse_arguments
-from streamrl.base.run_process import die_with_parent
 
 POISON = 666
 LENGTHS = LengthMixture(median=60.0, sigma=0.5, long_share=0.0)
