@@ -39,7 +39,6 @@ LARGE_CLASSES = {
     "streamrl/control/state.py:ControlState": 325,
     "streamrl/engines/engine_pool.py:EnginePool": 303,
     "streamrl/learning/trainer.py:TorchTrainer": 331,
-    "streamrl/supervise/supervisor.py:Supervisor": 345,
     "streamrl/rewards/calls/call_pool.py:CallPool": 293,
     "streamrl/simulate/rollout.py:SimulatedRollout": 251,
     "streamrl/simulate/simulation.py:Simulation": 259,

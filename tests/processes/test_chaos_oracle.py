@@ -105,7 +105,7 @@ def test_a_plan_is_the_same_again_and_aims_at_everything() -> None:
     assert cells == plan("simulated", 270, 0) != plan("simulated", 270, 1)
     shots = [shot for cell in cells for shot in cell.shots]
     assert len(shots) == 270 and {shot.phase for shot in shots} == set(Phase)
-    assert {"controller", "engine-1", "trainer-1", "reward-0/python", "guardian", *MUST_RESUME} < {
+    assert {"controller", "engine-1", "trainer-1", "reward-0/python", *MUST_RESUME} < {
         victim for shot in shots for victim in shot.victims
     }
     assert sum(len(shot.victims) > 1 for shot in shots) > 20

@@ -14,7 +14,7 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run.pipeline import run_inputs
+from streamrl.run import run_inputs
 from streamrl.run.run_inputs import changed_inputs, refuse_changes, write_inputs
 from streamrl.run.run_lock import RunLock
 
