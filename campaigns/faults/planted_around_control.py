@@ -31,6 +31,7 @@ from streamrl.journal.run_journal import RunJournal
 from streamrl.run import controller as controller_module
 from streamrl.stages import rollout as rollout_module
 from streamrl.stages.reward import RewardStage
+from streamrl.supervise.deaths import Deaths
 from streamrl.supervise.supervisor import Supervisor
 
 # ---- recovery ------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def _window_ignored(before: Any) -> Any:
 
 
 def _death_overlooked(before: Any) -> Any:
-    def deaths(self: Supervisor) -> list[Any]:
+    def deaths(self: Deaths) -> list[Any]:
         return []
 
     return deaths
@@ -306,7 +307,7 @@ IN_WHAT_IS_AROUND = (
     Planted("sequence numbers are ignored", "I2", (
         replaced(ReceivingEnd, "_on_stream_message", _sequence_ignored),)),
     Planted("the window is ignored", "I12", (replaced(SendingEnd, "credit", _window_ignored),)),
-    Planted("deaths are overlooked", "I20", (replaced(Supervisor, "_look", _death_overlooked),)),
+    Planted("deaths are overlooked", "I20", (replaced(Deaths, "look", _death_overlooked),)),
     Planted("ended groups are kept", "I11", (replaced(RolloutBuffer, "train", _keeps_what_was_trained),)),
     Planted("processes are left behind", "I14", (replaced(Supervisor, "_end_all", _ends_nobody),)),
     Planted("a life is started beside the last one", "I16", (

@@ -21,18 +21,17 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import ProcessDied, StreamRLError
-from streamrl.plan.topology import TOPOLOGY_FILE, ProcessPlan, Role, Topology, local_engine
-from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
+from streamrl.plan.topology import TOPOLOGY_FILE, ProcessPlan, Topology, local_engine
 from streamrl.supervise.child_process import POLL_S, ChildProcess, ended_within, start_child
 from streamrl.supervise.clean_up import RunProcesses, adopt_orphans, marker_of
-from streamrl.supervise.exit_reason import Death, first_cause, notice_of
-from streamrl.supervise.restart_policy import RESUMED, RestartPolicy
+from streamrl.supervise.deaths import CONSEQUENCE_S, Deaths
+from streamrl.supervise.exit_reason import Death, first_cause
+from streamrl.supervise.restart_policy import RESUMED
 
 log = logging.getLogger(__name__)
 
 OWN_SOCKETS = "control"  # names of sockets that the parent binds (and those of the controller) begin so
 _SETTLE_S = 0.3  # after a death: time for others that died in the same moment to be seen
-_CONSEQUENCE_S = 2.0  # after a death that must have a cause elsewhere: time for the cause to show
 
 
 class Supervisor:
@@ -62,15 +61,12 @@ class Supervisor:
         self.socket_directory = socket_directory
         self.before_resume: list[Callable[[], Awaitable[None]]] = []
         self._command = (python, *entry)
-        self._replacements_left = restarts
         self._others_end_s = others_end_s
         self._resumes = resumes
         self._processes = RunProcesses(marker_of(socket_directory))
-        self._policy = RestartPolicy(topology)
-        self._children: dict[str, ChildProcess] = {}
-        self._stopped: set[str] = set()  # engines that are meant not to run
-        self._due_s: dict[str, float] = {}  # when who died is started again
-        self._draining = self._finishing = self._ending = self._adopts = False
+        self._deaths = Deaths(topology, run_directory, replacements=restarts, others_end_s=others_end_s)
+        self._children = self._deaths.children
+        self._ending = self._adopts = False
         self._one_end = anyio.Lock()
 
     # ---- life ------------------------------------------------------------------------------------
@@ -88,20 +84,20 @@ class Supervisor:
     async def watch(self) -> None:
         """Return when the controller has ended well and the others after it, or when ``kill`` was called meanwhile.
         Raises ``ProcessDied``, which names the first cause."""
-        while not self._ending and not self._has_ended_well():
-            deaths = self._look()
-            if deaths and not self._finishing:
+        while not self._ending and not self._deaths.has_ended_well():
+            deaths = self._deaths.look()
+            if deaths and not self._deaths.finishing:
                 deaths = await self._settled(deaths)
-            if deaths and self._finishing:
+            if deaths and self._deaths.finishing:
                 break
-            if deaths and not self._has_ended_well() and not await self._resume(first_cause(deaths)):
-                raise ProcessDied(self._notice(deaths))
-            for child in [self._children[name] for name, due_s in self._due_s.items() if due_s <= time.monotonic()]:
+            if deaths and not self._deaths.has_ended_well() and not await self._resume(first_cause(deaths)):
+                raise ProcessDied(self._deaths.notice(deaths))
+            for child in self._deaths.overdue:
                 await self._replace(child)
             await anyio.sleep(POLL_S)
         children = list(self._children.values())
         await ended_within(self._others_end_s, *children, unless=lambda: self._ending or self._nobody_ends_them())
-        for death in [] if self._ending else self._look():
+        for death in [] if self._ending else self._deaths.look():
             log.warning("after the run had finished, %s", death.describe())
 
     async def stop(self, deadline_s: float = 60.0) -> None:
@@ -115,11 +111,11 @@ class Supervisor:
 
     def run_finished(self) -> None:
         """The controller has said that all is done: a death from now on is only logged."""
-        self._finishing = True
+        self._deaths.finishing = True
 
     def request_drain(self) -> None:
         """SIGTERM to the controller: it finishes what it is doing, ends the streams, and ends itself."""
-        self._draining = True
+        self._deaths.draining = True
         if (controller := self.controller) is not None and controller.running:
             controller.process.send_signal(signal.SIGTERM)
 
@@ -130,7 +126,7 @@ class Supervisor:
             async with self._one_end:
                 await self._end_all(grace_s)
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(self.socket_directory, ignore_errors=True))
-                self._children = {}
+                self._children.clear()
                 if self._adopts:
                     adopt_orphans(-1)
                     self._adopts = False
@@ -149,7 +145,7 @@ class Supervisor:
     @property
     def controller(self) -> ChildProcess | None:
         """The last one that was started here."""
-        return self._children.get(Role.CONTROLLER.value)
+        return self._deaths.controller
 
     # ---- engines, on the controller's order --------------------------------------------------------
 
@@ -167,12 +163,10 @@ class Supervisor:
         """
         if self._ending or (child := self.engine_host(name)) is None:
             return
-        restarts = self._policy.alone.get(name)
-        is_restarted = name in self._due_s or (restarts is not None and restarts.left > 0)
-        if name not in self._stopped and child.exit_code and not is_restarted:
+        if name not in self._deaths.stopped and child.exit_code and not self._deaths.is_restarted(name):
             return
-        self._stopped.add(name)  # before anything ends: the watch must not take it for a death
-        self._due_s.pop(name, None)
+        self._deaths.stopped.add(name)  # before anything ends: the watch must not take it for a death
+        self._deaths.due_s.pop(name, None)
         controller = self.controller
         with anyio.CancelScope(shield=True):
             await ended_within(patience_s, child, unless=lambda: controller is None or not controller.running)
@@ -187,10 +181,10 @@ class Supervisor:
         if self._ending:
             return
         plan = local_engine(self.topology, name)
-        if name not in self._stopped:
+        if name not in self._deaths.stopped:
             raise StreamRLError(f"{name} was not stopped; stop_engine comes before start_engine")
         self._start(plan)
-        self._stopped.discard(name)
+        self._deaths.stopped.discard(name)
 
     # ---- inside ----------------------------------------------------------------------------------
 
@@ -200,64 +194,14 @@ class Supervisor:
         )
 
     def _start_all(self, *, resumes: bool) -> None:
-        self._stopped = {plan.name for plan in self.topology.processes if plan.local and plan.resting}
+        self._deaths.begin_life()
         for plan in self.topology.processes:
             if plan.local and not plan.resting:
                 self._start(plan, resumes=resumes)
 
-    def _look(self) -> list[Death]:
-        """Deaths that end this life of the run. For others it is noted when the process is started again."""
-        deaths = []
-        for name, child in self._children.items():
-            if name in self._due_s or not self._is_missed(child):
-                continue
-            death, restarts, pause_s = child.death(self.run_directory), self._policy.alone.get(name), None
-            if self._finishing or self._has_ended_well():
-                deaths.append(death)
-                continue
-            if restarts is not None and death.is_consequence and child.ended_for_s < _CONSEQUENCE_S:
-                continue  # of what is about to be seen
-            if self._asks(child):
-                self._replacements_left -= 1
-                pause_s, left = 0.0, self._replacements_left
-                log.warning("%s asked to be replaced (%d replacements left); see %s", name, left, child.log)
-            elif restarts is not None and not death.is_verdict and (death.exit_code or not self._draining):
-                pause_s = restarts.next_pause(child.lived_s)
-                if pause_s is not None:
-                    how = f"it is started again ({restarts.left} restarts left)"
-                    log.warning("%s; %s; see %s", death.describe(), how, child.log)
-                elif self._policy.may_retire(name, self._stopped):
-                    log.error("%s; it is not started again, and the other engines go on", death.describe())
-                    self._policy.retired[name] = death
-                    continue
-            if pause_s is None:
-                deaths.append(death)
-            else:
-                self._due_s[name] = time.monotonic() + pause_s
-        return deaths
-
-    def _is_missed(self, child: ChildProcess) -> bool:
-        """Whether it ended and should not have."""
-        if child.running or child.name in self._stopped or child.name in self._policy.retired:
-            return False
-        if child.plan.role is Role.CONTROLLER:
-            return not self._has_ended_well()
-        if child.exit_code != 0:
-            return True
-        # 0 is the right answer to the end of a stream, which the controller ends shortly before itself; some take a
-        # broken stream for it.
-        serves = child.name in self._policy.alone and not self._draining
-        limit_s = _CONSEQUENCE_S if serves else self._others_end_s
-        return child.ended_for_s > limit_s and not self._finishing and not self._has_ended_well()
-
-    def _asks(self, child: ChildProcess) -> bool:
-        """Whether it is a reward worker that ended to be replaced."""
-        asks = child.exit_code == REWARD_RESTART_EXIT_CODE and child.plan.role is Role.REWARD
-        return asks and self._replacements_left > 0
-
     async def _replace(self, child: ChildProcess) -> None:
         await self._end_rest_of(child)
-        if self._due_s.pop(child.name, None) is None or self._ending:
+        if self._deaths.due_s.pop(child.name, None) is None or self._ending:
             return  # it was told to stop meanwhile
         try:
             self._start(child.plan)
@@ -270,8 +214,8 @@ class Supervisor:
         began_s = time.monotonic()
         while not self._ending:
             await anyio.sleep(POLL_S)
-            deaths = self._look() or deaths
-            patience_s = _CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
+            deaths = self._deaths.look() or deaths
+            patience_s = CONSEQUENCE_S if first_cause(deaths).is_consequence else _SETTLE_S
             if time.monotonic() >= began_s + patience_s:
                 return deaths
         return []
@@ -279,11 +223,11 @@ class Supervisor:
     async def _resume(self, first: Death) -> bool:
         """End every process and start the run again from its journal. False: this death is not survived so."""
         child = self._children[first.name]
-        if self._draining or first.is_verdict or child.plan.role not in RESUMED:
+        if self._deaths.draining or first.is_verdict or child.plan.role not in RESUMED:
             return False
-        if (pause_s := self._policy.run.next_pause(child.lived_s)) is None:
+        if (pause_s := self._deaths.policy.run.next_pause(child.lived_s)) is None:
             return False
-        log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._policy.run.left)
+        log.warning("%s; the run is resumed (%d of its restarts left)", first.describe(), self._deaths.policy.run.left)
         await self._end_all(0.0)
         await anyio.to_thread.run_sync(self._remove_stale_sockets)
         for prepare in self.before_resume:
@@ -291,8 +235,6 @@ class Supervisor:
         await anyio.sleep(pause_s)
         if self._ending:
             return True
-        run, self._policy, self._due_s = self._policy.run, RestartPolicy(self.topology), {}
-        self._policy.run = run
         try:
             self._start_all(resumes=True)
         except OSError as error:
@@ -300,7 +242,7 @@ class Supervisor:
             for one in self._children.values():
                 if not one.running:
                     one.not_replaced()
-        if self._draining:
+        if self._deaths.draining:
             self.request_drain()  # the controller was gone when that was asked for
         return True
 
@@ -329,18 +271,7 @@ class Supervisor:
             log.error("processes %s of the run survived SIGKILL; look at them with ps", left)
         await ended_within(1.0, *children)
 
-    def _has_ended_well(self) -> bool:
-        """Whether the controller has. Before it listens for SIGTERM it dies of it: when draining that is well, too."""
-        controller = self.controller
-        return controller is None or controller.exit_code in ({0, -signal.SIGTERM} if self._draining else {0})
-
     def _nobody_ends_them(self) -> bool:
         """Whether the controller died before it told the others that all is done."""
         controller = self.controller
         return controller is None or controller.exit_code not in (None, 0)
-
-    def _notice(self, deaths: list[Death]) -> str:
-        # The last engine is not the first cause, but the first of them.
-        deaths = [*deaths, *self._policy.retired.values()]
-        logs = {name: (child.log, child.log_start) for name, child in self._children.items()}
-        return notice_of(deaths, logs, self.run_directory / "logs")

@@ -387,7 +387,7 @@ async def test_orders_of_a_controller_that_died_mean_nothing_to_the_next_life(tr
         began = time.monotonic()
         for order in (StopEngine(engine="engine-0", patience_s=patience_s), StartEngine(engine="engine-1")):
             tasks.start_soon(orders.obey, order)  # the second waits for the first
-        await until(lambda: "engine-0" in supervisor._stopped)
+        await until(lambda: "engine-0" in supervisor._deaths.stopped)
         os.kill(one.pid("controller"), signal.SIGKILL)
         await until(lambda: one.started("controller", 1) and one.started("engine-0", 1))
         assert time.monotonic() - began < patience_s / 2
