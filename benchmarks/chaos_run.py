@@ -379,20 +379,22 @@ max_staleness = {2 if cell.rounds == "continuous" else 0}
 [sampling]
 max_tokens = {batch[2]}
 [training]
-threads = 1
 ranks = {cell.ranks}
 learning_rate = {batch[3]}
 warmup_steps = 5
+[training.advanced]
+threads = 1
 [engines]
 kind = "{cell.engines}"
 count = {cell.engine_count}
 max_model_len = 512
 dtype = "float32"
 {forgiven["engines"]}
-[weights]
+[weights.advanced]
 audit_interval = 1
 [checkpoint]
 every = 4
+[checkpoint.advanced]
 min_free_gib = 0.1
 [evaluation]
 {evaluation}

@@ -47,6 +47,7 @@ request = {{ allowed_token_ids = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13] }}  # the di
 [judge]
 model = "{model}"
 when_idle = "{yields}"
+[judge.advanced]
 batch = {batch}
 actor_share = {actor_share}
 [rollout]

@@ -32,7 +32,11 @@ ARMS: dict[str, dict[str, object]] = {
     "behavior_clip": {"off_policy.proximal": "behavior", "off_policy.truncate": "none"},
     "decoupled": {"off_policy.proximal": "decoupled"},
     "masked": {"off_policy.proximal": "decoupled", "off_policy.mask": "token"},
-    "geometric": {"off_policy.mask": "geometric", "off_policy.mask_low": 0.9, "off_policy.mask_high": 1.1},
+    "geometric": {
+        "off_policy.mask": "geometric",
+        "off_policy.advanced.mask_low": 0.9,
+        "off_policy.advanced.mask_high": 1.1,
+    },
 }
 NAMES = (
     "async/staleness_mean",

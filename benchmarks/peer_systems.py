@@ -97,7 +97,7 @@ def write_recipe(job: Job, folder: Path) -> Path:
         f'[prompts]\ntrain = "train.jsonl"\nshuffle = false\n[[rewards]]\nfunction = "reward.py:reward"\n'
         f"[rollout]\nprompts_per_batch = {job.prompts_per_batch}\ngroup_size = {job.group_size}\n"
         f"[sampling]\nmax_tokens = {MAX_TOKENS}\n"
-        f"[training]\nlearning_rate = {job.learning_rate}\nbeta2 = 0.95\nwarmup_steps = 5\n"
+        f"[training]\nlearning_rate = {job.learning_rate}\nwarmup_steps = 5\n[training.advanced]\nbeta2 = 0.95\n"
         f'[engines]\ndtype = "float32"\n{evaluated}[checkpoint]\nat_end = false\n'
     )
     return recipe

@@ -66,7 +66,9 @@ def parse_arguments() -> argparse.Namespace:
         "--best", choices=list(ROUND_ARMS), default="tail_prompts_presubmit", help="what best_* build on"
     )
     parser.add_argument("--sagc-budget", type=float, default=0.6, help="group_sizing.budget of the sagc arms")
-    parser.add_argument("--sagc-tradeoff", type=float, default=1.0, help="group_sizing.tradeoff (V) of the sagc arms")
+    parser.add_argument(
+        "--sagc-tradeoff", type=float, default=1.0, help="group_sizing.advanced.tradeoff (V) of the sagc arms"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="an override for every arm")
     parser.add_argument("--traces", action="store_true", help="keep each run's trace and recipe beside its cell")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each run")
@@ -144,7 +146,7 @@ def run_missing(options: argparse.Namespace) -> int:
 def check_same(cell_plan: CellPlan, path: Path) -> None:
     """A finished cell is only reused for the same steps and overrides. Exits with what differs."""
     finished = read_cell(path)
-    shares = "group_sizing.shares"  # of random sizes: those of the cells that were there at the time
+    shares = "group_sizing.advanced.shares"  # of random sizes: those of the cells that were there at the time
     same = {key: value for key, value in finished.overrides.items() if key != shares} == {
         key: value for key, value in cell_plan.overrides.items() if key != shares
     }

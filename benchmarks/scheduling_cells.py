@@ -133,7 +133,7 @@ def _race(prompt_oversampling: float = 1.25, deferred_prompts: str = "replay", *
     )
 
 
-PRESUBMIT: dict[str, object] = {"rollout.presubmit": True}
+PRESUBMIT: dict[str, object] = {"rollout.advanced.presubmit": True}
 PARTIAL_COHORT = 4
 ROUND_ARMS: dict[str, dict[str, object]] = {
     SYNCHRONOUS: {},

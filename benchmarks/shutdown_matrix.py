@@ -123,9 +123,9 @@ def _train(folder: Path) -> subprocess.Popen[bytes]:
         "rollout.prompts_per_batch": 4,
         "rollout.group_size": 4,
         "sampling.max_tokens": 64,
-        "training.threads": 1,
+        "training.advanced.threads": 1,
         "checkpoint.every": 2,
-        "checkpoint.min_free_gib": 0.1,
+        "checkpoint.advanced.min_free_gib": 0.1,
         "evaluation.every": 2,
         "evaluation.limit": 16,
     }

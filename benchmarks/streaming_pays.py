@@ -36,7 +36,7 @@ class Placement(NamedTuple):
     def overrides(self) -> dict[str, object]:
         """As ``--set`` says it."""
         cores = {"engines.cores": [self.engine_cores]} if self.engine_cores else {}
-        return {"training.threads": self.threads, **cores}
+        return {"training.advanced.threads": self.threads, **cores}
 
     def __str__(self) -> str:
         threads = f"{self.threads} trainer threads" if self.threads != 1 else "1 trainer thread"
@@ -105,7 +105,7 @@ def best_placement(options: argparse.Namespace) -> tuple[Placement, dict[str, fl
     for placement in placements():
         settings = {
             **placement.overrides,
-            "training.streaming": False,
+            "training.advanced.streaming": False,
             "run.steps": options.sweep_steps,
             "evaluation.at_end": False,
         }
@@ -118,8 +118,8 @@ def best_placement(options: argparse.Namespace) -> tuple[Placement, dict[str, fl
 def run_pair(options: argparse.Namespace, seed: int, placement: Placement) -> Pair:
     """Both arms, the first of them in turns, so that a drift of the machine meets both."""
     arms: dict[str, dict[str, object]] = {
-        "streaming": {"training.streaming": True},
-        "at close": {"training.streaming": False, **placement.overrides},
+        "streaming": {"training.advanced.streaming": True},
+        "at close": {"training.advanced.streaming": False, **placement.overrides},
     }
     runs: dict[str, LearningRun] = {}
     for arm in list(arms)[:: 1 if seed % 2 == 0 else -1]:

@@ -2,10 +2,11 @@
 
     python benchmarks/weights_bit_equal.py --steps 100
 
-The two sides share no code. vLLM hashes its live parameters: with ``weights.audit_interval = 1`` the controller asks
-every engine for ``compute_weight_checksums`` after every version, and writes the answers to ``audits.jsonl``. This
-script hashes the Hugging Face directory that the trainer exported at that version, fused and padded as vLLM does it.
-Every parameter is asserted non-empty: one that vLLM's CPU backend packed hashes as the empty tensor.
+The two sides share no code. vLLM hashes its live parameters: with ``weights.advanced.audit_interval = 1`` the
+controller asks every engine for ``compute_weight_checksums`` after every version, and writes the answers to
+``audits.jsonl``. This script hashes the Hugging Face directory that the trainer exported at that version, fused and
+padded as vLLM does it. Every parameter is asserted non-empty: one that vLLM's CPU backend packed hashes as the empty
+tensor.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def main() -> int:
     overrides: dict[str, object] = {
         "run.steps": options.steps,
         "engines.dtype": options.engine_dtype,
-        "weights.audit_interval": 1,
+        "weights.advanced.audit_interval": 1,
         "checkpoint.every": 1,
         "checkpoint.keep": options.steps + 1,
         "evaluation.at_start": False,

@@ -153,7 +153,7 @@ class LiveRun:
             "rollout.group_size": 4,
             "sampling.max_tokens": 32,
             "evaluation.prompts": "",
-            "training.threads": 1,
+            "training.advanced.threads": 1,
         } | settings
         flags = [part for name, value in settings.items() for part in ("--set", f"{name}={toml_value(value)}")]
         with (directory / "output").open("wb") as output:

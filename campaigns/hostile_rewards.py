@@ -225,13 +225,13 @@ def _whole_run(directory: Path) -> str:
         "rewards.0.function": f"{module}:reward",
         "rewards.0.timeout_s": 1.0,
         "rewards.0.memory_mib": MEMORY_MIB,
-        "reward_limits.processes": 4,
+        "reward_limits.advanced.processes": 4,
         "reward_limits.max_failed_share": 0.9,
         "rollout.prompts_per_batch": 8,
         "rollout.group_size": 4,
         "sampling.max_tokens": 8,
         "evaluation.prompts": "",
-        "training.threads": 1,
+        "training.advanced.threads": 1,
     }
     flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
     command = [sys.executable, "-m", "streamrl", "train", str(RECIPE), *flags]

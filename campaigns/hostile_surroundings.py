@@ -42,8 +42,8 @@ SETTINGS = {
     "rollout.group_size": 4,
     "sampling.max_tokens": 32,
     "evaluation.prompts": "",
-    "training.threads": 1,
-    "checkpoint.min_free_gib": 0.0,
+    "training.advanced.threads": 1,
+    "checkpoint.advanced.min_free_gib": 0.0,
 }
 
 # What every script begins with: ``train``, ``dry`` and ``resume`` of this case, in its own directory.
@@ -327,7 +327,7 @@ def inputs() -> Iterator[Case]:
         "rollout.prompts_per_batch=1000000000",
         "rollout.max_staleness=1000000000",
         "evaluation.samples=1000000000",
-        "reward_limits.processes=1000000000",
+        "reward_limits.advanced.processes=1000000000",
         "'engines.cores=[\"3-1\"]'",
         "'engines.cores=[\"0-99999999999\"]'",
     ):

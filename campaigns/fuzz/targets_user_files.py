@@ -19,10 +19,10 @@ from campaigns.fuzz.held_file import HeldPath
 from campaigns.fuzz.seeds import JSON, PLAIN, TOML, Seed, lines_of, message, seed
 from campaigns.fuzz.targets_files import in_memory, on_file, write
 from streamrl.base.errors import RecipeError, StreamRLError, WeightError
+from streamrl.base.model_folder import _asks_for_code
 from streamrl.cli.reward_completions import PlainText, _read_completions
 from streamrl.plan import model_facts
 from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
-from streamrl.plan.model_folder import _asks_for_code
 from streamrl.prompts.prompt_rows import BadRow, decode_row, read_prompt, to_form
 from streamrl.prompts.prompt_spec import RowForm, read_spec
 from streamrl.prompts.prompt_tables import TableRows, find_table_files
@@ -48,6 +48,7 @@ prompts = "held.jsonl?prompt=question"
 every = 5
 [checkpoint]
 every = 10
+[checkpoint.advanced]
 min_free_gib = 0.5
 [transport]
 kind = "tcp"

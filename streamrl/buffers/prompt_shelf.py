@@ -67,8 +67,9 @@ class PromptShelf:
         if not isinstance(domain, str) or domain not in self._domains:
             known = ", ".join(f'"{name}"' for name in self._domains)
             wrong = (
-                f"prompt {prompt.prompt_id}: column {self._column!r} (tail_batching.domain_column) is {domain!r}; "
-                f"tail_batching.domains has {known}: add it there, or correct the prompt"
+                f"prompt {prompt.prompt_id}: column {self._column!r} (tail_batching.advanced.domain_column) is "
+                f"{domain!r}; "
+                f"tail_batching.advanced.domains has {known}: add it there, or correct the prompt"
             )
             raise RecipeError([wrong])
         return domain

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Annotated
 
 from streamrl.cli.command import Argument, Command
-from streamrl.rules.explain import explain
+from streamrl.rules.explain import explain, reference
 
 
 class Explain(Command, frozen=True):
     """What a recipe key means, its default and what it may be."""
 
     key: Annotated[str, Argument("a section, a key, or neither", metavar="SECTION[.KEY]", positional=True)] = ""
+    markdown: Annotated[bool, Argument("all keys, as the page docs/recipe.md")] = False
 
     def run(self) -> int:
         """Print it. Raises ``RecipeError`` for a key that nobody has."""
-        print("\n".join(explain(self.key)))
+        print(reference() if self.markdown else "\n".join(explain(self.key)), end="" if self.markdown else "\n")
         return 0

@@ -24,7 +24,8 @@ class RunBegan(Event, frozen=True):
 class PromptsDrawn(Event, frozen=True):
     """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted.
 
-    ``prompt_tokens``: length of each prompt. ``domains``: value of ``tail_batching.domain_column`` of each, or empty.
+    ``prompt_tokens``: length of each prompt. ``domains``: value of ``tail_batching.advanced.domain_column`` of each, or
+    empty.
     """
 
     prompt_ids: tuple[str, ...]

@@ -26,8 +26,8 @@ class KeptLaunching(Record, frozen=True):
 
 
 class Launching:
-    """What ``ControlState`` launches. With ``rollout.presubmit`` the next round opens while the step still runs: its
-    requests wait in the paused engines, and the weights that are trained now sample them."""
+    """What ``ControlState`` launches. With ``rollout.advanced.presubmit`` the next round opens while the step still
+    runs: its requests wait in the paused engines, and the weights that are trained now sample them."""
 
     def __init__(self, state: ControlState) -> None:
         self._state = state

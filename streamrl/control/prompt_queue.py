@@ -107,7 +107,8 @@ class PromptQueue:
         if ticket.domain not in self._tickets:
             known = ", ".join(f'"{name}"' for name in self._tickets)
             raise ValueError(
-                f'prompt {ticket.prompt_id} is of domain "{ticket.domain}", which tail_batching.domains does not name '
+                f'prompt {ticket.prompt_id} is of domain "{ticket.domain}", which tail_batching.advanced.domains '
+                f"does not name "
                 f"(it has {known}): add it there"
             )
         return self._tickets[ticket.domain]

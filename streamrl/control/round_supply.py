@@ -217,7 +217,8 @@ class RoundSupply:
         rare = min(self._domains.shares, key=lambda name: waiting[name])
         return (
             f'{len(self.waiting)} prompts wait and a round still lacks prompts of domain "{rare}" '
-            f"(tail_batching.domains gives it {self._domains.shares[rare]:.3f}): correct the share, or the dataset"
+            f"(tail_batching.advanced.domains gives it {self._domains.shares[rare]:.3f}): correct the share, or the "
+            f"dataset"
         )
 
 

@@ -314,7 +314,8 @@ class EngineRelease:
         except TimeoutError as error:
             late = ", ".join(name for name in absent if name not in self._started)
             raise EngineError(
-                f"{late}: not ready within {self._start_timeout_s:g} s of being started again (engines.start_timeout_s)"
+                f"{late}: not ready within {self._start_timeout_s:g} s of being started again "
+                f"(engines.advanced.start_timeout_s)"
             ) from error
         for name in absent:
             if name not in self._started:

@@ -237,7 +237,7 @@ def plan_engine_set(
 def _pinned(one: EngineSet, here: EngineSet, round_kind: str) -> SetPlan:
     if one.name == here.name:
         return SetPlan(engine_set=one.name)
-    reason = f"{round_kind} rounds belong to set {one.name} (engines.sets)"
+    reason = f"{round_kind} rounds belong to set {one.name} (engines.advanced.sets)"
     return SetPlan(engine_set=one.name, because=Explain(subject="engine_set", reason=reason, figures={}))
 
 

@@ -333,7 +333,8 @@ class EngineSwitch:
         except TimeoutError as error:
             late = ", ".join(name for name in names if name not in started)
             raise EngineError(
-                f"{late}: not ready within {self._start_timeout_s:g} s of being started (engines.start_timeout_s)"
+                f"{late}: not ready within {self._start_timeout_s:g} s of being started "
+                f"(engines.advanced.start_timeout_s)"
             ) from error
         for name in names:
             if name not in started:

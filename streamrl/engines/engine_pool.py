@@ -136,7 +136,8 @@ class EnginePool:
         forget_oldest(self._deaths)
         if self._fatal_deaths and deaths >= self._fatal_deaths:
             raise RequestRefused(
-                f"{whole} was being sampled when {deaths} engines died (engines.fatal_deaths), the last of them "
+                f"{whole} was being sampled when {deaths} engines died (engines.advanced.fatal_deaths), the last of "
+                f"them "
                 f"{self._names[index]}: it may be what they died of"
             )
         return nothing_sampled()

@@ -237,7 +237,8 @@ class EngineRecovery(PoolService):
         await anyio.sleep(limit)
         if lost.engine not in self._greetings:
             reason = (
-                f"it did not come back within {limit:g} s (engines.silence_timeout_s) of being lost ({lost.reason})"
+                f"it did not come back within {limit:g} s (engines.advanced.silence_timeout_s) of being lost "
+                f"({lost.reason})"
             )
             await self._tell(KillEngine(engine=lost.engine, reason=reason, pid=pid))
 
@@ -268,7 +269,7 @@ class EngineRecovery(PoolService):
             except EngineError as error:
                 log.warning("%s did not become ready: %s", engine.name, error)
                 return None
-        reason = f"it was not ready within {limit:g} s of being started (engines.start_timeout_s)"
+        reason = f"it was not ready within {limit:g} s of being started (engines.advanced.start_timeout_s)"
         await self._end(engine, KillEngine(engine=engine.name, reason=reason, older_than_s=limit))
         return None
 

@@ -29,7 +29,7 @@ class ProgressWatch:
         self._heard, self._progress = heard, progress
         silence_timeout_s, progress_timeout_s = self._limits
         if self._silent >= silence_timeout_s:
-            return f"nothing was heard from it for {self._silent:.0f} s (engines.silence_timeout_s)"
+            return f"nothing was heard from it for {self._silent:.0f} s (engines.advanced.silence_timeout_s)"
         if self._stalled >= progress_timeout_s:
-            return f"none of its requests got on for {self._stalled:.0f} s (engines.progress_timeout_s)"
+            return f"none of its requests got on for {self._stalled:.0f} s (engines.advanced.progress_timeout_s)"
         return ""

@@ -88,7 +88,7 @@ class EvaluationSamples:
         except OSError as error:
             raise StreamRLError(
                 f"the samples of the evaluation at step {policy_version} could not be written to {path}: {error}; "
-                "free the disk, or set evaluation.store_samples = false"
+                "free the disk, or set evaluation.advanced.store_samples = false"
             ) from error
 
 

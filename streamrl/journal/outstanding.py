@@ -16,9 +16,10 @@ A live controller and a replay do the same with each event, in this order::
 that hold the version that is pushed), it journals that answer and takes it as above, without carrying out what control
 orders then: ``again`` says all of it. An answer that is told twice changes nothing.
 
-**Engines that are held** for a version that is made (``rollout.presubmit``) are held again, before anything that waits
-for it is launched: an engine that survived may serve the live version meanwhile, and a new one does. So ``again`` has
-``HoldEngines`` before its first ``LaunchGroup``, and ``PublishWeights``, which ends the hold, after the last.
+**Engines that are held** for a version that is made (``rollout.advanced.presubmit``) are held again, before anything
+that waits for it is launched: an engine that survived may serve the live version meanwhile, and a new one does. So
+``again`` has ``HoldEngines`` before its first ``LaunchGroup``, and ``PublishWeights``, which ends the hold, after the
+last.
 
 **What was stopped and keeps its tokens** is launched and stopped again. The shell gives those of ``kept_tokens`` back
 to the rollout stage with the launch; one whose tokens it does not have is sampled from its start.

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
+from streamrl.learning.threads import judge_threads
 from streamrl.plan.model_facts import ModelDirectoryError, read_model_facts
-from streamrl.plan.threads import judge_threads
 from streamrl.plan.topology import JUDGE
 from streamrl.recipe.judge import JUDGE_CONTEXT, YieldKind, asks_own_judge
 from streamrl.recipe.sections import Recipe
@@ -38,7 +38,12 @@ def judge_options(recipe: Recipe, socket_directory: str | Path, *, device: str =
     positions = int(config.get("max_position_embeddings") or 0)
     if judge.max_model_len and positions and judge.max_model_len > positions:
         raise RecipeError(
-            [f"judge.max_model_len: {judge.max_model_len} is more than the model's {positions} positions: lower it"]
+            [
+                (
+                    f"judge.advanced.max_model_len: {judge.max_model_len} is more than the model's {positions} "
+                    f"positions: lower it"
+                )
+            ]
         )
     context = judge.max_model_len or min(positions or JUDGE_CONTEXT, JUDGE_CONTEXT)
     dtype = judge.dtype if judge.dtype != "auto" else ("float32" if on_cpu else "bfloat16")

@@ -21,8 +21,8 @@ import msgspec
 
 from streamrl.judge.cache import AnswerCache
 from streamrl.judge.client import JudgeClient
+from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_MODEL, JUDGE_SOCKET
-from streamrl.recipe.objective import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.rewards.builtin.declared import (
     BadOption,
     BuiltinReward,

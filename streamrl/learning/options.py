@@ -8,11 +8,10 @@ import msgspec
 import torch
 
 from streamrl.base.errors import StreamRLError
-from streamrl.plan.threads import idle_threads, trainer_threads
-from streamrl.plan.training_memory import Gathered
+from streamrl.learning.threads import idle_threads, trainer_threads
 from streamrl.recipe.algorithms import ObjectiveSettings, objective_settings, why_not_streaming
 from streamrl.recipe.objective import OffPolicy
-from streamrl.recipe.sections import ComputeDtype, Lora, OptimizerKind, Recipe
+from streamrl.recipe.sections import ComputeDtype, Gathered, Lora, OptimizerKind, Recipe
 
 
 class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,20 +7,13 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.learning.rank_memory import MOMENT_BYTES, SHADOW_BYTES, TrainingSizes, activation_bytes, bytes_per_rank
 from streamrl.plan.model_facts import ModelFacts
 from streamrl.plan.topology import JUDGE, PreparedSet, ProcessPlan, Role, Topology, prepared_sets
-from streamrl.plan.training_memory import (
-    MOMENT_BYTES,
-    SHADOW_BYTES,
-    Gathered,
-    TrainingSizes,
-    activation_bytes,
-    bytes_per_rank,
-)
 from streamrl.recipe.algorithms import objective_settings
 from streamrl.recipe.judge import JUDGE_CONTEXT
 from streamrl.recipe.scheduling import InFlight, StalePolicy
-from streamrl.recipe.sections import ComputeDtype, EngineKind, OptimizerKind, Recipe
+from streamrl.recipe.sections import ComputeDtype, EngineKind, Gathered, OptimizerKind, Recipe
 from streamrl.rules.learning_rates import learning_rate_notice
 from streamrl.rules.objective_text import objective_lines, off_policy_sentence, streaming_sentence
 
@@ -202,7 +195,7 @@ def _weight_bytes(recipe: Recipe, facts: ModelFacts) -> int:
 
 
 def device_bytes(recipe: Recipe, facts: ModelFacts, context: int) -> int:
-    """GPU memory that a trainer rank needs at least, layer by layer where ``training.gathered`` allows it."""
+    """GPU memory that a trainer rank needs at least, layer by layer where ``training.advanced.gathered`` allows it."""
     gathered = Gathered.BATCH if recipe.training.gathered is Gathered.BATCH else Gathered.LAYER
     weights = bytes_per_rank(training_sizes(recipe, facts, on_device=True), gathered)
     return weights.total + _activation_bytes(recipe, facts, context)
@@ -314,7 +307,8 @@ def _memory_text(recipe: Recipe, facts: ModelFacts, counts: BatchArithmetic) -> 
         sizes = training_sizes(recipe, facts)
         batch, layer = (gib(bytes_per_rank(sizes, kind).total) for kind in (Gathered.BATCH, Gathered.LAYER))
         extra += (
-            f'; weights and optimizer of a rank: {batch} with training.gathered = "{Gathered.BATCH}", {layer} with '
+            f'; weights and optimizer of a rank: {batch} with training.advanced.gathered = "{Gathered.BATCH}", '
+            f"{layer} with "
             f'"{Gathered.LAYER}"; it is "{recipe.training.gathered}"'
         )
     return (

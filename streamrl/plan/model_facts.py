@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE
-from streamrl.plan.model_folder import unsafe_content
+from streamrl.base.model_folder import unsafe_content
 
 LARGEST_SAFETENSORS_HEADER = 100_000_000
 MOST_TENSORS = 100_000

@@ -186,7 +186,7 @@ def _shared_memory(recipe: Recipe) -> Iterator[str]:
 def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:
     names, forked = ", ".join(kept.changed_live), recipe.checkpoint.resume_from
     subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
-    remedy = ', or start with the rewards of the recipe by checkpoint.rewards = "recipe"' if forked else ""
+    remedy = ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"' if forked else ""
     return f"{subject} was scored with {names}, attached while the run went on: put their code back{remedy}"
 
 
@@ -288,7 +288,8 @@ def _free_space(recipe: Recipe) -> Iterator[str]:
     free_gib = shutil.disk_usage(directory).free / (1 << 30)
     if free_gib < checkpoint.min_free_gib:
         yield (
-            f"checkpoint.min_free_gib: {checkpoint.min_free_gib:g} GiB must stay free beside each checkpoint, and "
+            f"checkpoint.advanced.min_free_gib: {checkpoint.min_free_gib:g} GiB must stay free beside each "
+            f"checkpoint, and "
             f"{directory} has {free_gib:.2f}: make room, set another run.directory, or allow less"
         )
 

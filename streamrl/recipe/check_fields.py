@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Any, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from msgspec import inspect
 
+from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_to
 from streamrl.recipe.problems import Origin, nearest, problem, shown
 from streamrl.recipe.sections import Recipe
-from streamrl.rules.foreign_keys import foreign_answer
 
-
-class CheckedTable(msgspec.Struct):
-    """What came out of a check: the good values, the lines about the others, and the paths of those."""
-
-    values: dict[str, Any]
-    problems: list[str]
-    bad_paths: set[str]
+NUMBERS = {inspect.IntType: ("an integer", "integers"), inspect.FloatType: ("a number", "numbers")}
 
 
 def expected(kind: inspect.Type) -> str:
     """What a value of this type may be, in words: ``an integer > 0``, ``one of "keep", "recompute"``."""
-    if isinstance(kind, inspect.Metadata):
-        return expected(kind.type)
-    if isinstance(kind, inspect.IntType | inspect.FloatType):
-        return ("an integer" if isinstance(kind, inspect.IntType) else "a number") + _range(kind)
+    kind = bare(kind)
+    if type(kind) in NUMBERS:
+        return NUMBERS[type(kind)][0] + _range(kind)
     if isinstance(kind, inspect.EnumType):
         return "one of " + ", ".join(shown(member) for member in kind.cls)
     if isinstance(kind, inspect.VarTupleType):
-        if isinstance(kind.item_type, inspect.StructType):
-            return f"a list of tables with keys out of {', '.join(f.name for f in kind.item_type.fields)}"
-        return "a list of strings"
+        item = bare(kind.item_type)
+        if isinstance(item, inspect.StructType):
+            return f"a list of tables with keys out of {', '.join(f.name for f in item.fields)}"
+        return "a list of " + (NUMBERS[type(item)][1] + _range(item) if type(item) in NUMBERS else "strings")
     if isinstance(kind, inspect.UnionType):
         return " or ".join(expected(t) for t in kind.types if not isinstance(t, inspect.NoneType))
     if isinstance(kind, inspect.DictType | inspect.StructType):
@@ -42,13 +35,7 @@ def expected(kind: inspect.Type) -> str:
     return "true or false" if isinstance(kind, inspect.BoolType) else "a string"
 
 
-def _nested_struct(kind: inspect.Type) -> type[msgspec.Struct] | None:
-    """The struct of a section inside of a section (``adaptive_timeout`` of a reward), optional or not."""
-    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    return next((k.cls for k in kinds if isinstance(k, inspect.StructType)), None)
-
-
-def _range(kind: inspect.IntType | inspect.FloatType) -> str:
+def _range(kind: Any) -> str:
     low = kind.gt if kind.gt is not None else kind.ge
     high = kind.lt if kind.lt is not None else kind.le
     low_sign, high_sign = (">" if kind.gt is not None else ">="), ("<" if kind.lt is not None else "<=")
@@ -57,121 +44,121 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
     return " " + " and ".join(bounds) if bounds else ""
 
 
-def check_recipe_table(table: Mapping[str, Any], origin: Origin) -> CheckedTable:
-    """Check a parsed recipe: unknown sections and keys, missing keys, types and ranges."""
-    checked = CheckedTable(values={}, problems=[], bad_paths=set())
-    sections = {field.name: field for field in struct_fields(Recipe)}
-    for name, value in table.items():
-        if name not in sections:
-            _refuse(checked, origin, name, _unknown_section(name, value, sections))
+class CheckedTable:
+    """Checks a parsed recipe: unknown sections and keys, missing keys, types and ranges.
+
+    ``values``: the good ones; ``problems``: a line about each of the others; ``bad_paths``: the paths of those.
+    ``foreign``: what a key of another system is called here; empty where it is not known.
+    """
+
+    def __init__(self, table: Mapping[str, Any], origin: Origin, foreign: Callable[[str], str]) -> None:
+        self.values: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self.bad_paths: set[str] = set()
+        self._origin = origin
+        self._foreign = foreign
+        self._listed: set[str] = set()
+        sections = keys_of(Recipe)
+        for name, value in table.items():
+            if name in sections:
+                self._check_section(sections[name], value)
+                continue
+            self._refuse(name, self._unknown_section(name, value))
             for key in value if isinstance(value, Mapping) else ():
-                if answer := foreign_answer(f"{name}.{key}"):
-                    _refuse(checked, origin, f"{name}.{key}", f"unknown key: {answer}")
-            continue
-        _check_section(checked, origin, name, value, sections[name].type)
-    for name, field in sections.items():
-        if name not in table and field.required:
-            wanted = f"[[{name}]]" if isinstance(field.type, inspect.VarTupleType) else f"[{name}]"
-            _refuse(checked, origin, name, f"missing: add {wanted} with {_required_keys(field.type)}")
-    return checked
+                if answer := foreign(f"{name}.{key}"):
+                    self._refuse(f"{name}.{key}", f"unknown key: {answer}")
+        for name, section in sections.items():
+            if name not in table and section.required:
+                assert section.struct is not None
+                wanted = f"[[{name}]]" if section.item else f"[{name}]"
+                keys = ", ".join(f'"{key.name}"' for key in keys_of(section.struct).values() if key.required)
+                self._refuse(name, f"missing: add {wanted} with {keys}")
 
+    def _refuse(self, written: str, text: str, path: str = "") -> None:
+        """``path``: of the field, where it is written elsewhere."""
+        self.problems.append(problem(self._origin, written, text))
+        self.bad_paths.add(path or written)
 
-@cache
-def struct_fields(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
-    """Fields of a section, with their types as msgspec sees them."""
-    kind = inspect.type_info(struct)
-    assert isinstance(kind, inspect.StructType)
-    return kind.fields
-
-
-@cache
-def _field_types(struct: type[msgspec.Struct]) -> Mapping[str, Any]:
-    return get_type_hints(struct, include_extras=True)
-
-
-def section_struct(kind: inspect.Type) -> type[msgspec.Struct]:
-    """The struct of a section, or of the items where the section is a list."""
-    item = kind.item_type if isinstance(kind, inspect.VarTupleType) else kind
-    assert isinstance(item, inspect.StructType), "the recipe is sections, and lists of sections"
-    return item.cls
-
-
-def _required_keys(kind: inspect.Type) -> str:
-    return ", ".join(f'"{field.name}"' for field in struct_fields(section_struct(kind)) if field.required)
-
-
-def _refuse(checked: CheckedTable, origin: Origin, path: str, text: str) -> None:
-    checked.problems.append(problem(origin, path, text))
-    checked.bad_paths.add(path)
-
-
-def _check_section(checked: CheckedTable, origin: Origin, name: str, value: Any, kind: inspect.Type) -> None:
-    struct = section_struct(kind)
-    if not isinstance(kind, inspect.VarTupleType):
-        if isinstance(value, Mapping):
-            checked.values[name] = _check_keys(checked, origin, name, value, struct)
+    def _check_section(self, section: Key, value: Any) -> None:
+        name, struct = section.name, section.struct
+        assert struct is not None, "the recipe is sections, and lists of sections"
+        if section.item is None:
+            if isinstance(value, Mapping):
+                self.values[name] = self._check_keys(name, value, struct)
+            else:
+                self._refuse(name, f"{shown(value)} is not a section: write [{name}] and its keys below")
+        elif not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            self._refuse(name, f"must be a list of tables: write [[{name}]] with double brackets")
         else:
-            _refuse(checked, origin, name, f"{shown(value)} is not a section: write [{name}] and its keys below")
-        return
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        _refuse(checked, origin, name, f"must be a list of tables: write [[{name}]] with double brackets")
-        return
-    checked.values[name] = [
-        _check_keys(checked, origin, f"{name}.{index}", item, struct) for index, item in enumerate(value)
-    ]
+            self.values[name] = [self._check_keys(f"{name}.{at}", item, struct) for at, item in enumerate(value)]
 
+    def _check_keys(self, path: str, table: Mapping[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+        keys = keys_of(struct)
+        good: dict[str, Any] = {}
+        for name, value, below in self._written_keys(path, table):
+            where, written = f"{path}.{name}", f"{path}.{ADVANCED}.{name}" if below else f"{path}.{name}"
+            key = keys.get(name)
+            if key is None:
+                self._refuse(written, self._unknown_key(path, name, keys), where)
+            elif key.advanced != below:
+                home = f"{path}.{ADVANCED}" if key.advanced else path
+                self._refuse(written, f"belongs into [{_without_index(home)}]: write it there", where)
+            elif key.nested is not None and isinstance(value, Mapping):
+                good[name] = self._check_keys(written, value, key.nested)
+            else:
+                self._check_value(key, value, written, where, good)
+        for name, key in keys.items():
+            if key.required and name not in table:
+                self._refuse(f"{path}.{name}", f"missing: must be {expected(key.kind)}")
+        return good
 
-def _check_keys(
-    checked: CheckedTable, origin: Origin, path: str, table: Mapping[str, Any], struct: type[msgspec.Struct]
-) -> dict[str, Any]:
-    fields = {field.name: field for field in struct_fields(struct)}
-    types = _field_types(struct)
-    good: dict[str, Any] = {}
-    for key, value in table.items():
-        where = f"{path}.{key}"
-        if key not in fields:
-            _refuse(checked, origin, where, _unknown_key(path, key, fields))
-            continue
-        nested = _nested_struct(fields[key].type)
-        if nested is not None and isinstance(value, Mapping):
-            good[key] = _check_keys(checked, origin, where, value, nested)
-            continue
+    def _written_keys(self, path: str, table: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+        """(name, value, whether it is below ``advanced``)."""
+        pairs = [(name, value, False) for name, value in table.items() if name != ADVANCED]
+        below = table.get(ADVANCED, {})
+        if not isinstance(below, Mapping):
+            self._refuse(
+                f"{path}.{ADVANCED}", f"{shown(below)} is not a table: write [{_without_index(path)}.{ADVANCED}]"
+            )
+            return pairs
+        return pairs + [(name, value, True) for name, value in below.items()]
+
+    def _check_value(self, key: Key, value: Any, written: str, path: str, good: dict[str, Any]) -> None:
         try:
-            good[key] = msgspec.convert(value, types[key])
+            made = msgspec.convert(value, key.annotation)
         except (msgspec.ValidationError, UnicodeError):  # of an override: bytes that are no text
-            good.pop(key, None)
-            _refuse(checked, origin, where, f"{shown(value)} is not allowed: must be {expected(fields[key].type)}")
-            continue
-        if isinstance(good[key], float) and not math.isfinite(good[key]):
-            _refuse(checked, origin, where, f"{shown(good.pop(key))} is not allowed: must be finite")
-    for key, field in fields.items():
-        if field.required and key not in table:
-            _refuse(checked, origin, f"{path}.{key}", f"missing: must be {expected(field.type)}")
-    return good
+            self._refuse(written, f"{shown(value)} is not allowed: must be {expected(key.kind)}", path)
+            return
+        if isinstance(made, float) and not math.isfinite(made):
+            self._refuse(written, f"{shown(made)} is not allowed: must be finite", path)
+        else:
+            good[key.name] = made
+
+    def _unknown_key(self, path: str, name: str, keys: Mapping[str, Key]) -> str:
+        elsewhere = paths_to(Recipe, name)
+        if not elsewhere and (answer := self._foreign(f"{path}.{name}")):
+            return f"unknown key: {answer}"
+        meant = elsewhere or list(filter(None, [nearest(name, keys)]))
+        hint = "; did you mean " + " or ".join(f'"{one}"' for one in meant) + "?" if meant else "."
+        section = path.partition(".")[0]
+        if section in self._listed:
+            return f"unknown key{hint.rstrip('.')}"
+        self._listed.add(section)
+        advanced = [key.name for key in keys.values() if key.advanced]
+        more = f"; below [{_without_index(path)}.{ADVANCED}]: {', '.join(advanced)}" if advanced else ""
+        names = ", ".join(key.name for key in keys.values() if not key.advanced)
+        return f"unknown key{hint} Keys of [{_without_index(path)}]: {names or 'none'}{more}"
+
+    def _unknown_section(self, name: str, value: Any) -> str:
+        is_table = isinstance(value, Mapping | list)
+        if not is_table and (answer := self._foreign(name)):
+            return f"unknown key: {answer}"
+        sections = keys_of(Recipe)
+        homes = [] if isinstance(value, Mapping) else paths_to(Recipe, name)
+        meant = homes[0] if homes else nearest(name, sections)
+        hint = f'; did you mean "{meant}"?' if meant else "."
+        return f"unknown {'section' if is_table else 'key outside a section'}{hint} Sections: {', '.join(sections)}"
 
 
-def _unknown_key(path: str, key: str, fields: Mapping[str, Any]) -> str:
-    elsewhere = [f"{section}.{key}" for section in sections_with(key)]
-    if not elsewhere and (answer := foreign_answer(f"{path}.{key}")):
-        return f"unknown key: {answer}"
-    meant = elsewhere[0] if elsewhere else nearest(key, fields)
-    hint = f'; did you mean "{meant}"?' if meant else "."
-    return f"unknown key{hint} Keys of [{path.partition('.')[0]}]: {', '.join(fields)}"
-
-
-def _unknown_section(name: str, value: Any, sections: Mapping[str, Any]) -> str:
-    if not isinstance(value, Mapping | list) and (answer := foreign_answer(name)):
-        return f"unknown key: {answer}"
-    close = nearest(name, sections)
-    kind = "section" if isinstance(value, Mapping | list) else "key outside a section"
-    homes = list(sections_with(name))
-    meant = f"{homes[0]}.{name}" if homes and not isinstance(value, Mapping) else close
-    hint = f'; did you mean "{meant}"?' if meant else "."
-    return f"unknown {kind}{hint} Sections: {', '.join(sections)}"
-
-
-def sections_with(key: str) -> Iterator[str]:
-    """Sections of the recipe that have a key of this name."""
-    for field in struct_fields(Recipe):
-        if not isinstance(field.type, inspect.VarTupleType) and key in section_struct(field.type).__struct_fields__:
-            yield field.name
+def _without_index(path: str) -> str:
+    return ".".join(part for part in path.split(".") if not part.isdigit())

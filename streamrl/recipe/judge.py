@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.recipe.objective import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share
+from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
 from streamrl.recipe.rewards import Reward
 
 JUDGE_REWARD = "judge"
@@ -33,28 +33,27 @@ class YieldKind(StrEnum):
 
 
 class Judge(Section, frozen=True):
-    """A vLLM engine for the ``judge`` rewards that name no endpoint. ``model``: a Hugging Face directory (empty:
-    there is none). ``when_idle``: what it does except for batches, which begin with ``batch`` questions, or when the
-    first has waited for ``batch_wait_s``. ``actor_share``: a batch begins only while the actor's engines run at most
-    this share of what they can (1: always), or when a question has waited for ``max_wait_s``. ``max_num_seqs``:
-    questions that it answers at once; ``max_model_len``: the longest question and answer in tokens (0: what the model
-    can, 4096 at most). ``dtype``: as ``engines.dtype``. ``threads``: on a CPU (0: a quarter of the host's), or
-    ``cores``: such as ``"6-7"``. ``gpu_memory_utilization``: of its GPU.
-    ``restarts``: how often it is started again when it died."""
+    """A vLLM engine for the ``judge`` rewards that name no endpoint."""
 
-    model: str = ""
-    when_idle: YieldKind = YieldKind.PAUSE
-    batch: Positive = 32
-    batch_wait_s: NaturalFloat = 0.5
-    actor_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    max_wait_s: PositiveFloat = 10.0
-    max_num_seqs: Positive = 32
-    max_model_len: Natural = 0
-    dtype: str = "auto"
-    threads: Natural = 0
-    cores: str = ""
-    gpu_memory_utilization: Share = 0.3
-    restarts: Natural = 3
+    model: Annotated[str, doc("a Hugging Face directory (empty: there is none)")] = ""
+    when_idle: Annotated[YieldKind, doc("")] = YieldKind.PAUSE
+    batch: Annotated[Positive, advanced("questions with which it begins, unless it is never idle")] = 32
+    batch_wait_s: Annotated[NaturalFloat, advanced("or with fewer, when the first has waited for this time")] = 0.5
+    actor_share: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        advanced("it begins while the actor's engines run at most this share of what they can (1: always)"),
+    ] = 1.0
+    max_wait_s: Annotated[PositiveFloat, advanced("or when a question has waited for this time")] = 10.0
+    max_num_seqs: Annotated[Positive, doc("questions that it answers at once")] = 32
+    max_model_len: Annotated[
+        Natural, advanced("tokens of the longest question and answer (0: what the model can, 4096 at most)")
+    ] = 0
+    dtype: Annotated[str, advanced("as engines.dtype")] = "auto"
+    threads: Annotated[Natural, advanced("on a CPU (0: a quarter of the host's)")] = 0
+    cores: Annotated[str, advanced('on a CPU, such as "6-7", in place of threads')] = ""
+    gpu_memory_utilization: Annotated[Share, doc("of its GPU")] = 0.3
+    restarts: Annotated[Natural, advanced("how often it is started again when it died")] = 3
 
 
 def asks_own_judge(reward: Reward) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,15 @@ import msgspec
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.check_fields import CheckedTable, check_recipe_table
+from streamrl.recipe.check_fields import CheckedTable
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document
-from streamrl.rules.rules import broken_rules
+
+RULES = "streamrl.rules.rules"
+"""Where it is there, its ``broken_rules`` says what does not fit together, its ``foreign_answer`` what a key of another
+system is called here. The recipe reads without it, for what runs on the kernel alone."""
 
 _MARKED_PATHS = ("./", "../")
 
@@ -61,7 +67,7 @@ def _overridden(
 def check_recipe(recipe: Recipe, source: str = "recipe") -> None:
     """Check the rules between fields of a recipe that was made in Python. Raises ``RecipeError``."""
     origin = Origin(file=source, lines={})
-    problems = [problem(origin, path, text) for path, text in broken_rules(recipe)]
+    problems = [problem(origin, path, text) for path, text in _rules().broken_rules(recipe, frozenset())]
     if problems:
         raise RecipeError(problems)
 
@@ -128,13 +134,32 @@ def _override_value(raw: str) -> Any:
 
 
 def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> Recipe:
-    checked = check_recipe_table(table, origin)
+    rules = _rules()
+    checked = CheckedTable(table, origin, rules.foreign_answer)
     problems = problems + checked.problems
     recipe = _recipe(checked)
-    problems += [problem(origin, path, text) for path, text in broken_rules(recipe, checked.bad_paths)]
+    problems += [problem(origin, path, text) for path, text in rules.broken_rules(recipe, checked.bad_paths)]
     if problems:
         raise RecipeError(problems)
     return _resolve_paths(recipe, directory.absolute())
+
+
+class _NoRules:
+    """For a kernel without the package."""
+
+    @staticmethod
+    def broken_rules(recipe: Recipe, bad_paths: Set[str]) -> list[tuple[str, str]]:
+        return []
+
+    @staticmethod
+    def foreign_answer(key: str) -> str:
+        return ""
+
+
+@cache
+def _rules() -> Any:
+    there = importlib.util.find_spec(RULES.rpartition(".")[0])
+    return importlib.import_module(RULES) if there else _NoRules
 
 
 def _recipe(checked: CheckedTable) -> Recipe:

@@ -9,20 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-import msgspec
-from msgspec import Meta
-
-Share = Annotated[float, Meta(gt=0, le=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NaturalFloat = Annotated[float, Meta(ge=0)]
-Positive = Annotated[int, Meta(gt=0)]
-Natural = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(gt=0, le=4096)]
-"""Of processes and the like: more than any cluster has is a mistake, and the plan of a run would take for ever."""
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every recipe section."""
+from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
 
 
 class Algorithm(StrEnum):
@@ -107,39 +94,37 @@ class KlPlace(StrEnum):
 
 
 class Objective(Section, frozen=True):
-    """What is differentiated. ``None``: what the paper of ``algorithm`` says, for ``surrogate``, ``advantages``,
-    ``loss_normalization``, ``kl_estimator``, ``kl_in`` and the clips.
+    """What is differentiated. A key that is not set is as the paper of ``algorithm`` has it."""
 
-    ``entropy_coefficient``: of a bonus for entropy. ``cohort_batches``: for ``advantages = "cohort"``.
-    ``clip_low``, ``clip_high``: r is clipped to [1 - clip_low, 1 + clip_high]. ``dual_clip``: bound c > 1 of r where
-    A < 0 (arXiv 1912.09729), 0: none. ``kl_coefficient`` > 0 keeps a frozen copy of the initial model as the reference.
-    ``overlong_buffer``: DAPO's soft punishment over the last so many tokens before ``sampling.max_tokens``, at most
-    ``overlong_penalty``; ``train_truncated`` false: tokens of truncated samples are left out of the loss (DAPO's
-    filtering). ``discount``, ``gae_lambda``, ``value_coefficient``, ``value_clip``: PPO's critic, a linear head on the
-    policy (``value_clip`` 0: not clipped) with an AdamW rate of its own, ``value_learning_rate`` (0: 0.04 / the width
-    of the model, which is verl's 1e-5 at 4,096).
-    """
-
-    algorithm: Algorithm = Algorithm.GRPO
-    surrogate: Surrogate | None = None
-    advantages: AdvantageKind | None = None
-    loss_normalization: LossNormalization | None = None
-    clip_low: PositiveFloat | None = None
-    clip_high: PositiveFloat | None = None
-    dual_clip: NaturalFloat = 0.0
-    kl_coefficient: NaturalFloat = 0.0
-    kl_estimator: KlEstimator | None = None
-    kl_in: KlPlace | None = None
-    entropy_coefficient: float = 0.0
-    overlong_buffer: Natural = 0
-    overlong_penalty: NaturalFloat = 1.0
-    train_truncated: bool = True
-    cohort_batches: Positive = 4
-    discount: Share = 1.0
-    gae_lambda: Share = 1.0
-    value_coefficient: NaturalFloat = 0.5
-    value_clip: NaturalFloat = 0.2
-    value_learning_rate: NaturalFloat = 0.0
+    algorithm: Annotated[Algorithm, doc("")] = Algorithm.GRPO
+    surrogate: Annotated[Surrogate | None, doc("")] = None
+    advantages: Annotated[AdvantageKind | None, doc("")] = None
+    loss_normalization: Annotated[LossNormalization | None, doc("")] = None
+    clip_low: Annotated[PositiveFloat | None, doc("r is clipped to 1 - clip_low")] = None
+    clip_high: Annotated[PositiveFloat | None, doc("and to 1 + clip_high")] = None
+    dual_clip: Annotated[NaturalFloat, advanced("bound c > 1 of r where A < 0 (arXiv 1912.09729), 0: none")] = 0.0
+    kl_coefficient: Annotated[
+        NaturalFloat, doc("of the KL to a frozen copy of the initial model, the reference (0: none)")
+    ] = 0.0
+    kl_estimator: Annotated[KlEstimator | None, advanced("")] = None
+    kl_in: Annotated[KlPlace | None, advanced("")] = None
+    entropy_coefficient: Annotated[float, doc("of a bonus for entropy")] = 0.0
+    overlong_buffer: Annotated[
+        Natural, doc("DAPO's soft punishment over this many tokens before sampling.max_tokens (0: none)")
+    ] = 0
+    overlong_penalty: Annotated[NaturalFloat, advanced("the most of that punishment")] = 1.0
+    train_truncated: Annotated[
+        bool, doc("false: tokens of truncated samples are left out of the loss (DAPO's filtering)")
+    ] = True
+    cohort_batches: Annotated[Positive, advanced('for advantages = "cohort"')] = 4
+    discount: Annotated[Share, advanced("of PPO's critic")] = 1.0
+    gae_lambda: Annotated[Share, advanced("of PPO's critic")] = 1.0
+    value_coefficient: Annotated[NaturalFloat, advanced("of the loss of the critic, a linear head on the policy")] = 0.5
+    value_clip: Annotated[NaturalFloat, advanced("of the critic's values (0: not clipped)")] = 0.2
+    value_learning_rate: Annotated[
+        NaturalFloat,
+        advanced("of the value head (0: 0.04 / the width of the model, which is verl's 1e-5 at 4,096)"),
+    ] = 0.0
 
 
 class Proximal(StrEnum):
@@ -167,21 +152,25 @@ class RatioLevel(StrEnum):
 
 class OffPolicy(Section, frozen=True):
     """Corrections for tokens that another policy sampled: w = pi_proximal / pi_behavior multiplies their surrogate, not
-    KL and entropy terms.
+    KL and entropy terms."""
 
-    ``truncate``: w = min(w, cap) (truncated importance sampling); ``none``: w is left out. ``mask``: tokens (sequences)
-    whose w is outside [``mask_low``, ``mask_high``] are left out of the surrogate. ``cap``: of w.
-    ``staleness_discount`` d: weight d ** staleness. ``correct_mismatch``: also for tokens of the very version that is
-    trained, where only engine and trainer differ. ``alarm``: mean absolute logprob difference of engine and trainer on
-    such tokens that raises an alarm; 0: never.
-    """
-
-    proximal: Proximal = Proximal.INTERPOLATED
-    truncate: RatioLevel = RatioLevel.TOKEN
-    cap: PositiveFloat = 2.0
-    mask: RatioLevel = RatioLevel.NONE
-    mask_low: NaturalFloat = 0.5
-    mask_high: PositiveFloat = 2.0
-    staleness_discount: Share = 1.0
-    correct_mismatch: bool = False
-    alarm: NaturalFloat = 0.05
+    proximal: Annotated[Proximal, doc("")] = Proximal.INTERPOLATED
+    truncate: Annotated[RatioLevel, doc('w = min(w, cap) (truncated importance sampling); "none": w is left out')] = (
+        RatioLevel.TOKEN
+    )
+    cap: Annotated[PositiveFloat, doc("of w")] = 2.0
+    mask: Annotated[
+        RatioLevel, doc("tokens (sequences) whose w is outside of the bounds are left out of the surrogate")
+    ] = RatioLevel.NONE
+    mask_low: Annotated[NaturalFloat, advanced("the lower bound")] = 0.5
+    mask_high: Annotated[PositiveFloat, advanced("the upper bound")] = 2.0
+    staleness_discount: Annotated[Share, advanced("d: a token has weight d ** staleness")] = 1.0
+    correct_mismatch: Annotated[
+        bool, doc("also for tokens of the very version that is trained, where only engine and trainer differ")
+    ] = False
+    alarm: Annotated[
+        NaturalFloat,
+        advanced(
+            "mean absolute logprob difference of engine and trainer on such tokens that raises an alarm (0: never)"
+        ),
+    ] = 0.05

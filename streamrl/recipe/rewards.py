@@ -9,9 +9,18 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from msgspec import Meta
-
-from streamrl.recipe.objective import Count, Natural, NaturalFloat, Positive, PositiveFloat, Section, Share
+from streamrl.recipe.fields import (
+    Count,
+    Factor,
+    Natural,
+    NaturalFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    advanced,
+    doc,
+)
 
 COMBINE_WEIGHTS = "weights"
 COMBINE_SEPARATE = "separate"
@@ -30,52 +39,48 @@ class FailurePolicy(StrEnum):
 
 
 class AdaptiveTimeout(Section, frozen=True):
-    """A time limit for each prompt: ``factor`` times its slowest correct call so far, at least ``min_s`` and at most
-    the reward's ``timeout_s`` (RollPacker, arXiv 2509.21009). Until a prompt was solved once, the limit is
-    ``timeout_s``. A call is correct when its value is at least ``correct_from``. ``key``: a column that names what
-    is run, where that is not the prompt; every prompt needs it."""
+    """A time limit for each prompt: a multiple of its slowest correct call so far (RollPacker, arXiv 2509.21009). Until
+    a prompt was solved once, the limit is the reward's ``timeout_s``, which is never exceeded."""
 
-    factor: Annotated[float, Meta(ge=1)] = 1.5
-    min_s: PositiveFloat = 2.0
-    correct_from: float = 1.0
-    key: str = "prompt_id"
+    factor: Annotated[Factor, doc("of the slowest correct call")] = 1.5
+    min_s: Annotated[PositiveFloat, doc("the least limit")] = 2.0
+    correct_from: Annotated[float, doc("a value from which a call is correct")] = 1.0
+    key: Annotated[str, doc("a column that names what is run, where that is not the prompt; every prompt needs it")] = (
+        "prompt_id"
+    )
 
 
 class Reward(Section, frozen=True):
-    """A reward: ``function`` is ``module:function``, ``path/to/file.py:function``, or the name of a built-in one.
+    """A reward. A function that is not ``trusted`` runs in processes that are killed at ``timeout_s``; such rewards
+    share them: of these the largest ``memory_mib`` counts, and each sees the variables of all."""
 
-    ``weight``: what it counts beside the others. ``adaptive_timeout``: a time limit for each prompt, learnt. ``name``:
-    what metrics call it (the function's own name). ``options``: keyword arguments that every call gets; a built-in one
-    is made with them. ``part_weights``: where it returns named parts, what each counts (1). ``shadow``: it scores, and
-    nothing is trained on it. ``trusted``: it runs in the worker's own loop, so it must be quick or a coroutine
-    function; all others run in processes that are killed at ``timeout_s``. ``late_is_wrong``: a call past its limit
-    has the value ``wrong_value``; otherwise it failed, and ``on_timeout`` is its policy where that is not
-    ``on_failure``. ``concurrency``: calls at once (0: ``reward_limits.concurrency``). ``rate_per_s``: calls started a
-    second (0: no bound). ``retries``: of a call that raised, with pauses of ``backoff_s``, twice that, and so on.
-    ``memory_mib``: what a process of it may allocate. ``environment``: variables that it may see, such as an API key.
-    Rewards that are not trusted share processes: of these the largest ``memory_mib`` counts, and each sees the
-    variables of all.
-    """
-
-    function: str
-    name: str = ""
-    options: dict[str, Any] = {}
-    weight: float = 1.0
-    part_weights: dict[str, float] = {}
-    shadow: bool = False
-    trusted: bool = False
-    timeout_s: PositiveFloat = 30.0
-    adaptive_timeout: AdaptiveTimeout | None = None
-    late_is_wrong: bool = False
-    wrong_value: float = 0.0
-    concurrency: Natural = 0
-    rate_per_s: NaturalFloat = 0.0
-    retries: Natural = 0
-    backoff_s: PositiveFloat = 0.5
-    on_failure: FailurePolicy = FailurePolicy.DROP_SAMPLE
-    on_timeout: FailurePolicy | None = None
-    memory_mib: Positive = 1024
-    environment: tuple[str, ...] = ()
+    function: Annotated[str, doc("module:function, path/to/file.py:function, or the name of a built-in one")]
+    name: Annotated[str, doc("what metrics call it (empty: the function's own name)")] = ""
+    options: Annotated[
+        dict[str, Any], doc("keyword arguments that every call gets; a built-in one is made with them")
+    ] = {}
+    weight: Annotated[float, doc("what it counts beside the others")] = 1.0
+    part_weights: Annotated[
+        dict[str, float], advanced("where it returns named parts, what each counts (1 where not named)")
+    ] = {}
+    shadow: Annotated[bool, doc("it scores, and nothing is trained on it")] = False
+    trusted: Annotated[bool, doc("it runs in the worker's own loop, so it must be quick or a coroutine function")] = (
+        False
+    )
+    timeout_s: Annotated[PositiveFloat, doc("of a call")] = 30.0
+    adaptive_timeout: Annotated[AdaptiveTimeout | None, advanced("a time limit for each prompt, learnt")] = None
+    late_is_wrong: Annotated[bool, advanced("a call past its limit has the value wrong_value; otherwise it failed")] = (
+        False
+    )
+    wrong_value: Annotated[float, advanced("with late_is_wrong")] = 0.0
+    concurrency: Annotated[Natural, doc("calls at once (0: reward_limits.concurrency)")] = 0
+    rate_per_s: Annotated[NaturalFloat, doc("calls started a second (0: no bound)")] = 0.0
+    retries: Annotated[Natural, doc("of a call that raised")] = 0
+    backoff_s: Annotated[PositiveFloat, advanced("the pause before a retry; twice that before the next")] = 0.5
+    on_failure: Annotated[FailurePolicy, doc("")] = FailurePolicy.DROP_SAMPLE
+    on_timeout: Annotated[FailurePolicy | None, advanced("of a call past its limit (not set: on_failure)")] = None
+    memory_mib: Annotated[Positive, doc("what a process of it may allocate")] = 1024
+    environment: Annotated[tuple[str, ...], doc("variables that it may see, such as an API key")] = ()
 
     @property
     def label(self) -> str:
@@ -84,15 +89,18 @@ class Reward(Section, frozen=True):
 
 
 class RewardLimits(Section, frozen=True):
-    """Rewards together. ``combine``: ``weights`` adds them by weight; ``separate`` compares each with its siblings'
-    alone and adds the advantages by weight (GDPO, arXiv 2601.05242); ``module:function`` gets the values by name and
-    returns the reward. The run stops when, of the last ``window`` trajectories, more failed than
-    ``max_failed_share`` x ``window``. ``workers``: processes that score. Each has ``concurrency`` calls at once, and
-    at most ``processes`` of its own for functions that are not trusted."""
+    """Rewards together. The run stops when, of the last ``window`` trajectories, more failed than
+    ``max_failed_share`` x ``window``."""
 
-    combine: str = COMBINE_WEIGHTS
-    max_failed_share: Share = 0.2
-    window: Positive = 256
-    workers: Count = 1
-    processes: Count = 16
-    concurrency: Positive = 64
+    combine: Annotated[
+        str,
+        doc(
+            '"weights" adds them by weight; "separate" compares each with its siblings\' alone and adds the advantages '
+            "by weight (GDPO, arXiv 2601.05242); module:function gets the values by name and returns the reward"
+        ),
+    ] = COMBINE_WEIGHTS
+    max_failed_share: Annotated[Share, doc("of the last trajectories; with more the run stops")] = 0.2
+    window: Annotated[Positive, advanced("trajectories over which failures are counted")] = 256
+    workers: Annotated[Count, doc("processes that score")] = 1
+    processes: Annotated[Count, advanced("of one worker, for functions that are not trusted")] = 16
+    concurrency: Annotated[Positive, doc("calls at once of one worker")] = 64

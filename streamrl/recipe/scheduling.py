@@ -6,11 +6,17 @@ import math
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta
-
-from streamrl.recipe.objective import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share
-
-Factor = Annotated[float, Meta(ge=1)]
+from streamrl.recipe.fields import (
+    Factor,
+    Natural,
+    NaturalFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    advanced,
+    doc,
+)
 
 WIDEST_AUTOMATIC_RACE = 1.5
 """Largest ``prompt_oversampling`` that rounds = "auto" chooses."""
@@ -44,24 +50,31 @@ class StalePolicy(StrEnum):
 
 
 class Rollout(Section, frozen=True):
-    """One optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories.
+    """Rounds and batches: one optimizer step consumes ``prompts_per_batch`` groups of ``group_size`` trajectories."""
 
-    ``max_staleness``: optimizer steps between the version that sampled a token and the one that trains it, at most; 0
-    is on-policy. It bounds how far sampling may run ahead of training, too.
-    ``dynamic_sampling``: groups of equal rewards are dropped and refilled; None: what the algorithm's paper says.
-    ``presubmit``: the next round's requests go to the paused engines while the step ends, and run once the new weights
-    are live. ``policy``: ``module:Class`` or ``file.py:Class``, for rounds = "custom".
-    """
-
-    prompts_per_batch: Positive = 32
-    group_size: Positive = 8
-    rounds: RoundKind = RoundKind.SYNCHRONOUS
-    policy: str = ""
-    max_staleness: Natural = 0
-    in_flight: InFlight = InFlight.KEEP
-    when_stale: StalePolicy = StalePolicy.WAIT
-    dynamic_sampling: bool | None = None
-    presubmit: bool = False
+    prompts_per_batch: Annotated[Positive, doc("groups of a batch")] = 32
+    group_size: Annotated[Positive, doc("completions of a prompt")] = 8
+    rounds: Annotated[RoundKind, doc("")] = RoundKind.SYNCHRONOUS
+    policy: Annotated[str, doc('module:Class or file.py:Class, for rounds = "custom"')] = ""
+    max_staleness: Annotated[
+        Natural,
+        doc(
+            "optimizer steps between the version that sampled a token and the one that trains it, at most; 0 is "
+            "on-policy. It bounds how far sampling may run ahead of training, too"
+        ),
+    ] = 0
+    in_flight: Annotated[InFlight, doc("")] = InFlight.KEEP
+    when_stale: Annotated[StalePolicy, doc("")] = StalePolicy.WAIT
+    dynamic_sampling: Annotated[
+        bool | None, doc("groups of equal rewards are dropped and refilled (not set: as the algorithm's paper)")
+    ] = None
+    presubmit: Annotated[
+        bool,
+        advanced(
+            "the next round's requests go to the paused engines while the step ends, and run once the new weights are "
+            "live"
+        ),
+    ] = False
 
     @property
     def batch_trajectories(self) -> int:
@@ -85,19 +98,21 @@ SAME_NOISE = (DeferredPrompts.REPLAY, DeferredPrompts.VERIFY)
 
 
 class TailBatching(Section, frozen=True):
-    """RollPacker's rounds (arXiv 2509.21009, section 4). ``prompt_oversampling``, ``response_oversampling``: how many
-    more prompts, and responses of a prompt, a short round launches than it keeps; ``response_oversampling`` above 1
-    censors length inside of a group. ``long_round_batches``: batches of queued prompts that one long round trains at
-    once, as so many steps. ``domain_column``: a prompt column; every round keeps the dataset's shares of its values
-    (see ``domains``).
-    """
+    """RollPacker's rounds (arXiv 2509.21009, section 4): short rounds launch more prompts, and more responses of a
+    prompt, than they train."""
 
-    prompt_oversampling: Factor = 1.25
-    response_oversampling: Factor = 1.0
-    deferred_prompts: DeferredPrompts = DeferredPrompts.REPLAY
-    long_round_batches: Positive = 1
-    domain_column: str = ""
-    domains: dict[str, PositiveFloat] = {}
+    prompt_oversampling: Annotated[Factor, doc("prompts that a short round launches for one that it trains")] = 1.25
+    response_oversampling: Annotated[Factor, doc("responses of a prompt; above 1 censors length inside of a group")] = (
+        1.0
+    )
+    deferred_prompts: Annotated[DeferredPrompts, doc("")] = DeferredPrompts.REPLAY
+    long_round_batches: Annotated[
+        Positive, doc("batches of deferred prompts that one long round trains at once, in as many steps")
+    ] = 1
+    domain_column: Annotated[
+        str, advanced("a prompt column; every round keeps the dataset's shares of its values (see domains)")
+    ] = ""
+    domains: Annotated[dict[str, PositiveFloat], advanced("the share of each value of domain_column")] = {}
 
     @property
     def verifies(self) -> bool:
@@ -106,18 +121,23 @@ class TailBatching(Section, frozen=True):
 
 
 class LengthSorted(Section, frozen=True):
-    """SortedRL's rounds (arXiv 2603.23414). ``cohort_batches`` (n): no new prompt is drawn until n batches are trained.
-    ``partial``: what is cut keeps its tokens and goes on under the next weights (needs
-    ``rollout.max_staleness`` of n - 1 or more); otherwise it is sampled again. ``cut_tokens``: close a batch also when
-    its ready groups have so many tokens (0: never). ``oversubscription``: trajectories in flight as a multiple of a
-    batch (0: the whole cohort). ``single``: admit single trajectories, for baselines over the batch.
-    """
+    """SortedRL's rounds (arXiv 2603.23414)."""
 
-    cohort_batches: Positive = 4
-    partial: bool = False
-    cut_tokens: Natural = 0
-    oversubscription: NaturalFloat = 0.0
-    single: bool = False
+    cohort_batches: Annotated[Positive, doc("no new prompt is drawn until this many batches (n) are trained")] = 4
+    partial: Annotated[
+        bool,
+        doc(
+            "what is cut keeps its tokens and continues under the next weights (needs rollout.max_staleness of n - 1 "
+            "or more); otherwise it is sampled again"
+        ),
+    ] = False
+    cut_tokens: Annotated[
+        Natural, advanced("close a batch also when its ready groups have this many tokens (0: never)")
+    ] = 0
+    oversubscription: Annotated[
+        NaturalFloat, advanced("trajectories in flight as a multiple of a batch (0: the whole cohort)")
+    ] = 0.0
+    single: Annotated[bool, advanced("admit single trajectories, for baselines over the batch")] = False
 
 
 def trains_on_policy(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted) -> bool:
@@ -140,27 +160,26 @@ class SizingKind(StrEnum):
 
 
 class GroupSizing(Section, frozen=True):
-    """Straggler-aware group control, after arXiv 2606.02218 (its constants are not public: these are ours).
+    """Straggler-aware group control, after arXiv 2606.02218 (its constants are not public: these are ours). Where no
+    size meets the budget the smallest is taken, and the run says so."""
 
-    ``sizes``: candidates; each divides the trajectories of a batch. A group straggles when its longest completion is
-    ``straggler_ratio`` times its median one or was truncated; the long-term share of such groups stays within
-    ``budget``. ``tradeoff`` (V): utility against budget; ``tightening``, ``discount``, ``optimism``, ``dwell`` (steps):
-    see ``streamrl.policies.group_sizing``. Where no size meets the budget the smallest is taken, and the run says so.
-    ``calibration_steps``: steps at the largest size first, after which a ``budget`` that no size or every size meets is
-    replaced, and told. ``shares``: of each of ``sizes``, for ``kind = "random"``.
-    """
-
-    kind: SizingKind = SizingKind.FIXED
-    sizes: tuple[Positive, ...] = (4, 8, 16)
-    straggler_ratio: PositiveFloat = 2.0
-    budget: Share = 0.3
-    tradeoff: PositiveFloat = 1.0
-    tightening: NaturalFloat = 0.02
-    discount: Share = 0.95
-    optimism: NaturalFloat = 1.0
-    dwell: Positive = 5
-    calibration_steps: Natural = 0
-    shares: tuple[float, ...] = ()
+    kind: Annotated[SizingKind, doc("")] = SizingKind.FIXED
+    sizes: Annotated[tuple[Positive, ...], doc("candidates; each divides the trajectories of a batch")] = (4, 8, 16)
+    straggler_ratio: Annotated[
+        PositiveFloat,
+        doc("a group straggles when its longest completion is this many times its median one, or was truncated"),
+    ] = 2.0
+    budget: Annotated[Share, doc("the long-term share of such groups")] = 0.3
+    tradeoff: Annotated[PositiveFloat, advanced("V: utility against budget")] = 1.0
+    tightening: Annotated[NaturalFloat, advanced("taken off the budget")] = 0.02
+    discount: Annotated[Share, advanced("of what was seen, a step")] = 0.95
+    optimism: Annotated[NaturalFloat, advanced("of the estimate of a size's risk")] = 1.0
+    dwell: Annotated[Positive, advanced("steps at one size, at least")] = 5
+    calibration_steps: Annotated[
+        Natural,
+        advanced("steps at the largest size first, after which a budget that no or every size meets is replaced"),
+    ] = 0
+    shares: Annotated[tuple[float, ...], advanced('of each of sizes, for kind = "random"')] = ()
 
 
 def slots(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted, group_sizing: GroupSizing) -> int:

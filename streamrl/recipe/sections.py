@@ -11,20 +11,20 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.plan.training_memory import Gathered
 from streamrl.recipe.algorithms import METHODS
-from streamrl.recipe.judge import Judge
-from streamrl.recipe.objective import (
+from streamrl.recipe.fields import (
     Count,
     Natural,
     NaturalFloat,
-    Objective,
-    OffPolicy,
     Positive,
     PositiveFloat,
     Section,
     Share,
+    advanced,
+    doc,
 )
+from streamrl.recipe.judge import Judge
+from streamrl.recipe.objective import Objective, OffPolicy
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Rollout, TailBatching, slots, trains_on_policy
 
@@ -46,50 +46,61 @@ class JournalKind(StrEnum):
 
 
 class Run(Section, frozen=True):
-    """Identity and length of the run. ``name``: of its directory (with the time), below ``directory``. ``steps``:
-    versions of the weights, counted from 0. ``seed``: of the order of prompts and of what is sampled. ``journal``: what
-    it goes on from after a death. ``restarts``: how often the controller, the trainer with it, or each reward worker
-    may die and be started again (0: the first death ends the run). ``deterministic``: batches and
-    weights are the same however often the run is killed and resumed; slower, for verification. ``stall_timeout_s``:
-    where nothing moved for so long, and for longer than any other time limit explains, the run says who waits for whom
-    and ends (0: never)."""
+    """Identity and length of the run."""
 
-    name: str = "run"
-    directory: str = "runs"
-    seed: Natural = 0
-    steps: Positive = 100
-    restarts: Natural = 3
-    journal: JournalKind = JournalKind.FSYNC
-    deterministic: bool = False
-    stall_timeout_s: NaturalFloat = 600.0
+    name: Annotated[str, doc("of its directory, with the time behind it")] = "run"
+    directory: Annotated[str, doc("where the directories of runs are, relative to the current directory")] = "runs"
+    seed: Annotated[Natural, doc("of the order of prompts and of what is sampled")] = 0
+    steps: Annotated[Positive, doc("versions of the weights, counted from 0")] = 100
+    restarts: Annotated[
+        Natural,
+        advanced(
+            "how often the controller, the trainer with it, or each reward worker may die and be started again "
+            "(0: the first death ends the run)"
+        ),
+    ] = 3
+    journal: Annotated[JournalKind, doc("what the run resumes from after a death")] = JournalKind.FSYNC
+    deterministic: Annotated[
+        bool,
+        doc("batches and weights are the same however often the run is killed and resumed; slower, for verification"),
+    ] = False
+    stall_timeout_s: Annotated[
+        NaturalFloat,
+        advanced(
+            "where nothing moved for this time, and for longer than any other time limit explains, the run says who "
+            "waits for whom and ends (0: never)"
+        ),
+    ] = 600.0
 
 
 class Model(Section, frozen=True):
-    """``path``: a directory in Hugging Face format, with a tokenizer."""
+    """The policy."""
 
-    path: str
+    path: Annotated[str, doc("a directory in Hugging Face format, with a tokenizer")]
 
 
 class Prompts(Section, frozen=True):
-    """``train``: where prompts come from: a ``.jsonl``, ``.parquet`` or ``.arrow`` file, the directory of a Hugging
-    Face dataset (``data/gsm8k?split=train``), a task of reasoning-gym
-    (``reasoning_gym:chain_sum?size=1000&seed=0``), or ``module:name`` / ``file.py:name`` of an (async) iterator or a
-    function that returns one. Each row has ``prompt`` (text), ``messages`` (a chat, written with the model's own
-    template) or ``prompt_token_ids``, an optional ``prompt_id``, and the columns that the rewards name;
-    ``?prompt=COLUMN`` takes the text from another column, and ``?chat=true`` makes a chat of it. ``shuffle``: stored
-    rows come in another order in each epoch."""
+    """Where prompts come from. Each row has ``prompt`` (text), ``messages`` (a chat, written with the model's own
+    template) or ``prompt_token_ids``, an optional ``prompt_id``, and the columns that the rewards name."""
 
-    train: str
-    shuffle: bool = True
+    train: Annotated[
+        str,
+        doc(
+            "a .jsonl, .parquet or .arrow file, the directory of a Hugging Face dataset (data/gsm8k?split=train), a "
+            "task of reasoning-gym (reasoning_gym:chain_sum?size=1000&seed=0), or module:name / file.py:name of an "
+            "(async) iterator or a function that returns one; ?prompt=COLUMN takes the text from another column, and "
+            "?chat=true makes a chat of it"
+        ),
+    ]
+    shuffle: Annotated[bool, doc("stored rows come in another order in each epoch")] = True
 
 
 class Sampling(Section, frozen=True):
-    """How completions are sampled: with ``temperature`` (training uses the same), from the likeliest tokens that have
-    ``top_p`` of the probability together, until they end or have ``max_tokens``."""
+    """How completions are sampled."""
 
-    temperature: PositiveFloat = 1.0
-    top_p: Share = 1.0
-    max_tokens: Positive = 512
+    temperature: Annotated[PositiveFloat, doc("training uses the same")] = 1.0
+    top_p: Annotated[Share, doc("from the likeliest tokens that have this probability together")] = 1.0
+    max_tokens: Annotated[Positive, doc("of one completion")] = 512
 
 
 class OptimizerKind(StrEnum):
@@ -109,48 +120,56 @@ class ComputeDtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class Training(Section, frozen=True):
-    """The trainer: ``ranks`` processes (FSDP2) on ``device`` (``auto``: CUDA where there is one), each with ``threads``
-    on a CPU (0: what the engines leave). AdamW with ``learning_rate``, which rises linearly over ``warmup_steps``,
-    ``beta1``, ``beta2`` and ``weight_decay``; gradients are clipped to a norm of ``max_grad_norm``. A round that trains
-    several batches at once takes as many steps along their mean gradient. ``streaming``: groups are trained while
-    others are still sampled, with the gradient of the whole batch. ``updates_per_batch`` > 1: so many optimizer steps
-    on each batch; all but the first are off-policy, and nothing streams. ``micro_batch_tokens``: tokens that go through
-    the model at once. ``activation_checkpointing``: activations are computed again in the backward, for memory.
-    ``compile``: layers by torch.compile; the start takes longer. ``gathered``: with several ranks, whether each holds
-    the whole model while a batch is open ("batch"), or one layer at a time ("layer", for models that do not fit;
-    groups are then trained when every rank has some); "auto" takes "batch" where that fits."""
+class Gathered(StrEnum):
+    """When every rank holds whole parameters. ``batch``: while a batch is open. ``layer``: one layer at a time, for
+    models that do not fit; groups are then trained when every rank has some. ``auto``: ``batch`` where that fits."""
 
-    ranks: Count = 1
-    device: str = "auto"
-    threads: Natural = 0
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
-    learning_rate: NaturalFloat = 1e-6
-    warmup_steps: Natural = 0
-    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
-    weight_decay: NaturalFloat = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    updates_per_batch: Positive = 1
-    micro_batch_tokens: Positive = 2048
-    streaming: bool = True
-    compute_dtype: ComputeDtype = ComputeDtype.AUTO
-    gathered: Gathered = Gathered.AUTO
-    activation_checkpointing: bool = False
-    compile: bool = False
+    AUTO = "auto"
+    BATCH = "batch"
+    LAYER = "layer"
+
+
+class Training(Section, frozen=True):
+    """The trainer: AdamW over FSDP2 ranks. A round that trains several batches at once takes as many steps along their
+    mean gradient."""
+
+    ranks: Annotated[Count, doc("processes of the trainer (FSDP2)")] = 1
+    device: Annotated[str, doc('"auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N"')] = "auto"
+    threads: Annotated[Natural, advanced("of each rank on a CPU (0: what the engines leave)")] = 0
+    optimizer: Annotated[OptimizerKind, doc("")] = OptimizerKind.ADAMW
+    learning_rate: Annotated[NaturalFloat, doc("of AdamW")] = 1e-6
+    warmup_steps: Annotated[Natural, doc("over which the learning rate rises linearly")] = 0
+    beta1: Annotated[float, Meta(ge=0, lt=1), advanced("of AdamW")] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1), advanced("of AdamW")] = 0.95
+    weight_decay: Annotated[NaturalFloat, doc("of AdamW")] = 0.0
+    max_grad_norm: Annotated[PositiveFloat, doc("gradients are clipped to this norm")] = 1.0
+    updates_per_batch: Annotated[
+        Positive,
+        doc("optimizer steps on each batch; all but the first are off-policy, and above 1 nothing streams"),
+    ] = 1
+    micro_batch_tokens: Annotated[Positive, doc("tokens that go through the model at once")] = 2048
+    streaming: Annotated[
+        bool,
+        advanced("groups are trained while others are still sampled, with the gradient of the whole batch"),
+    ] = True
+    compute_dtype: Annotated[ComputeDtype, doc("")] = ComputeDtype.AUTO
+    gathered: Annotated[Gathered, advanced("with several ranks")] = Gathered.AUTO
+    activation_checkpointing: Annotated[
+        bool, doc("activations are computed again in the backward, which saves memory")
+    ] = False
+    compile: Annotated[bool, doc("layers by torch.compile; the start takes longer")] = False
 
 
 class Lora(Section, frozen=True):
-    """Low-rank adapters (peft) instead of all weights. ``rank`` 0: none. They are scaled by ``alpha`` / rank.
-    ``targets`` empty: peft's choice."""
+    """Low-rank adapters (peft) instead of all weights."""
 
-    rank: Natural = 0
-    alpha: PositiveFloat = 16.0
-    targets: tuple[str, ...] = ()
+    rank: Annotated[Natural, doc("0: none, all weights are trained")] = 0
+    alpha: Annotated[PositiveFloat, doc("adapters are scaled by alpha / rank")] = 16.0
+    targets: Annotated[tuple[str, ...], doc("modules that are adapted; empty: peft's choice")] = ()
 
 
 class ReleaseKind(StrEnum):
-    """What late in a round becomes of engines whose requests fit on the others. ``drain``: they stand idle until the
+    """What happens late in a round to engines whose requests fit on the others. ``drain``: they are idle until the
     next round, and their cores are for training. ``stop``: their processes end as well, which frees their memory;
     to start them again takes as long as at the start of the run."""
 
@@ -168,90 +187,108 @@ class EngineKind(StrEnum):
 
 
 class EngineShape(Section, frozen=True):
-    """Another set of engines on the same devices: ``count`` engines of ``tensor_parallel_size`` workers.
-    ``max_num_seqs`` 0: of one engine, so that the set runs as many as the first. ``rounds``: kinds of rounds that it
-    always serves, such as ``["long"]``; empty: which set serves a round is decided from what is measured."""
+    """Another set of engines on the same devices."""
 
-    count: Count
-    tensor_parallel_size: Count = 1
-    max_num_seqs: Natural = 0
-    kv_tokens: Natural = 0
-    cores: tuple[str, ...] = ()
-    rounds: tuple[str, ...] = ()
+    count: Annotated[Count, doc("engines")]
+    tensor_parallel_size: Annotated[Count, doc("workers of each")] = 1
+    max_num_seqs: Annotated[
+        Natural, doc("requests that one engine runs at once (0: so that the set runs as many as the first)")
+    ] = 0
+    kv_tokens: Annotated[Natural, doc("room of the KV cache of one engine (0: what fits)")] = 0
+    cores: Annotated[tuple[str, ...], doc("of each engine on a CPU")] = ()
+    rounds: Annotated[
+        tuple[str, ...],
+        doc('kinds of rounds that it always serves, such as ["long"]; empty: decided from what is measured'),
+    ] = ()
 
 
 class Engines(Section, frozen=True):
-    """``count`` vLLM engines, each of ``tensor_parallel_size`` workers, which run ``max_num_seqs`` requests at once.
-    ``dtype`` ``auto``: float32 on a CPU, bfloat16 on CUDA. ``cores``: of each engine on a CPU, such as ``["0-3",
-    "4-7"]``; ``gpu_memory_utilization``: of a GPU, for all engines on it. ``max_model_len`` 0: prompt and completion
-    limits of this recipe decide. ``max_num_batched_tokens``: of one step of an engine (0: 16,384 on a GPU of 70 GiB or
-    more). ``kv_tokens``: room of the KV cache of one engine (0: what fits). ``release``: what
-    becomes of engines that can be spared late in a round (rounds that train on-policy). ``sets``: other sets, prepared
-    beside this one; one set is awake (rounds that train on-policy). ``sleep_level``: of the others on CUDA, where 1
-    keeps their weights in host memory, 2 drops them, 0 ends their processes, as is done on a CPU. ``start_timeout_s``:
-    for an engine that was stopped to be ready again. ``rounds``: kinds of rounds that the first set always serves.
+    """The engines that sample. One that dies is started again while the others serve on."""
 
-    An engine that dies is started again, at most ``restarts`` times until one of its starts has served ten minutes
-    (None: 3, where engines are neither stopped nor changed; 0: a death ends the run), and the others serve on, as
-    long as ``min_serving`` can be had. One from which nothing was heard for ``silence_timeout_s``, or whose requests
-    did not get on for ``progress_timeout_s``, is ended first; a slow one is not. A trajectory that was being sampled at
-    ``fatal_deaths`` deaths is dropped (0: never)."""
-
-    kind: EngineKind = EngineKind.VLLM
-    count: Count = 1
-    tensor_parallel_size: Count = 1
-    max_num_seqs: Positive = 256
-    max_model_len: Natural = 0
-    max_num_batched_tokens: Natural = 0
-    kv_tokens: Natural = 0
-    rounds: tuple[str, ...] = ()
-    dtype: str = "auto"
-    cores: tuple[str, ...] = ()
-    gpu_memory_utilization: Share = 0.85
-    start_timeout_s: PositiveFloat = 300.0
-    release: ReleaseKind = ReleaseKind.NEVER
-    sets: tuple[EngineShape, ...] = ()
-    sleep_level: Annotated[int, Meta(ge=0, le=2)] = 1
-    restarts: Natural | None = None
-    min_serving: Positive = 1
-    silence_timeout_s: PositiveFloat = 30.0
-    progress_timeout_s: PositiveFloat = 120.0
-    fatal_deaths: Natural = 3
+    kind: Annotated[EngineKind, doc("")] = EngineKind.VLLM
+    count: Annotated[Count, doc("engines")] = 1
+    tensor_parallel_size: Annotated[Count, doc("workers of each engine")] = 1
+    max_num_seqs: Annotated[Positive, doc("requests that one engine runs at once")] = 256
+    max_model_len: Annotated[Natural, doc("tokens of prompt and completion (0: the limits of this recipe)")] = 0
+    max_num_batched_tokens: Annotated[
+        Natural, doc("tokens of one step of an engine (0: vLLM's choice; 16,384 on a GPU of 70 GiB or more)")
+    ] = 0
+    kv_tokens: Annotated[Natural, advanced("room of the KV cache of one engine (0: what fits)")] = 0
+    rounds: Annotated[tuple[str, ...], advanced("kinds of rounds that the first set always serves (with sets)")] = ()
+    dtype: Annotated[str, doc('"auto": float32 on a CPU, bfloat16 on CUDA')] = "auto"
+    cores: Annotated[tuple[str, ...], doc('of each engine on a CPU, such as ["0-3", "4-7"]')] = ()
+    gpu_memory_utilization: Annotated[Share, doc("of a GPU, for all engines on it")] = 0.85
+    start_timeout_s: Annotated[PositiveFloat, advanced("for an engine that was stopped to be ready again")] = 300.0
+    release: Annotated[ReleaseKind, doc("for rounds that train on-policy")] = ReleaseKind.NEVER
+    sets: Annotated[
+        tuple[EngineShape, ...],
+        advanced("other sets, prepared beside this one; one is awake (rounds that train on-policy)"),
+    ] = ()
+    sleep_level: Annotated[
+        int,
+        Meta(ge=0, le=2),
+        advanced(
+            "of sets that are not awake, on CUDA: 1 keeps their weights in host memory, 2 drops them, 0 ends their "
+            "processes, as is done on a CPU"
+        ),
+    ] = 1
+    restarts: Annotated[
+        Natural | None,
+        advanced(
+            "of one engine, until one of its starts has served ten minutes (not set: 3, where engines are neither "
+            "stopped nor changed; 0: a death ends the run)"
+        ),
+    ] = None
+    min_serving: Annotated[Positive, advanced("with fewer engines that can be had the run ends")] = 1
+    silence_timeout_s: Annotated[PositiveFloat, advanced("an engine that says nothing for this time is killed")] = 30.0
+    progress_timeout_s: Annotated[
+        PositiveFloat, advanced("an engine none of whose requests advances for this time is killed")
+    ] = 120.0
+    fatal_deaths: Annotated[
+        Natural, advanced("a trajectory that was being sampled at this many deaths is dropped (0: never)")
+    ] = 3
 
 
 class Weights(Section, frozen=True):
-    """The weight path. ``push_timeout_s``: for a version to be live on every engine. ``audit_interval``: every so
-    many versions the engines' own checksums of all live parameters are written to ``audits.jsonl`` (0: never; slow).
-    ``engine_timeout_s``: how long after the first engine another one may go on fetching before it leaves service and
-    catches up beside the run (0: all are waited for). ``canary``: after each push every engine scores a few fixed
-    tokens, which the trainer scored, too; they must agree. Nobody waits for the answers; simulated engines are not
-    asked."""
+    """The way of the weights from the trainer to the engines."""
 
-    audit_interval: Natural = 0
-    push_timeout_s: PositiveFloat = 120.0
-    engine_timeout_s: NaturalFloat = 0.0
-    canary: bool = True
+    audit_interval: Annotated[
+        Natural,
+        advanced(
+            "versions between audits: the engines' own checksums of all live parameters go to audits.jsonl "
+            "(0: never; slow)"
+        ),
+    ] = 0
+    push_timeout_s: Annotated[PositiveFloat, advanced("for a version to be live on every engine")] = 120.0
+    engine_timeout_s: Annotated[
+        NaturalFloat,
+        advanced(
+            "after the first engine, for another one to fetch a version before it leaves service and catches up beside "
+            "the run (0: all are waited for)"
+        ),
+    ] = 0.0
+    canary: Annotated[
+        bool,
+        advanced(
+            "after each push every engine scores a few fixed tokens, which the trainer scored, too; they must agree. "
+            "Nobody waits for the answers; simulated engines are not asked"
+        ),
+    ] = True
 
 
 class Evaluation(Section, frozen=True):
-    """Held-out ``prompts`` (as ``prompts.train``; empty: none): after every ``every`` steps on the first ``limit`` (0:
-    all); before the first step (``at_start``) and after the last one (``at_end``) on all.
+    """Held-out prompts."""
 
-    ``temperature`` None: the sampling temperature. ``samples``: completions of each prompt, for avg@k and pass@k.
-    ``reward``: the name of the reward that is the score there (empty: the first one that is no shadow), of which
-    ``success_reward`` or more is a success. ``store_samples``: write every completion to ``evaluations/`` of the run.
-    """
-
-    prompts: str = ""
-    samples: Count = 1
-    store_samples: bool = True
-    every: Natural = 0
-    limit: Natural = 0
-    at_start: bool = True
-    at_end: bool = True
-    temperature: PositiveFloat | None = None
-    success_reward: float = 1.0
-    reward: str = ""
+    prompts: Annotated[str, doc("as prompts.train; empty: none")] = ""
+    samples: Annotated[Count, doc("completions of each prompt, for avg@k and pass@k")] = 1
+    store_samples: Annotated[bool, advanced("every completion is written to evaluations/ of the run")] = True
+    every: Annotated[Natural, doc("steps between evaluations on the first prompts (0: none)")] = 0
+    limit: Annotated[Natural, doc("prompts of those evaluations (0: all)")] = 0
+    at_start: Annotated[bool, doc("on all prompts, before the first step")] = True
+    at_end: Annotated[bool, doc("on all prompts, after the last step")] = True
+    temperature: Annotated[PositiveFloat | None, doc("not set: the sampling temperature")] = None
+    success_reward: Annotated[float, advanced("a score from which a completion is a success")] = 1.0
+    reward: Annotated[str, advanced("the name of the reward that is the score (empty: the first that counts)")] = ""
 
 
 class ResumedRewards(StrEnum):
@@ -263,23 +300,21 @@ class ResumedRewards(StrEnum):
 
 
 class Checkpoint(Section, frozen=True):
-    """Trainer state and a Hugging Face directory every ``every`` steps (0: every 100 where there is a journal, else
-    none), and ``at_end``.
+    """Trainer state and a Hugging Face directory. Those that are kept: the last ones, the best ones, and
+    every N-th."""
 
-    Kept: the last ``keep``, the ``keep_best`` of highest held-out score, and every ``keep_every``-th step (0: none).
-    ``min_free_gib``: refuse to write, and stop the run, where less than this would be left on the disk.
-    ``resume_from``: a checkpoint directory to start from: weights, optimizer and version, on any number of ranks.
-    ``rewards``: those that were attached to the running run when it was written, or the recipe's.
-    """
-
-    every: Natural = 0
-    keep: Positive = 2
-    keep_best: Natural = 0
-    keep_every: Natural = 0
-    at_end: bool = True
-    min_free_gib: NaturalFloat = 1.0
-    resume_from: str = ""
-    rewards: ResumedRewards = ResumedRewards.KEPT
+    every: Annotated[Natural, doc("steps between checkpoints (0: 100 where there is a journal, else none)")] = 0
+    keep: Annotated[Positive, doc("the last ones")] = 2
+    keep_best: Annotated[Natural, doc("those of the highest held-out score")] = 0
+    keep_every: Annotated[Natural, advanced("also those of every such step (0: none)")] = 0
+    at_end: Annotated[bool, doc("one when the run ends")] = True
+    min_free_gib: Annotated[
+        NaturalFloat, advanced("refuse to write, and stop the run, where less would be left on the disk")
+    ] = 1.0
+    resume_from: Annotated[
+        str, doc("a checkpoint directory to start from: weights, optimizer and version, on any number of ranks")
+    ] = ""
+    rewards: Annotated[ResumedRewards, advanced("of a run that starts from a checkpoint")] = ResumedRewards.KEPT
 
 
 class TransportKind(StrEnum):
@@ -304,23 +339,29 @@ class TransportSecurity(StrEnum):
 
 
 class Transport(Section, frozen=True):
-    """Streams between processes. With tcp: ``port``, ``port + 1``, ... of ``host``; the dry run lists them. ``keys``:
-    a directory of ``streamrl keys``; without it nothing may listen on other addresses than this host's own, unless
-    ``security`` is "none". With it, every tcp socket asks for keys."""
+    """Streams between processes."""
 
-    kind: TransportKind = TransportKind.IPC
-    host: str = "127.0.0.1"
-    port: Annotated[int, Meta(ge=1024, le=65000)] = 5700
-    engines: Launch = Launch.LOCAL
-    training: Launch = Launch.LOCAL
-    security: TransportSecurity = TransportSecurity.CURVE
-    keys: str = ""
+    kind: Annotated[TransportKind, doc("")] = TransportKind.IPC
+    host: Annotated[str, doc("with tcp: the address of one interface of this host")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1024, le=65000), doc("with tcp: the first of the ports; the dry run lists them")] = (
+        5700
+    )
+    engines: Annotated[Launch, doc("")] = Launch.LOCAL
+    training: Annotated[Launch, doc("")] = Launch.LOCAL
+    security: Annotated[TransportSecurity, advanced("of what other hosts reach")] = TransportSecurity.CURVE
+    keys: Annotated[
+        str,
+        doc(
+            "a directory of `streamrl keys`, for which every tcp socket asks then; without it nothing listens on other "
+            "addresses than this host's own"
+        ),
+    ] = ""
 
 
 class Metrics(Section, frozen=True):
-    """``endpoint``: where the metrics socket binds; empty: an ipc endpoint that the run prints."""
+    """The metrics socket."""
 
-    endpoint: str = ""
+    endpoint: Annotated[str, doc("where it binds; empty: an ipc endpoint that the run prints")] = ""
 
 
 class Recipe(Section, frozen=True):

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.recipe.fields import ADVANCED, keys_of
+
 # No two parts in a row can match the same characters: the time is that of the length of a line, not of its square.
 _TABLE = re.compile(r"^\s*+(\[\[?)\s*+([^\]]++)\]\]?\s*+(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
@@ -102,18 +104,24 @@ def toml_key(key: str) -> str:
     return key if _BARE_KEY.match(key) else toml_value(key)
 
 
-def _table_lines(section: msgspec.Struct) -> list[str]:
-    pairs = ((name, getattr(section, name)) for name in section.__struct_fields__)
-    return [f"{name} = {toml_value(value)}" for name, value in pairs if value is not None]
-
-
 def toml_document(struct: msgspec.Struct) -> str:
-    """A struct of sections as TOML. Fields that are None are left out: TOML has no null."""
-    blocks: list[list[str]] = []
+    """A struct of sections as TOML. Fields that are None are left out: TOML has no null; so are advanced keys that are
+    at their default, and sections in which nothing is left."""
+    blocks: list[str] = []
     for name in struct.__struct_fields__:
         value = getattr(struct, name)
-        if isinstance(value, msgspec.Struct):
-            blocks.append([f"[{name}]", *_table_lines(value)])
-        else:
-            blocks.extend([f"[[{name}]]", *_table_lines(item)] for item in value)
-    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+        items = [value] if isinstance(value, msgspec.Struct) else value
+        for item in items:
+            blocks += _section_blocks(f"[{name}]" if item is value else f"[[{name}]]", name, item)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _section_blocks(head: str, name: str, section: msgspec.Struct) -> list[str]:
+    lines: list[str] = []
+    below: list[str] = []
+    for key in keys_of(type(section)).values():
+        value = getattr(section, key.name)
+        if value is not None and not (key.advanced and value == key.default):
+            (below if key.advanced else lines).append(f"{key.name} = {toml_value(value)}")
+    blocks = ["\n".join([head, *lines])] if lines else []
+    return blocks + (["\n".join([f"[{name}.{ADVANCED}]", *below])] if below else [])

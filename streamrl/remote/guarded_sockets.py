@@ -72,7 +72,7 @@ def keys_for(endpoint: str) -> RoleKeys | None:
         raise StreamRLError(
             f"{endpoint} can be reached from other hosts, and this process has no keys: make some with "
             f"`streamrl keys DIRECTORY` and set transport.keys ({KEYS_DIRECTORY} outside of a run), or use a loopback "
-            'address; transport.security = "none" leaves it open to everybody'
+            'address; transport.advanced.security = "none" leaves it open to everybody'
         )
     return keys
 

@@ -91,7 +91,7 @@ def resumed_rewards(recipe: Recipe, kept: KeptRewards, checkpoint: Path) -> Kept
                 (
                     f"checkpoint.resume_from: the rewards of {checkpoint} were changed while that run went on (to "
                     f"{names}), and [[rewards]] of the recipe has changed since, too: undo that, or start with the "
-                    'recipe\'s by checkpoint.rewards = "recipe"'
+                    'recipe\'s by checkpoint.advanced.rewards = "recipe"'
                 )
             ]
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from streamrl.recipe.fields import as_written
+from streamrl.recipe.sections import Recipe
+
 BATCH = "rollout.prompts_per_batch (x rollout.group_size = trajectories of a step)"
 STEPS = "run.steps (optimizer steps; prompts are drawn again, epoch after epoch)"
 PLACED = "training.ranks, engines.count and engines.tensor_parallel_size"
@@ -175,6 +178,7 @@ def foreign_answer(key: str) -> str:
     parts = key.replace("-", "_").lower().split(".")
     names = (".".join(parts[start:]) for start in range(len(parts)))  # the whole key first: critic.optim.lr is no lr
     answer = next((FOREIGN_KEYS[name] for name in names if name in FOREIGN_KEYS), "")
+    answer = as_written(Recipe, answer)
     if answer.startswith("-"):
         return f"there is no such key here: {answer[1:]}"
     return f"that is {answer} here" if answer else ""

@@ -63,13 +63,13 @@ def algorithm_lines() -> list[str]:
 def streaming_notice(recipe: Recipe) -> str:
     """Why nothing streams although the recipe leaves it on; empty where it streams or was turned off."""
     reason = why_not_streaming(objective_settings(recipe.objective), recipe.training.updates_per_batch)
-    return f"off, although training.streaming = true: {reason}" if recipe.training.streaming and reason else ""
+    return f"off, although training.advanced.streaming = true: {reason}" if recipe.training.streaming and reason else ""
 
 
 def streaming_sentence(recipe: Recipe) -> str:
     """Whether groups are trained while others generate, and why not."""
     if not recipe.training.streaming:
-        return "off: training.streaming = false; a batch is trained when it is complete"
+        return "off: training.advanced.streaming = false; a batch is trained when it is complete"
     on = "on: groups are trained while others generate, with the gradient of the whole batch"
     return streaming_notice(recipe) or on
 

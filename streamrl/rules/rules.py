@@ -12,6 +12,7 @@ from functools import cache
 
 import msgspec
 
+from streamrl.recipe.fields import as_written, written_path
 from streamrl.recipe.problems import shown
 from streamrl.recipe.sections import Launch, Lora, OptimizerKind, Recipe, ReleaseKind
 from streamrl.rules import (
@@ -29,6 +30,9 @@ from streamrl.rules.engine_rules import (
     prepared_engine_sets,
     sampling_temperature,
 )
+from streamrl.rules.foreign_keys import foreign_answer
+
+__all__ = ["broken_rules", "foreign_answer"]  # what ``recipe.load`` calls
 
 DEVICES = ("auto", "cpu", "cuda")
 LONGEST_RUN_NAME = 45
@@ -45,10 +49,12 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def broken_rules(recipe: Recipe, bad_paths: Set[str] = frozenset()) -> list[tuple[str, str]]:
-    """Every (path, message) of the rules that ``recipe`` breaks; rules that read a bad path are left out."""
+    """Every (path, message) of the rules that ``recipe`` breaks, with keys as they are written (``[run.advanced]``);
+    rules that read a bad path are left out."""
     bad = {".".join(part for part in path.split(".") if not part.isdigit()) for path in bad_paths}
     above_bad = {above for path in bad for above in _upwards(path)}
-    return [found for rule in RULES if not _reads_any(rule, bad, above_bad) for found in rule.check(recipe)]
+    found = [one for rule in RULES if not _reads_any(rule, bad, above_bad) for one in rule.check(recipe)]
+    return [(written_path(Recipe, path), as_written(Recipe, text)) for path, text in found]
 
 
 def _reads_any(rule: Rule, bad: Set[str], above_bad: Set[str]) -> bool:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
-from streamrl.recipe.objective import Section
+from streamrl.recipe.fields import Section
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import (
     DeferredPrompts,

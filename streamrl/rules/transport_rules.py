@@ -83,5 +83,5 @@ def insecure_notice(recipe: Recipe) -> str:
     return (
         reached
         and f"INSECURE: {reached} without keys: whoever reaches it reads the run and changes its weights "
-        '(transport.security = "none"); `streamrl keys DIRECTORY` makes keys'
+        '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
     )

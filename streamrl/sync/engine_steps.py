@@ -118,7 +118,7 @@ class EngineSteps:
             with anyio.fail_after(deadline - anyio.current_time()):
                 yield
         except TimeoutError as error:
-            raise EngineError(f"{failure} within {self._timeout_s:g} s (weights.push_timeout_s)") from error
+            raise EngineError(f"{failure} within {self._timeout_s:g} s (weights.advanced.push_timeout_s)") from error
 
     async def on_each(
         self, step: Step, engines: Sequence[PushedEngine], late: str, deadline: float | None = None

@@ -110,7 +110,7 @@ class WeightCanary(Generic[Engine]):
                 f"{len(once_more)} engines compute something else than the trainer with the same weights, after an "
                 f"anchor as before it: logprobs of the canary are {max(suspects.values()):.3g} nats apart "
                 f"({self.limit:g} may be). Set engines.dtype and training.compute_dtype to float32 to see "
-                "whether rounding does it; weights.canary = false lets the run go on"
+                "whether rounding does it; weights.advanced.canary = false lets the run go on"
             )
 
     def forget(self, engine: Engine) -> None:

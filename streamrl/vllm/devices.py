@@ -41,7 +41,7 @@ def device_problems(recipe: Recipe, config: dict[str, Any], *, device: str) -> I
     cores = len(os.sched_getaffinity(0))
     heads = int(config.get("num_attention_heads") or 1)
     for index, one in enumerate(prepared_sets(recipe)):
-        where = "engines" if index == 0 else f"engines.sets.{index - 1}"
+        where = "engines" if index == 0 else f"engines.advanced.sets.{index - 1}"
         if one.tensor_parallel_size == 1:
             continue  # several may share a device
         if heads % one.tensor_parallel_size:

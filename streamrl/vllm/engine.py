@@ -349,7 +349,7 @@ def engine_config(options: EngineOptions) -> Any:
 def _why_refused(options: EngineOptions, said: str) -> str:
     """In one sentence, with what to set where that is known."""
     if found := re.search(r"derived max_model_len \(\w+=(\d+)", said):
-        key = "engines.max_model_len" if options.pushed else "judge.max_model_len"
+        key = "engines.max_model_len" if options.pushed else "judge.advanced.max_model_len"
         return f"the model has {found[1]} positions, and {options.max_model_len} are asked for: set {key} = {found[1]}"
     return f"vLLM cannot serve {options.model_path}: {said}"
 

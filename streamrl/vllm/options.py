@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.model_folder import unsafe_content
+from streamrl.learning.threads import engine_threads
 from streamrl.plan.model_facts import ModelDirectoryError, read_model_config, read_model_facts
-from streamrl.plan.model_folder import unsafe_content
-from streamrl.plan.threads import engine_threads
 from streamrl.plan.topology import PreparedSet, expected_kv_tokens, prepared_sets, set_of_engine
 from streamrl.recipe.sections import Recipe
 from streamrl.vllm.devices import core_numbers, workers_on_cores

@@ -105,7 +105,8 @@ def test_recipe_errors_come_together_with_exit_code_2(project: Path, capsys: pyt
         "error: 2 problems; nothing was started\n"
         "  --set: run.steps: 0 is not allowed: must be an integer > 0\n"
         '  --set: rollout.group_sise: unknown key; did you mean "group_size"? Keys of [rollout]: prompts_per_batch, '
-        "group_size, rounds, policy, max_staleness, in_flight, when_stale, dynamic_sampling, presubmit\n"
+        "group_size, rounds, policy, max_staleness, in_flight, when_stale, dynamic_sampling; below "
+        "[rollout.advanced]: presubmit\n"
     )
 
 
@@ -261,12 +262,14 @@ def test_a_column_that_no_row_has_is_one_problem(project: Path) -> None:
 
 def test_a_disk_that_takes_no_checkpoint_is_named_before_anything_is_trained(project: Path) -> None:
     free = shutil.disk_usage(project).free / (1 << 30)
-    (problem,) = problems(project, f"checkpoint.min_free_gib={free + 100}")
-    assert problem.startswith("checkpoint.min_free_gib: ")
+    (problem,) = problems(project, f"checkpoint.advanced.min_free_gib={free + 100}")
+    assert problem.startswith("checkpoint.advanced.min_free_gib: ")
     assert float(problem.partition(" has ")[2].partition(":")[0]) == pytest.approx(free, abs=2.0)
     assert "make room" in problem
     preflight(
-        load_recipe(project / "recipe.toml", [f"checkpoint.min_free_gib={free + 100}", "checkpoint.at_end=false"])
+        load_recipe(
+            project / "recipe.toml", [f"checkpoint.advanced.min_free_gib={free + 100}", "checkpoint.at_end=false"]
+        )
     )
 
 
@@ -335,7 +338,9 @@ def test_dry_run_counts_held_out_prompts_and_says_why_nothing_streams(
         settings = ["--set", f"evaluation.prompts={source}", "--set", "engines.kind=simulated"]
         main(["train", str(project / "recipe.toml"), "--dry-run", *settings])
         assert f"all prompts: {count} x 1 = {count} completions" in capsys.readouterr().out
-    assert 'streaming   off, although training.streaming = true: objective.advantages = "batch" compares' in text
+    assert (
+        'streaming   off, although training.advanced.streaming = true: objective.advantages = "batch" compares' in text
+    )
 
 
 def test_dry_run_with_a_problem_still_shows_the_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,9 +359,9 @@ def test_check_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "rollout.in_flight"]) == 0
-    assert 'in_flight: one of "keep", "recompute", "resume"; default "keep"' in capsys.readouterr().out
+    assert 'rollout.in_flight: one of "keep", "recompute", "resume"; default "keep"' in capsys.readouterr().out
     assert main(["explain", "top_p"]) == 0
-    assert capsys.readouterr().out.startswith("[sampling]")
+    assert capsys.readouterr().out.startswith("sampling.top_p: a number > 0 and <= 1; default 1.0")
     assert main(["explain", "objective.algorithm"]) == 0
     assert '  gspo: surrogate = "sequence_clip", advantages = "group_std"' in capsys.readouterr().out
     assert main(["explain"]) == 0
@@ -435,7 +440,10 @@ def test_a_run_that_cannot_stream_says_so(
         recipe.write("[training]\nupdates_per_batch = 2\n")
     run_script(project, monkeypatch, [started(project), STEP, RunFinished(reason="finished", step=1)])
     before_the_first_step = capsys.readouterr().out.partition("step 1/1")[0]
-    assert "streaming off, although training.streaming = true: training.updates_per_batch = 2" in before_the_first_step
+    assert (
+        "streaming off, although training.advanced.streaming = true: training.updates_per_batch = 2"
+        in before_the_first_step
+    )
 
 
 def test_a_run_that_is_done(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

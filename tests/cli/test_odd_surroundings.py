@@ -31,8 +31,8 @@ def arguments(root: Path, **settings: object) -> list[str]:
         "rollout.group_size": 4,
         "sampling.max_tokens": 32,
         "evaluation.prompts": "",
-        "training.threads": 1,
-        "checkpoint.min_free_gib": 0.0,
+        "training.advanced.threads": 1,
+        "checkpoint.advanced.min_free_gib": 0.0,
     }
     chosen = common | {key.replace("__", "."): value for key, value in settings.items()}
     return [str(EXAMPLE), *(part for key, value in chosen.items() for part in ("--set", f"{key}={toml_value(value)}"))]

@@ -162,7 +162,8 @@ def test_the_lines_say_what_is_asked_for() -> None:
         "            entropy_coefficient = 0.01",
         "            overlong_buffer = 64, overlong_penalty = 1.0",
         (
-            "streaming   off, although training.streaming = true: training.updates_per_batch = 4 steps on one batch "
+            "streaming   off, although training.advanced.streaming = true: training.updates_per_batch = 4 steps on "
+            "one batch "
             "need all of it first"
         ),
         (
@@ -245,10 +246,12 @@ def test_off_policy_sentences_of_synchronous_rounds() -> None:
 
 
 def test_streaming_sentences() -> None:
-    assert streaming_sentence(change(training=Training(streaming=False))).startswith("off: training.streaming = false")
+    assert streaming_sentence(change(training=Training(streaming=False))).startswith(
+        "off: training.advanced.streaming = false"
+    )
     whole_batch = change(objective=Objective(algorithm=Algorithm.REINFORCE_PLUS_PLUS))
     assert streaming_sentence(whole_batch) == (
-        'off, although training.streaming = true: objective.advantages = "batch" compares with the whole batch'
+        'off, although training.advanced.streaming = true: objective.advantages = "batch" compares with the whole batch'
     )
     assert streaming_notice(whole_batch) == streaming_sentence(whole_batch)
     off = msgspec.structs.replace(whole_batch, training=Training(streaming=False))

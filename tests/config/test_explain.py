@@ -1,35 +1,100 @@
-"""``streamrl explain``: every key of a recipe has a sentence."""
+"""Every key of a recipe has a text at its field, and the names of other systems are answered."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.check_fields import section_struct, struct_fields
+from streamrl.recipe.fields import bare, keys_of, paths_in_view, written_path
+from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.rules.explain import explain
+from streamrl.rules.explain import explain, reference
+from streamrl.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
 
-SECTIONS = {field.name: section_struct(field.type) for field in struct_fields(Recipe)}
+REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
+SECTIONS = {name: section.struct for name, section in keys_of(Recipe).items()}
+KEYS = [written_path(Recipe, path) for path in paths_in_view(Recipe, with_advanced=True)]
+VERL = """
+[data]
+train_batch_size = 1024
+max_response_length = 1024
+[actor]
+kl_loss_coef = 0.001
+[sampling]
+stop = ["</s>"]
+[rollout]
+n = 5
+"""
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_key_is_explained(section: str) -> None:
-    told = "\n".join(explain(section))
-    without = [
-        field.name
-        for field in struct_fields(SECTIONS[section])
-        if f'"{field.name}"' not in told and not isinstance(field.type, inspect.EnumType)
+def test_every_key_has_a_text_or_a_choice_that_has_one(section: str) -> None:
+    struct = SECTIONS[section]
+    assert struct is not None
+    for name, key in keys_of(struct).items():
+        kinds = key.kind.types if isinstance(key.kind, inspect.UnionType) else (key.kind,)
+        assert key.text or any(isinstance(bare(kind), inspect.EnumType) for kind in kinds), name
+
+
+def test_every_key_is_explained_where_it_is_written() -> None:
+    for key in KEYS:
+        assert explain(key)[0].startswith(f"{key}: "), key
+    assert explain("engines.advanced")[0] == "[engines.advanced]"
+    assert [line.partition(":")[0] for line in explain("restarts") if line.endswith("default 3")] == [
+        "run.advanced.restarts",
+        "judge.advanced.restarts",
     ]
-    assert not without
+    assert "the loss, or the reward of each token" in "\n".join(explain("objective.advanced.kl_in"))
 
 
-def test_a_choice_is_explained_where_it_may_be_left_out() -> None:
-    assert "the loss, or the reward of each token" in "\n".join(explain("objective.kl_in"))
+def test_the_reference_is_of_now() -> None:
+    assert REFERENCE.read_text() == reference(), "run: streamrl explain --markdown > docs/recipe.md"
 
 
-def test_what_is_not_there_is_told_with_what_is() -> None:
-    with pytest.raises(RecipeError, match=r'did you mean "max_staleness"\? Keys: '):
+def test_what_is_not_there_is_answered_with_what_is() -> None:
+    with pytest.raises(RecipeError, match=r'did you mean "max_staleness"\? Keys of \[rollout\]: '):
         explain("rollout.max_stale")
     with pytest.raises(RecipeError, match=r"nonsense: unknown section\. Sections: "):
         explain("nonsense")
+
+
+def test_every_key_that_an_answer_names_is_one_of_a_recipe() -> None:
+    assert len(FOREIGN_KEYS) >= 100
+    for key in FOREIGN_KEYS:
+        answer = foreign_answer(key)
+        named = [m[0] for m in re.finditer(r"\b([a-z_]+)\.(?:N\.)?(?:advanced\.)?([a-z_0-9.]+\b)", answer)]
+        here = [name.replace("N.", "") for name in named if name.partition(".")[0] in SECTIONS]
+        here = [name for name in here if not name.endswith((".jsonl", ".md"))]
+        assert all(name in KEYS for name in here), (key, answer)
+        assert here or answer.startswith("there is no such key"), f"{key} is answered with no key"
+
+
+def test_no_foreign_key_is_a_key_of_a_recipe() -> None:
+    own = {key.rpartition(".")[2] for key in KEYS if not key.startswith("engines.advanced.sets.")} | SECTIONS.keys()
+    assert not (FOREIGN_KEYS.keys() & own) - {"objective"}
+
+
+def test_each_key_of_a_recipe_for_verl_is_answered(tmp_path: Path) -> None:
+    recipe = tmp_path / "verl.toml"
+    recipe.write_text('[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[[rewards]]\nfunction = "a:b"\n' + VERL)
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(recipe)
+    said = "\n".join(refused.value.problems)
+    assert "data.train_batch_size: unknown key: that is rollout.prompts_per_batch (x rollout.group_size" in said
+    assert "data.max_response_length: unknown key: that is sampling.max_tokens here" in said
+    assert "actor.kl_loss_coef: unknown key: that is objective.kl_coefficient here" in said
+    assert "sampling.stop: unknown key: there is no such key here: a completion ends with" in said
+    assert "rollout.n: unknown key: that is rollout.group_size here" in said
+
+
+def test_explain_answers_them_with_the_key_that_is_here() -> None:
+    assert explain("lr")[0] == "lr: that is training.learning_rate here"
+    assert any(line.startswith("training.learning_rate: a number") for line in explain("lr"))
+    assert explain("actor_rollout_ref.rollout.n")[0].endswith("that is rollout.group_size here")
+    assert explain("critic.optim.lr")[0].endswith("that is objective.advanced.value_learning_rate here")
+    assert explain("report_to") == [f"report_to: {foreign_answer('report_to')}"]
+    assert explain("losers")[0] == "losers: that is tail_batching.deferred_prompts here"

@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.judge.options import judge_options, judge_problems
-from streamrl.plan.threads import judge_threads, trainer_threads
+from streamrl.learning.threads import judge_threads, trainer_threads
 from streamrl.plan.topology import JUDGE, Role, judge_socket, plan_topology
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.rewards import PATH_OPTIONS
@@ -35,16 +35,28 @@ def load(directory: Path, text: str, *overrides: str):
             OWN + ASKING + '[rewards.options]\nendpoint = "http://h:1/v1"\nmodel = "m"\n',
             'judge.model: "j" is asked by nobody',
         ),
-        ('[judge]\nbatch = 4\n[[rewards]]\nfunction = "a:b"\n', "judge.batch: 4 has no effect without judge.model"),
-        (OWN + "max_wait_s = 0.1\n" + ASKING, "judge.batch_wait_s: 0.5 is above max_wait_s = 0.1"),
-        (OWN + ASKING + "timeout_s = 10\n", "rewards.0.timeout_s: 10 is over before a question"),
-        (OWN + "batch = 65\n" + ASKING, "judge.batch: 65 questions never wait at once, because its rewards have 64"),
         (
-            OWN + "batch = 9\n" + ASKING + "[rewards.options]\nconcurrency = 8\n",
-            "judge.batch: 9 questions never wait at once, because its rewards have 8",
+            '[judge.advanced]\nbatch = 4\n[[rewards]]\nfunction = "a:b"\n',
+            "judge.advanced.batch: 4 has no effect without judge.model",
         ),
-        (OWN + 'cores = "one"\n' + ASKING, 'judge.cores: "one" is not a list of cores'),
-        (OWN + 'cores = "1"\nthreads = 2\n' + ASKING, "judge.threads: 2 beside judge.cores"),
+        (
+            OWN + "[judge.advanced]\nmax_wait_s = 0.1\n" + ASKING,
+            "judge.advanced.batch_wait_s: 0.5 is above max_wait_s = 0.1",
+        ),
+        (OWN + ASKING + "timeout_s = 10\n", "rewards.0.timeout_s: 10 is over before a question"),
+        (
+            OWN + "[judge.advanced]\nbatch = 65\n" + ASKING,
+            "judge.advanced.batch: 65 questions never wait at once, because its rewards have 64",
+        ),
+        (
+            OWN + "[judge.advanced]\nbatch = 9\n" + ASKING + "[rewards.options]\nconcurrency = 8\n",
+            "judge.advanced.batch: 9 questions never wait at once, because its rewards have 8",
+        ),
+        (OWN + '[judge.advanced]\ncores = "one"\n' + ASKING, 'judge.advanced.cores: "one" is not a list of cores'),
+        (
+            OWN + '[judge.advanced]\ncores = "1"\nthreads = 2\n' + ASKING,
+            "judge.advanced.threads: 2 beside judge.advanced.cores",
+        ),
     ],
 )
 def test_what_does_not_fit_says_what_to_write(tmp_path: Path, text: str, message: str) -> None:
@@ -55,7 +67,7 @@ def test_what_does_not_fit_says_what_to_write(tmp_path: Path, text: str, message
 
 
 def test_the_judge_is_one_more_process_with_restarts_of_its_own(tmp_path: Path) -> None:
-    recipe = load(tmp_path, OWN + "restarts = 5\n" + ASKING, "transport.kind=tcp")
+    recipe = load(tmp_path, OWN + "[judge.advanced]\nrestarts = 5\n" + ASKING, "transport.kind=tcp")
     assert recipe.judge.model == str(tmp_path / "j")
     topology = plan_topology(recipe, Path("/s"))
     (judge,) = [process for process in topology.processes if process.role is Role.JUDGE]
@@ -70,7 +82,7 @@ def test_its_threads_are_taken_from_the_trainer(tmp_path: Path) -> None:
     assert [judge_threads(recipe, cores) for cores in (1, 2, 8)] == [1, 1, 2]
     assert trainer_threads(recipe, 8, engines_on_cpu=True) == 2  # 4 for the engine
     assert trainer_threads(recipe, 2, engines_on_cpu=True) == 1
-    assert judge_threads(load(tmp_path, OWN + "threads = 3\n" + ASKING), 8) == 3
+    assert judge_threads(load(tmp_path, OWN + "[judge.advanced]\nthreads = 3\n" + ASKING), 8) == 3
     assert judge_threads(load(tmp_path, '[[rewards]]\nfunction = "a:b"\n'), 8) == 0
 
 
@@ -93,9 +105,9 @@ def test_the_sort_model_of_the_demo_takes_no_chats(tmp_path: Path) -> None:
     assert "has no chat template, so it takes no chats: set chat = false" in problem
     recipe = load(tmp_path, own + ASKING + "[rewards.options]\nchat = false\n")
     assert not list(judge_problems(recipe, device="cpu"))
-    assert list(judge_problems(load(tmp_path, own + "max_model_len = 2048\n" + ASKING), device="cpu")) == [
-        "judge.max_model_len: 2048 is more than the model's 1024 positions: lower it"
-    ]
+    assert list(
+        judge_problems(load(tmp_path, own + "[judge.advanced]\nmax_model_len = 2048\n" + ASKING), device="cpu")
+    ) == ["judge.advanced.max_model_len: 2048 is more than the model's 1024 positions: lower it"]
     options = judge_options(recipe, "/s", device="cpu")
     assert (options.max_model_len, options.pushed, options.sleeps) == (1024, False, False)
     assert options.environment["OMP_NUM_THREADS"] == str(judge_threads(recipe, os.cpu_count() or 1))

@@ -96,7 +96,7 @@ every = 5
 GOLDEN = [
     (
         'demo.toml:2: run.stepz: unknown key; did you mean "steps"? Keys of [run]: name, directory, seed, steps, '
-        "restarts, journal, deterministic, stall_timeout_s"
+        "journal, deterministic; below [run.advanced]: restarts, stall_timeout_s"
     ),
     (
         'demo.toml:4: modle: unknown section; did you mean "model"? Sections: model, prompts, rewards, run, rollout, '
@@ -105,8 +105,8 @@ GOLDEN = [
         "checkpoint, transport, metrics"
     ),
     (
-        'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature"? '
-        "Keys of [prompts]: train, shuffle"
+        'demo.toml:9: prompts.temperature: unknown key; did you mean "sampling.temperature" or '
+        '"evaluation.temperature"? Keys of [prompts]: train, shuffle'
     ),
     'demo.toml:13: rewards.0.weight: "a" is not allowed: must be a number',
     "demo.toml:16: rollout.group_size: 0 is not allowed: must be an integer > 0",
@@ -188,8 +188,14 @@ RULES = [
         '[evaluation]\nprompts = "h.jsonl"\nlimit = 64\n',
         "evaluation.limit: 64 has no effect while evaluation.every = 0",
     ),
-    ("[checkpoint]\nkeep_every = 4\n", "checkpoint.keep_every: 4 has no effect while checkpoint.every = 0"),
-    ("[checkpoint]\nevery = 3\nkeep_every = 4\n", "checkpoint.keep_every: 4 is no multiple of checkpoint.every = 3"),
+    (
+        "[checkpoint.advanced]\nkeep_every = 4\n",
+        "checkpoint.advanced.keep_every: 4 has no effect while checkpoint.every = 0",
+    ),
+    (
+        "[checkpoint]\nevery = 3\n[checkpoint.advanced]\nkeep_every = 4\n",
+        "checkpoint.advanced.keep_every: 4 is no multiple of checkpoint.every = 3",
+    ),
     (
         '[checkpoint]\nevery = 3\nkeep_best = 1\n[evaluation]\nprompts = "h.jsonl"\n',
         "checkpoint.keep_best: 1 needs held-out scores",
@@ -217,31 +223,46 @@ RULES = [
 
 OBJECTIVE_RULES = [
     ('[objective]\nalgorithm = "rloo"\nclip_low = 0.1\n', "objective.clip_low: 0.1 has no effect: surrogate ="),
-    ("[objective]\ndual_clip = 0.9\n", "objective.dual_clip: 0.9 clips on-policy tokens"),
-    ('[objective]\nalgorithm = "cispo"\ndual_clip = 3.0\n', "objective.dual_clip: 3.0 has no effect: surrogate ="),
-    ('[objective]\nkl_estimator = "k2"\n', 'objective.kl_estimator: "k2" has no effect while kl_coefficient = 0'),
+    ("[objective.advanced]\ndual_clip = 0.9\n", "objective.advanced.dual_clip: 0.9 clips on-policy tokens"),
     (
-        '[objective]\nalgorithm = "ppo"\nkl_coefficient = 0.1\nkl_in = "loss"\nkl_estimator = "k1"\n',
-        "objective.kl_estimator: k1 in the loss has a gradient of mean 0",
+        '[objective]\nalgorithm = "cispo"\n[objective.advanced]\ndual_clip = 3.0\n',
+        "objective.advanced.dual_clip: 3.0 has no effect: surrogate =",
+    ),
+    (
+        '[objective.advanced]\nkl_estimator = "k2"\n',
+        'objective.advanced.kl_estimator: "k2" has no effect while kl_coefficient = 0',
+    ),
+    (
+        (
+            '[objective]\nalgorithm = "ppo"\nkl_coefficient = 0.1\n'
+            '[objective.advanced]\nkl_in = "loss"\nkl_estimator = "k1"\n'
+        ),
+        "objective.advanced.kl_estimator: k1 in the loss has a gradient of mean 0",
     ),
     (
         "[objective]\nkl_coefficient = 0.1\n[sampling]\ntop_p = 0.9\n",
         "objective.kl_coefficient: 0.1 has no KL to estimate with sampling.top_p = 0.9",
     ),
-    ("[objective]\ngae_lambda = 0.9\n", 'objective.gae_lambda: 0.9 has no effect with advantages = "group_std"'),
-    ("[objective]\ncohort_batches = 2\n", "objective.cohort_batches: 2 has no effect with advantages ="),
     (
-        '[objective]\nalgorithm = "ppo"\nvalue_coefficient = 0\n',
-        "objective.value_coefficient: 0 never trains the value",
+        "[objective.advanced]\ngae_lambda = 0.9\n",
+        'objective.advanced.gae_lambda: 0.9 has no effect with advantages = "group_std"',
+    ),
+    (
+        "[objective.advanced]\ncohort_batches = 2\n",
+        "objective.advanced.cohort_batches: 2 has no effect with advantages =",
+    ),
+    (
+        '[objective]\nalgorithm = "ppo"\n[objective.advanced]\nvalue_coefficient = 0\n',
+        "objective.advanced.value_coefficient: 0 never trains the value",
     ),
     ("[objective]\noverlong_buffer = 512\n", "objective.overlong_buffer: 512 leaves no length unpunished"),
     (
-        "[objective]\noverlong_buffer = 64\noverlong_penalty = 0\n",
-        "objective.overlong_penalty: 0 makes overlong_buffer",
+        "[objective]\noverlong_buffer = 64\n[objective.advanced]\noverlong_penalty = 0\n",
+        "objective.advanced.overlong_penalty: 0 makes overlong_buffer",
     ),
     (
-        "[objective]\noverlong_penalty = 2.0\n",
-        "objective.overlong_penalty: 2.0 has no effect while overlong_buffer = 0",
+        "[objective.advanced]\noverlong_penalty = 2.0\n",
+        "objective.advanced.overlong_penalty: 2.0 has no effect while overlong_buffer = 0",
     ),
 ]
 
@@ -249,17 +270,29 @@ CONTINUOUS = '[rollout]\nrounds = "continuous"\nmax_staleness = 2\n[off_policy]\
 OFF_POLICY_RULES = [
     ('truncate = "none"\ncap = 3.0\n', 'off_policy.cap: 3.0 has no effect with truncate = "none"'),
     ("cap = 0.9\n", "off_policy.cap: 0.9 would shrink the weight of on-policy tokens"),
-    ("mask_high = 3.0\n", 'off_policy.mask_high: 3.0 has no effect with mask = "none"'),
-    ('mask = "token"\nmask_low = 1.1\n', "off_policy.mask_low: 1.1 masks on-policy tokens"),
-    ('mask = "token"\nmask_high = 0.9\n', "off_policy.mask_high: 0.9 masks on-policy tokens"),
-    ('mask = "token"\nmask_low = 1.0\nmask_high = 1.0\n', "off_policy.mask_low: 1.0 is not below mask_high = 1.0"),
+    ("[off_policy.advanced]\nmask_high = 3.0\n", 'off_policy.advanced.mask_high: 3.0 has no effect with mask = "none"'),
+    (
+        'mask = "token"\n[off_policy.advanced]\nmask_low = 1.1\n',
+        "off_policy.advanced.mask_low: 1.1 masks on-policy tokens",
+    ),
+    (
+        'mask = "token"\n[off_policy.advanced]\nmask_high = 0.9\n',
+        "off_policy.advanced.mask_high: 0.9 masks on-policy tokens",
+    ),
+    (
+        'mask = "token"\n[off_policy.advanced]\nmask_low = 1.0\nmask_high = 1.0\n',
+        "off_policy.advanced.mask_low: 1.0 is not below mask_high = 1.0",
+    ),
     ('proximal = "behavior"\nmask = "token"\n', 'off_policy.mask: "token" has no effect: proximal = "behavior"'),
 ]
 RULES += OBJECTIVE_RULES
 RULES += [(CONTINUOUS + addition, expected) for addition, expected in OFF_POLICY_RULES]
 RULES += [
     ('[off_policy]\nmask = "geometric"\n', 'off_policy.mask: "geometric" has no effect: synchronous rounds'),
-    ("[off_policy]\nstaleness_discount = 0.9\n", "off_policy.staleness_discount: 0.9 has no effect: synchronous"),
+    (
+        "[off_policy.advanced]\nstaleness_discount = 0.9\n",
+        "off_policy.advanced.staleness_discount: 0.9 has no effect: synchronous",
+    ),
     ('[off_policy]\nproximal = "behavior"\n', 'off_policy.proximal: "behavior" has no effect: synchronous rounds'),
 ]
 
@@ -283,10 +316,13 @@ def test_rules_between_fields(tmp_path: Path, addition: str, expected: str) -> N
         '[off_policy]\ntruncate = "none"\n',
         CONTINUOUS + 'proximal = "behavior"\nmask = "token"\ncorrect_mismatch = true\n',
         '[off_policy]\nmask = "token"\ncorrect_mismatch = true\n',
-        CONTINUOUS + 'proximal = "behavior"\ntruncate = "none"\nstaleness_discount = 0.9\n',
-        CONTINUOUS + 'mask = "sequence"\nmask_low = 0\n',
+        CONTINUOUS + 'proximal = "behavior"\ntruncate = "none"\n[off_policy.advanced]\nstaleness_discount = 0.9\n',
+        CONTINUOUS + 'mask = "sequence"\n[off_policy.advanced]\nmask_low = 0\n',
         "[training]\nupdates_per_batch = 4\n",
-        '[checkpoint]\nevery = 2\nkeep_every = 4\nkeep_best = 1\n[evaluation]\nprompts = "h.jsonl"\nevery = 2\n',
+        (
+            "[checkpoint]\nevery = 2\nkeep_best = 1\n[checkpoint.advanced]\nkeep_every = 4\n[evaluation]\nprompts = "
+            '"h.jsonl"\nevery = 2\n'
+        ),
     ],
 )
 def test_what_is_asked_for_together_and_allowed(tmp_path: Path, addition: str) -> None:
@@ -377,8 +413,11 @@ def test_overrides(tmp_path: Path) -> None:
         ("rollout.group_size=many", '--set: rollout.group_size: "many" is not allowed: must be an integer > 0'),
         ("run.seed=1\nsteps=2", '--set: run.seed: "1\\nsteps=2" is not allowed'),
         (
-            "engines.sets=[{count=1, workers=2}]",
-            "--set: engines.sets: [{count = 1, workers = 2}] is not allowed: must be a list of tables with keys out of",
+            "engines.advanced.sets=[{count=1, workers=2}]",
+            (
+                "--set: engines.advanced.sets: [{count = 1, workers = 2}] is not allowed: must be a list of tables "
+                "with keys out of"
+            ),
         ),
     ],
 )
@@ -451,11 +490,12 @@ def test_written_values_are_toml(value: str, number: float) -> None:
 def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
     tmp_path_factory: pytest.TempPathFactory, junk: Any, section: str
 ) -> None:
-    from streamrl.recipe.check_fields import check_recipe_table
+    from streamrl.recipe.check_fields import CheckedTable
     from streamrl.recipe.problems import Origin
+    from streamrl.rules.foreign_keys import foreign_answer
 
     table = tomllib.loads(GOOD) | {section: junk}
-    checked = check_recipe_table(table, Origin("demo.toml", {}))
+    checked = CheckedTable(table, Origin("demo.toml", {}), foreign_answer)
     assert checked.problems or msgspec.convert(checked.values, Recipe)
 
 
@@ -468,7 +508,7 @@ def test_whatever_is_in_the_file_gives_problems_and_never_another_exception(
         ("rollout.max_staleness=1000000000", "completions would be in flight at once"),
         ('engines.cores=["3-1"]', 'engines.cores.0: "3-1" is not a list of cores'),
         ('engines.cores=["0-99999999999"]', 'engines.cores.0: "0-99999999999" is not a list of cores'),
-        ('judge.cores="3-1"', 'judge.cores: "3-1" is not a list of cores'),
+        ('judge.advanced.cores="3-1"', 'judge.advanced.cores: "3-1" is not a list of cores'),
     ],
 )
 def test_counts_that_no_machine_has_are_refused(override: str, problem: str) -> None:

@@ -77,9 +77,18 @@ def test_what_is_fine_is_not_refused() -> None:
     ("text", "message"),
     [
         ('on_failure = "zero"', ':9: rewards.0.on_failure: "zero" is not allowed: must be one of "drop_sample"'),
-        ("[rewards.adaptive_timeout]\nfactor = 0.5", ":10: rewards.0.adaptive_timeout.factor: 0.5 is not allowed"),
-        ("adaptive_timeout = {factr = 1}", ':9: rewards.0.adaptive_timeout.factr: unknown key; did you mean "factor"?'),
-        ("adaptive_timeout = 3", ":9: rewards.0.adaptive_timeout: 3 is not allowed: must be a table"),
+        (
+            "[rewards.advanced.adaptive_timeout]\nfactor = 0.5",
+            ":10: rewards.0.advanced.adaptive_timeout.factor: 0.5 is not allowed",
+        ),
+        (
+            "[rewards.advanced]\nadaptive_timeout = {factr = 1}",
+            ':10: rewards.0.advanced.adaptive_timeout.factr: unknown key; did you mean "factor"?',
+        ),
+        (
+            "[rewards.advanced]\nadaptive_timeout = 3",
+            ":10: rewards.0.advanced.adaptive_timeout: 3 is not allowed: must be a table",
+        ),
         ('options = "x"', ':9: rewards.0.options: "x" is not allowed: must be a table'),
     ],
 )

@@ -24,7 +24,7 @@ def recipe(**changes: object) -> Recipe:
                 "rollout": Rollout(rounds=RoundKind.LENGTH_SORTED, max_staleness=3),
                 "length_sorted": LengthSorted(partial=True, cut_tokens=4000),
             },
-            "length_sorted.cut_tokens",
+            "length_sorted.advanced.cut_tokens",
         ),
         (
             {

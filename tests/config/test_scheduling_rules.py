@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.control.settings import control_settings
 from streamrl.control.state import ControlState
-from streamrl.plan.threads import trainer_threads
+from streamrl.learning.threads import trainer_threads
 from streamrl.recipe.objective import Algorithm
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
     ({"rollout": Rollout(when_stale=StalePolicy.DROP)}, "rollout.when_stale", "has no effect"),
     (
         {"rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=1, presubmit=True)},
-        "rollout.presubmit",
+        "rollout.advanced.presubmit",
         "set presubmit = false",
     ),
     ({"rollout": Rollout(rounds=RoundKind.CUSTOM)}, "rollout.policy", "does not name a class"),
@@ -131,11 +131,19 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         "tail_batching.prompt_oversampling",
         "races nothing",
     ),
-    ({"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind")}, "tail_batching.domains", "the share"),
-    ({"rollout": SORTED, "length_sorted": LengthSorted(single=True)}, "length_sorted.single", "set single = false"),
+    (
+        {"rollout": TAIL, "tail_batching": TailBatching(domain_column="kind")},
+        "tail_batching.advanced.domains",
+        "the share",
+    ),
+    (
+        {"rollout": SORTED, "length_sorted": LengthSorted(single=True)},
+        "length_sorted.advanced.single",
+        "set single = false",
+    ),
     (
         {"rollout": SORTED, "length_sorted": LengthSorted(oversubscription=0.5)},
-        "length_sorted.oversubscription",
+        "length_sorted.advanced.oversubscription",
         "set 1 or more",
     ),
     (
@@ -182,40 +190,50 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
     *(
         ({"engines": Engines(count=2, **fields), **more}, path, remedy)  # type: ignore[arg-type]
         for fields, more, path, remedy in [
-            ({"sets": (EngineShape(count=2),)}, {}, "engines.sets", "2 sets are 2x1"),
-            ({"sets": ONE, "release": ReleaseKind.DRAIN}, {}, "engines.sets", 'set release = "never"'),
-            ({"sets": ONE}, {"rollout": Rollout(presubmit=True)}, "engines.sets", "set presubmit = false"),
+            ({"sets": (EngineShape(count=2),)}, {}, "engines.advanced.sets", "2 sets are 2x1"),
+            ({"sets": ONE, "release": ReleaseKind.DRAIN}, {}, "engines.advanced.sets", 'set release = "never"'),
+            ({"sets": ONE}, {"rollout": Rollout(presubmit=True)}, "engines.advanced.sets", "set presubmit = false"),
             (
                 {"sets": ONE},
                 {"rollout": Rollout(rounds=RoundKind.CONTINUOUS, max_staleness=1)},
-                "engines.sets",
+                "engines.advanced.sets",
                 "rounds that train on-policy",
             ),
             (
                 {"sets": ONE},
                 {"transport": Transport(kind=Kind.TCP, engines=Launch.EXTERNAL)},
-                "engines.sets",
-                "leave engines.sets out",
+                "engines.advanced.sets",
+                "leave engines.advanced.sets out",
             ),
-            ({"sets": ONE, "restarts": 2}, {}, "engines.restarts", "leave engines.sets out"),
+            ({"sets": ONE, "restarts": 2}, {}, "engines.advanced.restarts", "leave engines.advanced.sets out"),
             (
                 {"release": ReleaseKind.STOP, "restarts": 2},
                 {},
-                "engines.restarts",
+                "engines.advanced.restarts",
                 'leave engines.release = "stop" out',
             ),
-            ({"rounds": ("long",)}, {"rollout": TAIL}, "engines.rounds", "has no effect without engines.sets"),
-            ({"sets": ONE, "rounds": ("short",)}, {}, "engines.rounds", 'has no "short" rounds: name some of "synchr'),
+            (
+                {"rounds": ("long",)},
+                {"rollout": TAIL},
+                "engines.advanced.rounds",
+                "has no effect without engines.advanced.sets",
+            ),
+            (
+                {"sets": ONE, "rounds": ("short",)},
+                {},
+                "engines.advanced.rounds",
+                'has no "short" rounds: name some of "synchr',
+            ),
             (
                 {"sets": (EngineShape(count=1, rounds=("long",)), EngineShape(count=3, rounds=("long",)))},
                 {"rollout": TAIL},
-                "engines.sets",
+                "engines.advanced.sets",
                 '"long" rounds belong to 2 sets: name them in one of them',
             ),
             (
                 {"sets": (EngineShape(count=1, cores=("0", "1")),)},
                 {},
-                "engines.sets.0.cores",
+                "engines.advanced.sets.0.cores",
                 "2 entries for 1 engines: give one for each",
             ),
         ]

@@ -8,7 +8,7 @@ import pytest
 from streamrl.recipe.objective import AdvantageKind, Algorithm, Objective
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, Rollout, RoundKind, SizingKind, StalePolicy
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Run, Training
-from streamrl.rules import sizing_rules
+from streamrl.rules.rules import broken_rules
 
 SAGC = GroupSizing(kind=SizingKind.SAGC)
 RANDOM = GroupSizing(kind=SizingKind.RANDOM, shares=(0.5, 0.3, 0.2))
@@ -21,14 +21,8 @@ def recipe_of(**sections: object) -> Recipe:
 
 
 def broken(recipe: Recipe) -> list[tuple[str, str]]:
-    rules = (
-        sizing_rules.sizing_has_an_effect,
-        sizing_rules.sizes_fit_the_batch,
-        sizing_rules.sizes_show_stragglers,
-        sizing_rules.shares_for_chance,
-        sizing_rules.sizes_mean_something,
-    )
-    return [found for rule in rules for found in rule(recipe)]
+    about = ("group_sizing", "rollout.group_size", "rollout.when_stale", "training.updates_per_batch")
+    return [found for found in broken_rules(recipe) if found[0].startswith(about)]
 
 
 def changed(sizing: GroupSizing, **changes: object) -> GroupSizing:
@@ -44,7 +38,11 @@ def changed(sizing: GroupSizing, **changes: object) -> GroupSizing:
             '[4, 8] has no effect with group_sizing.kind = "fixed": remove it, or set group_sizing.kind = "sagc"',
         ),
         ({"group_sizing": GroupSizing(budget=0.2)}, "group_sizing.budget", "0.2 has no effect"),
-        ({"group_sizing": changed(SAGC, shares=(1.0, 1.0, 1.0))}, "group_sizing.shares", 'set kind = "random"'),
+        (
+            {"group_sizing": changed(SAGC, shares=(1.0, 1.0, 1.0))},
+            "group_sizing.advanced.shares",
+            'set kind = "random"',
+        ),
         ({"group_sizing": changed(SAGC, sizes=(8,))}, "group_sizing.sizes", "[8] leaves nothing to choose"),
         ({"group_sizing": changed(SAGC, sizes=(8, 4))}, "group_sizing.sizes", "[8, 4] is not ascending"),
         ({"group_sizing": changed(RANDOM, sizes=(4, 8, 8))}, "group_sizing.sizes", "write each size once"),
@@ -61,15 +59,23 @@ def changed(sizing: GroupSizing, **changes: object) -> GroupSizing:
             "2, which the run starts with, is none of group_sizing.sizes = [4, 8, 16]",
         ),
         ({"group_sizing": changed(SAGC, straggler_ratio=1.0)}, "group_sizing.straggler_ratio", "set it above 1"),
-        ({"group_sizing": changed(SAGC, tightening=0.3)}, "group_sizing.tightening", "leaves nothing of budget = 0.3"),
+        (
+            {"group_sizing": changed(SAGC, tightening=0.3)},
+            "group_sizing.advanced.tightening",
+            "leaves nothing of budget = 0.3",
+        ),
         (
             {"group_sizing": changed(SAGC, calibration_steps=10), "run": Run(steps=10)},
-            "group_sizing.calibration_steps",
+            "group_sizing.advanced.calibration_steps",
             "10 leaves none of run.steps = 10 to control",
         ),
-        ({"group_sizing": changed(RANDOM, shares=(1.0,))}, "group_sizing.shares", "has 1 entries for 3 sizes"),
-        ({"group_sizing": changed(RANDOM, shares=(1.0, -1.0, 1.0))}, "group_sizing.shares.1", "-1.0 is negative"),
-        ({"group_sizing": changed(RANDOM, shares=(0.0,) * 3)}, "group_sizing.shares", "every share is 0"),
+        ({"group_sizing": changed(RANDOM, shares=(1.0,))}, "group_sizing.advanced.shares", "has 1 entries for 3 sizes"),
+        (
+            {"group_sizing": changed(RANDOM, shares=(1.0, -1.0, 1.0))},
+            "group_sizing.advanced.shares.1",
+            "-1.0 is negative",
+        ),
+        ({"group_sizing": changed(RANDOM, shares=(0.0,) * 3)}, "group_sizing.advanced.shares", "every share is 0"),
         (
             {"group_sizing": changed(RANDOM, sizes=(1, 4, 8))},
             "group_sizing.sizes.0",
@@ -92,7 +98,7 @@ def changed(sizing: GroupSizing, **changes: object) -> GroupSizing:
                 "length_sorted": LengthSorted(single=True),
             },
             "group_sizing.kind",
-            "has no use with length_sorted.single = true",
+            "has no use with length_sorted.advanced.single = true",
         ),
         ({"group_sizing": SAGC, "rollout": CONTINUOUS}, "rollout.when_stale", '"wait" needs groups of one size'),
         (
@@ -110,7 +116,7 @@ def test_what_does_not_fit_is_refused(sections: dict[str, object], path: str, wo
 
 def test_as_many_effectless_fields_as_there_are() -> None:
     found = broken(recipe_of(group_sizing=GroupSizing(dwell=3, shares=(1.0,))))
-    assert [path for path, _ in found] == ["group_sizing.dwell", "group_sizing.shares"]
+    assert [path for path, _ in found] == ["group_sizing.advanced.dwell", "group_sizing.advanced.shares"]
 
 
 @pytest.mark.parametrize(

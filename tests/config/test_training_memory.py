@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.plan.training_memory import Gathered, TrainingSizes, bytes_per_rank, choose_gathered
+from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank, choose_gathered
+from streamrl.recipe.sections import Gathered
 
 SEVEN_B = TrainingSizes(
     parameters=7_600_000_000, outside=1_090_000_000, layer=233_000_000, ranks=8, sixteen_bit=True, on_device=True

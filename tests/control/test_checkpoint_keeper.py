@@ -304,9 +304,9 @@ def test_a_disk_that_cannot_take_what_control_keeps_is_named(tmp_path: Path) -> 
     ("changes", "every"),
     [
         ([], 100),
-        (["run.restarts=0"], 100),  # a journal is compacted at checkpoints, whoever is started again
+        (["run.advanced.restarts=0"], 100),  # a journal is compacted at checkpoints, whoever is started again
         (["run.journal='none'"], 0),
-        (["run.restarts=0", "checkpoint.every=7"], 7),
+        (["run.advanced.restarts=0", "checkpoint.every=7"], 7),
     ],
 )
 def test_a_journal_never_grows_for_the_whole_run(changes: list[str], every: int) -> None:

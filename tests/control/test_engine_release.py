@@ -270,7 +270,9 @@ async def test_a_start_that_takes_too_long_names_the_engines_and_the_limit() -> 
         await during_a_start(rounds, anyio.lowlevel.checkpoint)
     [error] = raised.value.exceptions
     assert isinstance(error, EngineError)
-    assert str(error).startswith(f"{names}: not ready within 0.05 s") and "engines.start_timeout_s" in str(error)
+    assert str(error).startswith(f"{names}: not ready within 0.05 s") and "engines.advanced.start_timeout_s" in str(
+        error
+    )
 
 
 async def test_an_engine_that_others_drained_gets_nothing_and_is_not_readmitted() -> None:

@@ -196,7 +196,7 @@ def test_rounds_that_belong_to_a_set_are_served_by_it() -> None:
 
     assert plan("8x1", "long").engine_set == "4x2" and plan("4x2", "long").because is None
     because = plan("8x1", "long").because
-    assert because is not None and because.reason == "long rounds belong to set 4x2 (engines.sets)"
+    assert because is not None and because.reason == "long rounds belong to set 4x2 (engines.advanced.sets)"
 
 
 def test_a_set_that_is_not_prepared_is_refused() -> None:

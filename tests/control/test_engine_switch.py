@@ -163,7 +163,7 @@ async def test_an_engine_that_is_not_ready_in_time_or_given_up_is_named() -> Non
     world.never = anyio.Event()
     for version in range(4):
         await world.round(version, 100.0, 5)
-    with pytest.raises(EngineError, match=r"engine-2: not ready within 0.02 s .* \(engines.start_timeout_s\)"):
+    with pytest.raises(EngineError, match=r"engine-2: not ready within 0.02 s .* \(engines.advanced.start_timeout_s\)"):
         await world.round(4, 100.0, 5)
     given_up = World()
     given_up.never = anyio.Event()

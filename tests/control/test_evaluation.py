@@ -128,7 +128,9 @@ def test_weights_that_add_up_to_one_but_for_rounding_are_a_success() -> None:
 
 
 def test_what_counts_as_solved_is_a_key_of_the_recipe() -> None:
-    recipe = load_recipe(DEMO, ["evaluation.success_reward=0.25", "evaluation.prompts=''", "evaluation.every=0"])
+    recipe = load_recipe(
+        DEMO, ["evaluation.advanced.success_reward=0.25", "evaluation.prompts=''", "evaluation.every=0"]
+    )
     parts = SimpleNamespace(ready=SimpleNamespace(max_num_seqs=3))
     held_out = anyio.run(read_held_out, recipe, parts)
     assert (held_out.success_reward, held_out.in_flight) == (0.25, 3)
@@ -156,9 +158,9 @@ def test_the_score_is_the_first_reward_that_is_no_shadow_or_the_one_that_the_rec
     text = "".join(f'[[rewards]]\nfunction = "m:{n}"\nshadow = {s}\n' for n, s in (("a", "true"), ("b", "false")))
     (tmp_path / "r.toml").write_text(f'[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n{text}')
     assert load_recipe(tmp_path / "r.toml").score == "b"
-    assert load_recipe(tmp_path / "r.toml", ["evaluation.reward=a"]).score == "a"
+    assert load_recipe(tmp_path / "r.toml", ["evaluation.advanced.reward=a"]).score == "a"
     with pytest.raises(RecipeError, match=r'"c" is no reward of this recipe: write one of a, b'):
-        load_recipe(tmp_path / "r.toml", ["evaluation.reward=c"])
+        load_recipe(tmp_path / "r.toml", ["evaluation.advanced.reward=c"])
 
 
 def test_one_sample_is_the_mean_over_prompts() -> None:
@@ -311,7 +313,7 @@ def test_the_message_has_the_value_the_bound_and_the_advice() -> None:
     alarms = Alarms(alarm_rules(0.05))
     [message] = alarms.check(1, {"policy/mismatch_abs_mean": 0.0712, "reward/zero_std_ratio": 1.0})
     assert message.startswith("policy/mismatch_abs_mean is 0.0712, above 0.05: engine and trainer disagree")
-    for remedy in ("engines.dtype", "training.compute_dtype", "sampling.top_p", "weights.audit_interval"):
+    for remedy in ("engines.dtype", "training.compute_dtype", "sampling.top_p", "weights.advanced.audit_interval"):
         assert remedy in message
     later = [message for step in range(2, 11) for message in alarms.check(step, {"reward/zero_std_ratio": 1.0})]
     assert len(later) == 1 and "above 0.95 for 10 steps: almost every prompt" in later[0]

@@ -93,7 +93,7 @@ async def test_a_push_that_takes_too_long_names_the_limit() -> None:
     slow = SlowEngine(SimulationOptions(policy_version=4), clock=clock.now, sleep=clock.sleep)
     await slow.start()
     publisher = WeightPublisher([slow], Anchors().publish, in_flight=InFlight.KEEP, timeout_s=0.05)
-    with pytest.raises(EngineError, match=r"within 0\.05 s \(weights\.push_timeout_s\)"):
+    with pytest.raises(EngineError, match=r"within 0\.05 s \(weights\.advanced\.push_timeout_s\)"):
         await publisher.push(announced(5, 4))
 
 

@@ -129,7 +129,9 @@ async def test_who_is_off_after_an_anchor_as_before_ends_the_run() -> None:
         await this.push(5)
         await this.push(6)
         assert (sound.anchored, wrong.anchored) == (0, 1)
-        with pytest.raises(EngineError, match=r"1 engines compute something else.*0\.5 nats.*weights\.canary = false"):
+        with pytest.raises(
+            EngineError, match=r"1 engines compute something else.*0\.5 nats.*weights\.advanced\.canary = false"
+        ):
             await this.push(7)
 
 

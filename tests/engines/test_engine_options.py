@@ -162,10 +162,10 @@ def test_a_set_that_the_machine_cannot_run_is_named_with_a_remedy(
     )
     cores, heads = device_problems(made, CONFIG, device="cpu")
     named, _, problem = cores.partition(": ")
-    assert named == "engines.sets.0"
+    assert named == "engines.advanced.sets.0"
     assert problem == "2 engines of 2 workers need 4 cores, and this machine has 3: lower count or tensor_parallel_size"
     named, _, problem = heads.partition(": ")
-    assert named == "engines.sets.1.tensor_parallel_size"
+    assert named == "engines.advanced.sets.1.tensor_parallel_size"
     assert problem == "the model has 2 attention heads, which 3 workers cannot share: set one of 1, 2"
 
 

@@ -22,8 +22,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.ranks import process_group
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm, make_weights
-from streamrl.plan.training_memory import Gathered
-from streamrl.recipe.sections import Lora
+from streamrl.recipe.sections import Gathered, Lora
 
 SAMPLES, STEPS = 3, 2
 

@@ -28,7 +28,7 @@ from streamrl.learning.state.device_split import DeviceReader
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
-from streamrl.plan.training_memory import Gathered
+from streamrl.recipe.sections import Gathered
 from streamrl.weights.publish.publisher import WeightPublisher
 
 SIZES = [4, 3, 1, 5, 2]

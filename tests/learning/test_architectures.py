@@ -33,7 +33,7 @@ from streamrl.learning.state.published_weights import (  # noqa: E402
     local_shards,
     published_shards,
 )
-from streamrl.plan.training_memory import Gathered  # noqa: E402
+from streamrl.recipe.sections import Gathered  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

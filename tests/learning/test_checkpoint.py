@@ -264,7 +264,8 @@ def test_a_disk_that_would_become_too_full_is_refused_with_numbers(tmp_path: Pat
     with pytest.raises(StreamRLError) as refused:
         checkpoint.save(where / "a", weights, optimizer, state=STATE, model_path=model_path, min_free_bytes=HUGE)
     assert re.search(
-        r"takes 0\.00 GiB and [\d.]+ GiB are free there: less than 1073741824\.00 GiB \(checkpoint\.min_free_gib\)",
+        r"takes 0\.00 GiB and [\d.]+ GiB are free there: less than 1073741824\.00 GiB "
+        r"\(checkpoint\.advanced\.min_free_gib\)",
         str(refused.value),
     )
     assert list(where.iterdir()) == []

@@ -25,8 +25,7 @@ from streamrl.learning.model.policy import PackedPolicy
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import make_weights
-from streamrl.plan.training_memory import Gathered
-from streamrl.recipe.sections import Lora, OptimizerKind
+from streamrl.recipe.sections import Gathered, Lora, OptimizerKind
 
 pytestmark = pytest.mark.torch
 ALPHA, RANK = 10.0, 4

@@ -288,8 +288,8 @@ async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_v
     ]
     decided = [event for event in run.events if isinstance(event, RunDecided) and event.subject == "engine_set"]
     assert [(event.step, event.reason) for event in decided[:2]] == [
-        (5, "long rounds belong to set 1x2 (engines.sets)"),
-        (6, "short rounds belong to set 2x1 (engines.sets)"),
+        (5, "long rounds belong to set 1x2 (engines.advanced.sets)"),
+        (6, "short rounds belong to set 2x1 (engines.advanced.sets)"),
     ]
     assert replay(run.log_path).accounting() == accounting
     assert len(run.scorer.held_out) == 4 * 60, "also what a change of engines cut"

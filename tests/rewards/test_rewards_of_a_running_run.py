@@ -289,7 +289,7 @@ def test_a_resumed_run_is_told_which_rewards_it_cannot_have(
     text = "\n".join(refused.value.problems)
     assert f"there is no file {gone}" in text
     assert "was scored with style, attached while the run went on: put their code back" in text
-    assert 'checkpoint.rewards = "recipe"' in text
+    assert 'checkpoint.advanced.rewards = "recipe"' in text
 
     of_recipe = structs.replace(recipe, checkpoint=structs.replace(recipe.checkpoint, rewards=ResumedRewards.RECIPE))
     chosen, begins = resumed(of_recipe)

@@ -29,7 +29,7 @@ SMALL = {
     "rollout.group_size": 4,
     "sampling.max_tokens": 64,
     "evaluation.prompts": "",
-    "training.threads": 1,
+    "training.advanced.threads": 1,
 }
 # The demo's reward gives few groups of four a signal, and the figures of a step are of what had one.
 ANY_TWO_DIFFER = {"rewards__0__function": f"{Path(__file__).with_name('reward_of_text.py')}:reward_of_text"}
@@ -198,7 +198,7 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
         "objective__algorithm": "ppo",
         "objective__kl_coefficient": 0.01,
         "rollout__rounds": "tail_batching",
-        "rollout__presubmit": True,
+        "rollout__advanced__presubmit": True,
     }
     first = Run(tmp_path / "first", run__steps=500, **method)
     first.wait_for_step(2)
@@ -258,7 +258,7 @@ FREED = {
 
 @pytest.mark.usefixtures("nothing_left")
 def test_an_engine_is_freed_late_in_a_round_and_is_back_with_the_weights_of_the_next(tmp_path: Path) -> None:
-    run = Run(tmp_path, run__steps=8, weights__audit_interval=1, **FREED, **ANY_TWO_DIFFER)
+    run = Run(tmp_path, run__steps=8, weights__advanced__audit_interval=1, **FREED, **ANY_TWO_DIFFER)
     output = run.end()
     assert run.process.returncode == 0, output
     steps, freed = run.metrics(), run.decisions("engines_freed")
@@ -274,15 +274,15 @@ SETS = {
     "rollout__rounds": "tail_batching",
     "tail_batching__prompt_oversampling": 2.0,  # so every other round is a long one
     "engines__count": 2,
-    "engines__rounds": ["short"],
-    "engines__sets": [{"count": 1, "rounds": ["long"]}],
+    "engines__advanced__rounds": ["short"],
+    "engines__advanced__sets": [{"count": 1, "rounds": ["long"]}],
 }
 
 
 @pytest.mark.usefixtures("nothing_left")
 def test_another_set_of_engines_serves_the_long_round_and_the_first_one_comes_back(tmp_path: Path) -> None:
     """Processes end and others begin."""
-    run = Run(tmp_path, run__steps=3, weights__audit_interval=1, **SETS, **ANY_TWO_DIFFER)
+    run = Run(tmp_path, run__steps=3, weights__advanced__audit_interval=1, **SETS, **ANY_TWO_DIFFER)
     output = run.end(within=280)
     assert run.process.returncode == 0, output
     steps = run.metrics()
@@ -293,7 +293,7 @@ def test_another_set_of_engines_serves_the_long_round_and_the_first_one_comes_ba
     assert_right_weights(run, steps, [both, both, one, both])
     accounting = replay(run.files / "events.jsonl").accounting()
     assert accounting.balanced and accounting.in_flight == 0 and accounting.trained == 16 * len(steps)
-    assert "engine_set from step 2 on: long rounds belong to set 1x1 (engines.sets)" in output
+    assert "engine_set from step 2 on: long rounds belong to set 1x1 (engines.advanced.sets)" in output
 
 
 def assert_right_weights(run: Run, steps: list[dict[str, float]], serving: list[set[str]]) -> None:
@@ -335,7 +335,7 @@ def test_a_killed_engine_and_a_killed_rank_are_replaced_and_the_run_goes_on(tmp_
 def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
     function = tmp_path / "broken.py"
     function.write_text("async def reward(completion, **columns):\n    raise LookupError('no such answer')\n")
-    reward = {"rewards__0__function": f"{function}:reward", "reward_limits__window": 32}
+    reward = {"rewards__0__function": f"{function}:reward", "reward_limits__advanced__window": 32}
     run = Run(tmp_path / "runs", run__steps=500, **reward)
     output = run.end(within=100)
     assert run.process.returncode == 1, output

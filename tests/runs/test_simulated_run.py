@@ -33,7 +33,7 @@ def _flags(root: Path, **settings: object) -> list[str]:
         "rollout.group_size": 4,
         "sampling.max_tokens": 64,
         "evaluation.prompts": "",
-        "training.threads": 1,
+        "training.advanced.threads": 1,
     }
     chosen = common | {key.replace("__", "."): value for key, value in settings.items()}
     return [part for key, value in chosen.items() for part in ("--set", f"{key}={toml_value(value)}")]
@@ -42,10 +42,10 @@ def _flags(root: Path, **settings: object) -> list[str]:
 def test_training_is_real_and_no_vllm_is_needed(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_VLLM)
-    flags = _flags(tmp_path, run__steps=4, engines__count=2, weights__audit_interval=1)
+    flags = _flags(tmp_path, run__steps=4, engines__count=2, weights__advanced__audit_interval=1)
     done = subprocess.run(
         [sys.executable, "-m", "streamrl", "train", str(EXAMPLE), *flags],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=90,
@@ -110,7 +110,7 @@ def test_a_run_that_lost_its_journal_names_what_begins_another_from_its_checkpoi
         command = [sys.executable, "-m", "streamrl", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
-    flags = _flags(tmp_path, run__steps=1, checkpoint__min_free_gib=0.0)
+    flags = _flags(tmp_path, run__steps=1, checkpoint__advanced__min_free_gib=0.0)
     assert streamrl("train", str(EXAMPLE), *flags).returncode == 0
     run = (tmp_path / "runs" / "latest").resolve()
     (run / "journal").rename(run / "journal-aside")

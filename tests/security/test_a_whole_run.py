@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, free_ports: Callable[[int], in
         "rollout.group_size": 4,
         "sampling.max_tokens": 32,
         "evaluation.prompts": "",
-        "training.threads": 1,
+        "training.advanced.threads": 1,
         "transport.kind": "tcp",
         "transport.port": port,
         "transport.keys": str(keys),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.model_folder import unsafe_content
 from streamrl.plan import model_facts
 from streamrl.plan.model_facts import ModelDirectoryError, read_model_facts
-from streamrl.plan.model_folder import unsafe_content
 from streamrl.rewards.builtin import sequence_classifier
 from streamrl.rewards.builtin.declared import BadOption
 from streamrl.vllm.options import model_config, shared_environment

@@ -84,7 +84,7 @@ def test_metrics_that_leave_the_host_need_keys(
 
 def test_the_remedy_is_in_the_message() -> None:
     ((_, text),) = [found for found in broken_rules(recipe("10.0.0.1")) if found[0] == "transport.host"]
-    assert "streamrl keys DIRECTORY" in text and 'transport.security = "none"' in text
+    assert "streamrl keys DIRECTORY" in text and 'transport.advanced.security = "none"' in text
 
 
 def test_an_open_run_says_so_at_each_start_and_in_its_metrics() -> None:

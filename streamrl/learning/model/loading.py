@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.model_folder import unsafe_content
 from streamrl.learning.model.architecture import persistent_buffers
 from streamrl.learning.model.attention import register_packed_attention
 from streamrl.learning.model.hugging_face import (
@@ -28,8 +29,7 @@ from streamrl.learning.model.hugging_face import (
 from streamrl.learning.model.policy import PackedPolicy, gather_once, set_sharded, shard
 from streamrl.learning.model.probe import check_packing
 from streamrl.learning.state.published_weights import local_shards, published_shards
-from streamrl.plan.model_folder import unsafe_content
-from streamrl.plan.training_memory import Gathered
+from streamrl.recipe.sections import Gathered
 from streamrl.weights.pull.mirror import TensorSpec
 
 log = logging.getLogger(__name__)

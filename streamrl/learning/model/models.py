@@ -16,10 +16,10 @@ from streamrl.learning.model.loading import empty_policy, load_policy, load_shar
 from streamrl.learning.model.policy import PackedPolicy, computes_in_sixteen_bits
 from streamrl.learning.objective.critic import ValueHead
 from streamrl.learning.options import TrainerOptions
+from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.learning.ranks import process_group
 from streamrl.learning.state.published_weights import local_part
-from streamrl.plan.training_memory import MOMENT_BYTES, Gathered, TrainingSizes, activation_bytes, choose_gathered
-from streamrl.recipe.sections import OptimizerKind
+from streamrl.recipe.sections import Gathered, OptimizerKind
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from streamrl.learning.model.architecture import (
     longest_exact_sequence,
 )
 from streamrl.learning.options import TrainerOptions
-from streamrl.plan.training_memory import Gathered
-from streamrl.recipe.sections import ComputeDtype
+from streamrl.recipe.sections import ComputeDtype, Gathered
 
 
 class PackedPolicy(nn.Module):

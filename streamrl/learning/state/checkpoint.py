@@ -218,7 +218,8 @@ def _refuse_full_disk(directory: Path, tensors: list[Tensor], min_free_bytes: in
     if free - size < min_free_bytes:
         raise DiskFull(
             f"checkpoint {str(directory)!r} takes {size / GIB:.2f} GiB and {free / GIB:.2f} GiB are free there: less "
-            f"than {min_free_bytes / GIB:.2f} GiB (checkpoint.min_free_gib) would be left; make room, keep fewer "
+            f"than {min_free_bytes / GIB:.2f} GiB (checkpoint.advanced.min_free_gib) would be left; make room, keep "
+            f"fewer "
             "(checkpoint.keep, keep_best, keep_every), or lower min_free_gib"
         )
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from streamrl.plan.training_memory import STEP_ELEMENTS
+from streamrl.learning.rank_memory import STEP_ELEMENTS
 
 
 class Masters(ABC):

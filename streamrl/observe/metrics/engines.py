@@ -22,7 +22,8 @@ ENGINES: tuple[Metric, ...] = (
         "weights/canary_deviation",
         "nats",
         LAST,
-        "How far engines are from the trainer on fixed tokens (`weights.canary`): the worst engine's median over the "
+        "How far engines are from the trainer on fixed tokens (`weights.advanced.canary`): the worst engine's "
+        "median over the "
         "tokens. Of the latest version that was answered for when this one was pushed, the one before as a rule.",
     ),
 )

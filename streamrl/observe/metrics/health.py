@@ -21,6 +21,6 @@ HEALTH: tuple[Metric, ...] = (
         "health/insecure_transport",
         "0 or 1",
         LAST,
-        '1: sockets of this run are open to other hosts without keys (`transport.security = "none"`).',
+        '1: sockets of this run are open to other hosts without keys (`transport.advanced.security = "none"`).',
     ),
 )

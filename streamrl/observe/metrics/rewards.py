@@ -41,7 +41,7 @@ REWARDS: tuple[Metric, ...] = (
         "reward/func/<name>/adapted_limit_p50_s",
         "s",
         P50,
-        "The time limit of those calls since the last step whose limit was learnt (rewards.adaptive_timeout).",
+        "The time limit of those calls since the last step whose limit was learnt (rewards.advanced.adaptive_timeout).",
     ),
     Metric(
         "reward/in_flight", "orders", LAST, "Trajectories (groups, where a function scores groups) without a reward."

@@ -56,7 +56,7 @@ SAMPLES: tuple[Metric, ...] = (
         "reward",
         MEAN,
         "Score over k samples of each held-out prompt, then over prompts (accuracy for 0/1): the value of the first "
-        "reward, or of evaluation.reward.",
+        "reward, or of evaluation.advanced.reward.",
         "held-out",
     ),
     Metric("eval/<set>/standard_error", "reward", STD, "Of avg@k, over prompts."),

@@ -24,7 +24,7 @@ class AlarmRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[AlarmRule, ...]:
-    """The rules of a run. ``mismatch_bound``: ``off_policy.alarm`` of the recipe; ``canary_bound``: see
+    """The rules of a run. ``mismatch_bound``: ``off_policy.advanced.alarm`` of the recipe; ``canary_bound``: see
     ``config.canary``; 0 leaves a rule out."""
     no_signal = AlarmRule(
         metric="reward/zero_std_ratio",
@@ -38,15 +38,16 @@ def alarm_rules(mismatch_bound: float, canary_bound: float = 0.0) -> tuple[Alarm
         bound=mismatch_bound,
         advice="engine and trainer disagree about the logprobs of tokens that this very version sampled. Look at "
         "engines.dtype and training.compute_dtype (set both to float32 to compare), at sampling.temperature and "
-        "sampling.top_p, and set weights.audit_interval = 1 to see "
+        "sampling.top_p, and set weights.advanced.audit_interval = 1 to see "
         "whether the engines hold the trainer's weights; off_policy.correct_mismatch = true corrects what stays, "
-        "off_policy.alarm moves this bound",
+        "off_policy.advanced.alarm moves this bound",
     )
     canary = AlarmRule(
         metric="weights/canary_deviation",
         bound=canary_bound,
         advice="an engine finds other logprobs for fixed tokens than the trainer does on the same weights. Look at "
-        "policy/mismatch_abs_mean for what was sampled meanwhile, and set weights.audit_interval = 1 to see whether "
+        "policy/mismatch_abs_mean for what was sampled meanwhile, and set weights.advanced.audit_interval = 1 to "
+        "see whether "
         "the engines hold the trainer's weights; an engine that is much further off takes them anew by itself",
     )
     return (*(rule for rule in (mismatch, canary) if rule.bound > 0), no_signal)

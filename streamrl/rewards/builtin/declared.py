@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.check_fields import expected, struct_fields
+from streamrl.recipe.check_fields import expected
+from streamrl.recipe.fields import keys_of
 from streamrl.recipe.problems import nearest, shown
 
 RewardCallable = Callable[..., Any]
@@ -57,7 +58,7 @@ class BuiltinReward:
         return function
 
     def _bad_options(self, options: Mapping[str, Any]) -> Iterable[str]:
-        fields = {field.name: field for field in struct_fields(self.options)}
+        fields = keys_of(self.options)
         for key, value in options.items():
             place = f'reward "{self.name}": option "{key}"'
             if key not in fields:
@@ -66,9 +67,9 @@ class BuiltinReward:
                 yield f"{place} is unknown{hint} Its options: {', '.join(fields) or 'none'}"
                 continue
             try:
-                msgspec.convert({key: value}, _only(self.options, key))
+                msgspec.convert(value, fields[key].annotation)
             except msgspec.ValidationError:
-                yield f"{place} = {shown(value)} is not allowed: must be {expected(fields[key].type)}"
+                yield f"{place} = {shown(value)} is not allowed: must be {expected(fields[key].kind)}"
         for key, field in fields.items():
             if field.required and key not in options:
                 yield f'reward "{self.name}" has no option "{key}": set it in [rewards.options]'
@@ -77,12 +78,6 @@ class BuiltinReward:
         for module, extra in self._needs.items():
             if find_spec(module) is None:
                 yield f"reward \"{self.name}\" needs {module}: pip install 'streamrl[{extra}]'"
-
-
-def _only(options: type[Options], key: str) -> type[msgspec.Struct]:
-    """A struct with one of the fields, so that each is checked by itself."""
-    kind = inspect.get_annotations(options, eval_str=True)[key]
-    return msgspec.defstruct("Option", [(key, kind)])
 
 
 def declare(

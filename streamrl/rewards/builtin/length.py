@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from streamrl.recipe.objective import Natural, Positive
+from streamrl.recipe.fields import Natural, Positive
 from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
 
 

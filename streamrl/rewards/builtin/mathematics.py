@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from streamrl.recipe.objective import Positive
+from streamrl.recipe.fields import Positive
 from streamrl.rewards.builtin.declared import BuiltinReward, Options, RewardCallable, declare
 from streamrl.rewards.builtin.math_text import boxed_answer, expected_text, plain_latex_thousands, plain_thousands
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from streamrl.plan.model_folder import unsafe_content
-from streamrl.recipe.objective import Natural, Positive
+from streamrl.base.model_folder import unsafe_content
+from streamrl.recipe.fields import Natural, Positive
 from streamrl.recipe.sections import ComputeDtype
 from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, RewardCallable, declare
 

@@ -42,7 +42,8 @@ _STARTS = 2.0
 
 
 def stall_limit_s(recipe: Recipe) -> float:
-    """How long a run may stand still: ``run.stall_timeout_s``, and longer than its slowest time limit; 0: for ever."""
+    """How long a run may stand still: ``run.advanced.stall_timeout_s``, and longer than its slowest time limit; 0: for
+    ever."""
     if not recipe.run.stall_timeout_s:
         return 0.0
     limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]

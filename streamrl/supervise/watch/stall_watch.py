@@ -92,7 +92,9 @@ class StallWatch:
         path = await self.write(occasion)
         first = ", ".join(waits[:2]) or "nobody says what for"
         await self._tell(StallSeen(waits=tuple(waits[:_MOST_NAMES]), seconds=seconds, file=str(path)))
-        raise RunStalled(f"{occasion} (run.stall_timeout_s): {first}; {path} tells who waits for what, with all stacks")
+        raise RunStalled(
+            f"{occasion} (run.advanced.stall_timeout_s): {first}; {path} tells who waits for what, with all stacks"
+        )
 
 
 def write_stall(directory: Path, text: str) -> Path:

@@ -7,9 +7,9 @@ each layer is gathered for its own forward and backward, and its gradient reduce
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
+
+from streamrl.recipe.sections import Gathered
 
 FORWARD_BYTES = 4  # a float32 value of the published bfloat16 bits
 REMAINDER_BYTES = 2  # the rest of the float32 master
@@ -24,14 +24,6 @@ STEP_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 for so many. A multiple of the block of 8-bit optimizers (256), and below 2**31, in which their CUDA kernel counts."""
 SCRATCH_BYTES = 8  # of each of them, kept between steps
 GIB = 1 << 30
-
-
-class Gathered(StrEnum):
-    """When every rank holds whole parameters. ``auto``: for a batch where that fits, else layer by layer."""
-
-    AUTO = "auto"
-    BATCH = "batch"
-    LAYER = "layer"
 
 
 class TrainingSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +129,7 @@ def choose_gathered(wanted: Gathered, sizes: TrainingSizes, room: int, beside: i
     if sizes.ranks == 1:
         return Gathered.BATCH, f"one rank holds everything: {whole / GIB:.2f} GiB"
     if wanted is not Gathered.AUTO:
-        chosen, why = wanted, "as training.gathered says"
+        chosen, why = wanted, "as training.advanced.gathered says"
     elif whole <= room:
         chosen, why = Gathered.BATCH, f"which fits {room / GIB:.2f} GiB"
     else:

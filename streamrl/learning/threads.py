@@ -14,7 +14,8 @@ def engine_threads(recipe: Recipe, cores: int) -> int:
 
 
 def judge_threads(recipe: Recipe, cores: int) -> int:
-    """OpenMP threads of the run's own judge on a CPU: ``judge.threads``, or a quarter of the host's (0: no judge)."""
+    """OpenMP threads of the run's own judge on a CPU: ``judge.advanced.threads``, or a quarter of the host's (0: no
+    judge)."""
     if not recipe.judge.model:
         return 0
     return recipe.judge.threads or max(cores // 4, 1)
@@ -28,8 +29,8 @@ def idle_threads(recipe: Recipe, cores: int) -> int:
 
 
 def trainer_threads(recipe: Recipe, cores: int, *, engines_on_cpu: bool, freed: int = 0) -> int:
-    """Torch threads of one rank: ``training.threads``, or what engines and judge of this host leave, shared by the
-    ranks.
+    """Torch threads of one rank: ``training.advanced.threads``, or what engines and judge of this host leave, shared by
+    the ranks.
 
     ``freed``: so many of the engines do nothing until the next round.
     """
