@@ -91,7 +91,7 @@ def _lineage(records: Sequence[Record], rank: str, verdict: Verdict) -> dict[int
             live = max(live, record["version"])
         if record["role"] != rank:
             continue
-        if record["pid"] != pid or record["kind"] == "begin_again":
+        if record["pid"] != pid:
             pid, open_batches = record["pid"], {}
         if record["kind"] == "train_group":
             open_batches.setdefault(record["batch"], {})[record["group"]] = record["ids"]

@@ -23,7 +23,7 @@ from typing import Any
 
 BORN = time.monotonic()
 TAPPED = {
-    "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint", "begin_again")),
+    "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint")),
     "streamrl.engines.simulated.engine": ("SimulatedEngine", ("generate", "stage", "commit")),
     "streamrl.vllm.engine": ("VllmEngine", ("generate", "stage", "commit")),
     "streamrl.journal.event_log": ("EventLog", ("append",)),

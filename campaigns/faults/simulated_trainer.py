@@ -72,11 +72,6 @@ class SimulatedTrainer:
             tokenizer_digest=TOKENIZER_DIGEST,
         )
 
-    def begin_again(self) -> TrainerReady:
-        self.world.ledger.open_batches.pop((self.rank, self._incarnation), None)
-        self.groups = []
-        return self.start()
-
     def train_group(self, group: TrainingGroup) -> None:
         self.world.ledger.given(self.rank, self._incarnation, self.version, group)
         self.groups.append(group)

@@ -85,9 +85,5 @@ class StreamBroken(StreamRLError):
     """The peer is gone, or sent something that the protocol forbids."""
 
 
-class NobodyCame(StreamBroken):
-    """Whoever was to take the place of a peer that is gone did not come in time."""
-
-
 class WireError(StreamRLError):
     """Bytes that are not a message of this schema: unknown kind, wrong version, over a size limit."""

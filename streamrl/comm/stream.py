@@ -18,24 +18,17 @@ Cancelling ``receive`` never loses an item.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
 
-from streamrl.base.errors import NobodyCame, StreamBroken
+from streamrl.base.errors import StreamBroken
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
-Orders = TypeVar("Orders")
-Events = TypeVar("Events")
-
-log = logging.getLogger(__name__)
 
 
 class StreamStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,43 +104,13 @@ async def converse(*halves: Callable[[], Awaitable[None]]) -> None:
         raise broken[0]
 
 
-async def serve_each_controller(
-    open_streams: Callable[[], AbstractAsyncContextManager[tuple[Orders, Events]]],
-    serve: Callable[[Orders, Events, float], Awaitable[None]],
-    stand_still: Callable[[], Awaitable[None]],
-    *,
-    reconnect_s: float,
-) -> None:
-    """Serve one controller after another, until one ends its orders. One that is gone before (a stream broke) has a
-    successor: ``stand_still``, then wait for it ``reconnect_s`` at most (0: there is none).
-
-    ``serve``: one controller, which must come within so many seconds. Raises what the two raise, and ``StreamBroken``
-    (``NobodyCame``) where no controller came.
-    """
-    within_s = math.inf
-    while True:
-        try:
-            async with open_streams() as (orders, events):
-                await serve(orders, events, within_s)
-            return
-        except StreamBroken as broken:
-            if not reconnect_s or isinstance(broken, NobodyCame):
-                raise
-            log.warning("the controller is gone (%s); waiting for the next one", broken)
-        await stand_still()
-        within_s = reconnect_s
-
-
-async def greet(stream: SendStream[T], orders: ReceiveStream[Any], greeting: T, within_s: float) -> None:
-    """Send a controller its first item. Raises ``NobodyCame`` where it is not there ``within_s`` (``inf``: whenever it
-    likes), and ``StreamBroken`` also when ``orders`` breaks before: that stream had reached a controller that died, and
-    the successor, greeted on the other one, would take it for a rank or engine that failed."""
+async def send_hello(stream: SendStream[T], orders: ReceiveStream[Any], hello: T) -> None:
+    """Send a controller its first item. Raises ``StreamBroken`` also when ``orders`` breaks before: that stream had
+    reached a peer that is gone, and its successor, which has the hello, would wait for answers for ever."""
 
     async def say() -> None:
-        await stream.send(greeting)
+        await stream.send(hello)
         said.cancel()
 
-    with anyio.move_on_after(within_s) as waiting, anyio.CancelScope() as said:
+    with anyio.CancelScope() as said:
         await converse(say, orders.watch)
-    if waiting.cancelled_caught:
-        raise NobodyCame(f"no controller came within {within_s:g} s after the last one was gone")

@@ -1,12 +1,10 @@
-"""Serves one engine over two streams: the whole of an engine host's work. A host outlives its controller."""
+"""Serves one engine over two streams: the whole of an engine host's work."""
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import anyio
@@ -27,26 +25,19 @@ from streamrl.base.messages import (
     OrderDone,
     OrderFailed,
     Pause,
-    PauseMode,
     Resume,
     Sleep,
     StageWeights,
     Wake,
 )
-from streamrl.comm.stream import ReceiveStream, SendStream, greet, serve_each_controller
+from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.engines.engine import Engine
 from streamrl.engines.remote_engine import ENGINE_FAILURE
-from streamrl.plan.topology import RECONNECT_S
 
 _EngineWideOrder = Pause | Resume | Sleep | Wake | StageWeights | CommitWeights | ComputeChecksums
 
-OpenController = Callable[[], AbstractAsyncContextManager[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]]]
-"""Opens the two streams to a controller: its orders, and the answers to it."""
-
 LOAD_SECONDS = 0.2
-UNCOMMITTED = -1
-log = logging.getLogger(__name__)
-FAREWELL_SECONDS = 1.0
+GOODBYE_SECONDS = 1.0
 
 
 class WatchedEngine(Engine, Protocol):
@@ -66,41 +57,29 @@ class WatchedEngine(Engine, Protocol):
 
 
 async def serve_engine(
-    engine: WatchedEngine, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent]
+    engine: WatchedEngine,
+    streams: AbstractAsyncContextManager[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]],
 ) -> None:
-    """Start ``engine``, carry out the ``orders`` of one controller until they end, then stop it.
+    """Start ``engine``, then open the ``streams`` to the controller (its orders, and the answers to it: vLLM may fork,
+    and no socket may be open then). Carry out orders until they end, stop the engine, end the answers.
 
-    Raises ``EngineError`` when the engine died; its cause is sent first, as the last event of the stream.
-    """
-
-    @asynccontextmanager
-    async def only_controller() -> AsyncIterator[tuple[ReceiveStream[EngineOrder], SendStream[EngineEvent]]]:
-        yield orders, completions
-
-    await serve_controllers(engine, only_controller, reconnect_s=0.0)
-    await completions.aclose()
-
-
-async def serve_controllers(
-    engine: WatchedEngine, open_controller: OpenController, *, reconnect_s: float = RECONNECT_S
-) -> None:
-    """Start ``engine`` and carry out orders until they end, then stop it. A controller that is gone before (its stream
-    broke) has a successor: ``engine`` drops all requests, stands still with the weights that it holds, says so to the
-    next one, and waits for it ``reconnect_s`` at most.
-
-    Raises ``EngineError`` when the engine died, whose cause is the last event of the stream, and ``StreamBroken`` when
-    no controller came.
+    Raises ``EngineError`` when the engine died; its cause is sent first, as the last event of the stream. Raises
+    ``StreamBroken`` when the controller is gone.
     """
     host = _EngineHost(engine)
     try:
         await host.start()
-        await serve_each_controller(open_controller, host.serve, host.stand_still, reconnect_s=reconnect_s)
+        async with streams as (orders, completions):
+            await host.serve(orders, completions)
+            with anyio.CancelScope(shield=True):
+                await engine.aclose()  # the controller waits for the end of the stream, and so for that
+            await completions.aclose()
     finally:
         with anyio.CancelScope(shield=True):
             await engine.aclose()
 
 
-async def _send_farewell(completions: SendStream[EngineEvent], reason: str) -> None:
+async def _send_goodbye(completions: SendStream[EngineEvent], reason: str) -> None:
     try:
         await completions.send(OrderFailed(order_id=ENGINE_FAILURE, reason=reason))
     except (StreamBroken, StreamClosed):
@@ -116,30 +95,23 @@ class _EngineHost:
         """Load the model."""
         self._ready = msgspec.structs.replace(await self._engine.start(), pid=os.getpid())
 
-    async def serve(
-        self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent], wait_s: float
-    ) -> None:
-        """One controller, until its orders end; it must come within ``wait_s``. Then the engine is stopped.
-
-        Raises ``EngineError`` when the engine died, ``StreamBroken`` when the controller is gone: alone, not in groups.
-        """
+    async def serve(self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent]) -> None:
+        """Until orders end. Raises ``EngineError`` and ``StreamBroken`` alone, not in groups."""
         try:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self._engine.watch)  # it may die while nobody is there yet
                 assert self._ready is not None
-                await greet(completions, orders, self._ready, wait_s)
+                await send_hello(completions, orders, self._ready)
                 await self._converse(orders, completions)
                 watching.cancel_scope.cancel()
         except BaseException as error:
             cause = first_error(error)
             if isinstance(cause, EngineError):
-                with anyio.move_on_after(FAREWELL_SECONDS, shield=True):
-                    await _send_farewell(completions, str(cause))
+                with anyio.move_on_after(GOODBYE_SECONDS, shield=True):
+                    await _send_goodbye(completions, str(cause))
             if isinstance(error, BaseExceptionGroup):
                 raise cause from None
             raise
-        with anyio.CancelScope(shield=True):
-            await self._engine.aclose()  # whoever waits for the end of the stream waits for that
 
     async def _converse(self, orders: ReceiveStream[EngineOrder], completions: SendStream[EngineEvent]) -> None:
         async with anyio.create_task_group() as group:
@@ -154,23 +126,6 @@ class _EngineHost:
                 else:
                     group.start_soon(self._carry_out, order, completions)
             group.cancel_scope.cancel()
-
-    async def stand_still(self) -> None:
-        """Serve nothing until the next controller says so. What was asked for was cancelled, and nothing of it is said
-        to anybody else: each controller has streams of its own."""
-        try:
-            async with anyio.create_task_group() as watching:
-                watching.start_soon(self._engine.watch)
-                await self._engine.pause(PauseMode.ABORT, clear_cache=True)
-                watching.cancel_scope.cancel()
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        assert self._ready is not None
-        self._ready = msgspec.structs.replace(self._ready, paused=True)
-
-    def _holds(self, policy_version: int, state_hash: int) -> None:
-        assert self._ready is not None
-        self._ready = msgspec.structs.replace(self._ready, policy_version=policy_version, state_hash=state_hash)
 
     async def _generate(self, request: Generate, completions: SendStream[EngineEvent]) -> None:
         began = time.monotonic()
@@ -206,10 +161,7 @@ class _EngineHost:
         if isinstance(order, StageWeights):
             return await self._engine.stage(order.announcement)
         if isinstance(order, CommitWeights):
-            self._holds(UNCOMMITTED, 0)  # until it is known to hold something
-            done = await self._engine.commit(order.policy_version)
-            self._holds(order.policy_version, done.state_hash)
-            return done
+            return await self._engine.commit(order.policy_version)
         checksums: dict[str, str] = {}
         if isinstance(order, Pause):
             await self._engine.pause(order.mode, clear_cache=order.clear_cache)
@@ -217,8 +169,6 @@ class _EngineHost:
             await self._engine.resume()
         elif isinstance(order, Sleep):
             await self._engine.sleep(order.level)
-            if order.level > 1:
-                self._holds(UNCOMMITTED, 0)
         elif isinstance(order, Wake):
             await self._engine.wake()
         else:

@@ -12,7 +12,7 @@ from streamrl.supervise.child import ChildContext
 
 
 async def run_judge_process(context: ChildContext) -> None:
-    """Answer until the controller says that nobody will ask any more. It outlives its controller, for a while."""
+    """Answer until the controller says that nobody will ask any more."""
     options = judge_options(context.recipe, context.socket_directory)
     os.environ.update(options.environment)  # vLLM reads it when it is imported
     from streamrl.judge.server import serve_judge
@@ -21,6 +21,6 @@ async def run_judge_process(context: ChildContext) -> None:
     name = context.plan.name
     path = judge_socket(context.topology)
     assert path is not None
-    open_controller = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
-    engine = VllmEngine(options)
-    await serve_judge(engine, context.recipe.judge, path, open_controller, sleeps=options.sleeps)
+    streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
+    async with streams as (orders, reports):
+        await serve_judge(VllmEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)

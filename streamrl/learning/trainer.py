@@ -105,10 +105,6 @@ class TorchTrainer:
         if options.resume_from:
             self._resume(Path(options.resume_from))
         self._publisher = start_publisher(options, self._weights)
-        return self.begin_again()
-
-    def begin_again(self) -> TrainerReady:
-        """For the next controller: as after the last step, whatever was handed in since."""
         self._open_batch()
         return TrainerReady(
             rank=self._options.rank,

@@ -14,9 +14,6 @@ CUDA_DEVICES, CUDA_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 TOPOLOGY_FILE = "topology.json"
 JOURNAL_DIRECTORY = "journal"
 """In the directory of a run."""
-RECONNECT_S = 120.0
-"""So long do engine hosts and trainer ranks wait for the next controller when one is gone. It is there in seconds: the
-supervisor, which ends with what it started, starts it."""
 
 
 class Role(StrEnum):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.base.run_process import RUN_MARKER
-from streamrl.engines.engine_host import WatchedEngine, serve_controllers
+from streamrl.engines.engine_host import WatchedEngine, serve_engine
 from streamrl.plan.topology import ProcessPlan
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.run.controller_streams import controller_streams
@@ -16,11 +16,11 @@ from streamrl.vllm.options import EngineOptions, engine_options
 
 
 async def run_engine_process(context: ChildContext) -> None:
-    """Serve one engine until the orders end. It outlives its controller, for a while."""
+    """Serve one engine until the orders end."""
     engine = engine_of(context.recipe, context.plan, context.socket_directory)
     name = context.plan.name
-    open_controller = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
-    await serve_controllers(engine, open_controller)
+    streams = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
+    await serve_engine(engine, streams)
 
 
 def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:

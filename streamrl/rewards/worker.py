@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import time
 from collections import Counter
@@ -40,7 +39,7 @@ from streamrl.base.stage_messages import (
     ScoreGroups,
 )
 from streamrl.base.wakeup import Wakeup
-from streamrl.comm.stream import ReceiveStream, WatchedSendStream, greet
+from streamrl.comm.stream import ReceiveStream, WatchedSendStream, send_hello
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.exit_timer import ExitTimer
@@ -155,7 +154,7 @@ class _Serving:
     async def run(self, worker: int) -> None:
         """Until orders end; every order is answered before it returns, and no call process is left."""
         try:
-            await greet(self._results, self._orders, RewardWorkerReady(worker=worker), math.inf)
+            await send_hello(self._results, self._orders, RewardWorkerReady(worker=worker))
             async with asyncio.TaskGroup() as serving:
                 # Of the two streams one may break alone: whoever opened both anew would wait for a greeting for ever.
                 watches = [serving.create_task(watch()) for watch in (self._sets[0].watch, self._results.watch)]

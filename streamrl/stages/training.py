@@ -7,18 +7,15 @@ enough tokens wait, what is pending is trained: training overlaps the rollout of
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from streamrl.base.errors import StreamBroken, StreamEnded
+from streamrl.base.errors import StreamEnded
 from streamrl.base.messages import (
     AnchorPublished,
     CheckpointSaved,
@@ -35,22 +32,12 @@ from streamrl.base.messages import (
     WeightsAcknowledged,
 )
 from streamrl.base.types import TrainingGroup
-from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream, greet, serve_each_controller
-from streamrl.plan.topology import RECONNECT_S
+from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream
 
 T = TypeVar("T")
-OpenController = Callable[
-    [], AbstractAsyncContextManager[tuple[ReceiveStream[TrainingOrder], WatchedSendStream[TrainingEvent]]]
-]
-"""Opens the two streams to a controller: its batches, and the reports to it."""
-
-log = logging.getLogger(__name__)
-
 READ_AHEAD = 4096
 """Orders held while torch computes; then the sender waits for credit. Far above the groups of one batch in flight."""
 CLOSE_TIMEOUT_S = 60.0
-STUCK_S = 5.0
-"""After its controller is gone a rank has so long, and twice as long as its longest order took, to end its last one."""
 
 
 class Trainer(Protocol):
@@ -62,8 +49,6 @@ class Trainer(Protocol):
         ...
 
     def start(self) -> TrainerReady: ...
-
-    def begin_again(self) -> TrainerReady: ...
 
     def train_group(self, group: TrainingGroup) -> None: ...
 
@@ -87,25 +72,12 @@ class _TrainerThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-        self._abandoned = False
-        self.longest_s = 0.0
 
     async def call(self, function: Callable[[], T]) -> T:
-        began = time.monotonic()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, function)
-        finally:
-            self.longest_s = max(self.longest_s, time.monotonic() - began)
-
-    def abandon(self) -> None:
-        """What is computed never ends: do not wait for it. The process has to end without it."""
-        self._abandoned = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     async def close(self, function: Callable[[], None]) -> None:
         """Run the last call, also while being cancelled: what torch computes cannot be interrupted."""
-        if self._abandoned:
-            return
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await self.call(function)
         self._executor.shutdown(wait=False)
@@ -114,48 +86,13 @@ class _TrainerThread:
 async def run_training(
     trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: WatchedSendStream[TrainingEvent]
 ) -> None:
-    """Serve one controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
+    """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
 
     Raises what the trainer raised (``StreamRLError``), and what the streams raise.
     """
-    async with _started(trainer) as (thread, greeting):
-        await reports.send(greeting)
+    async with _started(trainer) as (thread, ready):
+        await reports.send(ready)
         await _converse(trainer, thread, batches, reports)
-
-
-async def serve_controllers(
-    trainer: Trainer, open_controller: OpenController, *, reconnect_s: float = RECONNECT_S
-) -> None:
-    """Serve a controller until its orders end; one that is gone before is waited for, or rather its successor, with
-    the weights of the last step and without the groups of an open batch, ``reconnect_s`` at most.
-
-    Raises what the trainer raised, and ``StreamBroken`` where no controller came, or the last one was gone before it
-    had told every rank of an order that they carry out together.
-    """
-    async with _started(trainer) as (thread, greeting):
-
-        async def serve(
-            batches: ReceiveStream[TrainingOrder], reports: WatchedSendStream[TrainingEvent], within_s: float
-        ) -> None:
-            await greet(reports, batches, greeting, within_s)
-            await _converse(trainer, thread, batches, reports)
-
-        async def stand_still() -> None:
-            nonlocal greeting
-            greeting = await _begin_again(trainer, thread, alone=greeting.ranks == 1)
-
-        await serve_each_controller(open_controller, serve, stand_still, reconnect_s=reconnect_s)
-
-
-async def _begin_again(trainer: Trainer, thread: _TrainerThread, *, alone: bool) -> TrainerReady:
-    patience_s = math.inf if alone else STUCK_S + 2 * thread.longest_s
-    with anyio.move_on_after(patience_s):
-        return await thread.call(trainer.begin_again)
-    thread.abandon()
-    raise StreamBroken(
-        f"the controller is gone, and what it had ordered last did not end within {patience_s:.0f} s: other ranks were "
-        "not told of it, and all have to begin anew"
-    )
 
 
 @asynccontextmanager
@@ -177,8 +114,7 @@ async def _converse(
         orders_in, orders = anyio.create_memory_object_stream[TrainingOrder](READ_AHEAD)
         async with orders, anyio.create_task_group() as tasks:
             tasks.start_soon(_read, batches, orders_in)
-            # One stream may have reached a controller that dies then, and the other one its successor: nobody would
-            # ever order anything of a rank that believes it has greeted.
+            # One stream may break alone, and nobody would ever order anything of a rank that only waits.
             tasks.start_soon(reports.watch)
             await _serve(trainer, thread, orders, reports)
             tasks.cancel_scope.cancel()

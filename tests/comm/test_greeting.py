@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
 import anyio
 import pytest
 
-from streamrl.base.errors import NobodyCame, StreamBroken
+from streamrl.base.errors import StreamBroken
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.stream import greet
+from streamrl.comm.stream import send_hello
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_a_greeting_is_said_once_and_the_orders_stay_as_they_are() -> None:
+async def test_a_hello_is_said_once_and_the_orders_stay_as_they_are() -> None:
     reports, heard = memory_stream(4)
     orders_in, orders = memory_stream(4)
     await orders_in.send("an order")
-    await greet(reports, orders, "here I am", math.inf)
+    await send_hello(reports, orders, "here I am")
     assert await heard.receive() == "here I am" and await orders.receive() == "an order"
     assert heard.statistics().buffered == 0
 
 
-async def test_who_waits_to_greet_is_told_that_its_orders_were_of_a_controller_that_died() -> None:
+async def test_a_process_that_waits_to_say_hello_hears_that_its_orders_are_broken() -> None:
     reports, heard = memory_stream(1)
     await reports.send("nobody takes this")
     orders_in, orders = memory_stream(4)
@@ -31,7 +29,7 @@ async def test_who_waits_to_greet_is_told_that_its_orders_were_of_a_controller_t
 
     async def wait() -> None:
         with pytest.raises(StreamBroken, match="the last controller") as broken:
-            await greet(reports, orders, "here I am", math.inf)
+            await send_hello(reports, orders, "here I am")
         raised.append(str(broken.value))
 
     with anyio.fail_after(30):
@@ -40,10 +38,3 @@ async def test_who_waits_to_greet_is_told_that_its_orders_were_of_a_controller_t
             await anyio.wait_all_tasks_blocked()
             await orders_in.abort("the last controller is killed")
     assert raised and heard.statistics().buffered == 1, "its successor hears nothing of it"
-
-
-async def test_a_controller_that_does_not_come_in_time_is_named() -> None:
-    reports, _ = memory_stream(1)
-    await reports.send("nobody takes this")
-    with pytest.raises(NobodyCame, match=r"no controller came within 0.01 s"):
-        await greet(reports, memory_stream(4)[1], "here I am", 0.01)

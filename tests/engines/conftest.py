@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 import anyio
@@ -109,7 +109,7 @@ async def _served(engine: WatchedEngine) -> AsyncIterator[RemoteEngine]:
 
     async def host() -> None:
         try:
-            await serve_engine(engine, order_receiver, event_sender)
+            await serve_engine(engine, nullcontext((order_receiver, event_sender)))
         except EngineError:
             await event_sender.abort("the host died")
 

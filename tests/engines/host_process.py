@@ -9,18 +9,18 @@ import anyio
 import msgspec
 
 from streamrl.base.messages import EngineEvent, EngineOrder
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.engine_host import serve_engine
+from streamrl.plan.topology import Topology
+from streamrl.run.controller_streams import controller_streams
 from streamrl.vllm.engine import VllmEngine
 from streamrl.vllm.options import EngineOptions
 
 
 async def serve(options: EngineOptions) -> None:
-    async with (
-        zmq_sender(EngineEvent, sys.argv[3], bind=False, name="completions") as completions,
-        zmq_receiver(EngineOrder, sys.argv[2], bind=False, name="orders") as orders,
-    ):
-        await serve_engine(VllmEngine(options), orders, completions)
+    endpoints = {"engine.orders": sys.argv[2], "engine.completions": sys.argv[3]}
+    topology = Topology(processes=(), endpoints=endpoints)
+    streams = controller_streams(topology, "engine", ("orders", EngineOrder), ("completions", EngineEvent))
+    await serve_engine(VllmEngine(options), streams)
 
 
 if __name__ == "__main__":  # vLLM spawns processes that import this file again

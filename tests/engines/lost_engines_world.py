@@ -26,6 +26,7 @@ from streamrl.engines.simulated.text import UniformText
 from streamrl.plan.topology import ProcessPlan, Role, Topology
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
+from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.supervisor_orders import SupervisorOrder
 from streamrl.sync.publisher import WeightPublisher
@@ -72,7 +73,7 @@ class Controller:
 
     async def tell(self, order: SupervisorOrder) -> None:
         self.told.append(order)
-        await self.supervisor.obey(order)
+        await EngineOrders(self.supervisor).obey(order)
 
     async def emit(self, event: EngineLost | EngineBack) -> None:
         self.events.append(event)

@@ -1,6 +1,6 @@
 """A process of a run for tests of recovery: ``recovery_host.py <role> --index i --run-directory DIR``.
 
-An engine serves a simulated engine over the real streams, for one controller after another. ``DIR/behaviour/<name>``
+An engine serves a simulated engine over the real streams. ``DIR/behaviour/<name>``
 says what else it does, when there is such a file:
 
 poison   it dies of a request with the seed 666
@@ -21,7 +21,7 @@ import anyio
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady, Generate
 from streamrl.base.run_process import die_with_parent
 from streamrl.base.types import Completion
-from streamrl.engines.engine_host import serve_controllers
+from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.plan.topology import Role, read_topology
 from streamrl.run.controller_streams import controller_streams
@@ -55,8 +55,8 @@ async def serve(name: str, directory: Path) -> None:
     topology = read_topology(directory)
     told = directory / "behaviour" / name
     engine = Engine(name, told.read_text() if told.exists() else "")
-    open_controller = controller_streams(topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
-    await serve_controllers(engine, open_controller, reconnect_s=20)
+    streams = controller_streams(topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
+    await serve_engine(engine, streams)
 
 
 def main() -> None:

@@ -7,13 +7,12 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import cast
 
 import anyio
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests are collected by path
-from lost_engines_world import Controller, controlled, world
+from lost_engines_world import Controller, controlled
 from recovery_host import POISON
 
 from streamrl.base.messages import Generate
@@ -21,7 +20,6 @@ from streamrl.base.run_events import EngineBack, EngineLost
 from streamrl.base.stage_messages import FinishedTrajectory
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
-from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.supervise.supervisor_orders import KillEngine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -175,38 +173,3 @@ async def test_an_order_to_kill_means_one_host_and_not_its_successor() -> None:
         await one.tell(KillEngine(engine="engine-0", reason="late", pid=old))
         await one.tell(KillEngine(engine="engine-0", reason="late", older_than_s=300))
         assert await samples_with(one, "engine-0") == {0} and one.lost("engine-0") == 1
-
-
-# ---- a host outlives its controller --------------------------------------------------------------------------------
-
-
-async def test_engines_wait_for_the_next_controller_with_the_weights_that_they_hold() -> None:
-    async with world(2) as parts:
-        first, second, third = (Controller(*parts) for _ in range(3))
-        async with anyio.create_task_group() as group:
-            await first.connect(group)
-            await first.push()
-            await first.launch(20)
-            await tokens_made(first, "engine-0")
-            group.cancel_scope.cancel()  # as if it were killed: its streams break
-        pids = {name: first.pid(name) for name in first.names}
-        async with anyio.create_task_group() as group:
-            await second.connect(group, live=1)
-            assert {name: second.pid(name) for name in second.names} == pids
-            greetings = [ready for _, ready in second.recovery._greetings.values()]
-            assert [(r.policy_version, r.state_hash, r.paused) for r in greetings] == [(1, 1001, True)] * 2
-            for name in second.names:
-                assert await samples_with(second, name) == {1}
-                assert next(cast("RemoteEngine", second.pool.attached[name])._order_ids) == 2, (
-                    "it was told to go on, and nothing else"
-                )
-            await second.launch(20, seeds=lambda index: 9000 + index)  # under the names of what was open before
-            await second.push()
-            await second.until(lambda: len(second.outcomes) == 20)
-            assert len(first.outcomes) < 20 and not first.events
-            group.cancel_scope.cancel()
-        second.assert_whole()
-        async with anyio.create_task_group() as group:
-            await third.connect(group, live=7)  # they hold version 2: this one must be pushed
-            assert [await samples_with(third, name) for name in third.names] == [{7}, {7}]
-            await third.close()

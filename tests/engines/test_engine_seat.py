@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import anyio
@@ -54,7 +54,7 @@ class Hosts:
             zmq_sender(EngineEvent, self.at(name, "completions"), bind=False, name="completions") as completions,
             zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, name="orders") as orders,
         ):
-            await serve_engine(engine, orders, completions)
+            await serve_engine(engine, nullcontext((orders, completions)))
 
 
 async def anchor(policy_version: int) -> WeightAnnouncement:

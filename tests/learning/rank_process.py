@@ -38,8 +38,7 @@ ODD = [(3, 5), (7,), (1, 2, 3), (6, 4)]
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of one trainer. ``shares``: indices of the groups that it gets in even and in odd steps.
 
-    ``checkpoints``: directories by the version at which they are written. ``interrupted``: versions at which its
-    controller is gone after part of a batch was computed, and another one begins that batch again. ``end``: what this
+    ``checkpoints``: directories by the version at which they are written. ``end``: what this
     rank does after the groups of one more batch: ``die``, ``hang``, or ``survive``, which writes its error and when it
     came to ``out``. ``measured``: also write the bytes of tensors at the peak of its start and its first step.
     """
@@ -49,7 +48,6 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     out: str
     checkpoints: dict[int, str] = {}
-    interrupted: tuple[int, ...] = ()
     end: str = ""
     measured: bool = False
 
@@ -69,11 +67,6 @@ def run(phase: Phase) -> None:
             break
         groups = make_groups(version, SIZES, seed=version, version=version)
         share = phase.shares[version % len(phase.shares)]
-        if version in phase.interrupted:
-            for index in share[: 1 + version % 2]:
-                trainer.train_group(groups[index])
-                trainer.train_pending()
-            assert trainer.begin_again().policy_version == version
         for index in share[:1]:
             trainer.train_group(groups[index])
         if phase.options.gathered is Gathered.LAYER and phase.options.streaming:

@@ -440,19 +440,6 @@ def test_a_large_card_makes_more_logits_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert gradients.logits_at_once(torch.device("cpu")) == 1 << 24
 
 
-def test_a_batch_that_is_begun_again_begins_with_no_gradient_of_the_critic(
-    start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
-) -> None:
-    trainer = started(start_trainer, tiny_model, objective("ppo"))
-    for group in groups:
-        trainer.train_group(group)
-    trainer.train_pending()
-    critic = list(trainer._critic._linear.parameters())
-    assert all(parameter.grad.any() for parameter in critic), "what the controller that died had handed in"
-    trainer.begin_again()
-    assert not any(parameter.grad.any() for parameter in critic)
-
-
 def test_the_cohort_compares_with_earlier_batches(
     start_trainer: StartTrainer, tiny_model: str, groups: list[TrainingGroup]
 ) -> None:

@@ -89,7 +89,7 @@ class Trainers:
         self, name: str, processes: list[int], *, steps: int = STEPS, ends: tuple[str, ...] = (), **more: object
     ) -> None:
         """A trainer ``name`` with one rank in each of these processes."""
-        checkpoints, interrupted = more.pop("checkpoints", {}), more.pop("interrupted", ())
+        checkpoints = more.pop("checkpoints", {})
         measured = more.pop("measured", False)
         for rank, process in enumerate(processes):
             options = {
@@ -111,7 +111,6 @@ class Trainers:
                 steps=steps,
                 out=str(self.out(name, rank)),
                 checkpoints=checkpoints,  # type: ignore[arg-type]
-                interrupted=interrupted,  # type: ignore[arg-type]
                 end=ends[rank] if ends else "",
                 measured=measured,  # type: ignore[arg-type]
             )
@@ -173,7 +172,7 @@ def launch(tiny_model: str, wide_model: str, tmp_path_factory: pytest.TempPathFa
     two, four = str(directory / "two.ckpt"), str(directory / "four.ckpt")
     launch = Trainers(tiny_model, directory)
     launch.add("one", [0])
-    launch.add("two", [2, 3], checkpoints={HALF: two}, interrupted=(0, 1, 7, HALF, STEPS - 1))
+    launch.add("two", [2, 3], checkpoints={HALF: two})
     launch.add("one-resumed", [1], steps=STEPS - HALF, resume_from=two)
     launch.add("four", [0, 1, 2, 3])
     launch.add("layers", [0, 1], gathered=Gathered.LAYER)

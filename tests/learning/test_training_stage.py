@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -28,8 +27,7 @@ from streamrl.base.messages import (
 )
 from streamrl.base.types import TrainingGroup
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.stages import training
-from streamrl.stages.training import run_training, serve_controllers
+from streamrl.stages.training import run_training
 
 SOURCE = WeightSource(
     rank=0, endpoint="ipc://x", manifest_digest="", payload_bytes=0, changed_elements=0, total_elements=1
@@ -52,10 +50,6 @@ class RecordingTrainer:
 
     def start(self) -> TrainerReady:
         self._note("start")
-        return TrainerReady(rank=0, ranks=self._ranks, policy_version=0, parameters=1, state_hash=0)
-
-    def begin_again(self) -> TrainerReady:
-        self._note("begin again")
         return TrainerReady(rank=0, ranks=self._ranks, policy_version=0, parameters=1, state_hash=0)
 
     def train_group(self, group: TrainingGroup) -> None:
@@ -220,144 +214,3 @@ async def test_cancellation_waits_for_torch_and_closes_the_trainer() -> None:
             tasks.cancel_scope.cancel()
             threading.Timer(0.05, gate.set).start()
     assert trainer.calls == ["start", "group 0", "close"]
-
-
-@pytest.mark.asyncio
-async def test_a_trainer_outlives_its_controller() -> None:
-    trainer = RecordingTrainer()
-    groups = make_groups(0, [2, 2])
-    lives: list[tuple[Any, Any]] = []
-    opened = anyio.Event()
-
-    @asynccontextmanager
-    async def open_controller() -> Any:
-        nonlocal opened
-        orders_in, orders, reports_in, reports = streams()
-        lives.append((orders_in, reports))
-        opened.set()
-        opened = anyio.Event()
-        yield orders, reports_in
-
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve_controllers, trainer, open_controller)
-            await opened.wait()
-            orders_in, reports = lives[0]
-            assert isinstance(await reports.receive(), TrainerReady)
-            await orders_in.send(TrainGroup(group=groups[0]))
-            while "group 0" not in trainer.calls:
-                await anyio.sleep(0.001)
-            await reports.aclose()  # the controller is gone: the next report finds nobody
-            await orders_in.send(PublishAnchor(policy_version=0))
-            while len(lives) < 2:
-                await anyio.sleep(0.001)
-            orders_in, reports = lives[1]
-            assert isinstance(await reports.receive(), TrainerReady)
-            await orders_in.send(close_of(groups[1:], 1))
-            assert isinstance(await reports.receive(), StepReport)
-            await orders_in.aclose()
-    assert trainer.calls[-1] == "close" and trainer.calls.count("start") == 1
-    assert trainer.calls.index("begin again") > trainer.calls.index("group 0")
-    assert len(trainer.threads) == 1
-
-
-class OrdersOfTheDead:
-    """One order; the controller dies as soon as the trainer has begun with it."""
-
-    def __init__(self, order: TrainGroup, entered: threading.Event) -> None:
-        self._orders, self._entered = [order], entered
-
-    async def receive(self) -> TrainGroup:
-        if self._orders:
-            return self._orders.pop()
-        await anyio.to_thread.run_sync(self._entered.wait)
-        raise StreamBroken("killed")
-
-    async def watch(self) -> None:
-        await anyio.sleep_forever()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_rank_stuck_with_an_order_of_the_dead_ends_and_one_that_is_alone_goes_on(
-    monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    monkeypatch.setattr(training, "STUCK_S", 0.02)
-    gate = threading.Event()
-    trainer = RecordingTrainer(gate=gate, ranks=ranks)
-    [group] = make_groups(0, [2])
-    lives = 0
-
-    @asynccontextmanager
-    async def open_controller() -> Any:
-        nonlocal lives
-        lives += 1
-        orders_in, orders, reports_in, _ = streams()
-        await orders_in.aclose()
-        yield OrdersOfTheDead(TrainGroup(group=group), trainer.entered) if lives == 1 else orders, reports_in
-
-    timer = threading.Timer(0.3, gate.set)
-    with anyio.fail_after(20):
-        if ranks == 1:
-            timer.start()
-            await serve_controllers(trainer, open_controller)
-            calls = [call for call in trainer.calls if call != "pending"]  # the gate may open before the end is seen
-            assert calls[:3] == ["start", "group 0", "begin again"]
-            return
-        with pytest.raises(StreamBroken, match="other ranks were not told of it"):
-            await serve_controllers(trainer, open_controller)
-    assert trainer.calls == ["start", "group 0"], "nobody waits for it"
-    gate.set()
-
-
-@pytest.mark.asyncio
-async def test_a_rank_does_not_wait_for_ever_for_another_controller() -> None:
-    trainer = RecordingTrainer()
-    lives = 0
-
-    @asynccontextmanager
-    async def open_controller() -> Any:
-        nonlocal lives
-        lives += 1
-        _, orders, reports_in, reports = streams()
-        if lives == 1:
-            await reports.aclose()
-        yield orders, reports_in if lives == 1 else Unheard()
-
-    with anyio.fail_after(20), pytest.raises(StreamBroken, match=r"no controller came within 0\.05 s after the last"):
-        await serve_controllers(trainer, open_controller, reconnect_s=0.05)
-    assert trainer.calls == ["start", "begin again", "close"]
-
-
-class Unheard:
-    """The way to a controller that does not come."""
-
-    async def send(self, item: object) -> None:
-        await anyio.sleep_forever()
-
-
-@pytest.mark.asyncio
-async def test_a_rank_whose_two_streams_reached_different_controllers_greets_again() -> None:
-    trainer = RecordingTrainer()
-    reports_of: list[Any] = []
-    orders_of: list[Any] = []
-
-    @asynccontextmanager
-    async def open_controller() -> Any:
-        orders_in, orders, reports_in, reports = streams()
-        reports_of.append(reports)
-        orders_of.append(orders_in)
-        yield orders, reports_in
-
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve_controllers, trainer, open_controller)
-            while not reports_of:
-                await anyio.sleep(0.001)
-            await reports_of[0].receive()
-            await reports_of[0].aclose()  # it dies with the greeting; the orders are its successor's, which waits
-            while len(reports_of) < 2:
-                await anyio.sleep(0.001)
-            assert isinstance(await reports_of[1].receive(), TrainerReady)
-            await orders_of[1].aclose()
-    assert trainer.calls == ["start", "begin again", "close"]
