@@ -40,8 +40,6 @@ LARGE_CLASSES = {
     "streamrl/engines/engine_pool.py:EnginePool": 303,
     "streamrl/learning/trainer.py:TorchTrainer": 331,
     "streamrl/rewards/calls/call_pool.py:CallPool": 293,
-    "streamrl/simulate/rollout.py:SimulatedRollout": 251,
-    "streamrl/simulate/simulation.py:Simulation": 259,
     "streamrl/stages/reward.py:RewardStage": 267,
 }
 

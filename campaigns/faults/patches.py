@@ -28,6 +28,7 @@ from streamrl.elastic.engine_release import EngineRelease
 from streamrl.engines import engine_host
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
+from streamrl.engines.step_cost import StepCost
 from streamrl.journal import log
 from streamrl.journal.whole_state import keep_whole, restore_whole
 from streamrl.observe.report.run_report import RunReport
@@ -244,8 +245,7 @@ def _parts(world: World, put: Any) -> None:
         shape = world.shape
         chosen = SimulationOptions(
             name=options.name,
-            base_ms=shape.step_ms,
-            per_request_ms=shape.step_ms / 100,
+            step=StepCost(base_s=shape.step_ms / 1e3, per_running_s=shape.step_ms / 1e5),
             max_num_seqs=64,
             kv_tokens=KV_TOKENS,
             vocabulary=50_000,

@@ -103,6 +103,15 @@ class RoundTimed(Event, frozen=True):
     push_s: float
 
 
+class RoundsAdvised(Event, frozen=True):
+    """What an adviser beside the run predicts: trained tokens a second of each kind of round that it compared, by name.
+    ``seconds``: of a step, by name and by what metrics call the round; ``figures``: what the prediction rests on."""
+
+    goodput: dict[str, float]
+    seconds: dict[str, dict[str, float]] = {}
+    figures: dict[str, float] = {}
+
+
 class BatchTrained(Event, frozen=True):
     """The trainer stepped: it now holds ``policy_version``."""
 
@@ -158,6 +167,7 @@ ControlEvent = (
     | RewardsAttached
     | EnginesMeasured
     | RoundTimed
+    | RoundsAdvised
     | BatchTrained
     | WeightsLive
     | EvaluationDone

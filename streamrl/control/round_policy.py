@@ -18,7 +18,7 @@ import msgspec
 from streamrl.base.types import DropReason
 from streamrl.buffers.slots import may_take
 from streamrl.control.actions import Explain
-from streamrl.control.events import EnginesMeasured, RoundTimed
+from streamrl.control.events import EnginesMeasured, RoundsAdvised, RoundTimed
 from streamrl.recipe.scheduling import StalePolicy
 
 
@@ -145,7 +145,7 @@ class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
     cut_at: int = 0
 
 
-Observation = GroupObserved | EnginesMeasured | RoundTimed
+Observation = GroupObserved | EnginesMeasured | RoundTimed | RoundsAdvised
 
 
 class RoundPolicy(Protocol):

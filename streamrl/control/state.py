@@ -131,7 +131,7 @@ class ControlState:
                 self._changed = self.due.checkpoint_done(event.policy_version)
             case on.StopRequested():
                 self._record_stop(event, actions)
-            case on.EnginesMeasured() | on.RoundTimed():
+            case on.EnginesMeasured() | on.RoundTimed() | on.RoundsAdvised():
                 if self.arrivals is None:
                     self.policy.observe(event)
                 self._changed = False

@@ -19,6 +19,7 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.actions import Explain
+from streamrl.engines.step_cost import StepCost
 
 
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,11 +56,39 @@ class SetSettings(msgspec.Struct, frozen=True, kw_only=True):
     certainty: float = 2.0
 
 
-class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode step of an engine with one worker: ``base_s + per_running_s x running`` seconds."""
+class FadingLine(msgspec.Struct):
+    """Least squares of ``y = intercept + slope * x`` with fading weights.
 
-    base_s: float
-    per_running_s: float
+    A little ridge decides what the observations leave open: where ``x`` hardly varies, the slope takes it all. Costs
+    are then taken to grow with the load, so that a race, which adds load, is not chosen on a guess.
+    """
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    count: int = 0
+
+    def add(self, x: float, y: float, kept: float) -> None:
+        """Take one observation; the earlier ones keep ``kept`` of their weight."""
+        self.weight = self.weight * kept + 1
+        self.x = self.x * kept + x
+        self.y = self.y * kept + y
+        self.xx = self.xx * kept + x * x
+        self.xy = self.xy * kept + x * y
+        self.count += 1
+
+    def fit(self, ridge: float) -> tuple[float, float]:
+        """Intercept and slope; a slope below 0 is taken to be 0."""
+        if self.weight == 0:
+            return 0.0, 0.0
+        ridge *= self.weight
+        ww, xx = self.weight + ridge, self.xx + ridge
+        slope = (ww * self.xy - self.x * self.y) / (ww * xx - self.x * self.x)
+        if slope <= 0:
+            return self.y / self.weight, 0.0
+        return (xx * self.y - self.x * self.xy) / (ww * xx - self.x * self.x), slope
 
 
 class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,17 +22,17 @@ from streamrl.base.types import TrajectoryId
 from streamrl.elastic.engine_release import DRAIN_SECONDS, EngineHosts, EnginePushes
 from streamrl.elastic.engine_sets import (
     EngineSet,
+    FadingLine,
     RoundMeasured,
     SetHistory,
     SetPlan,
     SetSettings,
-    StepCost,
     faster_steps,
     plan_engine_set,
     with_round,
 )
+from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import prepared_sets
-from streamrl.policies.adviser.engine_cost import FadingLine
 from streamrl.recipe.sections import Recipe
 from streamrl.sync.publisher import PushedEngine
 

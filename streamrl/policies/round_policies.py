@@ -9,7 +9,7 @@ from streamrl.control.continuous import ContinuousRounds
 from streamrl.control.round_policy import RoundPolicy
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
-from streamrl.policies.adviser.auto import AutoRounds
+from streamrl.policies.auto import AutoRounds
 from streamrl.policies.length_sorted import LengthSorted
 from streamrl.policies.tail_batching import TailBatching
 from streamrl.recipe.scheduling import RoundKind

@@ -13,8 +13,10 @@ import math
 from streamrl.base.types import DropReason
 from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.adviser.engine_cost import LONG, SHORT
 from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts, SizingKind, tail_batching_slots
+
+SHORT, LONG = "short", "long"
+"""Kinds of round of a race: the race itself, and the one that trains the prompts which it deferred."""
 
 
 class TailBatching(StatelessRounds):

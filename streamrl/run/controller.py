@@ -107,7 +107,7 @@ class Controller:
         self._waits = waits or Waits()
         self._spared = spared
         # For others it would only make the log of a run of days longer.
-        self._tells_load = settings.rounds in (RoundKind.AUTO, RoundKind.CUSTOM)
+        self._tells_load = settings.rounds is RoundKind.CUSTOM
         self._start_version = start_version
         self._kept = kept.snapshot if kept else None
         self._shelf = shelf
@@ -123,13 +123,12 @@ class Controller:
 
     def stop(self, reason: str) -> None:
         """Ask for a drain. May be called at any time from the event loop, also twice, also when the run has ended."""
-        with suppress(anyio.ClosedResourceError):  # the last ranks still end, and nothing is left to decide
-            self._tell.send_nowait(on.StopRequested(reason=reason))
+        self.notify(on.StopRequested(reason=reason))
 
-    def rewards_attached(self, version: int, rewards: tuple[str, ...], change: str) -> None:
-        """Other functions score from now on: for whoever reads the log. In turn with the outcomes that come back."""
+    def notify(self, event: on.ControlEvent) -> None:
+        """Send ``event`` to control, from the event loop; nothing happens where the run has ended."""
         with suppress(anyio.ClosedResourceError):
-            self._tell.send_nowait(on.RewardsAttached(reward_version=version, rewards=rewards, change=change))
+            self._tell.send_nowait(event)
 
     async def run(self, orders: SendStream[RolloutOrder], scored: ReceiveStream[RewardOutcome]) -> str:
         """Make the first version live, train, and return why the run ended. Ends ``orders`` and the ranks' batches."""

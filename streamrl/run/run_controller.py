@@ -31,11 +31,11 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -55,6 +55,7 @@ from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOut
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.control import events as on
 from streamrl.control.settings import control_settings
 from streamrl.elastic.engine_switch import engine_switch
 from streamrl.elastic.spared_engines import SparedEngines
@@ -70,7 +71,9 @@ from streamrl.processes.reward_workers import change_rewards, open_reward_stage
 from streamrl.prompts.prompts import open_prompts
 from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.canary import canary_bounds
+from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
+from streamrl.recipe.user_code import load_user_object
 from streamrl.remote.reward_changes import RewardReply, RewardsListed
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
@@ -95,6 +98,9 @@ from streamrl.sync.weight_audit import WeightAudit
 from streamrl.vllm.options import expected_room, installed_device
 
 T = TypeVar("T")
+ADVISER = "streamrl.simulate.adviser:advise"
+"""Predicts kinds of rounds beside a run whose rounds are ``auto``."""
+
 Ends = tuple[SendStream[T], ReceiveStream[T]]
 
 
@@ -234,14 +240,14 @@ async def _run_stages(
     scored_ends: Ends[RewardOutcome] = memory_stream(window)
     try:
         async with anyio.create_task_group() as stages:
-            stages.start_soon(_stop_on_sigterm, controller)
+            _start_beside(stages, recipe, run_directory, controller)
             if service is not None and parts.recovery is None:  # which runs already
                 stages.start_soon(service.run)
             stages.start_soon(record.run)
             stages.start_soon(publisher.run)
             stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
-            stages.start_soon(change_rewards, topology, attached, run_directory, controller.rewards_attached)
+            stages.start_soon(change_rewards, topology, attached, run_directory, attached_to(controller))
             reason = await controller.run(orders_ends[0], scored_ends[1])
             await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
@@ -302,6 +308,21 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
         )
     )
     return batches, reports
+
+
+def attached_to(controller: Controller) -> Callable[[int, tuple[str, ...], str], None]:
+    """Return what reports to ``controller`` that other functions score from now on, in turn with what they scored."""
+    return lambda version, rewards, change: controller.notify(
+        on.RewardsAttached(reward_version=version, rewards=rewards, change=change)
+    )
+
+
+def _start_beside(stages: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:
+    """Start what acts on ``controller`` from outside until the run ends."""
+    stages.start_soon(_stop_on_sigterm, controller)
+    if recipe.rollout.rounds is RoundKind.AUTO:
+        advise = cast("Callable[..., Coroutine[Any, Any, None]]", load_user_object(ADVISER))
+        stages.start_soon(advise, run_directory, recipe, lambda: controller.state.live_version, controller.notify)
 
 
 async def _stop_on_sigterm(controller: Controller) -> None:

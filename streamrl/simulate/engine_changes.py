@@ -29,11 +29,11 @@ from streamrl.elastic.engine_sets import (
     RoundMeasured,
     SetHistory,
     SetSettings,
-    StepCost,
     faster_steps,
     plan_engine_set,
     with_round,
 )
+from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import expected_kv_tokens, prepared_sets
 from streamrl.recipe.sections import Recipe, ReleaseKind
 from streamrl.simulate.cluster import ClusterModel

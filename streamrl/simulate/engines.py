@@ -11,33 +11,24 @@ import heapq
 import math
 from collections import deque
 
-import msgspec
-
 from streamrl.base.types import TrajectoryId
+from streamrl.engines.step_cost import StepCost
 
 NEVER = math.inf
 ROUNDING = 1e-6  # tokens: below what the clock resolves after hours
 
 
-class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds, and tokens.
+class EngineModel(StepCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decode step (``StepCost``), and in seconds and tokens:
 
-    ``base_s`` (a), ``per_running_s`` (c), ``per_context_token_s`` (g): one decode step. ``per_running_squared_s``: a
-    term with the square of the running requests, for front ends that choke; ``per_root_running_s``: one with their
-    root, for engines that few requests do not fill. ``max_num_seqs``: requests at once;
-    ``kv_tokens``: KV capacity (0: no limit); when it is full the newest request is preempted and computed again.
-    ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their prompt.
-    ``arrival_s``: the front end takes one request so often; ``admission_s + admission_per_running_s x running``: for so
-    long each of them holds up decoding; ``presubmitted_s``: the same for one that came while the engine was paused.
-    ``rejected_per_token``: where losers are verified, the chance that the weights of the long round choose another
-    token than the one that was kept (refs/scheduling-model.md, 10i: assumed).
+    ``max_num_seqs``: requests at once; ``kv_tokens``: KV capacity (0: no limit); when it is full the newest request is
+    preempted and computed again. ``prefill_tokens_s``: rate of prefill (0: free); siblings on one engine share their
+    prompt. ``arrival_s``: interval at which the front end takes requests; ``admission_s + admission_per_running_s x
+    running``: how long each holds up decoding; ``presubmitted_s``: the same for one that came while the engine was
+    paused. ``rejected_per_token``: where deferred prompts are verified, the chance that the weights of the long round
+    choose another token than the one that was sampled before (assumed).
     """
 
-    base_s: float
-    per_running_s: float
-    per_context_token_s: float = 0.0
-    per_running_squared_s: float = 0.0
-    per_root_running_s: float = 0.0
     max_num_seqs: int = 256
     kv_tokens: int = 0
     prefill_tokens_s: float = 0.0
@@ -46,13 +37,6 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admission_per_running_s: float = 0.0
     presubmitted_s: float = 0.0
     rejected_per_token: float = 0.001
-
-    def step_s(self, running: float, context: float = 0.0) -> float:
-        """Seconds of one decode step."""
-        curved = self.per_running_squared_s * running * running
-        if self.per_root_running_s:
-            curved += self.per_root_running_s * math.sqrt(running)
-        return self.base_s + self.per_running_s * running + curved + self.per_context_token_s * context
 
 
 class Request:
@@ -73,6 +57,7 @@ class Request:
         "paused_arrival",
         "prompt",
         "prompt_tokens",
+        "request_id",
         "reward",
         "running",
         "sampled",
@@ -83,6 +68,7 @@ class Request:
 
     def __init__(self, identity: TrajectoryId, prompt: int, prompt_tokens: int, length: int, now: float) -> None:
         self.id = identity
+        self.request_id = str(identity)
         self.prompt = prompt
         self.prompt_tokens = prompt_tokens
         self.length = length

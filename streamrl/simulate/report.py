@@ -1,97 +1,43 @@
-"""What a simulation measured, in memory that does not grow with its steps."""
+"""What happened in each step of a simulation, and the report that it adds up to, in memory that does not grow with the
+steps."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
-STEPS_KEPT = 512
+from streamrl.buffers.accounting import Accounting
+from streamrl.control.settings import ControlSettings
+from streamrl.policies.sagc import LengthTable, straggler_rate
+from streamrl.rules.sizing_rules import SMALLEST_SIZE
+from streamrl.simulate.engines import EngineClock, Request, RunningTogether
+
+STEPS_REPORTED = 512
 RELATIVE_WIDTH = 0.005
-
-
-class Spread:
-    """Mean, largest and quantiles of positive figures: counts in bins that are half a percent wide."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.largest = 0.0
-        self._bins: dict[int, int] = {}
-
-    def add(self, value: float) -> None:
-        """Count one figure."""
-        self.count += 1
-        self.total += value
-        if value > self.largest:
-            self.largest = value
-        place = round(math.log(max(value, 1e-9)) / RELATIVE_WIDTH)
-        self._bins[place] = self._bins.get(place, 0) + 1
-
-    @property
-    def mean(self) -> float:
-        """0.0 for no figures."""
-        return self.total / self.count if self.count else 0.0
-
-    def quantile(self, share: float) -> float:
-        """The figure below which ``share`` of all lie, within half a percent. 0.0 for no figures."""
-        wanted, seen = share * self.count, 0
-        for place in sorted(self._bins):
-            seen += self._bins[place]
-            if seen >= wanted:
-                return min(math.exp(place * RELATIVE_WIDTH), self.largest)
-        return 0.0
-
-
-class Lengths:
-    """Completion lengths: one counter a length, so no more of them than the cap."""
-
-    def __init__(self, cap: int) -> None:
-        self.cap = cap
-        self.counts: dict[int, int] = {}
-
-    def add(self, lengths: list[int]) -> None:
-        """Count the completions of one group."""
-        counts = self.counts
-        for length in lengths:
-            counts[length] = counts.get(length, 0) + 1
-
-    def summary(self) -> LengthSummary:
-        """Mean, P95, share at the cap."""
-        count = sum(self.counts.values())
-        if not count:
-            return LengthSummary(count=0, mean=0.0, p95=0, longest=0, cap_share=0.0)
-        seen, p95 = 0, 0
-        for length in sorted(self.counts):
-            seen += self.counts[length]
-            if seen >= 0.95 * count:
-                p95 = length
-                break
-        return LengthSummary(
-            count=count,
-            mean=sum(length * n for length, n in self.counts.items()) / count,
-            p95=p95,
-            longest=max(self.counts),
-            cap_share=self.counts.get(self.cap, 0) / count,
-        )
+MOST_WAITING_PROMPTS = 1 << 16
 
 
 class LengthSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``count`` completions, in tokens. ``cap_share``: those that reached the cap."""
+    """Of ``count`` completions, in tokens. ``cap_share``: share that reached the cap."""
 
-    count: int
-    mean: float
-    p95: int
-    longest: int
-    cap_share: float
+    count: int = 0
+    mean: float = 0.0
+    p95: int = 0
+    longest: int = 0
+    cap_share: float = 0.0
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step, from the version before it being live until its own is. ``longest``: trained completion."""
+    """One optimizer step, from the version before it being live until its own is; ``began_s``: of the whole run.
+    ``longest``: trained completion."""
 
     policy_version: int
     round_kind: str
+    began_s: float
     step_s: float
     rollout_s: float
     training_s: float
@@ -124,8 +70,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     that were launched would give them; ``trained``: those trained on. Bubble ratios: idle share of ``capacity``
     requests, over the rollout and over the whole step. Staleness: of the oldest token of each trained trajectory.
     ``wait_mean``, ``wait_max``: optimizer steps between the first launch of a prompt and its training.
-    ``straggler_rate``: mean over trained samples of the share of their step's groups whose longest completion is
-    ``straggler_ratio`` times the median one or was truncated (what SAGC's budget is about).
+    ``straggler_rate``: mean over trained samples of the share of their step's groups that straggle (SAGC's budget).
     """
 
     rounds: str
@@ -169,97 +114,291 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.trained.mean / self.unbiased.mean if self.unbiased.mean else 0.0
 
 
-class KindTally:
-    """Running sums of one kind of round."""
+class Spread:
+    """Mean, largest and quantiles of positive figures: counts in bins that are half a percent wide."""
 
-    def __init__(self, cap: int) -> None:
-        self.step = Spread()
-        self.rollout = Spread()
-        self.longest = Spread()
-        self.trained = Lengths(cap)
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.largest = 0.0
+        self._bins: Counter[int] = Counter()
 
-    def summary(self, kind: str) -> KindSummary:
-        """What it has seen."""
-        return KindSummary(
-            round_kind=kind,
-            steps=self.step.count,
-            step_s=self.step.mean,
-            rollout_s=self.rollout.mean,
-            rollout_s_max=self.rollout.largest,
-            longest_mean=self.longest.mean,
-            trained=self.trained.summary(),
+    def add(self, value: float) -> None:
+        """Count one figure."""
+        self.count += 1
+        self.total += value
+        self.largest = max(self.largest, value)
+        self._bins[round(math.log(max(value, 1e-9)) / RELATIVE_WIDTH)] += 1
+
+    @property
+    def mean(self) -> float:
+        """0.0 for no figures."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Return the figure below which ``share`` of all lie, within half a percent; 0.0 for no figures."""
+        place = _quantile(self._bins, share * self.count)
+        return min(math.exp(place * RELATIVE_WIDTH), self.largest) if self.count else 0.0
+
+
+def _quantile(counts: Counter[int], wanted: float) -> int:
+    seen = 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= wanted:
+            return value
+    return 0
+
+
+def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
+    """Summarise lengths that are counted by length."""
+    count = counts.total()
+    if not count:
+        return LengthSummary()
+    return LengthSummary(
+        count=count,
+        mean=sum(length * n for length, n in counts.items()) / count,
+        p95=_quantile(counts, 0.95 * count),
+        longest=max(counts),
+        cap_share=counts[cap] / count,
+    )
+
+
+class KindSums(msgspec.Struct):
+    """Of one kind of round."""
+
+    step: Spread = msgspec.field(default_factory=Spread)
+    rollout: Spread = msgspec.field(default_factory=Spread)
+    longest: int = 0
+    lengths: Counter[int] = msgspec.field(default_factory=Counter)
+
+
+class BatchSums(msgspec.Struct):
+    """What joined one batch. ``longest``: its longest completion; ``tables``: lengths of each of its groups."""
+
+    kind: str = ""
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    longest: int = 0
+    tables: list[LengthTable] = []
+
+
+class Sums(msgspec.Struct):
+    """All that the report is made of, since ``began_s``. ``busy_...``: integral of running requests over rollouts, and
+    over steps; ``stragglers``: sum over trained samples of the share of their step's groups that straggled."""
+
+    began_s: float = 0.0
+    step: Spread = msgspec.field(default_factory=Spread)
+    kinds: dict[str, KindSums] = {}
+    unbiased: Counter[int] = msgspec.field(default_factory=Counter)
+    samples: int = 0
+    groups: int = 0
+    trained_tokens: int = 0
+    stragglers: float = 0.0
+    generated: float = 0.0
+    busy_step: float = 0.0
+    busy_rollout: float = 0.0
+    rollout_s: float = 0.0
+    staleness: int = 0
+    staleness_max: int = 0
+    waits: int = 0
+    wait_total: int = 0
+    wait_max: int = 0
+    preemptions_before: int = 0
+    trainer_before: float = 0.0
+    group_sizes: Counter[int] = msgspec.field(default_factory=Counter)
+    reasons: Counter[str] = msgspec.field(default_factory=Counter)
+    recent: deque[StepRow] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_REPORTED))
+
+    def kind(self, name: str) -> KindSums:
+        """Return the sums of one kind of round."""
+        return self.kinds.setdefault(name, KindSums())
+
+
+class StepLedger:
+    """Follows one step after the other. ``capacity``: what bubble ratios count as all of it, in requests."""
+
+    def __init__(
+        self,
+        settings: ControlSettings,
+        engines: Sequence[EngineClock],
+        together: RunningTogether,
+        capacity: int,
+        cap: int,
+    ) -> None:
+        self.capacity = together.capacity = capacity
+        self._together = together
+        self._settings = settings
+        self._engines = engines
+        self._cap = cap
+        self._sums = Sums()
+        self._first_launch: dict[int, int] = {}
+        self._began = self._full = self._trained = self._publishing = 0.0
+        self._busy_began = self._busy_full = self._generated_began = 0.0
+        self._trainer_now = 0.0
+        self._open = BatchSums()
+        self._closed = BatchSums()
+
+    # ---- what happens ------------------------------------------------------------------------------
+
+    def launched(self, prompt: int, attempt: int, lengths: list[int], live_version: int) -> None:
+        """Count a group that was launched; ``lengths``: of its trajectories where none is stopped."""
+        if attempt == 0:
+            self._sums.unbiased.update(lengths)
+            self._first_launch.setdefault(prompt, live_version)
+            if len(self._first_launch) > MOST_WAITING_PROMPTS:  # prompts that were dropped for good
+                del self._first_launch[next(iter(self._first_launch))]
+
+    def explained(self, subject: str) -> None:
+        """Count a decision about ``subject``."""
+        self._sums.reasons[subject] += 1
+
+    def joined(self, requests: list[Request], trainer_version: int, kind: str) -> int:
+        """Count a group that joined the batch which ``trainer_version`` trains. Returns its trained tokens."""
+        sums, batch = self._sums, self._open
+        lengths = [request.length for request in requests]
+        oldest = [request.first_version for request in requests]
+        size, tokens, longest = len(lengths), sum(lengths), max(lengths)
+        sums.kind(kind).lengths.update(lengths)
+        sums.groups += 1
+        sums.samples += size
+        sums.trained_tokens += tokens
+        sums.group_sizes[size] += 1
+        sums.staleness += sum(trainer_version - version for version in oldest)
+        sums.staleness_max = max(sums.staleness_max, trainer_version - min(oldest))
+        first = self._first_launch.pop(requests[0].prompt, None)
+        if first is not None:
+            sums.waits += 1
+            sums.wait_total += trainer_version - first
+            sums.wait_max = max(sums.wait_max, trainer_version - first)
+        batch.kind = kind
+        batch.groups += 1
+        batch.samples += size
+        batch.tokens += tokens
+        batch.longest = max(batch.longest, longest)
+        if size >= SMALLEST_SIZE:
+            batch.tables.append(np.array([[math.inf if length >= self._cap else length for length in lengths]]))
+        return tokens
+
+    def batch_full(self, now: float) -> None:
+        """The trainer steps. What joins from here on is of the next batch, also while this one is pushed."""
+        self._full = now
+        self._closed, self._open = self._open, BatchSums()
+        self._advance(now)
+        self._busy_full = self._together.busy_s
+
+    def trained(self, now: float) -> None:
+        """The trainer has stepped."""
+        self._trained = now
+
+    def publishing(self, now: float) -> None:
+        """The push begins."""
+        self._publishing = now
+
+    def live(self, now: float, version: int, trainer_worked_s: float) -> StepRow:
+        """Every engine holds the version that the step made: the step is over."""
+        self._advance(now)
+        busy = self._together.busy_s
+        generated = sum(engine.generated for engine in self._engines)
+        rollout_s, step_s = self._full - self._began, now - self._began
+        busy_rollout, busy_step = self._busy_full - self._busy_began, busy - self._busy_began
+        batch, sums = self._closed, self._sums
+        row = StepRow(
+            policy_version=version,
+            round_kind=batch.kind,
+            began_s=self._began,
+            step_s=step_s,
+            rollout_s=rollout_s,
+            training_s=self._trained - self._full,
+            push_s=now - self._publishing,
+            groups=batch.groups,
+            samples=batch.samples,
+            trained_tokens=batch.tokens,
+            generated_tokens=generated - self._generated_began,
+            longest=batch.longest,
+            rollout_bubble=_idle(busy_rollout, self.capacity * rollout_s),
+            step_bubble=_idle(busy_step, self.capacity * step_s),
+        )
+        straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
+        sums.stragglers += batch.samples * (straggled or 0.0)
+        sums.step.add(step_s)
+        kind = sums.kind(batch.kind)
+        kind.step.add(step_s)
+        kind.rollout.add(rollout_s)
+        kind.longest += batch.longest
+        sums.generated += row.generated_tokens
+        sums.busy_rollout += busy_rollout
+        sums.busy_step += busy_step
+        sums.rollout_s += rollout_s
+        sums.recent.append(row)
+        self._began, self._busy_began, self._generated_began = now, busy, generated
+        self._trainer_now = trainer_worked_s
+        return row
+
+    def begin(self, now: float) -> None:
+        """The warm-up is over: figures count from here."""
+        preemptions = sum(engine.preemptions for engine in self._engines)
+        self._sums = Sums(began_s=now, trainer_before=self._trainer_now, preemptions_before=preemptions)
+
+    def _advance(self, now: float) -> None:
+        for engine in self._engines:
+            engine.advance(now)
+        self._together.advance(now)
+
+    # ---- the report --------------------------------------------------------------------------------
+
+    def report(self, finished: str, accounting: Accounting) -> SimulationReport:
+        """Report over the steps that count."""
+        sums, cap = self._sums, self._cap
+        seconds = max(self._began - sums.began_s, 1e-12)
+        trained: Counter[int] = Counter()
+        for kind in sums.kinds.values():
+            trained.update(kind.lengths)
+        return SimulationReport(
+            rounds=str(self._settings.rounds),
+            steps=sums.step.count,
+            seconds=seconds,
+            trajectories=sums.samples,
+            capacity=self.capacity,
+            step_s_mean=sums.step.mean,
+            step_s_p50=sums.step.quantile(0.5),
+            step_s_p95=sums.step.quantile(0.95),
+            goodput=sums.trained_tokens / seconds,
+            groups_s=sums.groups / seconds,
+            rollout_bubble=_idle(sums.busy_rollout, self.capacity * sums.rollout_s),
+            step_bubble=_idle(sums.busy_step, self.capacity * sums.step.total),
+            staleness_mean=sums.staleness / max(sums.samples, 1),
+            staleness_max=sums.staleness_max,
+            unbiased=summary_of(sums.unbiased, cap),
+            trained=summary_of(trained, cap),
+            kinds=tuple(_kind_summary(name, kind, cap) for name, kind in sorted(sums.kinds.items())),
+            generated_tokens=sums.generated,
+            trained_tokens=sums.trained_tokens,
+            wait_mean=sums.wait_total / max(sums.waits, 1),
+            wait_max=sums.wait_max,
+            straggler_rate=sums.stragglers / max(sums.samples, 1),
+            group_sizes=dict(sorted(sums.group_sizes.items())),
+            preemptions=sum(engine.preemptions for engine in self._engines) - sums.preemptions_before,
+            trainer_idle=max(1 - (self._trainer_now - sums.trainer_before) / seconds, 0.0),
+            dropped=accounting.dropped,
+            finished=finished,
+            recent=tuple(sums.recent),
+            reasons=dict(sums.reasons),
         )
 
 
-class Tally:
-    """Everything that the report is made of; ``begin`` again after a warm-up."""
+def _kind_summary(name: str, kind: KindSums, cap: int) -> KindSummary:
+    return KindSummary(
+        round_kind=name,
+        steps=kind.step.count,
+        step_s=kind.step.mean,
+        rollout_s=kind.rollout.mean,
+        rollout_s_max=kind.rollout.largest,
+        longest_mean=kind.longest / max(kind.step.count, 1),
+        trained=summary_of(kind.lengths, cap),
+    )
 
-    def __init__(self, cap: int, straggler_ratio: float) -> None:
-        self._cap = cap
-        self._ratio = straggler_ratio
-        self.begin(0.0)
 
-    def begin(self, now: float) -> None:
-        """Forget all; count from ``now``."""
-        self.began_s = now
-        self.step = Spread()
-        self.kinds: dict[str, KindTally] = {}
-        self.unbiased = Lengths(self._cap)
-        self.trained_tokens = self.samples = self.groups = 0
-        self.straggler_shares = 0.0
-        self.generated = self.busy_step = self.busy_rollout = self.rollout_s = self.step_s = self.trainer_s = 0.0
-        self.staleness_total = self.staleness_max = 0
-        self.waits = self.wait_total = self.wait_max = 0
-        self.group_sizes: dict[int, int] = {}
-        self.reasons: dict[str, int] = {}
-        self.recent: deque[StepRow] = deque(maxlen=STEPS_KEPT)
-
-    def kind(self, name: str) -> KindTally:
-        """The sums of one kind of round."""
-        if name not in self.kinds:
-            self.kinds[name] = KindTally(self._cap)
-        return self.kinds[name]
-
-    def group(self, kind: str, lengths: list[int], staleness: int) -> bool:
-        """One trained group; ``staleness``: sum over its trajectories. Whether it straggled."""
-        self.kind(kind).trained.add(lengths)
-        size = len(lengths)
-        self.groups += 1
-        self.samples += size
-        self.trained_tokens += sum(lengths)
-        self.staleness_total += staleness
-        self.group_sizes[size] = self.group_sizes.get(size, 0) + 1
-        longest = max(lengths)
-        ordered = sorted(lengths)
-        median = (ordered[size // 2] + ordered[(size - 1) // 2]) / 2
-        return longest >= self._ratio * median or longest >= self._cap
-
-    def trained(self) -> LengthSummary:
-        """Lengths of all that was trained, whatever its kind of round."""
-        lengths = Lengths(self._cap)
-        for tally in self.kinds.values():
-            for length, count in tally.trained.counts.items():
-                lengths.counts[length] = lengths.counts.get(length, 0) + count
-        return lengths.summary()
-
-    def waited(self, updates: int) -> None:
-        """A prompt was trained so many updates after its first launch."""
-        self.waits += 1
-        self.wait_total += updates
-        self.wait_max = max(self.wait_max, updates)
-
-    def close(self, row: StepRow, straggled: int, busy_rollout: float, busy_step: float) -> None:
-        """One step ended; ``straggled``: groups of its batch; ``busy_...``: integral of running requests over its
-        rollout, and over all of it."""
-        self.straggler_shares += row.samples * straggled / max(row.groups, 1)
-        self.step.add(row.step_s)
-        tally = self.kind(row.round_kind)
-        tally.step.add(row.step_s)
-        tally.rollout.add(row.rollout_s)
-        tally.longest.add(row.longest)
-        self.generated += row.generated_tokens
-        self.busy_rollout += busy_rollout
-        self.busy_step += busy_step
-        self.rollout_s += row.rollout_s
-        self.step_s += row.step_s
-        self.recent.append(row)
+def _idle(busy: float, whole: float) -> float:
+    return max(1 - busy / whole, 0.0) if whole > 0 else 0.0

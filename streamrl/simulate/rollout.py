@@ -9,11 +9,41 @@ from collections.abc import Mapping, Sequence
 from streamrl.base.types import TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.engines.routing import Router, ServedRequest
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
-from streamrl.simulate.routing import LeastLoaded
 from streamrl.vllm.continuation import FEWEST_KEPT, ROUNDS_KEPT
+
+
+class DeferredTokens:
+    """Tokens of deferred trajectories until their draw is launched again: as many as the real engines' store has. What
+    lost beside the winners of its own prompt is never sampled again."""
+
+    def __init__(self, rejected_per_token: float) -> None:
+        self.most_open = 0
+        self.tokens: dict[tuple[int, int], float] = {}
+        self._rejected = rejected_per_token
+
+    def verify(self, request: Request) -> None:
+        """Begin ``request`` with the tokens of its draw, up to the first that the weights choose otherwise now."""
+        tokens = self.tokens.pop((request.noise, request.id.sample), 0.0)
+        if tokens < FEWEST_KEPT:
+            return
+        share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
+        until = math.log(1 - share) / math.log1p(-self._rejected) if self._rejected else math.inf
+        request.sampled, request.verified = float(int(min(tokens, until))), True
+
+    def add(self, request: Request) -> None:
+        """Remember the tokens of a request that was stopped."""
+        tokens = min(request.sampled, request.length - 1)
+        if tokens < FEWEST_KEPT:
+            return
+        name = (request.noise, request.id.sample)
+        self.tokens.pop(name, None)  # to the end
+        self.tokens[name] = tokens
+        while len(self.tokens) > ROUNDS_KEPT * self.most_open:
+            del self.tokens[next(iter(self.tokens))]
 
 
 class SimulatedRollout:
@@ -29,6 +59,7 @@ class SimulatedRollout:
         model: ClusterModel,
         agenda: Agenda,
         *,
+        max_tokens: int,
         most: int = 0,
         verifies_losers: bool = False,
     ) -> None:
@@ -39,11 +70,12 @@ class SimulatedRollout:
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
         self._agenda = agenda
-        self._kept: dict[tuple[int, int], float] | None = {} if verifies_losers else None
-        self._most_open = 0
-        self._routes = LeastLoaded(model.engines.count)
+        self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_losers else None
+        self._router = Router(len(self.engines))
+        self._most_tokens = model.engines.prompt_tokens + max_tokens
         self._in_use = model.engines.count
         self._freed: set[int] = set()
+        self.serving = list(range(self._in_use))
         self._dirty: set[int] = set()
         self._told = (0.0, 0.0, 0.0, 0)
         self._round_costs()
@@ -52,11 +84,6 @@ class SimulatedRollout:
     def now(self) -> float:
         """The time."""
         return self._agenda.now
-
-    @property
-    def serving(self) -> list[int]:
-        """Numbers of the engines that are sent requests."""
-        return [index for index in range(self._in_use) if index not in self._freed]
 
     @property
     def preemptions(self) -> int:
@@ -68,26 +95,24 @@ class SimulatedRollout:
     def free(self, engines: Sequence[int], moves: Mapping[str, int]) -> None:
         """Send these engines nothing more; what they serve goes on, from its tokens, where ``moves`` says (by id)."""
         self._freed.update(engines)
+        self._choose_serving()
         for index in engines:
             engine = self.engines[index]
             engine.advance(self._agenda.now)
             moving = [*engine.running, *(request for request in engine.waiting if not request.stopped)]
             for request in moving:
                 self._take_off(request)
-                self._move(request, moves[str(request.id)])
-            self._routes.leave_out(index)
+                self._move(request, moves[request.request_id])
 
     def _move(self, old: Request, to: int) -> None:
         request = self.requests[old.id] = old.again()
-        request.engine = to
-        self._routes.enter_at(to)
+        self._opened(request, to)
         self._agenda.call_after(self.model.engines.migration_s, lambda: self.arrived(request))
 
     def take_back(self) -> None:
         """All engines of the set serve again."""
-        for index in sorted(self._freed):
-            self._routes.take_in(index)
         self._freed.clear()
+        self._choose_serving()
 
     def change(self, count: int, engine: EngineModel, seconds: float) -> None:
         """From ``seconds`` on, ``count`` such engines serve. Nothing runs."""
@@ -97,7 +122,8 @@ class SimulatedRollout:
             clock.model = engine
             clock.blocked_until = max(clock.blocked_until, self._agenda.now) + seconds
             self._dirty.add(index)
-        self._in_use, self._routes = count, LeastLoaded(count)
+        self._in_use = count
+        self._choose_serving()
 
     # ---- what control orders -----------------------------------------------------------------------
 
@@ -109,23 +135,18 @@ class SimulatedRollout:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
             request.noise = action.noise
-            if self._kept is not None:
-                self._verify(request, self._kept.pop((action.noise, identity.sample), 0.0))
+            if self.deferred is not None:
+                self.deferred.verify(request)
             requests[identity] = request
             self._submit(request)
-        self._most_open = max(self._most_open, len(requests))
-
-    def _verify(self, request: Request, kept: float) -> None:
-        """It begins with the tokens that it had, up to the first one that the weights choose otherwise now."""
-        if kept < FEWEST_KEPT:
-            return
-        rejected = self.model.engine.rejected_per_token
-        share = random.Random(hash((request.noise, request.id.sample, request.id.attempt))).random()
-        until = math.log(1 - share) / math.log1p(-rejected) if rejected else math.inf
-        request.sampled, request.verified = float(int(min(kept, until))), True
+        if self.deferred is not None:
+            self.deferred.most_open = max(self.deferred.most_open, len(requests))
 
     def _submit(self, request: Request) -> None:
-        index = request.engine = self._routes.enter(request.id.group_id)
+        index = self.serving[0]
+        if len(self.serving) > 1:
+            index = self._router.choose(request.request_id, request.prompt, self.serving)
+        self._opened(request, index)
         gap = self.model.engine.arrival_s
         engine = self.engines[index]
         if gap:
@@ -134,6 +155,22 @@ class SimulatedRollout:
             return
         engine.submit(request)
         self._dirty.add(index)
+
+    def _opened(self, request: Request, index: int) -> None:
+        request.engine = index
+        self._router.opened(
+            ServedRequest(
+                request_id=request.request_id,
+                engine=index,
+                prompt=request.prompt_tokens,
+                sampled=int(request.sampled),
+                most_tokens=self._most_tokens,
+                since=self._agenda.now,
+            )
+        )
+
+    def _choose_serving(self) -> None:
+        self.serving = [index for index in range(self._in_use) if index not in self._freed]
 
     def arrived(self, request: Request) -> None:
         """The front end of its engine took a request."""
@@ -152,7 +189,7 @@ class SimulatedRollout:
             self.fullest = max(self.fullest, engine.fill(time))
         ended = engine.finished(time)
         for request in ended:
-            self._routes.leave(index)
+            self._router.closed(request.request_id)
             request.engine = -1
         return ended
 
@@ -162,19 +199,8 @@ class SimulatedRollout:
             request = self.requests.pop(identity, None)
             if request is not None:
                 self._take_off(request)
-                self._keep(request)
-
-    def _keep(self, request: Request) -> None:
-        """The tokens of a loser. As many losers as the real engines' store has: what lost beside the winners of its own
-        prompt is never sampled again."""
-        tokens = min(request.sampled, request.length - 1)
-        if self._kept is None or tokens < FEWEST_KEPT:
-            return
-        name = (request.noise, request.id.sample)
-        self._kept.pop(name, None)  # to the end
-        self._kept[name] = tokens
-        while len(self._kept) > ROUNDS_KEPT * self._most_open:
-            del self._kept[next(iter(self._kept))]
+                if self.deferred is not None:
+                    self.deferred.add(request)
 
     def cut(self, action: do.CutTrajectories) -> list[on.TrajectoryCut]:
         """Stop those that have not ended, and keep their tokens."""
@@ -192,7 +218,7 @@ class SimulatedRollout:
             engine = self.engines[request.engine]
             engine.advance(self._agenda.now)
             engine.stop(request)
-            self._routes.leave(request.engine)
+            self._router.closed(request.request_id)
             self._dirty.add(request.engine)
             request.engine = -1
             self.aborted = True

@@ -19,21 +19,25 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
+from streamrl.policies.auto import candidate_settings
 from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedRelease, SimulatedSwitch
 from streamrl.simulate.engines import Request
-from streamrl.simulate.ledger import StepLedger
 from streamrl.simulate.lengths import LengthSource, ModelledLengths
-from streamrl.simulate.report import SimulationReport
+from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
 from streamrl.simulate.stages import RewardServers, TrainerClock
 
 MEASURE_INTERVAL_S = 0.25
-ADAPTIVE = (RoundKind.AUTO, RoundKind.CUSTOM)
-"""Rounds whose policy may learn from what the engines measure."""
+CYCLES_STEPS = 45
+"""Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
+
+WARM_UP_STEPS = 5
+ADVISED_AT = 4
+"""Version at which simulated ``auto`` rounds are advised."""
 
 
 def simulate(
@@ -56,8 +60,53 @@ def simulate(
     """
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
     source = lengths or ModelledLengths(model.lengths, seed)
-    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, engines=engines)
+    advice = None
+    if settings.rounds is RoundKind.AUTO:
+        reports = simulate_candidates(settings, model, source, seed=seed, engines=engines)
+        advice = on.RoundsAdvised(goodput={name: report.goodput for name, report in reports.items()})
+    simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, engines=engines, advice=advice)
     return simulation.run(warm_up, progress)
+
+
+def simulate_candidates(
+    settings: ControlSettings,
+    model: ClusterModel,
+    lengths: LengthSource,
+    *,
+    seed: int = 0,
+    engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
+) -> dict[str, SimulationReport]:
+    """Simulate every kind of round that ``auto`` chooses from, by name, for whole cycles of races."""
+    return {
+        name: simulate(one, model, CYCLES_STEPS, lengths=lengths, seed=seed, warm_up=WARM_UP_STEPS, engines=engines)
+        for name, one in candidate_settings(settings).items()
+    }
+
+
+class SimulatedPrompts:
+    """``p0``, ``p1``, ... of ``tokens`` each; domains by chance with the recipe's ``shares``, as in a shuffled file."""
+
+    def __init__(self, tokens: int, shares: dict[str, float], seed: int) -> None:
+        self._tokens = tokens
+        self._shares = shares
+        self._seed = seed
+        self._next = 0
+
+    def draw(self, count: int) -> on.PromptsDrawn:
+        """Draw the next ``count``."""
+        numbers = range(self._next, self._next + count)
+        self._next += count
+        domains = tuple(self._domain_of(number) for number in numbers) if self._shares else ()
+        ids = tuple(f"p{number}" for number in numbers)
+        return on.PromptsDrawn(prompt_ids=ids, prompt_tokens=(self._tokens,) * count, domains=domains)
+
+    def _domain_of(self, number: int) -> str:
+        point = derive_seed(self._seed, "domain", number) / 2**63 * sum(self._shares.values())
+        for name, share in self._shares.items():
+            point -= share
+            if point < 0:
+                return name
+        return next(reversed(self._shares))
 
 
 class Simulation:
@@ -72,19 +121,23 @@ class Simulation:
         in_flight: InFlight = InFlight.KEEP,
         seed: int = 0,
         engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
+        advice: on.RoundsAdvised | None = None,
     ) -> None:
         self.core = ControlState(settings)
         self.model = model
         self.agenda = Agenda()
         verifies = settings.tail_batching.verifies
         most_engines = engines.most_engines(model)
-        self.rollout = SimulatedRollout(model, self.agenda, most=most_engines, verifies_losers=verifies)
+        self.rollout = SimulatedRollout(
+            model, self.agenda, max_tokens=lengths.cap, most=most_engines, verifies_losers=verifies
+        )
         most = model.engines.count * model.engine.max_num_seqs
         # Whatever the rounds have in flight: as the real pipeline measures its engines.
         capacity = model.engines.capacity or min(most, settings.batch_trajectories)
         self.ledger = StepLedger(settings, self.rollout.engines, self.rollout.together, capacity, lengths.cap)
         self.finished = ""
         self._lengths = lengths
+        self._advice = advice
         self._recompute = in_flight is not InFlight.KEEP
         self._rewards = RewardServers(model.reward, seed)
         self._trainer = TrainerClock(model.trainer, settings.batch_trajectories)
@@ -99,9 +152,7 @@ class Simulation:
         self._engines_back = 0.0
         self._answers: deque[on.ControlEvent] = deque()
         self._telling = False
-        self._next_prompt = 0
-        self._seed = seed
-        self._shares = settings.tail_batching.domains
+        self._prompts = SimulatedPrompts(model.engines.prompt_tokens, settings.tail_batching.domains, seed)
         self._measured_s = 0.0
         self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
@@ -126,7 +177,7 @@ class Simulation:
         """To the end. Once."""
         self._warm_up, self._progress = warm_up, progress
         agenda, rollout = self.agenda, self.rollout
-        measures = self.core.settings.rounds in ADAPTIVE
+        measures = self.core.settings.rounds is RoundKind.CUSTOM
         self._tell(on.RunBegan())
         rollout.settle()
         while not self.finished:
@@ -216,20 +267,7 @@ class Simulation:
     # ---- what control orders -----------------------------------------------------------------------
 
     def _draw(self, action: do.DrawPrompts) -> None:
-        first, self._next_prompt = self._next_prompt, self._next_prompt + action.count
-        ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
-        tokens = (self.model.engines.prompt_tokens,) * action.count
-        domains = tuple(self._domain_of(number) for number in range(first, self._next_prompt)) if self._shares else ()
-        self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens, domains=domains))
-
-    def _domain_of(self, number: int) -> str:
-        """By chance with the recipe's shares, as in a dataset that was shuffled."""
-        point = derive_seed(self._seed, "domain", number) / 2**63 * sum(self._shares.values())
-        for name, share in self._shares.items():
-            point -= share
-            if point < 0:
-                return name
-        return next(reversed(self._shares))
+        self._answers.append(self._prompts.draw(action.count))
 
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
@@ -303,6 +341,8 @@ class Simulation:
         self._tell(
             on.RoundTimed(policy_version=version, rollout_s=row.rollout_s, training_s=row.training_s, push_s=row.push_s)
         )
+        if version == ADVISED_AT and self._advice is not None:
+            self._tell(self._advice)
         self._tell(on.WeightsLive(policy_version=version))
 
     def _evaluate(self, action: do.Evaluate) -> None:

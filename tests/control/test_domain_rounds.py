@@ -7,7 +7,7 @@ from policy_world import DOMAINS, PolicyWorld
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.policies.adviser.engine_cost import LONG
+from streamrl.policies.tail_batching import LONG
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 
 

@@ -18,11 +18,11 @@ from streamrl.elastic.engine_sets import (
     RoundMeasured,
     SetHistory,
     SetPlan,
-    StepCost,
     expected_seconds,
     plan_engine_set,
     with_round,
 )
+from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import expected_kv_tokens
 
 WIDE = EngineSet(name="8x1", engines=8, tensor_parallel_size=1, kv_tokens=40_000)

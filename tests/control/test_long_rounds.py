@@ -13,7 +13,7 @@ from streamrl.buffers.rollout_buffer import PromptTicket
 from streamrl.control import actions as do
 from streamrl.control.prompt_queue import DomainShares, LoserQueues
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.adviser.engine_cost import LONG, SHORT
+from streamrl.policies.tail_batching import LONG, SHORT
 from streamrl.policies.tail_batching import TailBatching as TailBatchingRounds
 from streamrl.recipe.scheduling import GroupSizing, RoundKind, SizingKind, TailBatching
 

@@ -23,6 +23,7 @@ from streamrl.base.run_process import die_with_parent
 from streamrl.base.types import Completion
 from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import Role, read_topology
 from streamrl.run.controller_streams import controller_streams
 from streamrl.supervise.child import leave, parse_arguments
@@ -35,7 +36,8 @@ class Engine(SimulatedEngine):
     """Misbehaves as it is told."""
 
     def __init__(self, name: str, behaviour: str) -> None:
-        super().__init__(SimulationOptions(name=name, base_ms=2.0, lengths=LENGTHS))
+        step = StepCost(base_s=2e-3, per_running_s=0.027e-3)
+        super().__init__(SimulationOptions(name=name, step=step, lengths=LENGTHS))
         self.behaviour = behaviour
 
     async def start(self) -> EngineReady:

@@ -11,6 +11,7 @@ from streamrl.base.errors import EngineError, WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, VersionSpan
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.step_cost import StepCost
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,13 +42,13 @@ async def generate_all(engine: SimulatedEngine, requests: list[Generate]) -> dic
 
 
 async def test_time_is_affine_in_what_runs(make_request: MakeRequest) -> None:
-    engine, clock = instant(base_ms=2.0, per_request_ms=0.5, max_num_seqs=4)
+    engine, clock = instant(step=StepCost(base_s=2e-3, per_running_s=0.5e-3), max_num_seqs=4)
     await generate_all(engine, [make_request(max_tokens=100) for _ in range(4)])
     assert clock.now() == pytest.approx(100 * (2.0 + 4 * 0.5) / 1000, rel=0.02)  # the first step runs one alone
 
 
 async def test_its_load_counts_decode_steps(make_request: MakeRequest) -> None:
-    engine, clock = instant(base_ms=2.0, per_request_ms=0.5, max_num_seqs=4)
+    engine, clock = instant(step=StepCost(base_s=2e-3, per_running_s=0.5e-3), max_num_seqs=4)
     await generate_all(engine, [make_request(max_tokens=100) for _ in range(4)])
     first = engine.load()
     assert first.decode_s == pytest.approx(clock.now()) and first.decode_tokens == first.generated_tokens == 400
@@ -61,7 +62,7 @@ async def test_its_load_counts_decode_steps(make_request: MakeRequest) -> None:
 
 
 async def test_more_than_max_running_wait(make_request: MakeRequest) -> None:
-    engine, clock = instant(base_ms=1.0, per_request_ms=0.0, max_num_seqs=4)
+    engine, clock = instant(step=StepCost(base_s=1e-3, per_running_s=0.0), max_num_seqs=4)
     await generate_all(engine, [make_request(max_tokens=50) for _ in range(8)])
     assert clock.now() == pytest.approx(2 * 50 / 1000, rel=0.02)
     assert engine.load().generated_tokens == 8 * 50

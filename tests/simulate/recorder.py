@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from worlds import control_settings
 
 from streamrl.control import actions as do
 from streamrl.observe.report.trajectory_trace import EnginesLine, RecordedRun, StepLine, TraceHeader, TrajectoryLine
@@ -13,6 +12,7 @@ from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation
+from tests.simulate.worlds import control_settings
 
 
 class Recorder(Simulation):

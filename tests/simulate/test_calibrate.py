@@ -7,8 +7,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from recorder import Recorder
-from worlds import control_settings, with_part
 
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace
@@ -21,6 +19,8 @@ from streamrl.simulate.lengths import ModelledLengths, RecordedLengths
 from streamrl.simulate.recording import life_times, load_recording
 from streamrl.simulate.simulation import simulate
 from streamrl.simulate.stages import TrainerClock, TrainerModel
+from tests.simulate.recorder import Recorder
+from tests.simulate.worlds import control_settings, with_part
 
 TRUTH = with_part(
     with_part(DEMO, "engine", admission_s=1e-3, admission_per_running_s=0.0),

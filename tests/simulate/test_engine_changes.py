@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from worlds import TINY, control_settings, with_part
 
 from streamrl.elastic.engine_sets import EngineSet
 from streamrl.recipe.scheduling import RoundKind, TailBatching
@@ -15,9 +14,9 @@ from streamrl.simulate.cluster import ROLLPACKER_14B, ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, scaled_engine
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.report import SimulationReport
-from streamrl.simulate.routing import LeastLoaded
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import TrainerClock, TrainerModel
+from tests.simulate.worlds import TINY, control_settings, with_part
 
 STEPS = 14
 DRAIN, STOP = EnginePlan(release=ReleaseKind.DRAIN), EnginePlan(release=ReleaseKind.STOP)
@@ -73,18 +72,6 @@ def test_the_trainer_has_the_share_of_the_freed_engines() -> None:
     own.free(0.0, 0.5)
     own.advance(4.0)
     assert own.worked_s == 3.0
-
-
-def test_an_engine_that_is_left_out_gets_nothing_until_it_is_taken_in() -> None:
-    routes = LeastLoaded(3)
-    assert [routes.enter(group) for group in range(6)] == [0, 1, 2, 0, 1, 2]
-    routes.leave_out(1)
-    routes.leave(1)
-    assert sorted(routes.enter(10 + group) for group in range(4)) == [0, 0, 2, 2]
-    routes.enter_at(2)
-    routes.leave(1)
-    routes.take_in(1)
-    assert [routes.enter(20 + group) for group in range(4)] == [1, 1, 1, 1]
 
 
 def test_the_reference_gain_of_freeing_half_of_the_engines_is_met() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from worlds import control_settings, with_part
 
 from streamrl.recipe.scheduling import DeferredPrompts, GroupSizing, LengthSorted, RoundKind, SizingKind, TailBatching
 from streamrl.simulate.cluster import DEMO, ROLLPACKER_14B, ROLLPACKER_14B_CODE, Engines
 from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport
 from streamrl.simulate.simulation import simulate
+from tests.simulate.worlds import control_settings, with_part
 
 
 def raced(

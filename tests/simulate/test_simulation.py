@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
-from worlds import TINY, control_settings, with_part
 
 from streamrl.base.errors import StreamRLError
 from streamrl.control import actions as do
@@ -19,10 +17,10 @@ from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import DEMO, HEAVY, Engines
 from streamrl.simulate.lengths import ModelledLengths
-from streamrl.simulate.routing import LeastLoaded
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
 from streamrl.vllm.continuation import ROUNDS_KEPT
+from tests.simulate.worlds import TINY, control_settings, with_part
 
 POLICIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -140,7 +138,8 @@ def test_tokens_of_losers_that_never_run_again_are_not_kept_for_ever() -> None:
     chosen = control_settings(steps=150, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
     simulation = Simulation(chosen, TINY, ModelledLengths(TINY.lengths))
     simulation.run()
-    assert 0 < len(simulation.rollout._kept or ()) <= ROUNDS_KEPT * 4 * 6
+    assert simulation.rollout.deferred is not None
+    assert 0 < len(simulation.rollout.deferred.tokens) <= ROUNDS_KEPT * 4 * 6
 
 
 def test_partial_mode_wastes_nothing_and_trains_every_draw() -> None:
@@ -212,22 +211,6 @@ def test_requests_spread_over_many_engines() -> None:
     simulation.run()
     generated = [engine.generated for engine in simulation.rollout.engines]
     assert min(generated) > 0.5 * sum(generated) / 16
-
-
-def test_the_least_loaded_engine_is_chosen_whatever_ended_before() -> None:
-    source = random.Random(1)
-    routes, load = LeastLoaded(5), [0] * 5
-    for group in range(400):
-        if sum(load) > 30 and source.random() < 0.6:
-            busy = source.choice([engine for engine in range(5) if load[engine]])
-            routes.leave(busy)
-            load[busy] -= 1
-        else:
-            chosen = routes.enter(group)
-            assert load[chosen] == min(load), "a group without siblings goes to the least loaded engine"
-            load[chosen] += 1
-    siblings = [routes.enter(1000) for _ in range(4)]
-    assert len(set(siblings)) == 1, "siblings share an engine, and with it the prompt"
 
 
 def trained_groups(simulation: Simulation) -> list[list[tuple[str, list[int]]]]:

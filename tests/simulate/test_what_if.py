@@ -1,4 +1,4 @@
-"""The search for better rounds, its command, and whether the closed form of ``auto`` ranks as the simulator does."""
+"""The search for better rounds, and its command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from worlds import control_settings, with_part
 
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
@@ -24,16 +23,14 @@ from streamrl.observe.report.trajectory_trace import (
     TrajectoryLine,
     TrajectoryTrace,
 )
-from streamrl.policies.adviser.auto import SYNCHRONOUS, AutoRounds
-from streamrl.policies.adviser.prediction import Form
 from streamrl.recipe.load import check_recipe, load_recipe
-from streamrl.recipe.scheduling import RoundKind, TailBatching
+from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.run.run_controller import control_settings as settings_of
-from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B, ClusterModel
+from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel
 from streamrl.simulate.lengths import ModelledLengths
-from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.what_if import CURRENT, Advice, Budget, Search, World, eta_of, grid, recipe_fragment
+from tests.simulate.worlds import with_part
 
 RECIPE = """
 [model]
@@ -286,43 +283,6 @@ def test_command_refuses_what_makes_no_sense(tmp_path: Path, capsys: pytest.Capt
     assert "between 0 and 1" in capsys.readouterr().err
     assert main(["what-if", str(path), "--steps", "0"]) == 2
     assert main(["what-if", str(tmp_path / "none.toml")]) == 2
-
-
-# ---- the closed form against the simulator ----------------------------------------------------------
-
-# B at a quarter of its size: as many requests on each engine, and a batch of a quarter.
-QUARTER = with_part(ROLLPACKER_14B, "engines", count=4)
-REGIMES: dict[str, tuple[ClusterModel, int, int]] = {
-    "A-demo 8x8": (DEMO, 8, 60),
-    "A-demo 32x8": (DEMO, 32, 16),
-    "A-heavy 16x8": (HEAVY, 16, 45),
-    "B, a quarter": (QUARTER, 32, 20),
-}
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_auto_chooses_as_the_simulator_ranks(regime: str) -> None:
-    """What it chooses online is within 5 % of the best fixed choice of all, and no race where none pays."""
-    model, prompts, steps = REGIMES[regime]
-
-    def goodput(rounds: RoundKind, **options: Any) -> float:
-        settings = control_settings(
-            batch_groups=prompts, group_size=8, rounds=rounds, tail_batching=TailBatching(**options)
-        )
-        return simulate(settings, model, steps, warm_up=5).goodput
-
-    fixed = {1.0: goodput(RoundKind.SYNCHRONOUS)}
-    fixed |= {eta: goodput(RoundKind.TAIL_BATCHING, prompt_oversampling=eta) for eta in (1.125, 1.25, 1.5)}
-    settings = control_settings(batch_groups=prompts, group_size=8, rounds=RoundKind.AUTO, steps=steps)
-    simulation = Simulation(settings, model, ModelledLengths(model.lengths, 0))
-    report = simulation.run()
-    policy = simulation.core.policy
-    assert isinstance(policy, AutoRounds)
-    assert fixed[policy.current.prompt_oversampling] >= 0.95 * max(fixed.values()), (policy.current, fixed)
-    assert (policy.current.form is Form.TAIL_BATCHING) == (max(fixed.values()) >= 1.05 * fixed[1.0])
-    if regime == "A-demo 32x8":
-        assert {kind.round_kind for kind in report.kinds} == {"synchronous"}
-        assert policy.current == SYNCHRONOUS
 
 
 def test_a_race_launches_as_many_prompts_as_it_means_to() -> None:

@@ -2,7 +2,7 @@
 
 In a process of its own (``engines.kind = "simulated"``) it fetches and verifies the weights that are published, as a
 real one does; elsewhere it takes announcements at their word. A decode step of all running requests takes
-``base_ms + per_request_ms * running``, as measured on the real one. It has no background task: one of the callers of
+``options.step`` seconds, by default as measured on the real one. It has no background task: one of the callers of
 ``generate`` drives the steps for all, and hands over when it is done.
 """
 
@@ -22,19 +22,19 @@ from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone,
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
 from streamrl.engines.resumption import remaining_tokens
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
+from streamrl.engines.step_cost import StepCost
 from streamrl.vllm.continuation import accepted_prefix, without_kept
 
 __all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``base_ms`` and ``per_request_ms``: time of one decode step. Tokens are uniform over ``[0, vocabulary)``; the
+    """``step``: time of one decode step. Tokens are uniform over ``[0, vocabulary)``; the
     last token of a completion that ends by itself is ``end_token``. ``kv_tokens``: what it says that its cache holds,
     which bounds nothing here."""
 
     name: str = "simulated"
-    base_ms: float = 1.7
-    per_request_ms: float = 0.027
+    step: StepCost = StepCost(base_s=1.7e-3, per_running_s=0.027e-3)
     max_num_seqs: int = 256
     max_model_len: int = 4096
     kv_tokens: int = 0
@@ -344,7 +344,7 @@ class SimulatedEngine:
             return
         batch = list(self._open.values())[: self._options.max_num_seqs]
         changed, began_s = self._changed, self._clock()
-        await self._sleep((self._options.base_ms + self._options.per_request_ms * len(batch)) / 1000)
+        await self._sleep(self._options.step.step_s(len(batch)))
         if self._paused or changed.is_set():  # paused meanwhile: the step never happened
             return
         self._decode_steps += 1

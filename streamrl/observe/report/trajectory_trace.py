@@ -250,12 +250,13 @@ def cut_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-def read_trace(path: Path) -> RecordedRun:
-    """The trace in ``path``. A last line without its newline (a killed run) is left out.
+def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:
+    """The trace in ``path``, or its header and the lines in its last ``tail_bytes`` (0: all). A last line without its
+    newline (a killed run) is left out.
 
     Raises ``StreamRLError`` for an empty file, another schema, or a damaged line, naming it.
     """
-    lines = trace_lines(path)
+    lines = trace_lines(path, tail_bytes)
     header = next(lines)
     trajectories: list[TrajectoryLine] = []
     steps: list[StepLine] = []
@@ -275,7 +276,7 @@ def read_trace(path: Path) -> RecordedRun:
     return RecordedRun(header=header, trajectories=tuple(trajectories), steps=tuple(steps), engines=tuple(engines))
 
 
-def trace_lines(path: Path) -> Iterator[TraceHeader | TraceLine]:
+def trace_lines(path: Path, tail_bytes: int = 0) -> Iterator[TraceHeader | TraceLine]:
     """The lines of a trace one by one, for files that are too large to hold. Raises as ``read_trace``."""
     decoder = msgspec.json.Decoder(TraceHeader | TraceLine)
     with path.open("rb") as file:
@@ -290,5 +291,8 @@ def trace_lines(path: Path) -> Iterator[TraceHeader | TraceLine]:
             if isinstance(line, TraceHeader) and line.schema != TRACE_SCHEMA:
                 raise StreamRLError(f"{path}: trace schema {line.schema}, this streamrl reads {TRACE_SCHEMA}")
             yield line
+            if number == 1 and 0 < tail_bytes < os.fstat(file.fileno()).st_size - len(text):
+                file.seek(-tail_bytes, os.SEEK_END)
+                file.readline()  # a part of one
     if number == 0 or (number == 1 and not text.endswith(b"\n")):
         raise StreamRLError(f"{path} has no complete line: not a trace")

@@ -1,0 +1,109 @@
+"""The adviser of ``rounds = "auto"``: simulates what a run could do next, on what its trace says of it.
+
+A niced process beside the run reads the last part of ``trace.jsonl``, fits a cluster model to it, simulates each kind
+of round with the lengths that were sampled, and prints the predicted goodput of each. The controller starts it between
+rounds, and passes the answer to the round policy as ``RoundsAdvised``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from streamrl.base.errors import StreamRLError
+from streamrl.control.events import RoundsAdvised
+from streamrl.control.settings import control_settings
+from streamrl.observe.report.trajectory_trace import RecordedRun, read_trace
+from streamrl.recipe.load import load_recipe
+from streamrl.recipe.sections import Recipe
+from streamrl.simulate.calibrate import calibrate
+from streamrl.simulate.engine_changes import engine_plan
+from streamrl.simulate.lengths import RecordedLengths, capped
+from streamrl.simulate.simulation import simulate_candidates
+from streamrl.supervise.parent_death import PARENT_PID, die_with_parent
+
+FIRST_GROUPS, FIRST_ROUNDS = 20, 4
+"""So much of a run is measured before the first advice."""
+
+ROUNDS_BETWEEN = 8
+BUSY_SHARE = 0.05
+"""Of one core, at most."""
+
+POLL_S = 0.5
+RECENT_TRAJECTORIES, RECENT_STEPS = 2048, 12
+"""What is looked back on: the longer of the two. Lengths drift while a policy learns."""
+
+TAIL_BYTES = 8 << 20
+NICE = 19
+
+
+async def advise(
+    run_directory: Path, recipe: Recipe, live_version: Callable[[], int], tell: Callable[[RoundsAdvised], None]
+) -> None:
+    """Have the run in ``run_directory`` simulated now and then, and ``tell`` what that predicts, until cancelled."""
+    due = max(FIRST_ROUNDS, -(-FIRST_GROUPS // recipe.rollout.prompts_per_batch))
+    environment = {**os.environ, PARENT_PID: str(os.getpid()), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    while True:
+        await anyio.sleep(POLL_S)
+        if live_version() < due:
+            continue
+        began = anyio.current_time()
+        command = [sys.executable, "-m", "streamrl.simulate.adviser", str(run_directory)]
+        answer = await anyio.run_process(command, check=False, stderr=None, env=environment)
+        if answer.returncode == 0 and answer.stdout:
+            tell(msgspec.json.decode(answer.stdout, type=RoundsAdvised))
+        due = live_version() + ROUNDS_BETWEEN
+        await anyio.sleep((anyio.current_time() - began) * (1 / BUSY_SHARE - 1))
+
+
+def advice_for(run: RecordedRun, recipe: Recipe) -> RoundsAdvised:
+    """Predict the goodput of each kind of round from what ``run`` recorded last.
+
+    Raises ``StreamRLError`` where it recorded too little.
+    """
+    run = recent(run)
+    fit = calibrate(run, recipe)
+    lengths = capped(RecordedLengths(run), recipe.sampling.max_tokens)
+    engines = engine_plan(recipe, fit.model)
+    reports = simulate_candidates(control_settings(recipe), fit.model, lengths, engines=engines)
+    figures = {"trajectories": float(len(run.trajectories)), "step_error": fit.step_error}
+    return RoundsAdvised(
+        goodput={name: report.goodput for name, report in reports.items()},
+        seconds={name: {kind.round_kind: kind.step_s for kind in report.kinds} for name, report in reports.items()},
+        figures=figures | {f"length_share {name}": report.length_ratio for name, report in reports.items()},
+    )
+
+
+def recent(run: RecordedRun) -> RecordedRun:
+    """Cut ``run`` to the longer of its last ``RECENT_TRAJECTORIES`` and its last ``RECENT_STEPS``."""
+    since = 0.0
+    if len(run.trajectories) > RECENT_TRAJECTORIES and len(run.steps) > RECENT_STEPS:
+        since = min(run.trajectories[-RECENT_TRAJECTORIES].ended_s, run.steps[-RECENT_STEPS].time_s)
+    return msgspec.structs.replace(
+        run,
+        trajectories=tuple(line for line in run.trajectories if line.launched_s >= since),
+        steps=tuple(line for line in run.steps if line.time_s >= since),
+        engines=tuple(line for line in run.engines if line.time_s >= since),
+    )
+
+
+def main() -> int:
+    """Print the advice for the run directory on the command line, as JSON; exit code 1 where there is none yet."""
+    die_with_parent()
+    os.nice(NICE)
+    directory = Path(sys.argv[1])
+    try:
+        advice = advice_for(read_trace(directory / "trace.jsonl", TAIL_BYTES), load_recipe(directory / "recipe.toml"))
+    except StreamRLError:
+        return 1
+    sys.stdout.buffer.write(msgspec.json.encode(advice))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
