@@ -25,7 +25,6 @@ from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.engine_changes import engine_plan
 from streamrl.simulate.lengths import RecordedLengths, capped
 from streamrl.simulate.simulation import simulate_candidates
-from streamrl.supervise.parent_death import PARENT_PID, die_with_parent
 
 FIRST_GROUPS, FIRST_ROUNDS = 20, 4
 """So much of a run is measured before the first advice."""
@@ -47,7 +46,7 @@ async def advise(
 ) -> None:
     """Have the run in ``run_directory`` simulated now and then, and ``tell`` what that predicts, until cancelled."""
     due = max(FIRST_ROUNDS, -(-FIRST_GROUPS // recipe.rollout.prompts_per_batch))
-    environment = {**os.environ, PARENT_PID: str(os.getpid()), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     while True:
         await anyio.sleep(POLL_S)
         if live_version() < due:
@@ -94,7 +93,6 @@ def recent(run: RecordedRun) -> RecordedRun:
 
 def main() -> int:
     """Print the advice for the run directory on the command line, as JSON; exit code 1 where there is none yet."""
-    die_with_parent()
     os.nice(NICE)
     directory = Path(sys.argv[1])
     try:
