@@ -20,21 +20,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.state import ControlState
-from streamrl.journal.event_log import read_log
+from streamrl.control.settings import control_settings
+from streamrl.journal.journal_records import JournalBase, JournalCodec, JournalEvent
+from streamrl.journal.log import read_journal
+from streamrl.journal.whole_state import restore_whole
+from streamrl.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "examples/sort/recipe.toml"
 STEP_S = 0.7
 RUN_LIMIT_S = 300.0
+SEGMENTS = "all_segments"
 ROUNDS: dict[str, dict[str, object]] = {
     "synchronous": {},
     "tail_batching": {"rollout.rounds": "tail_batching", "tail_batching.prompt_oversampling": 1.25},
@@ -96,9 +102,10 @@ def _unkilled(options: argparse.Namespace, rounds: str) -> Fingerprint:
         return msgspec.json.decode(path.read_bytes(), type=Fingerprint)
     directory = options.out / f"whole-{rounds}"
     shutil.rmtree(directory, ignore_errors=True)
-    run = _start(_train(options, directory, rounds), directory)
-    if run.wait(RUN_LIMIT_S) != 0:
-        raise SystemExit(f"the run that is not killed failed: see {directory / 'out'}")
+    with _all_segments(directory):
+        run = _start(_train(options, directory, rounds), directory)
+        if run.wait(RUN_LIMIT_S) != 0:
+            raise SystemExit(f"the run that is not killed failed: see {directory / 'out'}")
     found = _fingerprint((directory / "latest").resolve())
     path.write_bytes(msgspec.json.encode(found))
     shutil.rmtree(directory)
@@ -113,25 +120,26 @@ def _killed(options: argparse.Namespace, seed: int, rounds: str, whole: Fingerpr
     steps: list[int] = []
     shutil.rmtree(directory, ignore_errors=True)
     command = _train(options, directory, rounds)
-    for life in range(2 if seed % 5 == 4 else 1):
+    with _all_segments(directory):
+        for life in range(2 if seed % 5 == 4 else 1):
+            run = _start(command, directory)
+            after = draw.randrange(steps[-1] if steps else 0, options.steps)
+            when = draw.uniform(0, STEP_S)
+            _wait_for(run, lambda: _steps(directory, life) >= after and _has_journal(directory))  # noqa: B023
+            time.sleep(when)
+            if run.poll() is not None:
+                raise SystemExit(f"twin {seed} ended before its kill, with {run.returncode}: see {directory}")
+            os.kill(run.pid, signal.SIGKILL)
+            run.wait()
+            at.append(when)
+            steps.append(_steps(directory, life))
+            command = [sys.executable, "-m", "streamrl", "resume", str(directory / "latest")]
         run = _start(command, directory)
-        after = draw.randrange(steps[-1] if steps else 0, options.steps)
-        when = draw.uniform(0, STEP_S)
-        _wait_for(run, lambda: _steps(directory, life) >= after and _has_journal(directory))  # noqa: B023
-        time.sleep(when)
-        if run.poll() is not None:
-            raise SystemExit(f"twin {seed} ended before its kill, with {run.returncode}: see {directory}")
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
-        at.append(when)
-        steps.append(_steps(directory, life))
-        command = [sys.executable, "-m", "streamrl", "resume", str(directory / "latest")]
-    run = _start(command, directory)
-    try:
-        code = run.wait(RUN_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        run.kill()
-        code = -1
+        try:
+            code = run.wait(RUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            code = -1
     differences = [f"exit code {code}"] if code else _differences(whole, _fingerprint((directory / "latest").resolve()))
     if not (differences and options.keep):
         shutil.rmtree(directory)
@@ -186,20 +194,49 @@ def _steps(directory: Path, life: int) -> int:
 
 
 def _fingerprint(run: Path) -> Fingerprint:
-    return Fingerprint(_batches(run / "events.jsonl"), _weights(run / "checkpoints"))
+    return Fingerprint(_batches(run), _weights(run / "checkpoints"))
 
 
-def _batches(log: Path) -> dict[int, str]:
+@contextmanager
+def _all_segments(directory: Path) -> Iterator[None]:
+    """Links every segment of the journal into ``SEGMENTS``: a run removes those that it does not need any more."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        while True:
+            last = ended.is_set()
+            for segment in directory.glob("latest/journal/*.journal"):
+                link = segment.resolve().parent.parent / SEGMENTS / segment.name
+                link.parent.mkdir(exist_ok=True)
+                with suppress(FileExistsError, FileNotFoundError):
+                    os.link(segment, link)
+            if last:
+                return
+            ended.wait(0.05)
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        follower.join()
+
+
+def _batches(run: Path) -> dict[int, str]:
     """What each step trained: groups in their order, with each member's sample, reward and length."""
-    header, entries = read_log(log)
-    state = ControlState(header.settings)
+    codec, settings, state = JournalCodec(), control_settings(load_recipe(run / "recipe.toml")), None
     outcomes: dict[object, tuple[float, int]] = {}
     batch: list[str] = []
     batches: dict[int, str] = {}
-    for entry in entries:
-        if isinstance(entry.event, on.TrajectoryScored):
-            outcomes[entry.event.id] = (entry.event.reward, entry.event.tokens)
-        for action in state.handle(entry.event):
+    for record in map(codec.decode, read_journal(run / SEGMENTS).records(0)):
+        if isinstance(record, JournalBase):
+            state, _ = restore_whole(settings, record.whole)
+        if state is None or not isinstance(record, JournalEvent):
+            continue
+        if isinstance(record.event, on.TrajectoryScored):
+            outcomes[record.event.id] = (record.event.reward, record.event.tokens)
+        for action in state.handle(record.event):
             if isinstance(action, do.TrainGroupNow):
                 batch += [f"{i.prompt_id} {i} {outcomes[i]}" for i in action.ids]
             elif isinstance(action, do.StepOptimizer):

@@ -185,16 +185,15 @@ def _judge_rest(folder: Path, presses: str, before: set[str]) -> list[str]:
     others = {name for name in shared_memory() if name.startswith("streamrl-")}
     faults = residue(runs, folder / "tmp", before | others)
     for run in runs:
-        if (run / "events.jsonl").exists():
+        if any((run / "journal").glob("*.journal")):
             faults += _replayed(run)
     return faults
 
 
 def _replayed(run: Path) -> list[str]:
-    from streamrl.journal.replayed_run import replay_run
+    from streamrl.cli.show import read_run
 
-    replayed = replay_run(run / "events.jsonl")
-    return [] if replayed.state.accounting().balanced else ["the accounts are not balanced"]
+    return [] if read_run(run).summary.accounting.balanced else ["the accounts are not balanced"]
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:

@@ -37,7 +37,7 @@ class TrainingRun:
     @property
     def directory(self) -> Path | None:
         """The run directory, once the run has written its first file there."""
-        return next((path.parent for path in sorted(self.folder.rglob("events.jsonl"))), None)
+        return next((path.parent for path in sorted(self.folder.rglob("metrics.jsonl"))), None)
 
     def steps(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl`` that belong to optimizer steps, in order."""

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.journal.event_log import read_log
 from streamrl.observe.report.trajectory_trace import read_trace
-
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort" / "recipe.toml"
 
 # In a process of its own: what ends a file at so many bytes would do so for pytest's files, too.
 WRITER = """
@@ -20,23 +17,16 @@ import resource, sys
 from collections.abc import Callable
 from pathlib import Path
 
-from streamrl.recipe.load import load_recipe
-from streamrl.journal.event_log import EventLog
-from streamrl.control.events import PromptsDrawn
-from streamrl.control.settings import control_settings
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, EnginesLine, TraceHeader, TrajectoryTrace
 from streamrl.observe.reporter import StepRecord
 from streamrl.observe.sinks import JsonlSink
 
-kind, path, recipe = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+kind, path = sys.argv[1], Path(sys.argv[2])
 sizes = dict(max_tokens=8, max_model_len=8, prompts_per_batch=1, group_size=2, max_staleness=0, engines=1, capacity=1)
 header = TraceHeader(
     schema=TRACE_SCHEMA, run_id="r", started_at=0.0, seed=0, temperature=1.0, rounds="synchronous", **sizes
 )
 match kind:
-    case "events":
-        log = EventLog(path, "r", control_settings(load_recipe(recipe)))
-        append = lambda n: log.append(PromptsDrawn(prompt_ids=(f"p{n}",)), float(n))
     case "trace":
         trace = TrajectoryTrace(path, header, flush_interval_s=0.0)
         append = lambda n: trace.append(EnginesLine(time_s=float(n), running=n, waiting=0, kv_usage=0.0))
@@ -64,8 +54,6 @@ append(2)
 def lines_of(kind: str, path: Path) -> list[int]:
     """The numbers of the lines, as whoever reads the file gets them."""
     match kind:
-        case "events":
-            return [int(entry.event.prompt_ids[0][1:]) for entry in read_log(path)[1]]  # type: ignore[union-attr]
         case "trace":
             return [line.running for line in read_trace(path).engines]
         case _:
@@ -73,9 +61,9 @@ def lines_of(kind: str, path: Path) -> list[int]:
 
 
 # A trace keeps what it could not write yet, and writes it with the next lines.
-@pytest.mark.parametrize(("kind", "kept"), [("events", [0, 2]), ("trace", [0, 1, 1, 2]), ("metrics", [0, 2])])
+@pytest.mark.parametrize(("kind", "kept"), [("trace", [0, 1, 1, 2]), ("metrics", [0, 2])])
 def test_half_a_line_is_refused_and_does_not_spoil_the_next(kind: str, kept: list[int], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITER, kind, str(tmp_path / kind), str(DEMO)]
+    command = [sys.executable, "-c", WRITER, kind, str(tmp_path / kind)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("File too large\n" * 2, "", 0)
     assert lines_of(kind, tmp_path / kind) == kept

@@ -133,12 +133,6 @@ BUGS = (
         "rewards.inspections", "rewards.inspect", "        except UNDECODABLE:", "        except msgspec.MsgspecError:"
     ),
     Bug(
-        "files.event_log",
-        "control.event_log",
-        '        except UNDECODABLE as error:\n            raise StreamRLError(f"{path}, line',
-        '        except msgspec.MsgspecError as error:\n            raise StreamRLError(f"{path}, line',
-    ),
-    Bug(
         "files.rewards",
         "rewards.kept_rewards",
         "    except UNDECODABLE as error:\n",

@@ -66,7 +66,6 @@ REGRESSIONS: list[tuple[str, str, list[bytes]]] = [
     ("files.topology", "not a topology", [b"3"]),
     ("files.topology", "nested without end", [b'{"x":' + _DEEP_JSON]),
     ("files.exit_reason", "text that is none", [b'{"\xff":1}']),
-    ("files.event_log", "nested without end", [b'{"schema":' + _DEEP_JSON + b"\n"]),
     ("files.trace", "nested without end", [b'{"type":"header","x":' + _DEEP_JSON + b"\n"]),
     ("files.scores", "not a list of scores", [b"3"]),
     ("files.scores", "text that is none", [b'{"\xff":1}']),

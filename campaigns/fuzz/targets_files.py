@@ -14,19 +14,9 @@ from campaigns.fuzz.held_file import HeldPath
 from campaigns.fuzz.seeds import JSON, MSGPACK, TOML, Grammar, lines_of, message, seed
 from campaigns.fuzz.targets_streams import REWARD
 from streamrl.base.errors import StreamRLError
-from streamrl.base.types import DropReason, FinishReason, Prompt, TrajectoryId, token_array
+from streamrl.base.types import Prompt, TrajectoryId, token_array
 from streamrl.buffers.rollout_buffer import PromptTicket
-from streamrl.control.events import (
-    EVENT_SCHEMA,
-    BatchTrained,
-    ControlEvent,
-    PromptsDrawn,
-    RunBegan,
-    TrajectoryFailed,
-    TrajectoryScored,
-)
 from streamrl.journal.control_file import read_control_file
-from streamrl.journal.event_log import LogEntry, LogHeader, read_log
 from streamrl.journal.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, StepLine, TraceHeader, TrajectoryLine, read_trace
@@ -34,7 +24,6 @@ from streamrl.plan.topology import ProcessPlan, Role, Topology, read_topology
 from streamrl.rewards.kept_rewards import REWARDS_FILE, KeptRewards, read_rewards_file
 from streamrl.run.checkpoints import read_scores
 from streamrl.supervise.exit_reason import ExitKind, ExitReason, read_reason, reason_path
-from tests.control.control_world import control_settings
 
 _REFUSALS = (StreamRLError,)
 _ID = TrajectoryId(prompt_id="p-1", group_id=3, sample=1)
@@ -110,18 +99,6 @@ def _of_processes() -> list[Target]:
 
 
 def _of_logs() -> list[Target]:
-    header = LogHeader(schema=EVENT_SCHEMA, run_id="run", settings=control_settings())
-    events: tuple[ControlEvent, ...] = (
-        RunBegan(policy_version=2, kept=_snapshot()),
-        PromptsDrawn(prompt_ids=("p-1", "p-2"), prompt_tokens=(4, 5)),
-        TrajectoryScored(
-            id=_ID, reward=0.5, tokens=90, finish_reason=FinishReason.STOP, oldest_version=1, newest_version=2
-        ),
-        TrajectoryFailed(id=_ID, reason=DropReason.REWARD_FAILED, message="no"),
-        BatchTrained(batch_id=1, policy_version=3),
-    )
-    entries = [LogEntry(n=n, time_s=n / 2, event=event) for n, event in enumerate(events)]
-    log = lines_of(*(msgspec.json.encode(line) for line in (header, *entries)))
     trace_header = TraceHeader(
         schema=TRACE_SCHEMA,
         run_id="run",
@@ -155,12 +132,7 @@ def _of_logs() -> list[Target]:
     step = StepLine(**_plain_fields(StepLine))
     trace = lines_of(*(msgspec.json.encode(line) for line in (trace_header, ended, step)))
 
-    def events_of(path: Path) -> list[LogEntry]:
-        _, found = read_log(path)
-        return list(found)
-
     return [
-        in_memory("files.event_log", "events.jsonl", [log], JSON, lambda run: events_of(run / "events.jsonl")),
         in_memory("files.trace", "trace.jsonl", [trace], JSON, lambda run: read_trace(run / "trace.jsonl")),
     ]
 

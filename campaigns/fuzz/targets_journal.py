@@ -145,7 +145,7 @@ def crash_bundle() -> Target:
     for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
         sink = BytesIO()
         with zipfile.ZipFile(sink, "w", compression) as bundle:
-            bundle.writestr("events.jsonl", b"x" * 100)
+            bundle.writestr("metrics.jsonl", b"x" * 100)
             bundle.writestr(MANIFEST, msgspec.json.encode(manifest))
         contents.append(sink.getvalue())
 

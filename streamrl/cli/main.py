@@ -37,7 +37,7 @@ COMMANDS = {
     "reward detach": ("reward_changes:Detach", "score without a function"),
     "reward list": ("reward_changes:ListAttached", "what scores now, and since which version of the rewards"),
     "samples": ("samples:Samples", "completions of a run, with their rewards"),
-    "replay": ("replay:Replay", "what control knew when a run failed: from its crash bundle, or its directory"),
+    "show": ("show:Show", "what happened in a run, while it goes on and after its end"),
     "simulate": ("simulate:Simulate", "what a recipe would do on a cluster: the real control core in virtual time"),
     "calibrate": ("simulate:Calibrate", "fit a cluster model to a recorded run"),
     "what-if": ("what_if:WhatIf", "which rounds would bring most, under a budget of staleness and length bias"),

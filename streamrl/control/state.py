@@ -1,7 +1,7 @@
 """The pure core of control: ``handle(event) -> actions``.
 
-No clock, socket, task or torch. The same core runs the real pipeline and the simulator, and the event log of a
-run rebuilds it (``event_log.replay``). Whatever may be decided in several ways is asked of a policy object: how rounds
+No clock, socket, task or torch. The same core runs the real pipeline and the simulator, and the journal of a
+run rebuilds it. Whatever may be decided in several ways is asked of a policy object: how rounds
 are formed (``rounds``), how large groups are (``group_sizing``).
 
 Order of decisions after every event: evaluate and checkpoint a version that went live, drop what became stale, hand

@@ -14,25 +14,25 @@ from streamrl.control import actions as do
 from streamrl.elastic.engine_release import EngineRelease
 from streamrl.elastic.engine_sets import SetPlan
 from streamrl.elastic.engine_switch import EngineSwitch
-from streamrl.journal.event_log import EventLog
+from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.run_report import RunReport
 
 
 class SparedEngines:
-    """``release``: who frees engines late in a round; ``switch``: who changes sets. Decisions are logged and shown."""
+    """``release``: who frees engines late in a round; ``switch``: who changes sets. Decisions are in the journal."""
 
     def __init__(
         self,
         release: EngineRelease | None,
         switch: EngineSwitch | None,
-        log: EventLog,
+        journal: RunJournal,
         report: RunReport,
         recovered: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._recovered = recovered
         self._release = release
         self._switch = switch
-        self._log = log
+        self._journal = journal
         self._report = report
         self._freeing = anyio.CancelScope()
         self._served_late = 0
@@ -70,7 +70,7 @@ class SparedEngines:
             return
         plan = self._switch.launched(round_kind, ids, prompt_tokens, policy_version)
         if plan is not None and plan.because is not None:
-            self._log.decided(plan.because, self._report.elapsed())
+            self._journal.decided(plan.because, self._report.elapsed())
             await self._report.decided(plan.because, self._step)
             beside.start_soon(self._change, self._switch, plan, policy_version)
 
@@ -102,7 +102,7 @@ class SparedEngines:
 
     async def _decided(self, decision: do.Explain, done: bool) -> None:
         assert self._release is not None
-        self._log.decided(decision, self._report.elapsed())
+        self._journal.decided(decision, self._report.elapsed())
         if not done:
             return
         serving = self._release.serving

@@ -23,6 +23,7 @@ from streamrl.base.types import (
     TrajectoryId,
 )
 from streamrl.comm.wire import Buffer, OneFrameCodec
+from streamrl.control.actions import Explain
 from streamrl.control.events import ControlEvent
 from streamrl.journal.whole_state import WholeState
 
@@ -42,6 +43,13 @@ class JournalEvent(Record, frozen=True, tag=True):
     """Control was told of ``event``, ``time_s`` after the start of the run."""
 
     event: ControlEvent
+    time_s: float
+
+
+class JournalDecision(Record, frozen=True, tag=True):
+    """Why engines were freed or changed: for people, control does not know of it."""
+
+    decision: Explain
     time_s: float
 
 
@@ -87,7 +95,14 @@ class JournalPublished(Record, frozen=True, tag=True):
 
 
 JournalRecord = (
-    JournalBase | JournalEvent | JournalPrompts | JournalHeld | JournalSampled | JournalScored | JournalPublished
+    JournalBase
+    | JournalEvent
+    | JournalDecision
+    | JournalPrompts
+    | JournalHeld
+    | JournalSampled
+    | JournalScored
+    | JournalPublished
 )
 
 

@@ -177,6 +177,18 @@ def _records(path: Path, offset: int, body: bytes) -> Iterator[bytes]:
         yield body[start:place]
 
 
+def writer_of(directory: Path) -> int | None:
+    """The process of this machine that writes this journal; None where none does."""
+    lock = (directory / LOCK).resolve()
+    with suppress(OSError, ValueError):
+        process = int(lock.read_text())
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(descriptor) == str(lock):
+                    return process
+    return None
+
+
 def _segment_path(directory: Path, number: int) -> Path:
     return directory / f"{number:06d}{SUFFIX}"
 

@@ -11,7 +11,6 @@ from streamrl.comm.wire import Buffer
 from streamrl.control.events import CheckpointDone
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.journal.event_log import LogEntry
 from streamrl.journal.journal_records import (
     JournalBase,
     JournalCodec,
@@ -31,8 +30,8 @@ from streamrl.journal.whole_state import restore_whole
 
 
 class RecoveredRun:
-    """``state`` and ``outstanding`` are as they were after the last event of the journal: ``events`` so far, ``told``
-    the last of them, since the base; ``elapsed_s`` after the start of the run. ``held``: the version that the ranks
+    """``state`` and ``outstanding`` are as they were after the last event of the journal: ``events`` so far,
+    ``replayed`` since the base; ``elapsed_s`` after the start of the run. ``held``: the version that the ranks
     hold; batches since then are kept, though a checkpoint followed them (one that is damaged now)."""
 
     def __init__(self, base: JournalBase, settings: ControlSettings, held: int) -> None:
@@ -42,7 +41,7 @@ class RecoveredRun:
         self.state, self.outstanding = restore_whole(settings, base.whole)
         self.events = base.events
         self.elapsed_s = base.elapsed_s
-        self.told: list[LogEntry] = []
+        self.replayed = 0
         self.prompts: dict[str, Prompt] = {}
         self.sampled: dict[TrajectoryId, JournalSampled] = {}
         self.scored: dict[TrajectoryId, JournalScored] = {}
@@ -55,8 +54,8 @@ class RecoveredRun:
             case JournalBase():
                 raise StreamRLError("a journal with a base in its middle: it was not written by this streamrl")
             case JournalEvent(event=event, time_s=time_s):
-                self.told.append(LogEntry(n=self.events, time_s=time_s, event=event))
                 self.events += 1
+                self.replayed += 1
                 self.elapsed_s = time_s
                 if not (isinstance(event, CheckpointDone) and event.policy_version > self._held):
                     self.outstanding.told(event)
@@ -82,7 +81,7 @@ class RecoveredRun:
 
     def forget_content(self) -> None:
         """The run goes on: what was recovered is with those who work on it."""
-        for kept in (self.told, self.prompts, self.sampled, self.scored, self.held):
+        for kept in (self.prompts, self.sampled, self.scored, self.held):
             kept.clear()
 
     @property
@@ -177,7 +176,7 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
     open_members = {i for group in groups for i in group.open_ids()}
     return {
         "events": run.events,
-        "replayed": len(run.told),
+        "replayed": run.replayed,
         "trained": state.buffer.trained,
         "scored": sum(len(group.members) - group.open for group in groups),
         "unscored": sum(i in run.sampled for i in open_members),

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.comm.stream import SendStream, StreamStatistics
-from streamrl.control.actions import ControlAction
+from streamrl.control.actions import ControlAction, Explain
 from streamrl.control.events import CheckpointDone, ControlEvent, RunBegan, TrajectoryFailed
 from streamrl.control.state import ControlState
 from streamrl.journal.journal_records import (
     JournalBase,
     JournalCodec,
+    JournalDecision,
     JournalEvent,
     JournalHeld,
     JournalPrompts,
@@ -59,11 +60,6 @@ class RunJournal:
         for record in recovered.records() if recovered else ():
             self._keep(record)
 
-    @property
-    def kept(self) -> bool:
-        """Whether there is one."""
-        return self._journal is not None
-
     # ---- what comes in ---------------------------------------------------------------------------
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:
@@ -92,6 +88,10 @@ class RunJournal:
         """Nobody will ask for their content again."""
         for trajectory in ids:
             self._kept.pop(trajectory, None)
+
+    def decided(self, decision: Explain, elapsed_s: float) -> None:
+        """For people: something beside control decided this, ``elapsed_s`` after the start of the run."""
+        self._append(JournalDecision(decision=decision, time_s=round(elapsed_s, 4)))
 
     # ---- control ---------------------------------------------------------------------------------
 

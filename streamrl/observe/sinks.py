@@ -52,7 +52,7 @@ class JsonlSink:
         self._lines.append(head | metrics)
 
     def record_event(self, record: EventRecord) -> None:
-        """Events are in control's own log, ``events.jsonl``."""
+        """Events are in the journal, or go to the socket alone."""
 
     def close(self) -> None:
         """Close the file. Idempotent."""

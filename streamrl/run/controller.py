@@ -46,7 +46,6 @@ from streamrl.elastic.spared_engines import SparedEngines
 from streamrl.evaluate.evaluation import Evaluation, HeldOut
 from streamrl.journal.catching_up import CaughtUp, catch_up, close_of
 from streamrl.journal.control_file import control_file
-from streamrl.journal.event_log import EventLog
 from streamrl.journal.kept_state import KeptControl
 from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
@@ -71,7 +70,6 @@ class Controller:
         held_out: HeldOut,
         trainer: TrainerRanks,
         publisher: WeightPublisher,
-        log: EventLog,
         report: RunReport,
         seed: int,
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
@@ -94,7 +92,6 @@ class Controller:
         self._held_out = held_out
         self._trainer = trainer
         self._publisher = publisher
-        self._log = log
         self._report = report
         self._seed = seed
         self._save = save
@@ -193,11 +190,8 @@ class Controller:
         return again
 
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
-        """Log ``event`` and let control decide."""
+        """Journal ``event`` and let control decide."""
         elapsed_s = self._report.elapsed()
-        self._log.append(event, elapsed_s)
-        if self._journal.kept and isinstance(event, on.RunBegan | on.CheckpointDone):  # it begins anew behind it
-            await anyio.to_thread.run_sync(self._log.flush)
         self._journal.told(event, self.state, elapsed_s)
         if isinstance(event, on.StopRequested):
             self._spared.give_up()
@@ -231,7 +225,6 @@ class Controller:
                 # Before anything is submitted: what a running engine takes would be sampled by the old weights.
                 await self._publisher.hold()
             case do.Explain():
-                self._log.decided(action, self._report.elapsed())
                 await self._report.decided(action, self.state.trainer_version + 1)
             case do.TrainGroupNow():
                 await self._trainer.train_group(self._payloads.to_train(action))

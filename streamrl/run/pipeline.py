@@ -294,7 +294,7 @@ def _crash_note(run_directory: Path, failure: str) -> str:
         bundle = write_crash_bundle(run_directory, failure, rewards=kept.rewards if kept else ())
     except (OSError, StreamRLError) as error:  # unread rewards may have secrets: better no bundle than one with them
         return f"no crash bundle could be written: {error}"
-    return f"crash bundle: {bundle} (streamrl replay {bundle})"
+    return f"crash bundle: {bundle} (streamrl show {bundle})"
 
 
 def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:

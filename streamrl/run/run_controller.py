@@ -206,7 +206,6 @@ async def _run_stages(
         held_out=held_out,
         trainer=parts.trainer,
         publisher=publisher,
-        log=record.log,
         report=report,
         seed=recipe.run.seed,
         save=keeper.save,
@@ -220,7 +219,7 @@ async def _run_stages(
         spared=SparedEngines(
             engine_release(recipe, parts, publisher),
             engine_switch(recipe, parts.pool, parts.rooms, publisher, parts.hosts, parts.start_s),
-            record.log,
+            record.journal,
             report,
             parts.lost_engines,
         ),

@@ -1,5 +1,4 @@
-"""What a run writes down so that nothing of it is lost, its journal and its event log, and what they tell of earlier
-lives of it."""
+"""What a run writes down so that nothing of it is lost, and what that says of earlier lives of it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from streamrl.base.errors import RecipeError
 from streamrl.buffers.prompt_shelf import PromptShelf
 from streamrl.control.settings import ControlSettings
 from streamrl.journal.control_file import read_control_file
-from streamrl.journal.event_log import EventLog
 from streamrl.journal.kept_state import KeptControl
 from streamrl.journal.log import Journal
 from streamrl.journal.log_errors import JournalRefused, another_run
@@ -24,14 +22,13 @@ from streamrl.plan.topology import JOURNAL_DIRECTORY
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.run.run_inputs import NOT_RESUMED
 
-EVENT_LOG = "events.jsonl"
+METRICS = "metrics.jsonl"
 
 
 class RunRecord(msgspec.Struct, frozen=True):
     """``recovered``: what an earlier life left; ``kept``: what the checkpoint kept that the run was forked from;
     ``drawn``: prompts that the source has given."""
 
-    log: EventLog
     journal: RunJournal
     shelf: PromptShelf
     drawn: int
@@ -46,7 +43,6 @@ class RunRecord(msgspec.Struct, frozen=True):
 
     async def aclose(self) -> None:
         """Write what waits, and close the files. Raises ``JournalFailed``."""
-        self.log.close()
         if self.file is not None:
             await self.file.close()
 
@@ -63,17 +59,15 @@ async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: 
 def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
     shelf = PromptShelf(settings.tail_batching.domain_column, settings.tail_batching.domains)
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
-    path, run_id = run_directory / EVENT_LOG, run_directory.name
     journal = RunJournal(file, lambda: shelf.prompts, recovered)
     if recovered is not None:
         shelf.put(recovered.prompts.values())
-        log = EventLog.going_on(path, run_id, settings, recovered.told, recovered.events)
-        return RunRecord(log, journal, shelf, recovered.state.supply.drawn_prompts, file, recovered)
+        return RunRecord(journal, shelf, recovered.state.supply.drawn_prompts, file, recovered)
     resumed = recipe.checkpoint.resume_from
     kept = read_control_file(surviving(Path(resumed))) if resumed else None
     shelf.put(kept.prompts if kept else ())
     drawn = kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch
-    return RunRecord(EventLog(path, run_id, settings), journal, shelf, drawn, file, kept=kept)
+    return RunRecord(journal, shelf, drawn, file, kept=kept)
 
 
 def _open_journal(
@@ -91,7 +85,8 @@ def _open_journal(
 def refuse_lost_journal(run_directory: Path) -> None:
     """Raise ``RecipeError`` where a run that has begun has no journal any more. Ranks would begin from a checkpoint and
     control would not, and the logs would be overwritten. Blocking: only then checkpoints are read."""
-    began = (run_directory / EVENT_LOG).exists() or _has_checkpoints(run_directory)
+    metrics = run_directory / METRICS
+    began = (metrics.exists() and metrics.stat().st_size > 0) or _has_checkpoints(run_directory)
     if began and not any((run_directory / JOURNAL_DIRECTORY).glob("*.journal")):
         raise RecipeError([_without_journal(run_directory)], outcome=NOT_RESUMED)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import StreamRLError
-from streamrl.supervise.crash.crash_bundle import EVENTS, LARGEST_BUNDLE, read_manifest, write_crash_bundle
+from streamrl.supervise.crash.crash_bundle import SUMMARY, read_manifest, write_crash_bundle
 
 CANARIES = {"HF_TOKEN": "canary-hub-0123", "WANDB_API_KEY": "canary-tracker-0123", "JUDGE": "canary-judge-0123"}
 SECRET_OPTION = "canary-option-0123"
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     )
     (directory / "recipe.toml").write_text(recipe)
     (directory / "control.key").write_text("the key of the control socket")
-    for name in ("topology.json", EVENTS, "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"):
+    for name in ("topology.json", "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"):
         (directory / name).write_text(f'{{"said": "{leak}"}}\n')
     (directory / "logs" / "engine-0.log").write_text(f"first\n{leak}\n" + "x" * (600 << 10) + "\nlast line\n")
     return directory
@@ -44,7 +44,7 @@ def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
     environment = {**CANARIES, **shown, "HOME": "/home/somebody", "MAIL": "me@x.org"}
     bundle = write_crash_bundle(run, f"engine-0 died of {CANARIES['JUDGE']}", environment=environment)
     files = contents(bundle)
-    told = {"recipe.toml", "topology.json", EVENTS, "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"}
+    told = {"recipe.toml", "topology.json", "metrics.jsonl", "exit/engine-0.json", "stalls/1.txt"}
     assert set(files) == {*told, "logs/engine-0.log", "bundle.json"}, "and neither the key nor anything else"
     for secret in (*CANARIES.values(), SECRET_OPTION, "/home/somebody", "me@x.org"):
         assert not [name for name, content in files.items() if secret.encode() in content], secret
@@ -59,15 +59,15 @@ def test_a_bundle_holds_what_tells_and_no_secret(run: Path) -> None:
 
 
 def test_it_never_grows_beyond_its_limit_and_says_what_is_missing(run: Path) -> None:
-    (run / EVENTS).write_bytes(os.urandom(1 << 20).hex().encode())
+    (run / "metrics.jsonl").write_bytes(os.urandom(1 << 18).hex().encode())
     limit = 600 << 10
     bundle = write_crash_bundle(run, "failed", environment={}, largest=limit)
     assert bundle.stat().st_size <= limit
     files, manifest = contents(bundle), read_manifest(bundle)
-    assert EVENTS not in files and "recipe.toml" in files
-    assert any(text.startswith(f"{EVENTS}: ") for text in manifest.left_out)
-    whole = write_crash_bundle(run, "failed", environment={}, largest=LARGEST_BUNDLE)
-    assert contents(whole)[EVENTS] == (run / EVENTS).read_bytes()
+    assert "metrics.jsonl" not in files and "recipe.toml" in files
+    assert "metrics.jsonl: the bundle is full" in manifest.left_out
+    assert any(text.startswith(f"{SUMMARY}: error: ") for text in manifest.left_out), "a run without a journal"
+    assert "metrics.jsonl" in contents(write_crash_bundle(run, "failed", environment={}))
 
 
 def test_two_in_one_second_and_nothing_half_written(run: Path) -> None:

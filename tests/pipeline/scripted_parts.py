@@ -54,7 +54,7 @@ from streamrl.buffers.prompt_shelf import PromptShelf
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control.events import ControlEvent
-from streamrl.control.state import ControlSettings
+from streamrl.control.state import ControlSettings, ControlState
 from streamrl.elastic.engine_release import EngineRelease, EngineSizes
 from streamrl.elastic.engine_switch import SWITCH, EngineSwitch, PreparedEngines
 from streamrl.elastic.spared_engines import SparedEngines
@@ -62,10 +62,10 @@ from streamrl.engines.engine_pool import EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import EvaluationSamples
-from streamrl.journal.event_log import EventLog
-from streamrl.journal.log import Journal
+from streamrl.journal.log import Journal, read_journal
 from streamrl.journal.recovered_run import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
+from streamrl.journal.summary import RunSummary, summarize
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader
@@ -114,16 +114,16 @@ class Killed(Exception):
     """The controller is gone, as after SIGKILL."""
 
 
-def _let_die(log: EventLog, events: int) -> None:
-    """Let the controller die when it is told of one event more than ``events``."""
-    append, told = log.append, itertools.count()
+def _let_die(journal: RunJournal, events: int) -> None:
+    """Let the controller die when it journals one event more than ``events``."""
+    told, count = journal.told, itertools.count()
 
-    def append_or_die(event: ControlEvent, time_s: float) -> None:
-        append(event, time_s)
-        if next(told) >= events:
+    def told_or_die(event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
+        told(event, state, elapsed_s)
+        if next(count) >= events:
             raise Killed
 
-    log.append = append_or_die  # type: ignore[method-assign]
+    journal.told = told_or_die  # type: ignore[method-assign]
 
 
 class MortalOutcomes(JournalledOutcomes):
@@ -326,7 +326,7 @@ class SimulatedRun:
         lengths: LengthMixture | None = None,
         release: ReleaseKind = ReleaseKind.NEVER,
         sets: Sequence[PreparedEngines] = (),
-        kept: bool = False,
+        kept: bool = True,
     ) -> None:
         self._kept, self.events_to_live, self.outcomes_to_live = kept, 10**9, 0
         self.clock = clock = InstantClock()
@@ -346,7 +346,7 @@ class SimulatedRun:
         self.ranks = [CountingRank(i, ranks, start, self.happened) for i in range(ranks)]
         self.scorer = ParityScorer(failing)
         self.events: list[RunEvent] = []
-        self.log_path = directory / "events.jsonl"
+        self.directory = directory
         self._prompts = CountedPrompts(prompts)
         self.scores: dict[int, float] = {}
         self.scored_on: dict[int, int] = {}
@@ -377,13 +377,10 @@ class SimulatedRun:
             if file is not None:
                 parts.start_soon(written_until, writer, file)
             journal = RunJournal(file, lambda: shelf.prompts, recovered)
-            log = EventLog(self.log_path, "test", self.settings) if recovered is None else None
             if recovered is not None:
                 shelf.put(recovered.prompts.values())
                 self._prompts.go_on(recovered.state.supply.drawn_prompts)
-                log = EventLog.going_on(self.log_path, "test", self.settings, recovered.told, recovered.events)
-            assert log is not None
-            _let_die(log, self.events_to_live)
+            _let_die(journal, self.events_to_live)
 
             async def emit(event: RunEvent) -> None:
                 self.events.append(event)
@@ -405,17 +402,16 @@ class SimulatedRun:
                 ),
                 trainer=trainer,
                 publisher=publisher,
-                log=log,
                 report=report,
                 seed=0,
                 save=self._save(trainer),
-                audit=WeightAudit(dict(enumerate(self.engines)), self.log_path.with_name("audits.jsonl"), 0).after_push,
+                audit=WeightAudit(dict(enumerate(self.engines)), self.directory / "audits.jsonl", 0).after_push,
                 scored=self._scored,
-                store=EvaluationSamples(self.log_path.with_name("evaluations")).write,
+                store=EvaluationSamples(self.directory / "evaluations").write,
                 alarms=Alarms(alarm_rules(0.05)),
                 load=pool.load,
                 spared=SparedEngines(
-                    self._make_release(pool, publisher, trainer), self._make_switch(pool, publisher), log, report
+                    self._make_release(pool, publisher, trainer), self._make_switch(pool, publisher), journal, report
                 ),
                 shelf=shelf,
                 journal=journal,
@@ -433,8 +429,10 @@ class SimulatedRun:
             parts.start_soon(reward.run, self.scorer.noting_held_out(outcomes[1]), scored[0])
             try:
                 return await self.controller.run(orders[0], scored[1])
+            except BaseException:
+                parts.cancel_scope.cancel()
+                raise
             finally:
-                log.close()
                 if file is not None:
                     await file.close()
                     writer.cancel()
@@ -442,8 +440,14 @@ class SimulatedRun:
     def _open_journal(self) -> tuple[Journal | None, RecoveredRun | None]:
         if not self._kept:
             return None, None
-        file = Journal(self.log_path.with_name("journal"), fsync=False)
+        file = Journal(self.directory / "journal", fsync=False)
         return file, recovered_run(file.found, self.settings, self.ranks[0].version)
+
+    def summary(self) -> RunSummary:
+        """What its journal says."""
+        summary = summarize(read_journal(self.directory / "journal").records(0), self.settings)
+        assert summary is not None
+        return summary
 
     def trained(self) -> Counter[str]:
         """How often each trajectory was given to a rank in a batch that was closed."""

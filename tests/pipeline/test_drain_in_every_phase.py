@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun, run_settings
 from test_simulated_run import CONTINUOUS
 
-from streamrl.journal.replayed_run import replay_run
 from streamrl.recipe.scheduling import RoundKind
 
 pytestmark = pytest.mark.asyncio
@@ -37,7 +36,7 @@ async def test_a_drain_at_any_moment_ends_everything(rounds: str, moment: tuple[
     assert state.live_version == state.trainer_version < 50, "what was trained is live"
     assert [rank.saved[-1:] for rank in run.ranks] == [[f"step-{state.live_version}"]] * 2, "and saved"
     assert accounting.trained == sum(run.trained().values()), "nothing that was trained is missing, nothing twice"
-    assert replay_run(run.log_path).state.accounting() == run.controller.state.accounting()
+    assert run.summary().accounting == run.controller.state.accounting()
 
 
 async def test_a_drain_that_is_asked_for_when_the_run_has_ended_changes_nothing(tmp_path: Path) -> None:

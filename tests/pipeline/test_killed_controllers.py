@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from contextlib import closing
@@ -18,7 +17,6 @@ from scripted_parts import TRACE_HEADER, CountingRank, Killed, SimulatedRun, run
 
 from streamrl.base.run_events import EvaluationFinished, RunResumed, RunWarning, StepFinished
 from streamrl.control.settings import ControlSettings
-from streamrl.journal.event_log import replay
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace
 from streamrl.recipe.scheduling import RoundKind, TailBatching
@@ -95,33 +93,10 @@ async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, los
         assert len(lineage) == STEPS and set(trained.values()) == {1}
         assert sum(trained.values()) == STEPS * settings.batch_trajectories
         assert lives > 1
-        ended = replay(directory / "events.jsonl")
-        accounting = ended.accounting()
+        ended = run.summary()
+        accounting = ended.accounting
         assert accounting.balanced and not accounting.in_flight and ended.finished
         assert accounting.trained == STEPS * settings.batch_trajectories
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("events", [3, 20, 40])
-async def test_after_a_power_cut_the_log_has_what_the_journal_begins_with(
-    events: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, on_disk, flush = tmp_path / "events.jsonl", 0, os.fdatasync
-
-    def flushed(descriptor: int) -> None:
-        nonlocal on_disk
-        flush(descriptor)
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == log:
-            on_disk = os.fstat(descriptor).st_size
-
-    monkeypatch.setattr(os, "fdatasync", flushed)
-    run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
-    assert not await one_life(run, events)
-    os.truncate(log, on_disk)  # nothing else is sure to be there
-    again = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
-    again.ranks = run.ranks
-    assert await one_life(again, 10**9) == "finished"
-    assert replay(log).accounting().trained == STEPS * SYNCHRONOUS.batch_trajectories
 
 
 @pytest.mark.asyncio

@@ -11,12 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import SimulatedRun, run_settings
 
-from streamrl.base.errors import RewardFailureLimit, StreamRLError
+from streamrl.base.errors import RewardFailureLimit
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 from streamrl.control.events import AlarmRaised
 from streamrl.elastic.engine_sets import EngineSet
 from streamrl.elastic.engine_switch import PreparedEngines
-from streamrl.journal.event_log import read_log, replay
+from streamrl.journal.journal_records import JournalCodec, JournalDecision, JournalEvent
+from streamrl.journal.log import read_journal
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.asyncio
 
 
 CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}
+
+
+def records_of(run: SimulatedRun) -> list[object]:
+    return [JournalCodec().decode(body) for body in read_journal(run.directory / "journal").records(0)]
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
@@ -53,27 +58,16 @@ async def test_both_ranks_and_both_engines_get_work(tmp_path: Path) -> None:
     assert all(engine.load().generated_tokens > 0 for engine in run.engines)
 
 
-async def test_the_event_log_rebuilds_the_control_state(tmp_path: Path) -> None:
+async def test_the_journal_rebuilds_the_control_state(tmp_path: Path) -> None:
     run = SimulatedRun(run_settings(**CONTINUOUS), tmp_path, failing=9)
     await run.run()
-    rebuilt = replay(run.log_path)
-    live = run.controller.state
-    assert rebuilt.accounting() == live.accounting()
-    assert (rebuilt.trainer_version, rebuilt.live_version, rebuilt.buffer.issued) == (6, 6, live.buffer.issued)
-    assert rebuilt.slots.in_use == live.slots.in_use
-    header, entries = read_log(run.log_path)
-    half = len(list(entries)) // 2
-    assert header.settings == run.settings
-    assert replay(run.log_path, until=half).accounting().balanced
-
-
-async def test_a_damaged_event_log_is_refused_with_the_line(tmp_path: Path) -> None:
-    run = SimulatedRun(run_settings(steps=1), tmp_path)
-    await run.run()
-    lines = run.log_path.read_bytes().split(b"\n")
-    run.log_path.write_bytes(b"\n".join(lines[:3] + lines[4:]))
-    with pytest.raises(StreamRLError, match="line 4: event 3 where 2 is due"):
-        replay(run.log_path)
+    rebuilt, live = run.summary(), run.controller.state
+    assert rebuilt.accounting == live.accounting() and rebuilt.finished
+    assert (rebuilt.trainer_version, rebuilt.live_version) == (6, 6)
+    assert [step.step for step in rebuilt.steps] == [1, 2, 3, 4, 5, 6]
+    assert sum(step.samples for step in rebuilt.steps) == live.accounting().trained
+    failed = sum(step.dropped.get("reward_failed", 0) for step in rebuilt.steps)
+    assert 0 < failed <= live.accounting().dropped["reward_failed"]
 
 
 async def test_continuous_rounds_change_weights_while_requests_are_in_flight(tmp_path: Path) -> None:
@@ -170,7 +164,7 @@ async def test_a_resumed_run_begins_at_the_version_of_the_ranks(tmp_path: Path) 
     assert [e.step for e in run.events if isinstance(e, EvaluationFinished)] == [4]
     assert run.ranks[1].saved == ["step-5"]
     assert [(await engine.start()).policy_version for engine in run.engines] == [6]
-    assert replay(run.log_path).accounting() == run.controller.state.accounting()
+    assert run.summary().accounting == run.controller.state.accounting()
 
 
 async def test_an_alarm_is_told_and_logged(tmp_path: Path) -> None:
@@ -180,7 +174,8 @@ async def test_an_alarm_is_told_and_logged(tmp_path: Path) -> None:
     [warning] = [e for e in run.events if isinstance(e, RunWarning)]
     assert warning.step == 1
     assert "policy/mismatch_abs_mean is 0.125, above 0.05" in warning.message
-    logged = [entry.event for entry in read_log(run.log_path)[1] if isinstance(entry.event, AlarmRaised)]
+    events = [record.event for record in records_of(run) if isinstance(record, JournalEvent)]
+    logged = [event for event in events if isinstance(event, AlarmRaised)]
     assert logged == [AlarmRaised(step=1, message=warning.message)]
 
 
@@ -218,15 +213,15 @@ async def test_engines_are_freed_in_rounds_and_serve_in_the_next(
     trained = run.trained()
     assert len(trained) == accounting.trained == 8 * 32 and set(trained.values()) == {1}
     assert len([e for e in run.events if isinstance(e, RunDecided) and e.subject == "engines_freed"]) == 1
-    logged = [json.loads(line) for line in run.log_path.read_text().splitlines() if '{"decision"' in line]
-    decisions = [line["decision"]["figures"] for line in logged if "moved" in line["decision"]["figures"]]
+    figures_of = [record.decision.figures for record in records_of(run) if isinstance(record, JournalDecision)]
+    decisions = [figures for figures in figures_of if "moved" in figures]
     assert 3 <= len(decisions) <= 8, "at most once a round, and not before lengths are known"
     assert all(figures["peak_share"] <= 0.9 for figures in decisions)
     for rank in run.ranks:
         assert rank.freed == ([1, 0] * 8)[: len(rank.freed)] and len(rank.freed) >= 2 * len(decisions) - 1
         for version, batch in enumerate(rank.batches):
             assert all(sample.oldest_version == sample.newest_version == version for sample in batch)
-    assert replay(run.log_path).accounting() == accounting
+    assert run.summary().accounting == accounting
     stops = [e for e in run.history if e[0] == "stop"]
     starts = [e for e in run.history if e[0] == "start"]
     assert len(stops) == (len(decisions) if release is ReleaseKind.STOP else 0)
@@ -291,7 +286,7 @@ async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_v
         (5, "long rounds belong to set 1x2 (engines.advanced.sets)"),
         (6, "short rounds belong to set 2x1 (engines.advanced.sets)"),
     ]
-    assert replay(run.log_path).accounting() == accounting
+    assert run.summary().accounting == accounting
     assert len(run.scorer.held_out) == 4 * 60, "also what a change of engines cut"
 
 

@@ -21,7 +21,7 @@ from streamrl.recipe.sections import Recipe
 from streamrl.run.pipeline import Pipeline, _make_run_directory
 from streamrl.run.run_inputs import write_inputs
 from streamrl.run.run_lock import RunLock
-from streamrl.run.run_record import EVENT_LOG, open_record, refuse_lost_journal
+from streamrl.run.run_record import METRICS, open_record, refuse_lost_journal
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 AT_ONCE = 8
@@ -91,7 +91,7 @@ async def test_a_run_that_was_refused_is_not_held(run: Path) -> None:
 
 def test_a_run_without_its_journal_is_not_begun_over_its_own_files(run: Path) -> None:
     refuse_lost_journal(run)  # it was killed before it had begun: nothing is lost
-    (run / EVENT_LOG).write_text("what happened\n")
+    (run / METRICS).write_text("what happened\n")
     checkpoints = run / "checkpoints"
     for saved, damaged, newest in ((None, False, None), (2, False, 2), (10, False, 10), (30, True, 10)):
         if saved is not None:
@@ -113,8 +113,8 @@ def test_a_run_without_its_journal_is_not_begun_over_its_own_files(run: Path) ->
 async def test_control_does_not_begin_anew_beside_checkpoints(recipe: Recipe, run: Path) -> None:
     """The segment with the base may be gone after a power cut, where nothing is flushed."""
     checkpoint, settings = save(run, 10), control_settings(recipe)
-    (run / EVENT_LOG).write_text("what happened\n")
+    (run / METRICS).write_text("what happened\n")
     await (await anyio.to_thread.run_sync(Journal, run / "journal")).close()
     with pytest.raises(JournalRefused, match=f"checkpoint.resume_from={checkpoint}"):
         await open_record(recipe, settings, run, 10)
-    assert (run / EVENT_LOG).read_text() == "what happened\n"
+    assert (run / METRICS).read_text() == "what happened\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,8 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.control.events import RewardsAttached, RunBegan
-from streamrl.journal.event_log import read_log, replay
+from streamrl.cli.show import read_run
+from streamrl.control.settings import control_settings
+from streamrl.journal.journal_records import JournalCodec, JournalDecision, JournalEvent, JournalPrompts, JournalRecord
+from streamrl.journal.log import read_journal
+from streamrl.journal.recovered_run import replayed_run
+from streamrl.recipe.load import load_recipe
 from streamrl.recipe.toml_text import toml_value
 
 pytest.importorskip("vllm")
@@ -75,9 +80,12 @@ class Run:
 
     def decisions(self, subject: str) -> list[dict[str, float]]:
         """The figures of control's decisions about ``subject`` that something was done for."""
-        lines = [json.loads(line) for line in self.text("events.jsonl").split("\n")[:-1] if '{"decision"' in line]
-        found = [line["decision"] for line in lines if line["decision"]["subject"] == subject]
-        return [decision["figures"] for decision in found if "moved" in decision["figures"]]
+        found = [record.decision for record in self.records() if isinstance(record, JournalDecision)]
+        return [one.figures for one in found if one.subject == subject and "moved" in one.figures]
+
+    def records(self) -> list[JournalRecord]:
+        """Of its journal."""
+        return [JournalCodec().decode(body) for body in read_journal(self.files / "journal").records(0)]
 
     def tree(self) -> list[psutil.Process]:
         """Every process of the run, the command itself first."""
@@ -126,7 +134,7 @@ def nothing_left(
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_two_engines_and_two_ranks_train_on_policy_and_the_log_replays(tmp_path: Path) -> None:
+def test_two_engines_and_two_ranks_train_on_policy_and_the_journal_replays(tmp_path: Path) -> None:
     run = Run(tmp_path, run__steps=3, engines__count=2, training__ranks=2, **ANY_TWO_DIFFER)
     output = run.end()
     assert run.process.returncode == 0, output
@@ -137,8 +145,7 @@ def test_two_engines_and_two_ranks_train_on_policy_and_the_log_replays(tmp_path:
         assert step["async/staleness_oldest_max"] == 0
         assert step["weights/payload_bytes"] > 0
         assert 0 < step["weights/canary_deviation"] < 1e-4, "engines compute as the trainer does, to rounding"
-    state = replay(run.files / "events.jsonl")
-    accounting = state.accounting()
+    accounting = read_run(run.files).summary.accounting
     assert (accounting.issued, accounting.trained, accounting.in_flight) == (48, 48, 0)
     from transformers import AutoModelForCausalLM
 
@@ -189,7 +196,7 @@ def test_the_example_follows_a_run_from_python_and_drains_it(tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1: reward" in done.stdout
-    assert replay(tmp_path / "latest" / "events.jsonl").accounting().in_flight == 0
+    assert read_run(tmp_path / "latest").summary.accounting.in_flight == 0
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -207,8 +214,10 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     os.killpg(first.process.pid, signal.SIGINT)  # as a terminal sends it: to every process of the group
     output = first.end(within=60)
     assert first.process.returncode == 0, output
-    state = replay(first.files / "events.jsonl")
-    accounting = state.accounting()
+    settings = control_settings(load_recipe(first.files / "recipe.toml"))
+    ended = replayed_run(read_journal(first.files / "journal").records(), settings, 0)
+    assert ended is not None
+    state, accounting = ended.state, ended.state.accounting()
     assert accounting.in_flight == 0 and accounting.balanced
     assert accounting.dropped["lost_race"] >= 4, "each race of five prompts has a loser"
     done = len(first.metrics())
@@ -229,15 +238,11 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     assert second.process.returncode == 0, output
     steps = second.metrics()
     assert [s["step"] for s in steps[:2]] == [done + 1, done + 2], output
-    _, events = read_log(second.files / "events.jsonl")
-    attached, began = next(events).event, next(events).event
-    assert isinstance(attached, RewardsAttached) and attached.rewards == ("sorted_trace", "shade")
     assert steps[0]["reward/func/shade/mean"] == steps[0]["reward/func/sorted_trace/mean"], "what was attached live"
-    assert isinstance(began, RunBegan) and began.kept is not None
-    kept = began.kept
-    assert list(kept.queued) == list(state.supply.queue.tickets()), "who lost before the signal waits after the resume"
-    assert list(kept.waiting) == list(state.supply.waiting.tickets())
-    assert kept.queued or kept.waiting, "what was under way is sampled again"
+    waits = {ref.prompt_id for queue in (state.supply.queue, state.supply.waiting) for ref in queue.tickets()}
+    base = itertools.takewhile(lambda record: not isinstance(record, JournalEvent), second.records())
+    known = {p.prompt_id for record in base if isinstance(record, JournalPrompts) for p in record.prompts}
+    assert waits and waits <= known, "what was deferred or under way is sampled after the resume"
     assert max(s["async/staleness_oldest_max"] for s in first.metrics() + steps) == 0
     assert steps[0]["optim/value_loss"] > 0
     assert steps[0]["policy/reference_kl"] != 0, "the reference is version 0, not what was resumed"
@@ -266,7 +271,7 @@ def test_an_engine_is_freed_late_in_a_round_and_is_back_with_the_weights_of_the_
     assert all(0.2 <= figures["progress"] <= 0.5 and figures["peak_share"] <= 0.9 for figures in freed)
     assert sum(figures["moved"] for figures in freed) > 0, "nothing migrated"
     assert_right_weights(run, steps, [{"engine-0", "engine-1"}] * 9)
-    accounting = replay(run.files / "events.jsonl").accounting()
+    accounting = read_run(run.files).summary.accounting
     assert accounting.balanced and accounting.in_flight == 0 and accounting.trained == 192 * len(steps)
 
 
@@ -291,7 +296,7 @@ def test_another_set_of_engines_serves_the_long_round_and_the_first_one_comes_ba
     assert all((step["time/engine_switch_s"] > 0) == (step["step"] > 1) for step in steps)
     both, one = {"engine-0", "engine-1"}, {"engine-2"}
     assert_right_weights(run, steps, [both, both, one, both])
-    accounting = replay(run.files / "events.jsonl").accounting()
+    accounting = read_run(run.files).summary.accounting
     assert accounting.balanced and accounting.in_flight == 0 and accounting.trained == 16 * len(steps)
     assert "engine_set from step 2 on: long rounds belong to set 1x1 (engines.advanced.sets)" in output
 
@@ -327,7 +332,7 @@ def test_a_killed_engine_and_a_killed_rank_are_replaced_and_the_run_goes_on(tmp_
     assert "engine-0 is lost" in output and "engine-0 serves again" in output, output
     steps = {s["step"] for s in run.metrics()}
     assert steps == set(range(1, max(steps) + 1))
-    accounting = replay(run.files / "events.jsonl").accounting()
+    accounting = read_run(run.files).summary.accounting
     assert accounting.balanced and accounting.in_flight == 0
 
 
@@ -340,7 +345,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_message(tmp_path: Pat
     output = run.end(within=100)
     assert run.process.returncode == 1, output
     assert "of the last 7 trajectories failed" in output and "no such answer" in output
-    accounting = replay(run.files / "events.jsonl").accounting()
+    accounting = read_run(run.files).summary.accounting
     assert accounting.trained == 0 and accounting.dropped["reward_failed"] >= 7
 
 
@@ -358,7 +363,7 @@ def test_a_reward_that_blocks_now_and_then_is_recorded_and_the_run_goes_on(tmp_p
     run = Run(tmp_path / "runs", run__steps=4, reward_limits__max_failed_share=0.9, **reward)
     output = run.end(within=200)
     assert run.process.returncode == 0, output
-    accounting = replay(run.files / "events.jsonl").accounting()
+    accounting = read_run(run.files).summary.accounting
     assert accounting.balanced and accounting.in_flight == 0
     assert [s["step"] for s in run.metrics()] == [1, 2, 3, 4]
 

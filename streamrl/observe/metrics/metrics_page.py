@@ -33,13 +33,12 @@ _PLACES = """## Where they go
 |---|---|
 | stdout | one line a step: the bold metrics |
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
-| `events.jsonl` | what control was told, in order; its state can be rebuilt from it (`journal/event_log.py`) |
 | `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
 | `older-trace.jsonl` | what it held when it had grown to 1 GiB and was begun anew, for the last time |
 | `samples.jsonl` | best, worst and a random completion of each batch; `streamrl samples RUN` shows them |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`evaluate/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |
-| `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl replay`) |
+| `crash/*.zip` | when the run fails: what somebody needs who was not there, without secrets (`streamrl show`) |
 | metrics socket | see below |
 | `curve.svg` | reward and evaluation over steps, written when the run ends |
 

@@ -2,8 +2,7 @@
 
 The first line is a ``TraceHeader``; every other is a ``TrajectoryLine``, a ``StepLine`` or an ``EnginesLine``, told
 apart by ``type``. Times (``..._s`` that name a moment) are seconds since the run began, those of lines ascend nearly.
-Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from this file:
-control has its own log (``event_log``).
+Of a run of days the last part is there, and the one before as ``older-trace.jsonl``. Nothing is decided from this file.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``RUN/crash/<time>.zip`` (plain zip) holds ``bundle.json`` (why, versions, platform, environment), the recipe, the
 topology, why each process ended, what was waited for with the stacks of everything (``stalls/``), the ends of the logs
-and of ``metrics.jsonl``, and ``events.jsonl``, from which ``streamrl replay`` rebuilds the state of control. Prompts
-and completions are in none of them. It is written whole or not at all, and is never larger than ``LARGEST_BUNDLE``.
+and of ``metrics.jsonl``, and what ``streamrl show`` prints of the run. Prompts and completions are in none of them.
+It is written whole or not at all, and is never larger than ``LARGEST_BUNDLE``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import platform
 import struct
+import subprocess
 import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from streamrl.supervise.crash.redaction import Redaction, run_redaction
 
 BUNDLE_SCHEMA = 1
 LARGEST_BUNDLE = 50 << 20
-"""Bytes. An event log shrinks to a tenth or less."""
+"""Bytes."""
 MANIFEST = "bundle.json"
-EVENTS = "events.jsonl"
+SUMMARY = "show.txt"
+SUMMARY_TIMEOUT_S = 60.0
 UNREADABLE = (OSError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, struct.error)
 """What ``zipfile`` raises for a bundle that is damaged, or none: RuntimeError for one that asks for a password, and its
 subclass NotImplementedError for one that is packed in another way."""
@@ -114,6 +116,18 @@ def read_manifest(bundle: Path) -> CrashManifest:
     return manifest
 
 
+def read_member(bundle: Path, name: str) -> str:
+    """The text file ``name`` of ``bundle``; empty where it is not there. Raises ``StreamRLError``."""
+    try:
+        with zipfile.ZipFile(bundle) as archive:
+            if name not in archive.namelist():
+                return ""
+            with archive.open(name) as member:
+                return member.read(_BLOCK).decode(errors="replace")
+    except UNREADABLE as error:
+        raise StreamRLError(f"{bundle} cannot be unpacked: {error}; copy it again") from error
+
+
 class _Filler:
     """Puts the files of a run into ``bundle`` until it holds ``largest`` bytes, the most telling first."""
 
@@ -135,7 +149,7 @@ class _Filler:
         for path in sorted((run / "logs").glob("*.log")):
             self._tail(path, f"logs/{path.name}", _LOG_TAIL)
         self._tail(run / "metrics.jsonl", "metrics.jsonl", _METRICS_TAIL)
-        self._whole(run / EVENTS, EVENTS)
+        self._summary(run)
         return tuple(self._left_out)
 
     def _room(self) -> int:
@@ -160,39 +174,19 @@ class _Filler:
             self._left_out.append(f"{name}: its first {begin} bytes")
         self._bundle.writestr(name, content)
 
-    def _whole(self, path: Path, name: str) -> None:
-        """A file that is of no use in part: from its beginning the state is rebuilt."""
-        if not path.exists():
+    def _summary(self, run: Path) -> None:
+        """What ``streamrl show`` prints, in a process of its own: a long journal or a user's policy harms nothing."""
+        command = [sys.executable, "-m", "streamrl", "show", str(run)]
+        try:
+            shown = subprocess.run(command, capture_output=True, timeout=SUMMARY_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._left_out.append(f"{SUMMARY}: {error}")
             return
-        packed = self._packed_bytes(path)
-        if packed > self._room():
-            self._left_out.append(f"{name}: {packed} bytes even compressed; replay the run's directory itself")
-            return
-        with self._bundle.open(name, "w", force_zip64=True) as member:
-            for block in _blocks(path):
-                member.write(self._redaction.clean(block))
-
-    def _packed_bytes(self, path: Path) -> int:
-        """About what it takes in the bundle: exactly where it is small, from a part of it where it is large."""
-        import zlib
-
-        size = path.stat().st_size
-        if size * 2 < self._room():
-            return size
-        seen = packed = 0
-        for block in _blocks(path):
-            seen += len(block)
-            packed += len(zlib.compress(block, _LEVEL))
-            if seen >= 4 * _BLOCK:
-                break
-        return int(packed * (size / max(seen, 1)))
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Whole lines, some MiB at a time: a secret never lies across two blocks."""
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield block + file.readline()
+        if shown.returncode:
+            last = shown.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            self._left_out.append(f"{SUMMARY}: {self._redaction.text(last)}")
+        else:
+            self._bundle.writestr(SUMMARY, self._redaction.clean(shown.stdout))
 
 
 def _manifest(

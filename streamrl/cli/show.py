@@ -1,0 +1,154 @@
+"""``streamrl show RUN|BUNDLE``: what happened in a run, while it goes on and after its end."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+import zipfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from streamrl.base.errors import StreamRLError
+from streamrl.cli.command import Argument, AsJson, Command
+from streamrl.control.settings import control_settings
+from streamrl.journal.log import read_journal, writer_of
+from streamrl.journal.log_errors import JournalFailed
+from streamrl.journal.summary import RunSummary, StepSummary, summarize
+from streamrl.plan.topology import JOURNAL_DIRECTORY
+from streamrl.recipe.load import load_recipe
+from streamrl.supervise.crash.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
+
+WIDTH = 80
+SHOWN_STEPS = SHOWN_GROUPS = 10
+
+
+class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
+    """``status``: ``running``, ``ended``, ``failed`` or ``killed``; ``process``: its controller, where it runs;
+    ``failure``: what its newest crash bundle says, where it failed."""
+
+    run_id: str
+    status: str
+    process: int | None = None
+    failure: str | None = None
+    summary: RunSummary
+
+
+class Show(Command, frozen=True):
+    """Show what happened in a run: its last steps, what was dropped and why, what is pending, why it ended. The journal
+    goes back to the checkpoint before the last; metrics.jsonl has every step."""
+
+    subject: Annotated[
+        Path, Argument("the directory of a run, such as runs/latest, or a crash bundle", "RUN|BUNDLE", positional=True)
+    ]
+    json: AsJson = False
+
+    def run(self) -> int:
+        """Print it. Raises ``StreamRLError`` where there is no journal."""
+        if zipfile.is_zipfile(self.subject):
+            print("\n".join(_crash(read_manifest(self.subject))))
+            print(read_member(self.subject, SUMMARY))
+            return 0
+        shown = read_run(self.subject)
+        print(msgspec.json.format(msgspec.json.encode(shown)).decode() if self.json else "\n".join(lines_of(shown)))
+        return 0
+
+
+def read_run(directory: Path) -> ShownRun:
+    """The run in ``directory``. Raises ``StreamRLError`` where it has no journal, or one that cannot be read."""
+    directory = directory.resolve()
+    if not (directory / JOURNAL_DIRECTORY).is_dir():
+        raise StreamRLError(f"{directory} has no journal: give the directory of a run, such as runs/latest")
+    settings = control_settings(load_recipe(directory / "recipe.toml"))
+    summary = None
+    for last in (False, True):  # a run that goes on may remove a segment meanwhile
+        try:
+            summary = summarize(read_journal(directory / JOURNAL_DIRECTORY).records(0), settings)
+            break
+        except JournalFailed:
+            if last:
+                raise
+    if summary is None:
+        raise StreamRLError(f"{directory / JOURNAL_DIRECTORY} is empty: the run has not begun")
+    process = writer_of(directory / JOURNAL_DIRECTORY)
+    bundles = sorted((directory / "crash").glob("*.zip"))
+    failure = read_manifest(bundles[-1]).failure if bundles and process is None and not summary.finished else None
+    status = "running" if process else "ended" if summary.finished else "failed" if failure else "killed"
+    return ShownRun(run_id=directory.name, status=status, process=process, failure=failure, summary=summary)
+
+
+def lines_of(shown: ShownRun) -> list[str]:
+    """The same for people, in 80 columns."""
+    summary = shown.summary
+    accounts = summary.accounting
+    dropped = sum(accounts.dropped.values())
+    status = {
+        "running": f"running, process {shown.process}",
+        "ended": f"ended: {summary.ending or 'all steps done'}",
+        "failed": f"failed: {(shown.failure or 'unknown').splitlines()[0]}",
+        "killed": "killed, or its machine stopped",
+    }[shown.status]
+    rows = {
+        "run": shown.run_id,
+        "status": status,
+        "step": f"{summary.live_version} of {summary.wanted_steps}, {summary.time_s:,.1f} s after the start",
+        "versions": f"trainer {summary.trainer_version}, live {summary.live_version}",
+        "accounting": f"issued {accounts.issued:,} = trained {accounts.trained:,} + dropped {dropped:,}"
+        f" + in flight {accounts.in_flight:,}" + ("" if accounts.balanced else "; NOT BALANCED: a bug of streamrl"),
+        "dropped": ", ".join(f"{reason} {count:,}" for reason, count in accounts.dropped.items()),
+        "open batch": summary.batch,
+        "prompts": summary.prompts,
+        "pending": ", ".join(f"{what} of version {version}" for what, version in summary.pending.items()),
+        "waited for": f"{summary.waits_for}, for {summary.time_s - summary.waits_since_s:.1f} s",
+        "stopping": summary.ending or "",
+    }
+    if shown.status == "ended":
+        del rows["waited for"], rows["stopping"]
+    lines = [line for name, text in rows.items() if text for line in _wrapped(name, text)]
+    lines += _steps(summary.steps) + _groups(summary)
+    for time_s, subject, reason in summary.decisions:
+        lines += _wrapped("decision", f"{time_s:,.1f} s {subject}: {reason}")
+    return lines + ([f"continue with: streamrl resume {shown.run_id}"] if shown.status in ("failed", "killed") else [])
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    return textwrap.wrap(f"{name:<12}{text}", WIDTH, subsequent_indent=" " * 12)
+
+
+def _steps(steps: list[StepSummary]) -> list[str]:
+    if not steps:
+        return []
+    head = f"{'step':>6} {'at s':>9} {'took s':>7}  {'round':<12}{'groups':>7}{'samples':>8}{'reward':>8}  dropped"
+    rows = [
+        f"{step.step:>6} {step.time_s:>9,.1f} {_figure(step.seconds, 1):>7}  {step.round_kind[:11]:<12}{step.groups:>7}"
+        f"{step.samples:>8}{_figure(step.reward, 3):>8}  "
+        + ", ".join(f"{reason} {count}" for reason, count in step.dropped.items())
+        for step in steps[-SHOWN_STEPS:]
+    ]
+    return ["", head, *rows, ""]
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _groups(summary: RunSummary) -> list[str]:
+    oldest = sorted(summary.groups, key=lambda group: group.launched_s)
+    if not oldest:
+        return []
+    rows = [
+        f"  group {group.group_id} of prompt {group.prompt_id!r}, attempt {group.attempt}: {group.stage}; "
+        f"{summary.time_s - group.launched_s:.1f} s old, version {group.launch_version}"
+        for group in oldest[:SHOWN_GROUPS]
+    ]
+    more = [f"  and {len(oldest) - SHOWN_GROUPS} more"] if len(oldest) > SHOWN_GROUPS else []
+    return [f"{len(oldest)} groups have not ended, the oldest first:", *rows, *more, ""]
+
+
+def _crash(manifest: CrashManifest) -> list[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+    versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
+    lines = [f"crash of {manifest.run_id} at {when}", *(f"  {line}" for line in manifest.failure.splitlines())]
+    lines += textwrap.wrap(f"with {versions}, Python {manifest.python.split()[0]}, {manifest.platform}", WIDTH)
+    return lines + [f"not in the bundle: {text}" for text in manifest.left_out] + [""]
