@@ -76,7 +76,7 @@ async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe)
     first, *rest = str(died.value).splitlines()
     assert first == "engine-0 ended with exit code 1: ValueError: the loss is not finite"
     [bundle] = (run / "crash").iterdir()
-    assert rest[-1] == f"crash bundle: {bundle} (streamrl replay {bundle})"
+    assert rest[-1] == f"crash bundle: {bundle} (streamrl show {bundle})"
     manifest = read_manifest(bundle)
     assert manifest.failure.splitlines()[0] == first and "HF_TOKEN" in manifest.environment_names
     with zipfile.ZipFile(bundle) as archive:
