@@ -50,8 +50,7 @@ from streamrl.run.run_lock import RunLock
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash.crash_bundle import write_crash_bundle
-from streamrl.supervise.watch.loop_watch import LoopWatch
-from streamrl.supervise.watch.stacks import ask_for_stacks
+from streamrl.supervise.watchdog import Watchdog, ask_for_stacks
 from streamrl.vllm.options import installed_device
 
 if TYPE_CHECKING:
@@ -200,7 +199,8 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put(run_module, "_make_run_directory", make_run_directory)
     put_for(serving_control, no_control_socket)
     put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
-    put_for(LoopWatch, parts.SilentLoopWatch)
+    put(Watchdog, "_watch_loop", lambda _: None)  # in simulated time a loop is never blocked
+    put(Watchdog, "_beat", lambda _: anyio.sleep_forever())
     put_for(child_process.start_child, machine.start_child)
     put_for(clean_up.adopt_orphans, lambda _: None)
     put(clean_up.RunProcesses, "end_all", lambda _: machine.end_all())

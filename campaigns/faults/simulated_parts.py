@@ -96,25 +96,6 @@ class SilentSink:
         pass
 
 
-class SilentLoopWatch:
-    """In the place of the thread that looks whether the loop answers: here it always does."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> SilentLoopWatch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    async def beat(self) -> None:
-        await anyio.sleep_forever()
-
-    def take_worst(self) -> float:
-        return 0.0
-
-
 class SimulatedSignals:
     """``anyio.open_signal_receiver`` for the process that calls it."""
 

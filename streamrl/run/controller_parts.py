@@ -37,7 +37,7 @@ from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.supervise.supervisor_orders import ParentMessage
-from streamrl.supervise.watch.controller_watch import ControllerWatch
+from streamrl.supervise.watchdog import Watchdog
 from streamrl.sync.publisher import PushedEngine, WeightPublisher
 from streamrl.sync.weight_canary import canary_of
 from streamrl.vllm.batch_invariance import PROBES, batch_invariant
@@ -63,7 +63,7 @@ class Parts(msgspec.Struct, frozen=True):
     rooms: dict[str, int]
     parameters: int
     emit: Emit
-    watch: ControllerWatch
+    watch: Watchdog
     recovery: EngineRecovery | None
 
     def lost_engines(self) -> dict[str, float]:

@@ -46,7 +46,7 @@ from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.exit_reason import leaves
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine
-from streamrl.supervise.watch.stacks import ask_for_stacks
+from streamrl.supervise.watchdog import ask_for_stacks
 
 log = logging.getLogger(__name__)
 

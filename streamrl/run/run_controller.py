@@ -93,7 +93,7 @@ from streamrl.run.controller_parts import (
 from streamrl.run.run_record import open_record
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.supervise.supervisor_orders import ParentMessage
-from streamrl.supervise.watch.controller_watch import ControllerWatch
+from streamrl.supervise.watchdog import Watchdog
 from streamrl.sync.weight_audit import WeightAudit
 from streamrl.vllm.options import expected_room, installed_device
 
@@ -123,7 +123,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             await steps.send(event)
 
         trainer, seats, judge = TrainerRanks(ranks), _seats(recipe, topology), JudgeLink(recipe, topology)
-        watch = ControllerWatch(recipe, run_directory, emit)
+        watch = Watchdog(recipe, run_directory, emit)
         async with anyio.create_task_group() as nursery:
             nursery.start_soon(watch.run)
             for seat in seats.values():

@@ -8,6 +8,7 @@ that hangs in a collective or in a user's function must not keep a failed proces
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import signal
@@ -30,7 +31,6 @@ from streamrl.recipe.sections import Recipe
 from streamrl.remote.transport_keys import transport_environment
 from streamrl.rules.transport_rules import insecure_notice
 from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, reason_of, write_reason
-from streamrl.supervise.watch.stacks import write_stacks_when_asked
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
     # A terminal's Ctrl-C is for the supervisor alone. Inherited by what this process starts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name_shared_memory()
-    write_stacks_when_asked()
+    # Stacks of all threads to the log when it is asked for them (``ask_for_stacks``), also in native code.
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
     open_screen(drops=True)
     log_to(sys.stderr, logging.INFO)
     code = 0

@@ -26,7 +26,7 @@ from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 from streamrl.run.pipeline import Pipeline
 from streamrl.supervise.crash.crash_bundle import read_manifest
 from streamrl.supervise.supervisor import Supervisor
-from streamrl.supervise.watch.stacks import ask_for_stacks
+from streamrl.supervise.watchdog import ask_for_stacks
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 CANARY = "canary-of-the-hub-4711"
