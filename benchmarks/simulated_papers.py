@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from streamrl.control.settings import ControlSettings
-from streamrl.elastic.engine_sets import EngineSet
+from streamrl.elastic.sets import EngineSet
 from streamrl.plan.topology import expected_kv_tokens
 from streamrl.recipe.scheduling import (
     DeferredPrompts,

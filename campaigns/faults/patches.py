@@ -23,8 +23,7 @@ from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
 from streamrl.comm import zmq_stream
 from streamrl.control.state import ControlState
-from streamrl.elastic.engine_planning import PlanningSettings
-from streamrl.elastic.engine_release import EngineRelease
+from streamrl.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines import engine_host
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
@@ -61,7 +60,7 @@ _HANDLE = ControlState.handle
 _PLAN = topology_module.plan_topology
 _GREETING = zmq_stream._greeting
 
-FREED_OFTEN = PlanningSettings(window=(0.05, 0.95), least_lengths=4)
+FREED_OFTEN = FreeingSettings(window=(0.05, 0.95), least_lengths=4)
 """Rounds are short here."""
 KV_TOKENS = 4000
 """Of one engine: all that a world has under way fits, so that engines can be freed."""
@@ -117,7 +116,7 @@ def patched_product(world: World) -> Iterator[None]:
 
         put(ControlState, "handle", handle)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
-        stack.enter_context(mock.patch.dict(EngineRelease.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
+        stack.enter_context(mock.patch.dict(Freeing.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
         yield
 
 
@@ -135,7 +134,7 @@ class InOrder(dict[Any, None]):
 
 
 def _walked_in_order(put: Any) -> None:
-    """Sets of objects whose order is seen from outside: anyio cancels in it, the publisher pushes in it."""
+    """Sets of objects whose order is seen from outside: anyio cancels in it, a push goes through it."""
     numbers = itertools.count(1)
     begin = _asyncio.CancelScope.__init__
 

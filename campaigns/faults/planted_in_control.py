@@ -18,7 +18,7 @@ from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages import reward as reward_module
 from streamrl.stages import rollout as rollout_module
 from streamrl.stages.reward import RewardStage
-from streamrl.sync.engine_steps import EngineSteps
+from streamrl.sync.weight_sync import WeightSync
 
 # ---- accounting, exactly once ----------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def _reward_rounded(before: Any) -> Any:
 
 
 def _unverified_commit(before: Any) -> Any:
-    async def verified_commit(self: EngineSteps, engine: Any, announced: Any) -> None:
+    async def commit_only(self: WeightSync, engine: Any, announced: Any) -> None:
         commit = engine.commit
 
         async def agreeing(version: int) -> Any:
@@ -171,12 +171,12 @@ def _unverified_commit(before: Any) -> Any:
         with mock.patch.object(engine, "commit", agreeing):
             await before(self, engine, announced)
 
-    return verified_commit
+    return commit_only
 
 
 def _not_paused(before: Any) -> Any:
-    async def pause(self: EngineSteps, engine: Any) -> None:
-        self.paused_at.setdefault(engine, anyio.current_time())
+    async def pause(self: WeightSync, engine: Any) -> None:
+        self._paused_at.setdefault(engine, anyio.current_time())
 
     return pause
 
@@ -191,13 +191,13 @@ def _acknowledged_early(before: Any) -> Any:
 
 
 def _refusal_forgotten(before: Any) -> Any:
-    async def verified_commit(self: EngineSteps, engine: Any, announced: Any) -> None:
+    async def commit_only(self: WeightSync, engine: Any, announced: Any) -> None:
         try:
             await before(self, engine, announced)
         except Exception:  # noqa: BLE001 - this is the bug
             return
 
-    return verified_commit
+    return commit_only
 
 
 def _spans_not_moved(before: Any) -> Any:
@@ -234,10 +234,10 @@ IN_CONTROL = (
     Planted("a failure becomes reward 0", "I5", (replaced(reward_module, "outcome_of", _failure_is_zero),)),
     Planted("rewards swapped in a message", "I5", (replaced(RewardStage, "_deliver", _rewards_swapped),)),
     Planted("a reward is rounded", "I5", (replaced(reward_module, "outcome_of", _reward_rounded),)),
-    Planted("a commit is not verified", "I7", (replaced(EngineSteps, "verified_commit", _unverified_commit),)),
-    Planted("a refusal is forgotten", "I7", (replaced(EngineSteps, "verified_commit", _refusal_forgotten),)),
+    Planted("a commit is not verified", "I7", (replaced(WeightSync, "_commit", _unverified_commit),)),
+    Planted("a refusal is forgotten", "I7", (replaced(WeightSync, "_commit", _refusal_forgotten),)),
     Planted("acknowledged before it is live", "I7", (replaced(TrainerRanks, "close_batch", _acknowledged_early),)),
-    Planted("commits without a pause", "I8", (replaced(EngineSteps, "pause", _not_paused),)),
+    Planted("commits without a pause", "I8", (replaced(WeightSync, "_pause", _not_paused),)),
     Planted("version spans are not kept", "I8", (replaced(rollout_module, "join_completions", _spans_not_moved),)),
     Planted("published during an evaluation", "I8", (replaced(ControlState, "_publish", _publishes_out_of_turn),)),
 )  # fmt: skip

@@ -130,7 +130,6 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
         weights=Weights(
             canary=False,
             push_timeout_s=120.0 * max(pace, 1.0),
-            engine_timeout_s=random.choice((0.0, 3.0)),
             audit_interval=random.choice((0, 2)),
         ),
         evaluation=Evaluation(

@@ -107,11 +107,9 @@ class Resume(Message, frozen=True):
 
 
 class Sleep(Message, frozen=True):
-    """Give the device's memory back until ``Wake``: the engine's set is not in use. ``level``: vLLM's; 1 keeps the
-    weights in host memory, 2 drops them."""
+    """Give the device's memory back until ``Wake``, with the weights in host memory: the engine's set is not in use."""
 
     order_id: int
-    level: int
 
 
 class Wake(Message, frozen=True):
@@ -147,11 +145,7 @@ EngineOrder = Generate | Abort | Pause | Resume | Sleep | Wake | StageWeights | 
 
 
 class EngineReady(Message, frozen=True):
-    """First message of an engine: what it is and holds. ``kv_tokens``: room of its KV cache (0: unknown).
-
-    An engine that outlived its controller is ``paused`` and says what it holds: ``policy_version`` with the
-    ``state_hash`` of its live weights (0: nothing that it can vouch for). ``pid``: of its host (0: unknown).
-    """
+    """An engine's first message: what it is. ``kv_tokens``: room of its KV cache, ``pid``: of its host (0: unknown)."""
 
     engine: str
     policy_version: int
@@ -159,8 +153,6 @@ class EngineReady(Message, frozen=True):
     max_num_seqs: int
     tokenizer_digest: str = ""
     kv_tokens: int = 0
-    state_hash: int = 0
-    paused: bool = False
     pid: int = 0
 
 

@@ -13,7 +13,19 @@ from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone,
 from streamrl.base.types import Completion
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
+    """One engine, or a pool of them: what samples completions."""
+
+    async def generate(self, request: Generate) -> Completion:
+        """Sample one completion; returns a cut one (finish reason abort) when aborted."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask for requests to stop. Returns before the engine dropped them: the barrier is ``pause(ABORT)``."""
+        ...
+
+
+class Engine(Sampler, Protocol):
     """One inference engine. All methods may run concurrently unless they say otherwise.
 
     Life: ``start`` once; ``generate`` and ``abort`` any time (requests queue while paused);
@@ -25,20 +37,12 @@ class Engine(Protocol):
         """Load the model. Called once, before anything else."""
         ...
 
-    async def generate(self, request: Generate) -> Completion:
-        """Sample one completion; returns a cut one (finish reason abort) when aborted."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask for requests to stop. Returns before the engine dropped them: the barrier is ``pause(ABORT)``."""
-        ...
-
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling; after it returns no token is sampled until ``resume``."""
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Sample again."""
         ...
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
@@ -50,11 +54,11 @@ class Engine(Protocol):
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """The engine's own checksum of every live parameter, by runtime name (slow; for audits)."""
+        """Return the engine's own checksum of every live parameter, by runtime name (slow; for audits)."""
         ...
 
     def load(self) -> EngineLoad:
-        """What it is doing now."""
+        """Return what it is doing now."""
         ...
 
     async def aclose(self) -> None:

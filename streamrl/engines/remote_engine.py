@@ -61,6 +61,10 @@ class RemoteEngine:
         self._answered = 0
         self.heard = 0
         """How many events came from the host."""
+        self.failed = anyio.Event()
+        """Set when it serves no more: see ``failure``."""
+        self.lost_requests = 0
+        """Requests that were open when it failed."""
 
     @property
     def name(self) -> str:
@@ -149,9 +153,9 @@ class RemoteEngine:
         await self._order(lambda i: Resume(order_id=i), EngineError)
         self._paused = False
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self) -> None:
         """Give the device's memory back until ``wake``."""
-        await self._order(lambda i: Sleep(order_id=i, level=level), EngineError)
+        await self._order(lambda i: Sleep(order_id=i), EngineError)
 
     async def wake(self) -> None:
         """Take the device's memory again; the live version must be committed before anything is sampled."""
@@ -218,7 +222,7 @@ class RemoteEngine:
         elif isinstance(event, EngineLoad):
             self._load = event
         elif self._readiness is None:
-            self._readiness, self._paused = event, event.paused
+            self._readiness = event
             self._ready.set()
         else:
             self._fail("its host greeted twice")
@@ -232,12 +236,14 @@ class RemoteEngine:
 
     def _fail(self, reason: str) -> None:
         if not self._failure:
+            self.lost_requests = len(self._requests)
             self._failure = reason if reason.startswith(f"{self._name}:") else f"{self._name}: {reason}"
         for request in self._requests.values():
             _settle(request, EngineError(self._failure))
         for order in self._pending_orders.values():
             _settle(order, EngineError(self._failure))
         self._ready.set()
+        self.failed.set()
 
     def _require_alive(self) -> None:
         if self._failure:

@@ -1,18 +1,20 @@
 """Which engine of several gets a request, and what each of them has not answered yet.
 
-Pure, and without a clock: the pool and the simulator use the same ``Router``. Engines are numbers here.
+Pure, and without a clock: the pool and the simulator use the same ``Router``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
 from streamrl.engines.resumption import whole_of
 
+E = TypeVar("E", bound=Hashable)
 K = TypeVar("K")
+V = TypeVar("V")
 
 SIBLING_SLACK = 8
 """How many more open requests than the idlest engine one may have and still get the siblings of its prompt."""
@@ -20,36 +22,36 @@ SIBLING_SLACK = 8
 REMEMBERED_PROMPTS = 4096
 
 
-class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ServedRequest(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
     """A request that ``engine`` has not answered yet. ``prompt``, ``sampled``: tokens of the prompt, and of the parts
     of its completion before this one; ``most_tokens``: prompt and completion, at most; ``since``: seconds on the
     caller's clock at which this part was submitted."""
 
     request_id: str
-    engine: int
+    engine: E
     prompt: int
     sampled: int
     most_tokens: int
     since: float
 
 
-class Router:
+class Router(Generic[E]):
     """Chooses the engine with the fewest open tokens; siblings of a prompt stay together, so that they share its prefix
     blocks, as long as the loads are near. The rest of a request that was moved goes where it was moved to."""
 
-    def __init__(self, engines: int) -> None:
-        self._open_requests = [0] * engines
-        self._open_tokens = [0] * engines
-        self._served: dict[str, ServedRequest] = {}
-        self._siblings: dict[Hashable, int] = {}
-        self._moves: dict[str, int] = {}
+    def __init__(self, engines: Iterable[E]) -> None:
+        self._open_requests = dict.fromkeys(engines, 0)
+        self._open_tokens = dict.fromkeys(self._open_requests, 0)
+        self._served: dict[str, ServedRequest[E]] = {}
+        self._siblings: dict[Hashable, E] = {}
+        self._moves: dict[str, E] = {}
 
-    def choose(self, request_id: str, prompt: Hashable, serving: Sequence[int]) -> int:
-        """Return one of the engines ``serving``. Requests with equal ``prompt`` are siblings."""
+    def choose(self, request_id: str, prompt: Hashable, serving: Sequence[E]) -> E:
+        """Return one of the engines ``serving``, the first of equals. Requests with equal ``prompt`` are siblings."""
         target = self._moves.pop(whole_of(request_id), None) if self._moves else None
         if target is not None and target in serving:
             return target
-        idlest = min(serving, key=lambda i: (self._open_tokens[i], self._open_requests[i], i))
+        idlest = min(serving, key=lambda engine: (self._open_tokens[engine], self._open_requests[engine]))
         sibling = self._siblings.pop(prompt, idlest)
         near = self._open_requests[sibling] <= self._open_requests[idlest] + SIBLING_SLACK
         chosen = sibling if near and sibling in serving else idlest
@@ -57,7 +59,7 @@ class Router:
         forget_oldest(self._siblings)
         return chosen
 
-    def opened(self, request: ServedRequest) -> None:
+    def opened(self, request: ServedRequest[E]) -> None:
         """Count ``request`` as open on its engine."""
         self._served[request.request_id] = request
         self._open_requests[request.engine] += 1
@@ -69,7 +71,7 @@ class Router:
         self._open_requests[served.engine] -= 1
         self._open_tokens[served.engine] -= served.most_tokens
 
-    def move(self, request_id: str, to: int) -> None:
+    def move(self, request_id: str, to: E) -> None:
         """Send its next part to ``to``."""
         self._moves[whole_of(request_id)] = to
         forget_oldest(self._moves)
@@ -78,24 +80,24 @@ class Router:
         """Forget a completion of which no further part comes."""
         self._moves.pop(whole, None)
 
-    def engine_of(self, request_id: str) -> int | None:
+    def engine_of(self, request_id: str) -> E | None:
         """Return the engine that serves it; None where none does."""
         served = self._served.get(request_id)
         return None if served is None else served.engine
 
-    def open_on(self, engine: int) -> int:
+    def open_on(self, engine: E) -> int:
         """Return how many requests it serves."""
         return self._open_requests[engine]
 
-    def served_by(self, engine: int) -> list[str]:
+    def served_by(self, engine: E) -> list[str]:
         """Return the ids of the requests that it serves."""
         return [served.request_id for served in self._served.values() if served.engine == engine]
 
-    def __iter__(self) -> Iterator[ServedRequest]:
+    def __iter__(self) -> Iterator[ServedRequest[E]]:
         return iter(self._served.values())
 
 
-def forget_oldest(remembered: dict[K, int]) -> None:
+def forget_oldest(remembered: dict[K, V]) -> None:
     """Bound what is remembered for completions that never come back."""
     if len(remembered) > REMEMBERED_PROMPTS:
         del remembered[next(iter(remembered))]

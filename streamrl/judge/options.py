@@ -13,11 +13,11 @@ from streamrl.plan.model_facts import ModelDirectoryError, read_model_facts
 from streamrl.plan.topology import JUDGE
 from streamrl.recipe.judge import JUDGE_CONTEXT, YieldKind, asks_own_judge
 from streamrl.recipe.sections import Recipe
-from streamrl.vllm.devices import core_numbers
 from streamrl.vllm.options import (
     CPU_BLOCK_TOKENS,
     EngineOptions,
     cache_blocks,
+    core_numbers,
     cpu_environment,
     installed_device,
     model_config,

@@ -21,7 +21,6 @@ from streamrl.vllm.engine import VllmEngine
 from streamrl.vllm.openai_form import OpenAIRoutes
 
 REPORT_S = 0.5
-_SLEEP_LEVEL = 1  # its weights stay in host memory
 
 Move = Callable[[], Awaitable[None]]
 
@@ -100,7 +99,7 @@ def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Mov
         await engine.pause(PauseMode.KEEP, clear_cache=False)
 
     async def sleep() -> None:
-        await engine.sleep(_SLEEP_LEVEL)
+        await engine.sleep()
 
     async def stay() -> None:
         """It goes on as it is."""

@@ -41,8 +41,7 @@ from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resumed_rewards
 from streamrl.rewards.reward_set import RewardsOf
 from streamrl.rules.rules import broken_rules
-from streamrl.vllm.devices import device_problems
-from streamrl.vllm.options import installed_device, max_model_len, model_config
+from streamrl.vllm.options import device_problems, installed_device, max_model_len, model_config
 
 USER_CODE_TIMEOUT_S = 60.0
 

@@ -169,13 +169,11 @@ class Lora(Section, frozen=True):
 
 
 class ReleaseKind(StrEnum):
-    """What happens late in a round to engines whose requests fit on the others. ``drain``: they are idle until the
-    next round, and their cores are for training. ``stop``: their processes end as well, which frees their memory;
-    to start them again takes as long as at the start of the run."""
+    """What happens late in a round to engines whose requests fit on the others. ``drain``: they are idle until the next
+    round, and their cores are for training."""
 
     NEVER = "never"
     DRAIN = "drain"
-    STOP = "stop"
 
 
 class EngineKind(StrEnum):
@@ -222,21 +220,21 @@ class Engines(Section, frozen=True):
     release: Annotated[ReleaseKind, doc("for rounds that train on-policy")] = ReleaseKind.NEVER
     sets: Annotated[
         tuple[EngineShape, ...],
-        advanced("other sets, prepared beside this one; one is awake (rounds that train on-policy)"),
+        advanced("other sets, prepared beside this one; one is in use (rounds that train on-policy)"),
     ] = ()
     sleep_level: Annotated[
         int,
-        Meta(ge=0, le=2),
+        Meta(ge=0, le=1),
         advanced(
-            "of sets that are not awake, on CUDA: 1 keeps their weights in host memory, 2 drops them, 0 ends their "
-            "processes, as is done on a CPU"
+            "of sets that are not in use, on CUDA: 1 keeps their weights in host memory, 0 ends their processes, as is "
+            "done on a CPU"
         ),
     ] = 1
     restarts: Annotated[
         Natural | None,
         advanced(
-            "of one engine, until one of its starts has served ten minutes (not set: 3, where engines are neither "
-            "stopped nor changed; 0: a death ends the run)"
+            "of one engine, until one of its starts has served ten minutes (not set: 3, where there are no "
+            "sets; 0: a death ends the run)"
         ),
     ] = None
     min_serving: Annotated[Positive, advanced("with fewer engines that can be had the run ends")] = 1
@@ -260,13 +258,6 @@ class Weights(Section, frozen=True):
         ),
     ] = 0
     push_timeout_s: Annotated[PositiveFloat, advanced("for a version to be live on every engine")] = 120.0
-    engine_timeout_s: Annotated[
-        NaturalFloat,
-        advanced(
-            "after the first engine, for another one to fetch a version before it leaves service and catches up beside "
-            "the run (0: all are waited for)"
-        ),
-    ] = 0.0
     canary: Annotated[
         bool,
         advanced(
@@ -422,7 +413,7 @@ class Recipe(Section, frozen=True):
         engines = self.engines
         if engines.restarts is not None:
             return engines.restarts
-        return 0 if engines.release is ReleaseKind.STOP or engines.sets else ENGINE_RESTARTS
+        return 0 if engines.sets else ENGINE_RESTARTS
 
     @property
     def compares_logprobs(self) -> bool:

@@ -70,17 +70,16 @@ def batched_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def engine_restarts(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Who stops engines starts them itself, and takes a death for the end; and enough must be."""
+    """Where sets change, a death is the end of the run; and enough engines must serve."""
     engines = recipe.engines
-    for name, used in (('release = "stop"', engines.release is ReleaseKind.STOP), ("sets", bool(engines.sets))):
-        if engines.restarts and used:
-            yield (
-                "engines.restarts",
-                (
-                    f"{engines.restarts} does not fit engines.{name} yet, which starts and stops engines itself: set "
-                    f"restarts = 0 (the death of an engine ends the run), or leave engines.{name} out"
-                ),
-            )
+    if engines.restarts and engines.sets:
+        yield (
+            "engines.restarts",
+            (
+                f"{engines.restarts} does not fit engines.sets yet, which starts and stops engines itself: set "
+                "restarts = 0 (the death of an engine ends the run), or leave engines.sets out"
+            ),
+        )
     if engines.min_serving > engines.count:
         yield (
             "engines.min_serving",

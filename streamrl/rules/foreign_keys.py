@@ -158,7 +158,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "stall_s": "run.stall_timeout_s",
     "silent_s": "engines.silence_timeout_s",
     "stalled_s": "engines.progress_timeout_s",
-    "engine_patience_s": "weights.engine_timeout_s",
+    "engine_patience_s": "-an engine that is later than weights.push_timeout_s is started again",
     "patience_s": "judge.batch_wait_s",
     "longest_wait_s": "judge.max_wait_s",
     "yields": "judge.when_idle",

@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.recipe.fields import as_written, written_path
 from streamrl.recipe.problems import shown
-from streamrl.recipe.sections import Launch, Lora, OptimizerKind, Recipe, ReleaseKind
+from streamrl.recipe.sections import Lora, OptimizerKind, Recipe, ReleaseKind
 from streamrl.rules import (
     judge_rules,
     objective_rules,
@@ -236,14 +236,6 @@ def _released_engines(recipe: Recipe) -> Iterator[tuple[str, str]]:
             (
                 f"{said} does not fit rollout.presubmit, which needs all engines while the step ends: "
                 'set presubmit = false, or release = "never"'
-            ),
-        )
-    if release is ReleaseKind.STOP and recipe.transport.engines is Launch.EXTERNAL:
-        yield (
-            field,
-            (
-                f'{said} does not fit transport.engines = "external", whose processes this run does not start: '
-                'set release = "drain"'
             ),
         )
 

@@ -42,7 +42,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
-from streamrl.elastic.spared_engines import SparedEngines
+from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.evaluate.evaluation import Evaluation, HeldOut
 from streamrl.journal.catching_up import CaughtUp, catch_up, close_of
 from streamrl.journal.control_file import control_file
@@ -54,13 +54,13 @@ from streamrl.observe.report.alarms import Alarms
 from streamrl.observe.report.run_report import RunReport
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.run.trainer_ranks import TrainerRanks, announcement
-from streamrl.sync.publisher import PushReport, WeightPublisher
+from streamrl.sync.weight_sync import PushReport, WeightSync
 
 MEASURING_INTERVAL_S = 0.25
 
 
 class Controller:
-    """Runs one ``ControlState`` against a trainer, a publisher and the two stages. ``run`` once."""
+    """Runs one ``ControlState`` against a trainer, a weight sync and the two stages. ``run`` once."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Controller:
         prompts: PromptSource,
         held_out: HeldOut,
         trainer: TrainerRanks,
-        publisher: WeightPublisher,
+        sync: WeightSync,
         report: RunReport,
         seed: int,
         save: Callable[[int, Mapping[str, bytes]], Awaitable[None]],
@@ -80,7 +80,7 @@ class Controller:
         alarms: Alarms,
         load: Callable[[], EngineLoad],
         waits: Waits | None = None,
-        spared: SparedEngines,
+        elastic: ElasticEngines,
         shelf: PromptShelf,
         journal: RunJournal,
         start_version: int = 0,
@@ -91,7 +91,7 @@ class Controller:
         self._prompts = prompts
         self._held_out = held_out
         self._trainer = trainer
-        self._publisher = publisher
+        self._sync = sync
         self._report = report
         self._seed = seed
         self._save = save
@@ -102,7 +102,7 @@ class Controller:
         self._alarms = alarms
         self._load = load
         self._waits = waits or Waits()
-        self._spared = spared
+        self._elastic = elastic
         # For others it would only make the log of a run of days longer.
         self._tells_load = settings.rounds is RoundKind.CUSTOM
         self._start_version = start_version
@@ -132,7 +132,7 @@ class Controller:
         reason = ""
         async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
-            self._publisher.stranded = partial(start_unless_ending, children, self._give_evaluation_up, orders)
+            self._sync.on_version_left = partial(start_unless_ending, children, self._give_evaluation_up, orders)
             caught_up = CaughtUp(self._start_version)
             if self._recovered is not None:
                 self._report.waits.look(self.state)
@@ -142,12 +142,12 @@ class Controller:
             with self._waits.waiting_for(f"the trainer to publish version {version} complete"):
                 anchor = await self._trainer.publish_anchor(version)
             with self._waits.waiting_for(f"every engine to hold version {version}"):
-                self._live_push = await self._publisher.push(anchor)
+                self._live_push = await self._sync.push(anchor)
             await self._trainer.acknowledge(version)
             await self._audit(version)
             self._report.began()
             children.start_soon(self._measure_engines)
-            children.start_soon(self._spared.run)
+            children.start_soon(self._elastic.run)
             if self._recovered is None:
                 self._tell.send_nowait(on.RunBegan(version, self._kept, self.state.settings.steps))
             else:
@@ -161,8 +161,8 @@ class Controller:
                     reason = await self._perform(action, orders, children) or reason
                 await self._report.progress(self.state, self._evaluation)
             self._measuring.cancel()
-            self._spared.end()
-            self._publisher.stranded = lambda: None  # by an engine that joins now: no evaluation waits
+            self._elastic.end()
+            self._sync.on_version_left = lambda: None  # by an engine that joins now: no evaluation waits
             await self._journal.settled()
             await orders.aclose()
         # Not before the last reward of a loser came back: ranks that have ended for long are missed.
@@ -194,7 +194,7 @@ class Controller:
         elapsed_s = self._report.elapsed()
         self._journal.told(event, self.state, elapsed_s)
         if isinstance(event, on.StopRequested):
-            self._spared.give_up()
+            self._elastic.give_up()
         if isinstance(event, on.TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
             step = self.state.trainer_version + 1
             if warning := self._alarms.reward_failed(step, event.message):
@@ -223,7 +223,7 @@ class Controller:
                 await orders.send(ContinueTrajectories(ids=action.ids))
             case do.HoldEngines():
                 # Before anything is submitted: what a running engine takes would be sampled by the old weights.
-                await self._publisher.hold()
+                await self._sync.pause()
             case do.Explain():
                 await self._report.decided(action, self.state.trainer_version + 1)
             case do.TrainGroupNow():
@@ -232,7 +232,7 @@ class Controller:
                 await self._journal.settled()  # what is trained must never be sampled again
                 gather = await self._trainer.close_batch(close_of(action))
                 self._report.batch_closed(self.state.round_kind)
-                self._spared.batch_closed(children, last=self._is_last(action.policy_version))
+                self._elastic.batch_closed()
                 children.start_soon(self._step, action, gather, self._payloads.close_batch())
             case do.PublishWeights():
                 children.start_soon(self._publish, action.policy_version)
@@ -262,7 +262,7 @@ class Controller:
                 continue
             self._report.came_back(item)
             if not isinstance(item, TrajectoryHeld):
-                self._spared.ended(item)
+                self._elastic.ended(item)
             if (event := self._payloads.take(item, self.state.buffer)) is not None:
                 await self._tell.send(event)
 
@@ -283,7 +283,7 @@ class Controller:
         group = self.state.buffer.groups[action.group_id]
         self._report.launched(action, group.round_kind, len(prompt.token_ids))
         version, tokens = action.policy_version, len(prompt.token_ids)
-        await self._spared.launched(group.round_kind, action.ids, tokens, version, children)
+        await self._elastic.launched(group.round_kind, action.ids, tokens, version, children)
         for trajectory in action.ids:
             # Of the noise and not of the group: a loser that is replayed draws what it drew before.
             seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)
@@ -321,13 +321,13 @@ class Controller:
         push = self._live_push
         if push is None or push.policy_version != policy_version:
             with self._waits.waiting_for(f"every engine to hold version {policy_version}"):
-                push = self._live_push = await self._publisher.push(self._announced.pop(policy_version))
+                push = self._live_push = await self._sync.push(self._announced.pop(policy_version))
             await self._trainer.acknowledge(policy_version)
         else:  # live since this controller began; only what was held for it waits
-            await self._publisher.release()
-        await self._spared.begin_round(policy_version, last=self._is_last(policy_version))
+            await self._sync.resume()
+        await self._elastic.begin_round(last=self._is_last(policy_version))
         await self._audit(policy_version)
-        metrics = await self._report.step_finished(push, self.state, self._spared.figures)
+        metrics = await self._report.step_finished(push, self.state, self._elastic.figures)
         for message in self._alarms.check(policy_version, metrics):
             await self._report.warned(policy_version, message)
             await self._tell.send(on.AlarmRaised(step=policy_version, message=message))

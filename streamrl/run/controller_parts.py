@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -15,15 +14,17 @@ import msgspec
 from streamrl.base.messages import EngineReady
 from streamrl.base.run_events import RunEvent, RunWarning
 from streamrl.base.types import Prompt, token_array
-from streamrl.elastic.engine_release import EngineRelease, engine_sizes
-from streamrl.elastic.engine_switch import SWITCH
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.engine_recovery import EngineRecovery, engine_recovery
-from streamrl.engines.engine_seat import EngineSeat, SeatedEngines
-from streamrl.engines.pool_service import PoolService
+from streamrl.control.actions import Explain
+from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, engine_sizes, set_chooser
+from streamrl.elastic.freeing import Freeing
+from streamrl.elastic.hosts import EngineHosts
+from streamrl.engines.pool import EnginePool
+from streamrl.engines.recovery import EngineRecovery
+from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import TrainingSamples
 from streamrl.journal.recovered_run import RecoveredRun
+from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.plan.topology import prepared_sets
@@ -38,14 +39,12 @@ from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
 from streamrl.supervise.supervisor_orders import ParentMessage
 from streamrl.supervise.watchdog import Watchdog
-from streamrl.sync.publisher import PushedEngine, WeightPublisher
-from streamrl.sync.weight_canary import canary_of
+from streamrl.sync.verify import canary_of
+from streamrl.sync.weight_sync import WeightSync
 from streamrl.vllm.batch_invariance import PROBES, batch_invariant
 from streamrl.vllm.options import CPU_BLOCK_TOKENS, installed_device
 
 MOST_HELD_OUT = 10_000
-START_PATIENCE_S = 2.0
-"""How long a controller that goes on waits for an engine after the first one: what comes later joins while it runs."""
 
 Emit = Callable[[RunEvent | RewardReply], Awaitable[None]]
 
@@ -56,7 +55,7 @@ class Parts(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     rewards: tuple[RewardStage, AttachedRewards]
     pool: EnginePool
-    hosts: SeatedEngines
+    hosts: EngineHosts
     trainer: TrainerRanks
     ready: EngineReady
     start_s: float
@@ -73,23 +72,20 @@ class Parts(msgspec.Struct, frozen=True):
 
 async def open_engines(
     recipe: Recipe,
-    seats: Mapping[str, EngineSeat],
-    tell: Callable[[ParentMessage], Awaitable[None]],
+    slots: Mapping[str, EngineSlot],
+    order: Callable[[ParentMessage], Awaitable[None]],
     emit: Emit,
     nursery: anyio.abc.TaskGroup,
-    *,
-    resumes: bool,
 ) -> tuple[EnginePool, EngineReady, EngineRecovery | None]:
-    """Wait for the engines of the first set. ``resumes``: some may be dead, or serve already."""
+    """Wait for the engines of the first set. The recovery is None where the death of an engine ends the run."""
     first, *others = (one.engines for one in prepared_sets(recipe))
-    recovery = engine_recovery(recipe, seats, tell=tell, emit=emit)
-    if recovery is None:
+    if not recipe.engine_restarts:
         absent = [name for engines in others for name in engines]
-        pool = EnginePool([await seats[name].open() for name in first], absent=absent, by=SWITCH)
+        pool = EnginePool({name: await slots[name].open() for name in first}, absent=absent, reason=OTHER_SET)
         return pool, await pool.start(), None
+    recovery = EngineRecovery(slots, recipe.engines, order=order, emit=emit)
     await nursery.start(recovery.run)
-    pool, ready = await recovery.start(first, patience_s=START_PATIENCE_S if resumes else math.inf)
-    return pool, ready, recovery
+    return *await recovery.start(first), recovery
 
 
 async def open_rollout(recipe: Recipe, parts: Parts, held_out: HeldOut) -> RolloutStage:
@@ -119,29 +115,22 @@ def _capacity(recipe: Recipe, parts: Parts) -> int:
     return min(parts.ready.max_num_seqs, recipe.rollout.batch_trajectories)
 
 
-async def open_publisher(
-    recipe: Recipe, parts: Parts, service: EngineRecovery | PoolService | None, rollout: RolloutStage
-) -> WeightPublisher:
-    """Who makes versions live on the engines."""
-
-    def name_of(engine: PushedEngine) -> str:
-        return next((name for name, one in parts.pool.attached.items() if one is engine), "an engine")
-
-    publisher = WeightPublisher(
-        list(parts.pool.attached.values()),
+async def open_weight_sync(recipe: Recipe, parts: Parts, rollout: RolloutStage) -> WeightSync:
+    """Return what makes versions live on the engines."""
+    recovery = parts.recovery
+    sync = WeightSync(
+        parts.pool.attached,
         parts.trainer.publish_anchor,
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
-        on_hold=rollout.stand_still,
-        service=service,
-        patience_s=recipe.weights.engine_timeout_s,
+        on_pause=rollout.stand_still,
+        on_failure=None if recovery is None else recovery.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=parts.watch.waits,
-        name_of=name_of,
     )
-    if parts.recovery is not None:
-        parts.recovery.attend(publisher)
-    return publisher
+    if recovery is not None:
+        recovery.attend(sync)
+    return sync
 
 
 def run_report(
@@ -181,28 +170,31 @@ def run_report(
     )
 
 
-def pool_service(recipe: Recipe, parts: Parts) -> EngineRecovery | PoolService | None:
-    """Who takes engines out of service and back. Whoever frees or changes engines readmits them itself: those runs end
-    with a tainted engine, as ever."""
-    if parts.recovery is not None:
-        return parts.recovery
-    stay = recipe.engines.release is ReleaseKind.NEVER and not recipe.engines.sets
-    return PoolService(parts.pool) if stay else None
-
-
-def engine_release(recipe: Recipe, parts: Parts, publisher: WeightPublisher) -> EngineRelease | None:
-    """Who frees engines late in a round, where the recipe wants it."""
+def elastic_engines(
+    recipe: Recipe, parts: Parts, sync: WeightSync, journal: RunJournal, report: RunReport
+) -> ElasticEngines:
+    """Return what frees engines late in a round and changes sets of them, where the recipe wants either."""
     engines = recipe.engines
-    if engines.release is ReleaseKind.NEVER:
-        return None
-    return EngineRelease(
+    frees = engines.release is not ReleaseKind.NEVER
+
+    async def decided(decision: Explain, step: int, shown: bool) -> None:
+        journal.decided(decision, report.elapsed())
+        if shown:
+            await report.decided(decision, step)
+
+    return ElasticEngines(
         parts.pool,
+        sync,
+        decided=decided,
+        serve=report.engines_serve,
+        freeing=Freeing(recipe.sampling.max_tokens) if frees else None,
         # vLLM's blocks are smaller on a GPU: there these are the more careful figure.
-        engine_sizes(recipe, parts.ready.kv_tokens // engines.count, CPU_BLOCK_TOKENS),
-        publisher=publisher,
+        sizes=engine_sizes(recipe, parts.ready.kv_tokens // engines.count, CPU_BLOCK_TOKENS) if frees else None,
         share_cores=parts.trainer.engines_freed,
-        hosts=parts.hosts if engines.release is ReleaseKind.STOP else None,
+        chooser=set_chooser(recipe, parts.rooms, parts.start_s),
+        hosts=parts.hosts,
         start_timeout_s=engines.start_timeout_s,
+        recovered=parts.lost_engines,
     )
 
 

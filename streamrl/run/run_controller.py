@@ -57,9 +57,8 @@ from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.control import events as on
 from streamrl.control.settings import control_settings
-from streamrl.elastic.engine_switch import engine_switch
-from streamrl.elastic.spared_engines import SparedEngines
-from streamrl.engines.engine_seat import EngineSeat, seated_engines
+from streamrl.elastic.hosts import engine_hosts
+from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.journal.run_journal import JournalledOutcomes
 from streamrl.judge.link import JudgeLink
@@ -82,11 +81,10 @@ from streamrl.run.controller import Controller
 from streamrl.run.controller_parts import (
     Emit,
     Parts,
-    engine_release,
+    elastic_engines,
     open_engines,
-    open_publisher,
     open_rollout,
-    pool_service,
+    open_weight_sync,
     read_held_out,
     run_report,
 )
@@ -94,7 +92,7 @@ from streamrl.run.run_record import open_record
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.supervise.supervisor_orders import ParentMessage
 from streamrl.supervise.watchdog import Watchdog
-from streamrl.sync.weight_audit import WeightAudit
+from streamrl.sync.verify import WeightAudit
 from streamrl.vllm.options import expected_room, installed_device
 
 T = TypeVar("T")
@@ -122,12 +120,12 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             _report(event, reporter)
             await steps.send(event)
 
-        trainer, seats, judge = TrainerRanks(ranks), _seats(recipe, topology), JudgeLink(recipe, topology)
+        trainer, slots, judge = TrainerRanks(ranks), _slots(recipe, topology), JudgeLink(recipe, topology)
         watch = Watchdog(recipe, run_directory, emit)
         async with anyio.create_task_group() as nursery:
             nursery.start_soon(watch.run)
-            for seat in seats.values():
-                nursery.start_soon(seat.run)
+            for slot in slots.values():
+                nursery.start_soon(slot.run)
             nursery.start_soon(judge.run)
             # Beside others that load: after the death of a controller nobody has work until it has all of this.
             loading = BegunEarly(nursery, partial(anyio.to_thread.run_sync, load_tokenizer, recipe.model.path))
@@ -136,7 +134,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             ready_after = partial(_say_ready, emit, began)
             training = BegunEarly(nursery, partial(_greetings, trainer, ready_after))
             with watch.waits.waiting_for("the engines to start"):
-                pool, ready, recovery = await open_engines(recipe, seats, steps.send, emit, nursery, resumes=resumes)
+                pool, ready, recovery = await open_engines(recipe, slots, steps.send, emit, nursery)
             await ready_after(prepared_sets(recipe)[0].engines)
             start_s = anyio.current_time() - began
             with watch.waits.waiting_for("the trainer ranks to load"):
@@ -159,7 +157,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                     trained_parameters=greetings[0].trained_parameters,
                 )
             )
-            hosts = seated_engines(recipe, seats, pool, steps.send)
+            hosts = engine_hosts(recipe, slots, pool, steps.send)
             rooms = expected_room(recipe, ready.kv_tokens // recipe.engines.count)
             parts = Parts(
                 tokenizer, rewards, pool, hosts, trainer, ready, start_s, rooms, parameters, emit, watch, recovery
@@ -170,8 +168,8 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                 await recovery.aclose()
             await pool.aclose()
             await hosts.aclose()
-            for seat in seats.values():
-                seat.retire()
+            for slot in slots.values():
+                slot.retire()
             judge.retire()
             watch.end()
 
@@ -187,25 +185,19 @@ async def _run_stages(
     record = await open_record(recipe, settings, run_directory, start_version)
     source, shuffle, seed = recipe.prompts.train, recipe.prompts.shuffle, recipe.run.seed
     prompts = open_prompts(source, parts.tokenizer, seed=seed, shuffle=shuffle, max_tokens=None, start=record.drawn)
-    service = pool_service(recipe, parts)
-    publisher = await open_publisher(recipe, parts, service, rollout)
+    sync = await open_weight_sync(recipe, parts, rollout)
     saved, places = run_directory / "checkpoints", {"limit": recipe.evaluation.limit, "held": start_version}
     keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, **places)
     await keeper.begin()
     samples = EvaluationSamples(run_directory / "evaluations", parts.tokenizer.decode)
-    audit = WeightAudit(
-        parts.pool.attached,
-        run_directory / "audits.jsonl",
-        recipe.weights.audit_interval,
-        serving=lambda: parts.pool.serving,
-    )
+    audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
     controller = Controller(
         settings,
         prompts=prompts,
         held_out=held_out,
         trainer=parts.trainer,
-        publisher=publisher,
+        sync=sync,
         report=report,
         seed=recipe.run.seed,
         save=keeper.save,
@@ -216,13 +208,7 @@ async def _run_stages(
         alarms=_alarms(recipe),
         load=parts.pool.load,
         waits=parts.watch.waits,
-        spared=SparedEngines(
-            engine_release(recipe, parts, publisher),
-            engine_switch(recipe, parts.pool, parts.rooms, publisher, parts.hosts, parts.start_s),
-            record.journal,
-            report,
-            parts.lost_engines,
-        ),
+        elastic=elastic_engines(recipe, parts, sync, record.journal, report),
         shelf=record.shelf,
         journal=record.journal,
         start_version=start_version,
@@ -240,10 +226,8 @@ async def _run_stages(
     try:
         async with anyio.create_task_group() as stages:
             _start_beside(stages, recipe, run_directory, controller)
-            if service is not None and parts.recovery is None:  # which runs already
-                stages.start_soon(service.run)
             stages.start_soon(record.run)
-            stages.start_soon(publisher.run)
+            stages.start_soon(sync.run)
             stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
             stages.start_soon(change_rewards, topology, attached, run_directory, attached_to(controller))
@@ -278,9 +262,9 @@ async def _greetings(
     return greetings
 
 
-def _seats(recipe: Recipe, topology: Topology) -> dict[str, EngineSeat]:
+def _slots(recipe: Recipe, topology: Topology) -> dict[str, EngineSlot]:
     names = [name for one in prepared_sets(recipe) for name in one.engines]
-    return {n: EngineSeat(n, topology.endpoint(n, "orders"), topology.endpoint(n, "completions")) for n in names}
+    return {n: EngineSlot(n, topology.endpoint(n, "orders"), topology.endpoint(n, "completions")) for n in names}
 
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:

@@ -20,17 +20,16 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     in requests (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
     ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled.
 
-    ``migration_s``: from the abort of a request that moves to its submission elsewhere; ``start_s``: for an engine
-    whose process ended to be ready. ``tensor_parallel_size``: workers of one engine; ``parallel_scaling``: share of the
-    ideal speed-up that doubling them gives; ``weight_tokens``: tokens whose KV takes as much memory as the weights;
-    ``switch_s``: from one set of engines to another."""
+    ``migration_s``: from the abort of a request that moves to its submission elsewhere. ``tensor_parallel_size``:
+    workers of one engine; ``parallel_scaling``: share of the ideal speed-up that doubling them gives;
+    ``weight_tokens``: tokens whose KV takes as much memory as the weights; ``switch_s``: from one set of
+    engines to another."""
 
     count: int = 1
     prompt_tokens: int = 0
     capacity: int = 0
     evaluation_s: float = 0.0
     migration_s: float = 0.0
-    start_s: float = 0.0
     tensor_parallel_size: int = 1
     parallel_scaling: float = 0.8
     weight_tokens: float = 0.0
@@ -59,7 +58,7 @@ DEMO = ClusterModel(
         presubmitted_s=0.2e-3,
         max_num_seqs=1024,
     ),
-    engines=Engines(count=1, prompt_tokens=8, start_s=20.0, switch_s=30.0),
+    engines=Engines(count=1, prompt_tokens=8, switch_s=30.0),
     lengths=LengthModel(
         cap=448, weights=(1.0,), mus=(math.log(45),), sigmas=(1.183,), cap_share=0.041, correlation=0.65
     ),
@@ -95,7 +94,6 @@ ROLLPACKER_14B = ClusterModel(
         count=16,
         prompt_tokens=128,
         migration_s=1.5,
-        start_s=5.0,
         tensor_parallel_size=2,
         weight_tokens=28e9 / 196_608,  # 14B at two bytes; 48 layers x 8 heads x 128 x 2 x 2 bytes a token
         switch_s=5.0,

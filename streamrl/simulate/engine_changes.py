@@ -8,31 +8,15 @@ Another set takes over between rounds, in ``switch_s``.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
 
+from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Explain
-from streamrl.elastic.engine_planning import (
-    Lengths,
-    OpenRequest,
-    PlanningSettings,
-    RoundProgress,
-    ServingEngine,
-    plan_release,
-)
-from streamrl.elastic.engine_release import RECENT_LENGTHS
-from streamrl.elastic.engine_sets import (
-    EngineSet,
-    RoundMeasured,
-    SetHistory,
-    SetSettings,
-    faster_steps,
-    plan_engine_set,
-    with_round,
-)
+from streamrl.elastic.freeing import Freeing, OpenRequest, ServingEngine
+from streamrl.elastic.sets import EngineSet, SetChooser, faster_steps
 from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import expected_kv_tokens, prepared_sets
 from streamrl.recipe.sections import Recipe, ReleaseKind
@@ -89,68 +73,34 @@ def engine_plan(recipe: Recipe, model: ClusterModel) -> EnginePlan:
     return EnginePlan(release=recipe.engines.release, sets=(own, *others))
 
 
-class SimulatedRelease:
-    """Told of what is ``launched`` and ``ended``; frees engines of ``rollout`` and gives their share to ``trainer``."""
+class SimulatedFreeing:
+    """Frees engines of ``rollout`` as ``Freeing`` decides, and gives their share to ``trainer``."""
 
-    def __init__(
-        self,
-        rollout: SimulatedRollout,
-        trainer: TrainerClock,
-        cap: int,
-        settings: PlanningSettings = PlanningSettings(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, rollout: SimulatedRollout, trainer: TrainerClock, cap: int) -> None:
         self._rollout = rollout
         self._trainer = trainer
-        self._cap = cap
-        self._settings = settings
-        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT_LENGTHS))
-        self._open: set[TrajectoryId] = set()
-        self._launched, self._kind, self._looked_at = 0, "", -1.0
+        self._freeing = Freeing(cap)
+        self.launched = self._freeing.launched
         self.freed = 0
-
-    def launched(self, round_kind: str, ids: Sequence[TrajectoryId]) -> None:
-        """A group of a round of that kind was ordered."""
-        self._kind = round_kind
-        self._launched += len(ids)
-        self._open.update(ids)
 
     def ended(self, identity: TrajectoryId, tokens: int, now: float) -> Explain | None:
         """A trajectory was scored. Why engines were freed, where they were."""
-        if identity not in self._open:
+        self._freeing.ended(identity, tokens)
+        if not self._freeing.is_due:
             return None
-        self._open.discard(identity)
-        self._lengths[self._kind].append(tokens)
-        finished = self._launched - len(self._open)
-        progress = finished / self._launched
-        low, high = self._settings.window
-        due = 0.0 if self._looked_at < 0 else self._looked_at + self._settings.progress_step
-        if self.freed or not max(low, due) <= progress <= high:
-            return None
-        plan = plan_release(
-            RoundProgress(
-                round_kind=self._kind,
-                finished=finished,
-                launched=self._launched,
-                engines=tuple(self._serving(index) for index in self._rollout.serving),
-                looked_at=self._looked_at,
-            ),
-            Lengths(ascending=tuple(sorted(self._lengths[self._kind])), cap=self._cap),
-            self._settings,
-        )
-        if plan.looked:
-            self._looked_at = progress
+        serving = self._rollout.serving
+        plan = self._freeing.plan([self._serving(index) for index in serving])
         if not plan.free:
             return None
         self.freed = len(plan.free)
-        share = self.freed / len(self._rollout.serving)
         self._rollout.free([int(name) for name in plan.free], {move.request_id: int(move.to) for move in plan.moves})
-        self._trainer.free(now, share)
+        self._trainer.free(now, self.freed / len(serving))
         return plan.because
 
     def begin_round(self) -> None:
         """All engines serve again."""
-        self._open.clear()
-        self._launched, self._looked_at, self.freed = 0, -1.0, 0
+        self._freeing.begin_round()
+        self.freed = 0
         self._rollout.take_back()
 
     def _serving(self, index: int) -> ServingEngine:
@@ -168,81 +118,43 @@ class SimulatedRelease:
         )
 
 
-class SimulatedSwitch:
-    """Chooses the set for each round as it begins, and measures it."""
+class SimulatedSets:
+    """Changes the engines of ``rollout`` to the set that ``SetChooser`` chooses as a round begins."""
 
-    def __init__(
-        self,
-        rollout: SimulatedRollout,
-        model: ClusterModel,
-        sets: Sequence[EngineSet],
-        steps: int,
-        settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
-    ) -> None:
+    def __init__(self, rollout: SimulatedRollout, model: ClusterModel, sets: Sequence[EngineSet], steps: int) -> None:
         self._rollout = rollout
         self._model = model
-        self._sets = {one.name: one for one in sets}
-        self._steps = steps
-        self._settings = settings
-        self.current = sets[0].name
-        self._history = SetHistory()
-        self._kind = ""
-        self._began = 0.0
-        self._preemptions = self._requests = self._tokens = self._longest = 0
         faster = faster_steps(model.engines.tensor_parallel_size, model.engines.parallel_scaling)
-        self._cost = StepCost(base_s=model.engine.base_s * faster, per_running_s=model.engine.per_running_s * faster)
+        cost = StepCost(base_s=model.engine.base_s * faster, per_running_s=model.engine.per_running_s * faster)
+        self._chooser = SetChooser(sets, steps=steps, switch_s=model.engines.switch_s, cost=cost)
+        self.ended = self._chooser.ended
 
     def launched(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Explain | None:
         """A group is about to be submitted. Why another set serves it, where one does."""
-        because = None
-        if not self._kind:
-            because = self._begin(round_kind, self._steps - policy_version)
-        self._requests += len(ids)
-        return because
-
-    def ended(self, tokens: int) -> None:
-        """A trajectory was scored."""
-        self._tokens += tokens
-        self._longest = max(self._longest, tokens)
+        rollout, engines = self._rollout, self._model.engines
+        if self._chooser.is_between_rounds:
+            rollout.fullest = 0.0
+        plan = self._chooser.launched(round_kind, ids, engines.prompt_tokens, policy_version, rollout.now, self._load)
+        if plan is None:
+            return None
+        one = self._chooser.sets[plan.engine_set]
+        rollout.change(one.engines, scaled_engine(self._model, one), engines.switch_s)
+        self._chooser.switched(one.name, rollout.now + engines.switch_s, engines.switch_s, self._load)
+        return plan.because
 
     def round_closed(self) -> None:
         """The batch of the round is complete."""
-        if not self._kind:
-            return
-        measured = RoundMeasured(
-            round_kind=self._kind,
-            engine_set=self.current,
-            seconds=max(self._rollout.now - self._began, 0.0),
-            preemptions=self._rollout.preemptions - self._preemptions,
-            kv_usage=self._rollout.fullest,
-            requests=self._requests,
-            tokens=float(self._tokens),
-            longest=float(self._longest),
-            prompt=float(self._model.engines.prompt_tokens),
-        )
-        self._history = with_round(self._history, measured, list(self._sets.values()), self._cost, self._settings)
-        self._kind = ""
+        self._chooser.round_closed(self._rollout.now, self._load)
 
-    def _begin(self, round_kind: str, rounds_left: int) -> Explain | None:
-        plan = plan_engine_set(
-            list(self._sets.values()),
-            self._history,
-            current=self.current,
-            round_kind=round_kind,
-            cost=self._cost,
-            switch_s=self._model.engines.switch_s,
-            rounds_left=rounds_left,
-            settings=self._settings,
+    @property
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
+            running=0,
+            waiting=0,
+            kv_cache_usage=self._rollout.fullest,
+            generated_tokens=0,
+            preemptions=self._rollout.preemptions,
         )
-        self._kind, self._began = round_kind, self._rollout.now
-        self._requests = self._tokens = self._longest = 0
-        self._preemptions, self._rollout.fullest = self._rollout.preemptions, 0.0
-        if plan.engine_set != self.current:
-            self.current = plan.engine_set
-            one = self._sets[self.current]
-            self._rollout.change(one.engines, scaled_engine(self._model, one), self._model.engines.switch_s)
-            self._began += self._model.engines.switch_s
-        return plan.because
 
 
 def scaled_engine(model: ClusterModel, one: EngineSet) -> EngineModel:

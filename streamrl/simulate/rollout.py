@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from streamrl.base.types import TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.engines.resumption import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.engines.routing import Router, ServedRequest
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
-from streamrl.vllm.continuation import FEWEST_KEPT, ROUNDS_KEPT
 
 
 class DeferredTokens:
@@ -71,7 +71,7 @@ class SimulatedRollout:
         self.aborted = False
         self._agenda = agenda
         self.deferred = DeferredTokens(model.engine.rejected_per_token) if verifies_losers else None
-        self._router = Router(len(self.engines))
+        self._router = Router(range(len(self.engines)))
         self._most_tokens = model.engines.prompt_tokens + max_tokens
         self._in_use = model.engines.count
         self._freed: set[int] = set()

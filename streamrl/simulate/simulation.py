@@ -24,7 +24,7 @@ from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.agenda import Agenda, Kind
 from streamrl.simulate.cluster import ClusterModel
-from streamrl.simulate.engine_changes import EnginePlan, SimulatedRelease, SimulatedSwitch
+from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets
 from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import LengthSource, ModelledLengths
 from streamrl.simulate.report import SimulationReport, StepLedger
@@ -142,14 +142,12 @@ class Simulation:
         self._rewards = RewardServers(model.reward, seed)
         self._trainer = TrainerClock(model.trainer, settings.batch_trajectories)
         self._trainer_stamp = 0
-        self._release: SimulatedRelease | None = None
+        self._release: SimulatedFreeing | None = None
         if engines.release is not ReleaseKind.NEVER:
-            self._release = SimulatedRelease(self.rollout, self._trainer, lengths.cap)
-        self._switch: SimulatedSwitch | None = None
+            self._release = SimulatedFreeing(self.rollout, self._trainer, lengths.cap)
+        self._switch: SimulatedSets | None = None
         if len(engines.sets) > 1:
-            self._switch = SimulatedSwitch(self.rollout, model, engines.sets, settings.steps)
-        self._start_s = model.engines.start_s if engines.release is ReleaseKind.STOP else 0.0
-        self._engines_back = 0.0
+            self._switch = SimulatedSets(self.rollout, model, engines.sets, settings.steps)
         self._answers: deque[on.ControlEvent] = deque()
         self._telling = False
         self._prompts = SimulatedPrompts(model.engines.prompt_tokens, settings.tail_batching.domains, seed)
@@ -247,7 +245,7 @@ class Simulation:
 
     def _follow_end(self, request: Request) -> None:
         if self._switch is not None:
-            self._switch.ended(request.length)
+            self._switch.ended(request.id, request.length)
         if self._release is not None:
             because = self._release.ended(request.id, request.length, self.agenda.now)
             if because is not None:
@@ -306,8 +304,6 @@ class Simulation:
         ends = self._trainer.close(now, engines_idle=action.engines_idle)
         if self._switch is not None:
             self._switch.round_closed()
-        if self._release is not None and self._release.freed:
-            self._engines_back = now + self._start_s
         self._trainer_stamp += 1
         self.rollout.slow_down(1.0 if action.engines_idle else self.model.trainer.rollout_slowdown)
 
@@ -322,7 +318,7 @@ class Simulation:
         push, now = self.model.push, self.agenda.now
         barrier = push.abort_barrier_s if self.rollout.aborted else 0.0
         self.rollout.aborted = False
-        seconds = max(push.seconds + barrier, self._engines_back - now)
+        seconds = push.seconds + barrier
         self.ledger.publishing(now)
         self.agenda.add(now + seconds - min(push.pause_s + barrier, seconds), Kind.PAUSE, None)
         self.agenda.call_after(seconds, lambda: self._live(action.policy_version))

@@ -3,7 +3,7 @@
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
 trajectory that control held waits, outside of the engine, until it is continued; only one that was cancelled, or that
 the engine refused, ends as ``TrajectoryLost``. Where losers are verified, the tokens of what was cancelled are kept
-until the same draw is launched again (``vllm/continuation.py``).
+until the same draw is launched again (``engines/resumption.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Segment, TokenArray, Trajectory, TrajectoryId, token_array
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.engines.engine import Engine
-from streamrl.engines.resumption import join_completions, part_id, resumed_request
-from streamrl.vllm.continuation import KeptTokens, accepted_prefix, with_kept
+from streamrl.engines.engine import Sampler
+from streamrl.engines.resumption import (
+    KeptTokens,
+    accepted_prefix,
+    join_completions,
+    part_id,
+    resumed_request,
+    with_kept,
+)
 
 
 class _Attempt:
@@ -111,7 +117,7 @@ class RolloutStage:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         *,
         max_tokens: int,
         temperature: float,

@@ -13,13 +13,13 @@ from streamrl.base.concurrent_calls import all_of
 from streamrl.base.messages import Generate
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import Completion, TokenArray
-from streamrl.engines.engine import Engine
+from streamrl.engines.engine import Sampler
 
 PROBES = 16
 PROBE_TOKENS = 64
 
 
-async def batch_invariant(engine: Engine, prompts: Sequence[TokenArray], *, temperature: float, top_p: float) -> bool:
+async def batch_invariant(engine: Sampler, prompts: Sequence[TokenArray], *, temperature: float, top_p: float) -> bool:
     """Sample ``PROBES`` completions one by one, then all at once: are tokens and logprobs the same, bit for bit?
 
     Raises ``EngineError`` and ``RequestRefused``.

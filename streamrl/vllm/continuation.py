@@ -1,115 +1,104 @@
-"""Deferred prompts of a race verified under new weights and continued (``tail_batching.deferred_prompts = "verify"``).
-Pure.
+"""What vLLM's CPU worker chooses for tokens of the prompt, and requests that begin in the middle of their noise.
 
-A completion is a function of its weights and of its noise: at position t the engine takes the token with the largest
-``log p(v | tokens before t) + G(t, v)``, where the Gumbel noise G depends on the request's seed, on t and on v alone.
-That is a draw from p, whatever the seed. A loser that is *replayed* is this function once more, of the new weights and
-the same noise. *Verifying* computes the same value for less: one prefill gives the new p at all positions of the tokens
-that are kept, the new choices follow from p and G, and up to the first position where they differ from the kept tokens
-the replay would have sampled just these. From there the engine goes on with the noise of that position.
+Two seams of vLLM 0.32, patched by our plugin in each worker process. Both act only on requests that carry our arguments
+(``SamplingParams.extra_args``).
 
-So the verified completion equals the replayed one token by token, its logprobs are those of the new weights, and it is
-as strictly on-policy as any other (tests/engines/test_continuation.py). The rule needs no distribution of the old
-policy. Speculative acceptance, min(1, p_new / p_old), would: where it rejects, the residual max(0, p_new - p_old) over
-the whole vocabulary, at each position, of weights that are gone. It would keep a little more (the share of tokens
-rejected at a position is the total variation distance d there, by common noise at most 2 d / (1 + d)); without the
-residual, or with new noise at the position that was rejected, it is biased.
-
-Stopping early is always right: the engine then samples itself what the rest of the kept tokens would have told.
+On CPU a request's generator gives one number a token, and the sampler's Gumbel noise is a function of that number and
+of the token id (``TopKTopPSampler.forward_cpu``). So the noise of any position can be had again. A CUDA sampler draws
+noise for the whole vocabulary from a generator on the device: there kept tokens are replayed (``verifies``).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from typing import Any
 
-import msgspec
+COMPARE = "streamrl_compare"
+"""Extra argument: so many tokens at the end of the prompt are compared with what would be chosen there."""
 
-from streamrl.base.messages import Generate
-from streamrl.base.types import Completion, FinishReason, TokenArray, TrajectoryId, VersionSpan, float_array
+SKIP = "streamrl_skip"
+"""Extra argument: so many tokens were sampled with this seed before."""
 
-FEWEST_KEPT = 32
-"""Tokens: shorter completions are sampled again sooner than they are verified (two requests instead of one)."""
-
-ROUNDS_KEPT = 8
-"""Deferred prompts are kept for so many times the most trajectories that were ever open at once; older ones are
-replayed."""
+_SEEDS = 2**31  # range of the number that forward_cpu draws for a token
+_GREEDY = 1e-5  # vLLM's own bound: below it the temperature is taken to be 0
 
 
-def accepted_prefix(kept: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many tokens of ``kept`` the new weights choose too, from the start. ``chosen[t]``: their choice at t with the
-    noise of t, given the kept tokens before it; the part that is missing at its end counts as not chosen."""
-    for place, (old, new) in enumerate(zip(kept, chosen, strict=False)):
-        if old != new:
-            return place
-    return min(len(kept), len(chosen))
+def verifies() -> bool:
+    """Whether the worker's noise can be had again: vLLM's fused sampler on CPU."""
+    import torch
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() and hasattr(torch.ops._C, "fused_gumbel_argmax"))
 
 
-def with_kept(request: Generate, kept: TokenArray) -> Generate:
-    """``request`` with tokens of an earlier completion of it, by other weights and with the same seed."""
-    return msgspec.structs.replace(request, token_ids=request.token_ids + kept, kept=len(kept))
+def add_continuation() -> None:
+    """Patch this process. Called by the plugin, before a model runner is made."""
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if hasattr(GPUModelRunner._get_prompt_logprobs_dict, "streamrl_original"):
+        return
+    initialised, scored = CachedRequestState.__post_init__, GPUModelRunner._get_prompt_logprobs_dict
+
+    def initialise(state: Any) -> None:
+        initialised(state)
+        skip = _argument(state.sampling_params, SKIP)
+        if skip and state.generator is not None:
+            _draw(state.generator, skip)
+
+    def score(runner: Any, hidden_states: Any, scheduled: dict[str, int]) -> Any:
+        compared = {
+            request_id: _choices(runner, runner.requests[request_id], hidden_states)
+            for request_id in runner.num_prompt_logprobs
+            if request_id in scheduled and _argument(runner.requests[request_id].sampling_params, COMPARE)
+        }
+        found = scored(runner, hidden_states, scheduled)
+        for request_id, (chosen, logprobs) in compared.items():
+            tensors = found.get(request_id)
+            if tensors is not None:
+                # The place of the rank of a prompt token: a number that nothing else is asked for.
+                tensors.selected_token_ranks[-len(chosen) :] = chosen
+                tensors.logprobs[-len(chosen) :, 0] = logprobs
+        return found
+
+    score.streamrl_original = scored  # type: ignore[attr-defined]
+    CachedRequestState.__post_init__ = initialise
+    GPUModelRunner._get_prompt_logprobs_dict = score
 
 
-def without_kept(request: Generate) -> Generate:
-    """The request that is answered the same, and takes longer."""
-    if not request.kept:
-        return request
-    return msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
+def _argument(params: Any, name: str) -> int:
+    arguments = getattr(params, "extra_args", None)
+    return int(arguments.get(name, 0)) if arguments else 0
 
 
-def accepted_part(kept: TokenArray, logprobs: Sequence[float], count: int, policy_version: int) -> Completion:
-    """The first ``count`` tokens of ``kept`` as what ``policy_version`` has sampled so far."""
-    spans = (VersionSpan(start=0, end=count, policy_version=policy_version),) if count else ()
-    return Completion(
-        token_ids=kept[:count],
-        behavior_logprobs=float_array(logprobs[:count]),
-        finish_reason=FinishReason.ABORT,
-        version_spans=spans,
-    )
+def _draw(generator: Any, count: int) -> Any:
+    """What ``forward_cpu`` draws for the next ``count`` tokens: [count]."""
+    import torch
+
+    return torch.randint(0, _SEEDS, (count,), generator=generator, dtype=torch.long)
 
 
-class KeptTokens:
-    """Tokens of trajectories that were cancelled, by the seed that they were sampled with, in bounded memory.
+def _choices(runner: Any, request: Any, hidden_states: Any) -> tuple[Any, Any]:
+    """(choices, logprobs of the tokens that are there), each [kept], of the last tokens of a prompt.
 
-    What ended is held for as long as its round may still lose it. What is missing here is replayed from its start: the
-    result is the same.
+    As ``Sampler.forward`` treats the tokens that it samples: temperature, top-p, then logprobs and noise.
     """
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    def __init__(self) -> None:
-        self._ended: OrderedDict[TrajectoryId, tuple[int, TokenArray]] = OrderedDict()
-        self._lost: OrderedDict[int, TokenArray] = OrderedDict()
-        self._most = 0
-
-    def __len__(self) -> int:
-        """DeferredPrompts that are kept."""
-        return len(self._lost)
-
-    def open(self, trajectories: int) -> None:
-        """So many are open now."""
-        self._most = max(self._most, trajectories)
-
-    def ended(self, trajectory: TrajectoryId, seed: int, tokens: TokenArray) -> None:
-        """It is complete; it may still lose, with its group. ``tokens`` without the one that ended it."""
-        self._ended[trajectory] = (seed, tokens)
-        while len(self._ended) > self._most:
-            self._ended.popitem(last=False)
-
-    def cancelled(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """Those of them that were complete lose, too."""
-        for trajectory in trajectories:
-            found = self._ended.pop(trajectory, None)
-            if found is not None:
-                self.lost(*found)
-
-    def lost(self, seed: int, tokens: TokenArray) -> None:
-        """It was cancelled with ``tokens``."""
-        if len(tokens) < FEWEST_KEPT:
-            return
-        self._lost[seed] = tokens
-        self._lost.move_to_end(seed)
-        while len(self._lost) > ROUNDS_KEPT * self._most:
-            self._lost.popitem(last=False)
-
-    def take(self, seed: int) -> TokenArray | None:
-        """What was sampled with ``seed`` before; it is not kept any longer."""
-        return self._lost.pop(seed, None)
+    params, tokens = request.sampling_params, request.prompt_token_ids
+    kept = _argument(params, COMPARE)
+    # Nothing of such a prompt is read from the prefix cache, nor is it cut into chunks.
+    first = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request.req_id]].item()
+    last = first + len(tokens) - 1
+    logits = runner.model.compute_logits(hidden_states[last - kept : last]).to(torch.float32)
+    greedy = params.temperature < _GREEDY
+    if not greedy:
+        logits = logits / params.temperature
+    if params.top_p < 1:
+        logits = apply_top_k_top_p(logits, None, torch.full((kept,), params.top_p))
+    there = torch.tensor(tokens[-kept:], dtype=torch.long).unsqueeze(1)
+    logprobs = logits.log_softmax(dim=-1).gather(1, there).squeeze(1)
+    if greedy:
+        return logits.argmax(dim=-1), logprobs
+    seeds = _draw(torch.Generator().manual_seed(params.seed), kept)
+    return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), seeds).view(-1), logprobs

@@ -21,9 +21,15 @@ from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone,
 from streamrl.base.resident_thread import ResidentThread
 from streamrl.base.types import Completion, FinishReason, TokenArray, VersionSpan, float_array, token_array
 from streamrl.engines.process_watch import ProcessWatch
-from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
+from streamrl.engines.resumption import (
+    accepted_part,
+    accepted_prefix,
+    join_completions,
+    remaining_tokens,
+    resumed_request,
+    without_kept,
+)
 from streamrl.plan.gpus import visible_gpus
-from streamrl.vllm.continuation import accepted_part, accepted_prefix, without_kept
 from streamrl.vllm.fork import fork_engine_core
 from streamrl.vllm.options import EngineOptions, batched_tokens
 from streamrl.vllm.statistics import EngineStatistics, kv_tokens, stat_loggers
@@ -131,13 +137,11 @@ class VllmEngine:
         await self._unless_dead(self._llm.resume_generation)
         self._paused = False
 
-    async def sleep(self, level: int) -> None:
-        """Give the device's memory back; nothing may be asked of it until ``wake``. CUDA only. ``level`` 1: weights are
-        kept in host memory; 2: they are dropped, and must be committed anew before it samples."""
+    async def sleep(self) -> None:
+        """Give the device's memory back, with the weights in host memory; nothing may be asked of it until ``wake``.
+        CUDA only."""
         self._pauses += 1
-        if level > 1:
-            await self._unless_dead(lambda: self._llm.collective_rpc("streamrl_forget_live"))
-        await self._unless_dead(lambda: self._llm.sleep(level=level))
+        await self._unless_dead(lambda: self._llm.sleep(level=1))
         self._paused = True
 
     async def wake(self) -> None:
@@ -200,12 +204,12 @@ class VllmEngine:
     async def _verified(self, request: Generate) -> Completion:
         """First one prefill that says which of the kept tokens hold; from there the engine samples on, with the noise
         of that place. What is aborted before the first is over has sampled nothing."""
-        from streamrl.vllm import worker_continuation as vllm_continuation
+        from streamrl.vllm import continuation
 
         whole = without_kept(request)
         longest = self._options.max_model_len - 1 - len(whole.token_ids)
         kept = min(request.kept, longest, remaining_tokens(request))
-        if kept <= 0 or not vllm_continuation.verifies():
+        if kept <= 0 or not continuation.verifies():
             return _completion(await self._sampled(whole))
         tokens = request.token_ids[len(whole.token_ids) :][:kept]
         self._verifying.add(request.request_id)
@@ -220,15 +224,15 @@ class VllmEngine:
         rest = resumed_request(whole, accepted, seed=request.seed)
         if remaining_tokens(rest) == 0:
             return msgspec.structs.replace(accepted, finish_reason=FinishReason.LENGTH)
-        arguments = {vllm_continuation.SKIP: held} if held else None
+        arguments = {continuation.SKIP: held} if held else None
         return join_completions(accepted, _completion(await self._sampled(rest, extra_args=arguments)))
 
     async def _scored(self, whole: Generate, tokens: TokenArray) -> Completion:
         """The part of ``tokens`` that these weights choose, too, as what was sampled so far."""
-        from streamrl.vllm import worker_continuation as vllm_continuation
+        from streamrl.vllm import continuation
 
         asked = msgspec.structs.replace(whole, token_ids=whole.token_ids + tokens)
-        comparing: dict[str, Any] = {"extra_args": {vllm_continuation.COMPARE: len(tokens)}, "prompt_logprobs": 0}
+        comparing: dict[str, Any] = {"extra_args": {continuation.COMPARE: len(tokens)}, "prompt_logprobs": 0}
         pauses = -1
         while pauses != self._pauses:  # the weights may have changed since: what is in flight now is not affected
             pauses = self._pauses

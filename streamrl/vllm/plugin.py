@@ -35,7 +35,7 @@ def register() -> None:
         keep_linear_weights(packed=os.environ.get(LINEAR_VARIABLE) == "packed")
     watch_after_loading()
     add_text_methods()
-    from streamrl.vllm.worker_continuation import add_continuation
+    from streamrl.vllm.continuation import add_continuation
 
     add_continuation()
 

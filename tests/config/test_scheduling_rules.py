@@ -75,7 +75,7 @@ FITTING: dict[str, dict[str, object]] = {
     "deterministic": {"rollout": TAIL, "run": Run(deterministic=True)},
     "sized": {"rollout": TAIL, "group_sizing": GroupSizing(kind=SizingKind.SAGC)},
     "auto": {"rollout": Rollout(rounds=RoundKind.AUTO)},
-    "engines freed": {"rollout": TAIL, "engines": Engines(count=2, release=ReleaseKind.STOP)},
+    "engines freed": {"rollout": TAIL, "engines": Engines(count=2, release=ReleaseKind.DRAIN)},
     "sets of engines": {
         "rollout": TAIL,
         "engines": Engines(
@@ -175,17 +175,9 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
         "rounds that train on-policy",
     ),
     (
-        {"engines": Engines(count=2, release=ReleaseKind.STOP), "rollout": Rollout(presubmit=True)},
+        {"engines": Engines(count=2, release=ReleaseKind.DRAIN), "rollout": Rollout(presubmit=True)},
         "engines.release",
         "set presubmit = false",
-    ),
-    (
-        {
-            "engines": Engines(count=2, release=ReleaseKind.STOP),
-            "transport": Transport(kind=Kind.TCP, engines=Launch.EXTERNAL),
-        },
-        "engines.release",
-        'set release = "drain"',
     ),
     *(
         ({"engines": Engines(count=2, **fields), **more}, path, remedy)  # type: ignore[arg-type]
@@ -206,12 +198,6 @@ REFUSED: list[tuple[dict[str, object], str, str]] = [
                 "leave engines.advanced.sets out",
             ),
             ({"sets": ONE, "restarts": 2}, {}, "engines.advanced.restarts", "leave engines.advanced.sets out"),
-            (
-                {"release": ReleaseKind.STOP, "restarts": 2},
-                {},
-                "engines.advanced.restarts",
-                'leave engines.release = "stop" out',
-            ),
             (
                 {"rounds": ("long",)},
                 {"rollout": TAIL},
@@ -250,9 +236,9 @@ def test_what_does_not_fit_is_refused_with_a_remedy(changes: dict[str, object], 
 
 @pytest.mark.parametrize(
     ("release", "sets", "restarts"),
-    [(ReleaseKind.NEVER, (), 3), (ReleaseKind.DRAIN, (), 3), (ReleaseKind.STOP, (), 0), (ReleaseKind.NEVER, ONE, 0)],
+    [(ReleaseKind.NEVER, (), 3), (ReleaseKind.DRAIN, (), 3), (ReleaseKind.NEVER, ONE, 0)],
 )
-def test_a_dead_engine_is_started_again_unless_control_stops_engines_itself(
+def test_a_dead_engine_is_started_again_unless_sets_of_engines_change(
     release: ReleaseKind, sets: tuple[EngineShape, ...], restarts: int
 ) -> None:
     made = recipe(engines=Engines(count=2, release=release, sets=sets))

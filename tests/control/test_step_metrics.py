@@ -42,7 +42,7 @@ from streamrl.observe.report.step_metrics import discard_metrics, length_metrics
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
 from streamrl.observe.report.wait_reason import WaitReason
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
-from streamrl.sync.publisher import PushReport
+from streamrl.sync.weight_sync import PushReport
 
 HEADER = TraceHeader(
     schema=TRACE_SCHEMA,

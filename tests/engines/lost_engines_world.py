@@ -18,18 +18,19 @@ from streamrl.base.run_events import EngineBack, EngineLost
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.engine_recovery import EngineRecovery, RecoverySettings
-from streamrl.engines.engine_seat import EngineSeat
+from streamrl.engines.pool import EnginePool
+from streamrl.engines.recovery import EngineRecovery
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.simulated.text import UniformText
+from streamrl.engines.slots import EngineSlot
 from streamrl.plan.topology import ProcessPlan, Role, Topology
 from streamrl.recipe.scheduling import InFlight
+from streamrl.recipe.sections import Engines
 from streamrl.stages.rollout import RolloutStage
 from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.supervisor_orders import SupervisorOrder
-from streamrl.sync.publisher import WeightPublisher
+from streamrl.sync.weight_sync import WeightSync
 
 HOST = Path(__file__).with_name("recovery_host.py")
 MAX_TOKENS = 200
@@ -55,15 +56,16 @@ def topology_of(directory: Path, count: int, restarts: int) -> Topology:
 class Controller:
     """What of a controller deals with engines. ``live``: the version that was pushed last."""
 
-    def __init__(self, topology: Topology, supervisor: Supervisor, settings: RecoverySettings) -> None:
+    def __init__(self, topology: Topology, supervisor: Supervisor, settings: Engines) -> None:
         self.names = [plan.name for plan in topology.processes if plan.role is Role.ENGINE]
         self.supervisor = supervisor
-        self.seats = {
-            name: EngineSeat(name, topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
+        self.orders_of_engines = EngineOrders(supervisor)
+        self.slots = {
+            name: EngineSlot(name, topology.endpoint(name, "orders"), topology.endpoint(name, "completions"))
             for name in self.names
         }
-        self.recovery = EngineRecovery(self.seats, settings, tell=self.tell, emit=self.emit)
-        self.told: list[SupervisorOrder] = []
+        self.recovery = EngineRecovery(self.slots, settings, order=self.order, emit=self.emit)
+        self.ordered: list[SupervisorOrder] = []
         self.events: list[EngineLost | EngineBack] = []
         self.outcomes: list[RolloutOutcome] = []
         self.launched: dict[TrajectoryId, int] = {}
@@ -71,9 +73,9 @@ class Controller:
         self.asked: list[int] = []
         self.changed = anyio.Event()
 
-    async def tell(self, order: SupervisorOrder) -> None:
-        self.told.append(order)
-        await EngineOrders(self.supervisor).obey(order)
+    async def order(self, order: SupervisorOrder) -> None:
+        self.ordered.append(order)
+        await self.orders_of_engines.obey(order)
 
     async def emit(self, event: EngineLost | EngineBack) -> None:
         self.events.append(event)
@@ -87,22 +89,17 @@ class Controller:
         self.asked.append(policy_version)
         return announced(policy_version, None)
 
-    async def connect(self, group: anyio.abc.TaskGroup, *, live: int = -1) -> EnginePool:
-        """``live``: what its predecessor had made live, and the trainer announces again."""
-        for seat in self.seats.values():
-            group.start_soon(seat.run)
+    async def connect(self, group: anyio.abc.TaskGroup) -> EnginePool:
+        for slot in self.slots.values():
+            group.start_soon(slot.run)
         await group.start(self.recovery.run)
         self.pool, self.ready = await self.recovery.start(self.names)
-        self.publisher = WeightPublisher(
-            list(self.pool.attached.values()),
-            self.anchor,
-            in_flight=InFlight.KEEP,
-            timeout_s=20,
-            service=self.recovery,
+        self.sync = WeightSync(
+            self.pool.attached, self.anchor, in_flight=InFlight.KEEP, timeout_s=20, on_failure=self.recovery.on_failure
         )
-        self.recovery.attend(self.publisher)
-        self.live = max(live, 0)
-        await self.publisher.push(announced(self.live, None))
+        self.recovery.attend(self.sync)
+        self.live = 0
+        await self.sync.push(announced(0, None))
         stage = RolloutStage(self.pool, max_tokens=MAX_TOKENS, temperature=1.0, top_p=1.0)
         self.orders, orders = memory_stream(4096)
         outcomes, self.come = memory_stream(4096)
@@ -125,7 +122,7 @@ class Controller:
 
     async def push(self) -> None:
         self.live += 1
-        await self.publisher.push(announced(self.live, self.live - 1))
+        await self.sync.push(announced(self.live, self.live - 1))
 
     async def until(self, condition: Callable[[], bool], within_s: float = 20.0) -> None:
         with anyio.fail_after(within_s):
@@ -149,8 +146,8 @@ class Controller:
         await self.until(lambda: len(self.outcomes) >= len(self.launched))
         await self.recovery.aclose()
         await self.pool.aclose()
-        for seat in self.seats.values():
-            seat.retire()
+        for slot in self.slots.values():
+            slot.retire()
 
     def assert_whole(self, *, refused: Sequence[int] = ()) -> None:
         """Every trajectory came back once, as an engine that nothing happens to samples it."""
@@ -180,7 +177,7 @@ def undisturbed(seed: int) -> TokenArray:
 @asynccontextmanager
 async def world(
     count: int = 2, *, restarts: int = 5, behaviour: dict[str, str] | None = None, **settings: float
-) -> AsyncIterator[tuple[Topology, Supervisor, RecoverySettings]]:
+) -> AsyncIterator[tuple[Topology, Supervisor, Engines]]:
     """A supervisor that starts ``count`` engine hosts again, each ``restarts`` times."""
     with tempfile.TemporaryDirectory(prefix="srl") as root, anyio.fail_after(50):
         directory, sockets = Path(root) / "run", Path(root) / "s"
@@ -191,7 +188,7 @@ async def world(
         supervisor = Supervisor(topology, directory, sockets, entry=(str(HOST),))
         async with supervisor, anyio.create_task_group() as watching:
             watching.start_soon(supervisor.watch)
-            yield topology, supervisor, RecoverySettings(**settings)  # type: ignore[arg-type]
+            yield topology, supervisor, Engines(**settings)  # type: ignore[arg-type]
             await supervisor.kill()
 
 

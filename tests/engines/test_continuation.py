@@ -20,13 +20,14 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.engines.resumption import join_completions, resumed_request
-from streamrl.vllm.continuation import (
+from streamrl.engines.resumption import (
     FEWEST_KEPT,
     ROUNDS_KEPT,
     KeptTokens,
     accepted_part,
     accepted_prefix,
+    join_completions,
+    resumed_request,
     with_kept,
     without_kept,
 )

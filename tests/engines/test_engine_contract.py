@@ -19,10 +19,8 @@ from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.engine import Engine
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request
+from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request, with_kept
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
-from streamrl.vllm.continuation import with_kept
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
 
 CONTEXT = 512
@@ -41,11 +39,6 @@ async def opened(kind: str, request: pytest.FixtureRequest, directory: Path) -> 
         await engine.start()
         yield engine
         await engine.aclose()
-    elif kind == "pool":
-        pool = EnginePool([simulated(), simulated()])
-        await pool.start()
-        yield pool
-        await pool.aclose()
     elif kind == "served":
         async with request.getfixturevalue("served")(simulated()) as remote:
             yield remote
@@ -58,7 +51,7 @@ async def opened(kind: str, request: pytest.FixtureRequest, directory: Path) -> 
 REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.torch, pytest.mark.timeout(240)])
 
 
-@pytest_asyncio.fixture(params=["simulated", "pool", "served", REAL], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=["simulated", "served", REAL], scope="module", loop_scope="module")
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """Shared by the module: a real engine takes 15 to 45 s to start."""
     if request.param == "vllm":

@@ -12,13 +12,13 @@ from streamrl.base.errors import RecipeError
 from streamrl.plan.model_facts import read_model_config
 from streamrl.recipe.sections import Engines, EngineShape, Model, Prompts, Recipe, Reward, Sampling
 from streamrl.rules.rules import broken_rules
-from streamrl.vllm.devices import device_problems
 from streamrl.vllm.options import (
     CPU_BATCH_TOKENS,
     CPU_BLOCK_TOKENS,
     CPU_CACHE_BYTES,
     batched_tokens,
     cache_blocks,
+    device_problems,
     engine_options,
     expected_room,
 )

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.base.errors import EngineError, WeightError
-from streamrl.base.messages import Generate, OrderDone, PauseMode, WeightAnnouncement
+from streamrl.base.errors import EngineError
+from streamrl.base.messages import Generate, PauseMode, WeightAnnouncement
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory
 from streamrl.base.types import Completion, FinishReason, Prompt, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine_pool import EnginePool
+from streamrl.engines.pool import EnginePool
 from streamrl.engines.resumption import part_id
 from streamrl.engines.routing import REMEMBERED_PROMPTS, SIBLING_SLACK
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
+from streamrl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.asyncio
 
 MakeRequest = Callable[..., Generate]
 
 
-class RecordingEngine(SimulatedEngine):
-    """Remembers what it was asked to generate; ``wrong_hash`` makes it lie after a commit."""
+def pool_of(engines: Sequence[SimulatedEngine], **options: object) -> EnginePool:
+    return EnginePool({f"engine-{index}": engine for index, engine in enumerate(engines)}, **options)  # type: ignore[arg-type]
 
-    def __init__(self, index: int, *, wrong_hash: bool = False, **options: object) -> None:
+
+class RecordingEngine(SimulatedEngine):
+    """Remembers what it was asked to generate."""
+
+    def __init__(self, index: int, **options: object) -> None:
         clock = InstantClock()
         lengths = LengthMixture(median=50.0, sigma=0.0, long_share=0.0)
         super().__init__(
@@ -40,20 +46,19 @@ class RecordingEngine(SimulatedEngine):
         )
         self.asked: list[str] = []
         self.pieces: dict[str, Completion] = {}
-        self.wrong_hash = wrong_hash
 
     async def generate(self, request: Generate) -> Completion:
         self.asked.append(request.request_id)
         completion = self.pieces[request.request_id] = await super().generate(request)
         return completion
 
-    async def commit(self, policy_version: int) -> OrderDone:
-        done = await super().commit(policy_version)
-        return OrderDone(order_id=0, seconds=0.0, state_hash=done.state_hash + 1) if self.wrong_hash else done
-
 
 def announcement(version: int, base: int | None) -> WeightAnnouncement:
     return WeightAnnouncement(policy_version=version, base_version=base, state_hash=7, sources=())
+
+
+async def anchor(version: int) -> WeightAnnouncement:
+    return announcement(version, None)
 
 
 async def generate_all(pool: EnginePool, requests: list[Generate]) -> None:
@@ -75,30 +80,30 @@ async def test_siblings_stay_together_and_prompts_spread(make_request: MakeReque
         for prompt in range(8)
         for sample in range(4)
     ]
-    await generate_all(EnginePool(engines), requests)
+    await generate_all(pool_of(engines), requests)
     assert [len(engine.asked) for engine in engines] == [16, 16]
     prompts = [{request_id.split(".")[0] for request_id in engine.asked} for engine in engines]
     assert not prompts[0] & prompts[1]
 
 
 async def test_prompts_that_are_remembered_take_little_room(make_request: MakeRequest) -> None:
-    pool = EnginePool([RecordingEngine(0), RecordingEngine(1)])
+    pool = pool_of([RecordingEngine(0), RecordingEngine(1)])
     for number in range(REMEMBERED_PROMPTS + 100):
         pool.route(make_request(token_ids=token_array([number, *[7] * 500])))
-    assert len(pool._routing._siblings) == REMEMBERED_PROMPTS
-    assert max(sys.getsizeof(key) for key in pool._routing._siblings) < 100
+    assert len(pool._router._siblings) == REMEMBERED_PROMPTS
+    assert max(sys.getsizeof(key) for key in pool._router._siblings) < 100
 
 
 async def test_one_large_group_is_shared_out(make_request: MakeRequest) -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
-    await generate_all(EnginePool(engines), [make_request(token_ids=token_array([5, 3])) for _ in range(64)])
+    await generate_all(pool_of(engines), [make_request(token_ids=token_array([5, 3])) for _ in range(64)])
     counts = sorted(len(engine.asked) for engine in engines)
     assert counts[1] - counts[0] <= SIBLING_SLACK + 1
 
 
 async def test_open_tokens_decide(make_request: MakeRequest) -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
-    pool = EnginePool(engines)
+    pool = pool_of(engines)
     long = make_request(token_ids=token_array([2]), max_tokens=1000)
     short = [make_request(token_ids=token_array([3 + i]), max_tokens=10) for i in range(6)]
     await generate_all(pool, [long, *short])
@@ -108,8 +113,9 @@ async def test_open_tokens_decide(make_request: MakeRequest) -> None:
 
 async def test_abort_goes_to_the_engine_that_serves(make_request: MakeRequest) -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
-    pool = EnginePool(engines)
-    await pool.pause(PauseMode.KEEP, clear_cache=False)
+    pool = pool_of(engines)
+    for engine in engines:
+        await engine.pause(PauseMode.KEEP, clear_cache=False)
     requests = [make_request(token_ids=token_array([2 + i])) for i in range(4)]
     async with anyio.create_task_group() as group:
         for request in requests:
@@ -120,27 +126,11 @@ async def test_abort_goes_to_the_engine_that_serves(make_request: MakeRequest) -
     assert pool.load().waiting == 0
 
 
-async def test_push_reaches_all_engines_and_one_hash_must_come_back() -> None:
-    pool = EnginePool([RecordingEngine(0), RecordingEngine(1)])
-    await pool.stage(announcement(0, None))
-    await pool.pause(PauseMode.KEEP, clear_cache=True)
-    assert (await pool.commit(0)).state_hash == 7
-    await pool.resume()
-    liar = EnginePool([RecordingEngine(0), RecordingEngine(1, wrong_hash=True)])
-    await liar.stage(announcement(0, None))
-    await liar.pause(PauseMode.KEEP, clear_cache=True)
-    with pytest.raises(WeightError, match=r"different weights as version 0 \(engine-0: 0x0+7, engine-1: 0x0+8\)"):
-        await liar.commit(0)
-
-
-async def test_one_failing_engine_is_the_plain_error() -> None:
-    engines = [RecordingEngine(0, policy_version=0), RecordingEngine(1, policy_version=1)]
-    with pytest.raises(EngineError, match="engine-1 has policy_version 1, engine-0 has 0"):
-        await EnginePool(engines).start()
-    with pytest.raises(WeightError, match="engine-1 holds version 1"):
-        await EnginePool(engines).stage(announcement(1, 0))
+async def test_engines_of_one_pool_are_of_one_model() -> None:
+    with pytest.raises(EngineError, match="engine-1 has max_model_len 64, engine-0 has 4096"):
+        await pool_of([RecordingEngine(0), RecordingEngine(1, max_model_len=64)]).start()
     with pytest.raises(EngineError, match=r"engines\.count"):
-        EnginePool([])
+        EnginePool({})
 
 
 # ---- draining and migration, with the stage that asks for the rest --------------------------------------
@@ -152,7 +142,7 @@ class Roll:
     def __init__(self, count: int, trajectories: int, **options: object) -> None:
         lengths = LengthMixture(median=120.0, sigma=0.3, long_share=0.0)
         self.engines = [RecordingEngine(i, policy_version=0, lengths=lengths, **options) for i in range(count)]
-        self.pool = EnginePool(self.engines)
+        self.pool = pool_of(self.engines)
         self.launched = trajectories
         self.version = 0
         self.finished: list[FinishedTrajectory] = []
@@ -192,10 +182,8 @@ class Roll:
 
     async def push(self) -> None:
         self.version += 1
-        await self.pool.stage(announcement(self.version, self.version - 1))
-        await self.pool.pause(PauseMode.KEEP, clear_cache=False)
-        await self.pool.commit(self.version)
-        await self.pool.resume()
+        sync = WeightSync(self.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=30)
+        await sync.push(announcement(self.version, self.version - 1))
 
     def running(self) -> list[int]:
         return [engine.load().running for engine in self.engines]
@@ -224,7 +212,7 @@ async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere(
         await roll.steps(30)
         moved = open_on(roll.pool, "engine-1")
         assert moved
-        await roll.pool.drain("engine-1")
+        await roll.pool.drain("engine-1", "test")
         assert roll.engines[1].load().running == 0
         served = {name: {r.request_id for r in requests} for name, requests in roll.pool.served().items()}
         assert served["engine-1"] == set() and len(served["engine-0"] | served["engine-2"]) == 24
@@ -242,21 +230,17 @@ async def test_a_drained_engine_ends_empty_and_what_it_served_goes_on_elsewhere(
     assert moved_versions == {0, 1}
 
 
-async def test_a_readmitted_engine_gets_requests_again_and_the_last_one_cannot_be_drained() -> None:
+async def test_a_readmitted_engine_gets_requests_again() -> None:
     roll = Roll(2, 8)
 
     async def during() -> None:
         await roll.steps(5)
-        await roll.pool.drain("engine-0")
-        with pytest.raises(EngineError, match="engine-1 is the last engine that serves"):
-            await roll.pool.drain("engine-1")
+        await roll.pool.drain("engine-0", "test")
         with pytest.raises(EngineError, match="engine-0 is drained"):
             await roll.pool.migrate(open_on(roll.pool), to="engine-0")
-        with pytest.raises(EngineError, match="no engine is called 'engine-7'; the pool has engine-0, engine-1"):
-            await roll.pool.drain("engine-7")
         assert roll.running()[0] == 0
-        roll.pool.readmit("engine-0")
-        await roll.pool.drain("engine-1")
+        roll.pool.readmit("engine-0", "test")
+        await roll.pool.drain("engine-1", "test")
         await roll.until(lambda: roll.running() == [8, 0])
 
     await roll.run(during)
@@ -281,17 +265,17 @@ async def test_while_no_engine_serves_requests_wait_and_an_aborted_one_comes_bac
 
     async def during() -> None:
         await roll.steps(5)
-        roll.pool.withdraw(roll.pool.names, by="set")
+        roll.pool.withdraw(roll.pool.names, "set")
         for name in roll.pool.names:
-            await roll.pool.drain(name, by="set")
+            await roll.pool.drain(name, "set")
         assert roll.running() == [0, 0] and roll.pool.serving == () and not roll.finished
         waiting = await waited_for(roll.pool, 8)
         await roll.pool.abort(waiting[:2])  # a cut that nobody asked for: the stage asks for the rest at once
         assert await waited_for(roll.pool, 8) != waiting
         before = [list(engine.asked) for engine in roll.engines]
-        roll.pool.readmit("engine-1", by="somebody else")
+        roll.pool.readmit("engine-1", "somebody else")
         assert [list(engine.asked) for engine in roll.engines] == before
-        roll.pool.readmit("engine-1", by="set")
+        roll.pool.readmit("engine-1", "set")
         await roll.until(lambda: roll.running() == [0, 8])
 
     await roll.run(during)
@@ -300,39 +284,37 @@ async def test_while_no_engine_serves_requests_wait_and_an_aborted_one_comes_bac
 
 async def waited_for(pool: EnginePool, count: int) -> list[str]:
     """Once so many requests wait for an engine that serves."""
-    while len(pool._unserved) < count:
+    while len(pool._waiting) < count:
         await anyio.lowlevel.checkpoint()
-    return list(pool._unserved)
+    return list(pool._waiting)
 
 
 async def test_an_absent_engine_joins_later_and_another_may_leave_before_it() -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
-    pool = EnginePool(engines[:1], absent=["engine-1"], by="set")
+    pool = pool_of(engines[:1], absent=["engine-1"], reason="set")
     await pool.start()
     assert (pool.names, tuple(pool.attached), pool.serving) == (("engine-0", "engine-1"), ("engine-0",), ("engine-0",))
-    with pytest.raises(EngineError, match="engine-0 is the last engine that serves"):
-        await pool.drain("engine-0", by="weights")
     with pytest.raises(EngineError, match="engine-1 is detached"):
-        pool.readmit("engine-1", by="set")
-    pool.withdraw(["engine-0"], by="set")
-    await pool.drain("engine-0", by="set")
+        pool.readmit("engine-1", "set")
+    pool.withdraw(["engine-0"], "set")
+    await pool.drain("engine-0", "set")
     pool.detach("engine-0")
     assert pool.load().kv_cache_usage == 0.0 and not pool.attached
     assert (await pool.attach("engine-1", engines[1])).engine == "engine-1"
-    pool.readmit("engine-1", by="set")
+    pool.readmit("engine-1", "set")
     assert pool.serving == ("engine-1",)
 
 
 async def test_an_engine_that_two_have_drained_serves_when_both_have_readmitted_it(make_request: MakeRequest) -> None:
     engines = [RecordingEngine(0), RecordingEngine(1)]
-    pool = EnginePool(engines)
+    pool = pool_of(engines)
     for by in ("release", "weights"):
-        await pool.drain("engine-0", by=by)
-    pool.readmit("engine-0", by="release")
+        await pool.drain("engine-0", by)
+    pool.readmit("engine-0", "release")
     await generate_all(pool, [make_request() for _ in range(8)])
     assert not engines[0].asked and pool.serving == ("engine-1",)
-    pool.readmit("engine-0", by="weights")
-    await pool.drain("engine-1", by="release")
+    pool.readmit("engine-0", "weights")
+    await pool.drain("engine-1", "release")
     await generate_all(pool, [make_request()])
     assert len(engines[0].asked) == 1 and pool.serving == ("engine-0",)
 
@@ -365,15 +347,15 @@ class DeafEngine(RecordingEngine):
 
 
 async def test_a_drain_tells_an_abort_again_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.engines.engine_pool.ABORT_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("streamrl.engines.pool.ABORT_AGAIN_SECONDS", 0.0)
     roll = Roll(1, 8)
     deaf = DeafEngine(1, policy_version=0, lengths=LengthMixture(median=290.0, sigma=0.0, long_share=0.0))
     roll.engines.append(deaf)
-    roll.pool = EnginePool(roll.engines)
+    roll.pool = pool_of(roll.engines)
 
     async def during() -> None:
         assert deaf.load().running == 4
-        await roll.pool.drain("engine-1")
+        await roll.pool.drain("engine-1", "test")
         assert deaf.load().running == 0 and not deaf.deaf
         assert all(piece.finish_reason is FinishReason.ABORT for piece in deaf.pieces.values())
 
@@ -387,7 +369,7 @@ async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
         await roll.until(lambda: roll.engines[1].load().generated_tokens > 0)
         with pytest.raises(EngineError, match="engine-1 serves 4 requests; drain it before it is detached"):
             roll.pool.detach("engine-1")
-        await roll.pool.drain("engine-1")
+        await roll.pool.drain("engine-1", "test")
         sampled = roll.pool.load().generated_tokens
         await roll.pool.detach("engine-1").aclose()
         assert roll.engines[1].load().generated_tokens > 0
@@ -395,7 +377,7 @@ async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
         await roll.push()  # the stopped one is left out of everything
         assert roll.pool.load().running == 8
         with pytest.raises(EngineError, match="engine-1 is detached"):
-            roll.pool.readmit("engine-1")
+            roll.pool.readmit("engine-1", "test")
         with pytest.raises(EngineError, match="max_model_len 64, engine-0 has 4096"):
             await roll.pool.attach("engine-1", RecordingEngine(1, max_model_len=64))
         late = RecordingEngine(1)
@@ -407,10 +389,10 @@ async def test_a_stopped_engine_is_replaced_by_one_of_the_same_model() -> None:
         await late.commit(1)
         await late.resume()
         roll.engines.append(late)
-        roll.pool.readmit("engine-1")
-        await roll.pool.drain("engine-0")
+        roll.pool.readmit("engine-1", "test")
+        await roll.pool.drain("engine-0", "test")
         await roll.until(lambda: late.load().running == 8)
-        roll.pool.readmit("engine-0")
+        roll.pool.readmit("engine-0", "test")
         await roll.push()
 
     await roll.run(during)
@@ -430,18 +412,19 @@ async def test_whatever_is_drained_or_moved_nothing_is_lost_or_sampled_twice(scr
         for word, index in script:
             name = f"engine-{index}"
             match word:
-                case "drain" if len(roll.pool._drained.keys() | {index}) < 3:
-                    await roll.pool.drain(name)
+                case "drain" if len(roll.pool._drained.keys() | {name}) < 3:
+                    await roll.pool.drain(name, "test")
                     assert roll.engines[index].load().running == 0
                 case "readmit":
-                    roll.pool.readmit(name)
-                case "migrate" if index not in roll.pool._drained:
+                    roll.pool.readmit(name, "test")
+                case "migrate" if name not in roll.pool._drained:
                     await roll.pool.migrate(open_on(roll.pool)[::2], to=name)
                 case "push":
                     await roll.push()
                 case "abort":
-                    await roll.pool.pause(PauseMode.ABORT, clear_cache=True)
-                    await roll.pool.resume()
+                    for engine in roll.engines:
+                        await engine.pause(PauseMode.ABORT, clear_cache=True)
+                        await engine.resume()
                 case "steps":
                     await roll.steps(10 * index + 3)
 

@@ -103,7 +103,7 @@ async def keep_busy(one: Controller, source: random.Random, ended: anyio.Event) 
     while not ended.is_set():
         await one.launch(8)
         if source.random() < 0.5:
-            await one.publisher.hold()
+            await one.sync.pause()
             await one.launch(4)
         await one.push()
         await anyio.sleep(source.uniform(0.0, 0.1))
@@ -116,7 +116,7 @@ async def test_an_engine_that_stands_still_is_ended_and_replaced() -> None:
         pid = one.pid("engine-1")
         one.kill("engine-1", signal.SIGSTOP)
         await one.until(lambda: one.lost("engine-1") == 1)
-        [order] = one.told
+        [order] = one.ordered
         assert isinstance(order, KillEngine) and order.pid == pid and "nothing was heard" in order.reason
         await one.until_serving(["engine-1"])
         assert one.pid("engine-1") != pid
@@ -134,9 +134,9 @@ async def test_an_engine_whose_streams_break_first_because_it_stands_still_is_en
         pid = one.pid("engine-0")
         one.kill("engine-0", signal.SIGSTOP)
         await one.until(lambda: one.lost("engine-0") == 1)
-        assert not one.told, "it may come back"
+        assert not one.ordered, "it may come back"
         await one.until_serving(["engine-0"])
-        [order] = one.told
+        [order] = one.ordered
         assert isinstance(order, KillEngine) and order.pid == pid and "did not come back within 5 s" in order.reason
     one.assert_whole()
 
@@ -147,7 +147,7 @@ async def test_an_engine_that_says_it_is_well_and_samples_nothing_is_ended() -> 
         await one.launch(30)
         (one.supervisor.run_directory / "behaviour" / "engine-1").unlink()
         await one.until(lambda: one.lost("engine-1") == 1)
-        assert "none of its requests got on" in one.events[0].reason  # type: ignore[union-attr]
+        assert "none of its requests made progress" in one.events[0].reason  # type: ignore[union-attr]
         await one.until_serving(["engine-1"])
     one.assert_whole()
 
@@ -170,6 +170,6 @@ async def test_an_order_to_kill_means_one_host_and_not_its_successor() -> None:
         one.kill("engine-0")
         await one.until(lambda: one.lost("engine-0") == 1)
         await one.until_serving(["engine-0"])
-        await one.tell(KillEngine(engine="engine-0", reason="late", pid=old))
-        await one.tell(KillEngine(engine="engine-0", reason="late", older_than_s=300))
+        await one.order(KillEngine(engine="engine-0", reason="late", pid=old))
+        await one.order(KillEngine(engine="engine-0", reason="late", older_than_s=300))
         assert await samples_with(one, "engine-0") == {0} and one.lost("engine-0") == 1

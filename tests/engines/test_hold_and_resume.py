@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from streamrl.base.messages import EngineReady, Generate, WeightAnnouncement
+from streamrl.base.messages import Generate, WeightAnnouncement
 from streamrl.base.stage_messages import (
     ContinueTrajectories,
     FinishedTrajectory,
@@ -24,12 +24,11 @@ from streamrl.base.stage_messages import (
 )
 from streamrl.base.types import Completion, FinishReason, Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.engines.engine import Engine
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+from streamrl.engines.engine import Engine, Sampler
+from streamrl.engines.pool import EnginePool
 from streamrl.recipe.scheduling import InFlight
 from streamrl.stages.rollout import RolloutStage
-from streamrl.sync.publisher import WeightPublisher
+from streamrl.sync.weight_sync import WeightSync
 from streamrl.weights.publish.publisher import Published, ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher as RankPublisher
 
@@ -83,16 +82,16 @@ class Bench:
     def __init__(self, engine: Engine, weights: Weights) -> None:
         self.engine = engine
         self.weights = weights
-        self.publisher = WeightPublisher([engine], weights.anchor, in_flight=InFlight.KEEP, timeout_s=120)
+        self.sync = WeightSync({"engine-0": engine}, weights.anchor, in_flight=InFlight.KEEP, timeout_s=120)
 
     async def push(self) -> None:
-        await self.publisher.push(self.weights.next_version())
+        await self.sync.push(self.weights.next_version())
         self.weights.rank.acknowledge(self.weights.version)
 
     async def greedy(self, prompts: list[TokenArray], name: str, tokens: int = LONGEST) -> list[Completion]:
         """A completion for each prompt, on an engine whose caches hold nothing."""
-        await self.publisher.hold()
-        await self.publisher.release()
+        await self.sync.pause()
+        await self.sync.resume()
         done: dict[int, Completion] = {}
 
         async def one(index: int) -> None:
@@ -162,7 +161,7 @@ async def unending(bench: Bench, count: int, name: str) -> tuple[list[TokenArray
 class Roll:
     """A stage with one trajectory for each prompt."""
 
-    def __init__(self, engine: Engine, prompts: list[TokenArray]) -> None:
+    def __init__(self, engine: Sampler, prompts: list[TokenArray]) -> None:
         self.stage = RolloutStage(engine, max_tokens=LONGEST, temperature=0.0, top_p=1.0)
         self.prompts = [Prompt(prompt_id=f"p{i}", token_ids=tokens) for i, tokens in enumerate(prompts)]
         self.ids = [TrajectoryId(prompt_id=p.prompt_id, group_id=i, sample=0) for i, p in enumerate(self.prompts)]
@@ -239,7 +238,7 @@ async def test_what_is_submitted_while_held_is_computed_by_the_next_version_alon
         for index, prompt in enumerate(prompts):  # their blocks are in the cache, and keep the KV of the old weights
             group.start_soon(submit, prompt, f"warm-{index}")
         await until(lambda: len(done) == len(prompts))
-        await bench.publisher.hold()
+        await bench.sync.pause()
         for index, prompt in enumerate(prompts):
             group.start_soon(submit, prompt, f"ahead-{index}")
         group.start_soon(submit, prompts[0], "aborted")
@@ -262,31 +261,27 @@ async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
     bench: Bench, hosted: Any, tiny_options: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Two real engines: a host is started, brought to the live version, gets half of the requests, drains and ends."""
-    ready = await bench.engine.start()
-    absent = _Absent(ready)
-    pool = EnginePool([bench.engine, absent])
+    pool = EnginePool({"engine-0": bench.engine}, absent=["engine-1"], reason="test")
     await pool.start()
-    await pool.drain("engine-1")
-    pool.detach("engine-1")
     with tempfile.TemporaryDirectory(prefix="srl") as directory:
         options = msgspec.structs.replace(tiny_options(Path(directory)), name="engine-1")
         async with hosted(options, Path(directory)) as (late, process), anyio.create_task_group() as group:
             await pool.attach("engine-1", late)
-            await bench.publisher.admit(late, bench.weights.version)
+            await bench.sync.admit("engine-1", late)
             assert await late.checksums() == await bench.engine.checksums()
             while bench.weights.version % 2 or bench.weights.version < 4:
                 await bench.push()  # reaches both
-            assert await pool.checksums() == await late.checksums()
+            assert await bench.engine.checksums() == await late.checksums()
             prompts, whole = await unending(bench, 12, "join")
             roll = Roll(pool, prompts)
-            pool.readmit("engine-1")
+            pool.readmit("engine-1", "test")
             roll.start(group)
             await roll.launch()
             await until(lambda: late.load().running > 0)
             await pool.migrate([f"{roll.ids[0]}/0", f"{roll.ids[1]}/0"], to="engine-1")
             await until(lambda: late.load().running > 2)
-            await pool.drain("engine-1")
-            await bench.publisher.leave(pool.detach("engine-1"))
+            await pool.drain("engine-1", "test")
+            bench.sync.remove(pool.detach("engine-1"))
             await late.aclose()
             with anyio.fail_after(60):
                 assert await process.wait() == 0
@@ -301,14 +296,3 @@ async def test_an_engine_joins_takes_over_and_stops_while_trajectories_run(
         )
         sampled_before = spans[0][1] if spans[0][2] == old else 0
         assert roll.tokens(index)[:sampled_before] == whole[index].token_ids[:sampled_before]
-
-
-class _Absent(SimulatedEngine):
-    """Keeps the place of an engine that has not been started."""
-
-    def __init__(self, like: EngineReady) -> None:
-        super().__init__(SimulationOptions(name="engine-1"))
-        self._like = like
-
-    async def start(self) -> EngineReady:
-        return msgspec.structs.replace(self._like, engine="engine-1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.engines.progress_watch import ProgressWatch
+from streamrl.engines.recovery import ProgressWatch
 
 
 @pytest.mark.parametrize("slower", [1, 10, 100])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import anyio
 import pytest
@@ -99,7 +100,7 @@ async def test_the_host_ends_with_its_orders_and_closes_the_engine() -> None:
     order_sender, order_receiver = memory_stream(8)
     event_sender, event_receiver = memory_stream(8)
     async with anyio.create_task_group() as group:
-        group.start_soon(serve_engine, served_engine, order_receiver, event_sender)
+        group.start_soon(serve_engine, served_engine, nullcontext((order_receiver, event_sender)))
         assert isinstance(await event_receiver.receive(), EngineReady)
         await order_sender.aclose()
         async for _ in event_receiver:

@@ -36,7 +36,7 @@ HELD = {  # what holds an object of vLLM, by the file and the name there
         "iteration": "vllm.v1.metrics.stats.IterationStats",
         "cache": "vllm.config.CacheConfig",
     },
-    "vllm/worker_continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
+    "vllm/continuation.py": {"state": "vllm.v1.worker.gpu_input_batch.CachedRequestState", **RUNNER},
     "weights/vllm/weight_receiver.py": {
         "worker": "vllm.v1.worker.worker_base.WorkerBase|vllm.v1.worker.gpu_worker.Worker"
     },

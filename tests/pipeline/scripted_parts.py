@@ -53,12 +53,13 @@ from streamrl.base.types import (
 from streamrl.buffers.prompt_shelf import PromptShelf
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
+from streamrl.control.actions import Explain
 from streamrl.control.events import ControlEvent
 from streamrl.control.state import ControlSettings, ControlState
-from streamrl.elastic.engine_release import EngineRelease, EngineSizes
-from streamrl.elastic.engine_switch import SWITCH, EngineSwitch, PreparedEngines
-from streamrl.elastic.spared_engines import SparedEngines
-from streamrl.engines.engine_pool import EnginePool
+from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, EngineSizes
+from streamrl.elastic.freeing import Freeing
+from streamrl.elastic.sets import EngineSet, SetChooser
+from streamrl.engines.pool import EnginePool
 from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import EvaluationSamples
@@ -75,8 +76,8 @@ from streamrl.run.controller import Controller
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.stages.reward import RewardSettings, RewardStage
 from streamrl.stages.rollout import RolloutStage
-from streamrl.sync.publisher import WeightPublisher
-from streamrl.sync.weight_audit import WeightAudit
+from streamrl.sync.verify import WeightAudit
+from streamrl.sync.weight_sync import WeightSync
 
 TRACE_HEADER = TraceHeader(
     schema=TRACE_SCHEMA,
@@ -325,7 +326,7 @@ class SimulatedRun:
         in_flight: InFlight = InFlight.KEEP,
         lengths: LengthMixture | None = None,
         release: ReleaseKind = ReleaseKind.NEVER,
-        sets: Sequence[PreparedEngines] = (),
+        sets: Sequence[EngineSet] = (),
         kept: bool = True,
     ) -> None:
         self._kept, self.events_to_live, self.outcomes_to_live = kept, 10**9, 0
@@ -357,8 +358,10 @@ class SimulatedRun:
     async def run(self, *, stop_at: tuple[str, int] | None = None) -> str:
         """Until the run ends; when ``stop_at`` is in ``history`` a drain is asked for. Returns the reason."""
         self._stop_at = stop_at
-        absent = [name for one in self._sets[1:] for name in one.engines]
-        pool = EnginePool(self.engines, absent=absent, by=SWITCH)
+        absent = [name for one in self._sets[1:] for name in one.hosts]
+        pool = EnginePool(
+            {f"engine-{index}": engine for index, engine in enumerate(self.engines)}, absent=absent, reason=OTHER_SET
+        )
         await pool.start()
         rollout = RolloutStage(pool, max_tokens=64, temperature=1.0, top_p=1.0)
         async with anyio.create_task_group() as parts:
@@ -388,9 +391,7 @@ class SimulatedRun:
                     kind = "live" if isinstance(event, StepFinished) else "evaluated"
                     self.happened(kind, event.policy_version)
 
-            publisher = self.publisher = WeightPublisher(
-                self.engines, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5
-            )
+            sync = self.sync = WeightSync(pool.attached, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
             report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
             self.controller = Controller(
                 self.settings,
@@ -401,18 +402,16 @@ class SimulatedRun:
                     in_flight=self._evaluation_in_flight,
                 ),
                 trainer=trainer,
-                publisher=publisher,
+                sync=sync,
                 report=report,
                 seed=0,
                 save=self._save(trainer),
-                audit=WeightAudit(dict(enumerate(self.engines)), self.directory / "audits.jsonl", 0).after_push,
+                audit=WeightAudit(pool.serving_engines, self.directory / "audits.jsonl", 0).after_push,
                 scored=self._scored,
                 store=EvaluationSamples(self.directory / "evaluations").write,
                 alarms=Alarms(alarm_rules(0.05)),
                 load=pool.load,
-                spared=SparedEngines(
-                    self._make_release(pool, publisher, trainer), self._make_switch(pool, publisher), journal, report
-                ),
+                elastic=self._make_elastic(pool, sync, trainer, journal, report),
                 shelf=shelf,
                 journal=journal,
                 start_version=self.ranks[0].version,
@@ -453,32 +452,26 @@ class SimulatedRun:
         """How often each trajectory was given to a rank in a batch that was closed."""
         return Counter(str(s.id) for rank in self.ranks for batch in rank.batches for s in batch)
 
-    def _make_release(
-        self, pool: EnginePool, publisher: WeightPublisher, trainer: TrainerRanks
-    ) -> EngineRelease | None:
-        if self._release is ReleaseKind.NEVER:
-            return None
-        return EngineRelease(
-            pool,
-            EngineSizes(kv_tokens=4000, max_num_seqs=64, cap=64),
-            publisher=publisher,
-            share_cores=trainer.engines_freed,
-            hosts=MemoryHosts(self, pool) if self._release is ReleaseKind.STOP else None,
-        )
+    def _make_elastic(
+        self, pool: EnginePool, sync: WeightSync, trainer: TrainerRanks, journal: RunJournal, report: RunReport
+    ) -> ElasticEngines:
+        async def decided(decision: Explain, step: int, shown: bool) -> None:
+            journal.decided(decision, report.elapsed())
+            if shown:
+                await report.decided(decision, step)
 
-    def _make_switch(self, pool: EnginePool, publisher: WeightPublisher) -> EngineSwitch | None:
-        if not self._sets:
-            return None
-        self.switch = EngineSwitch(
+        return ElasticEngines(
             pool,
-            self._sets,
-            publisher=publisher,
-            hosts=MemoryHosts(self, pool),
-            steps=self.settings.steps,
-            start_s=1.0,
+            sync,
+            decided=decided,
+            serve=report.engines_serve,
+            freeing=None if self._release is ReleaseKind.NEVER else Freeing(64),
+            sizes=EngineSizes(kv_tokens=4000, max_num_seqs=64, cap=64),
+            share_cores=trainer.engines_freed,
+            chooser=SetChooser(self._sets, steps=self.settings.steps, switch_s=1.0) if self._sets else None,
+            hosts=MemoryHosts(self, pool),  # type: ignore[arg-type]
             clock=self.clock.now,
         )
-        return self.switch
 
     def happened(self, kind: str, number: int) -> None:
         self.history.append((kind, number))

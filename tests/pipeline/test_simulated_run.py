@@ -14,8 +14,7 @@ from scripted_parts import SimulatedRun, run_settings
 from streamrl.base.errors import RewardFailureLimit
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 from streamrl.control.events import AlarmRaised
-from streamrl.elastic.engine_sets import EngineSet
-from streamrl.elastic.engine_switch import PreparedEngines
+from streamrl.elastic.sets import EngineSet
 from streamrl.journal.journal_records import JournalCodec, JournalDecision, JournalEvent
 from streamrl.journal.log import read_journal
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
@@ -146,7 +145,7 @@ async def test_an_evaluation_whose_version_is_gone_is_given_up_and_the_run_goes_
     def happened(kind: str, version: int) -> None:
         noted(kind, version)
         if (kind, version) == ("close", 3):
-            run.publisher.stranded()
+            run.sync.on_version_left()
 
     run.ranks[0].happened = happened
     assert await run.run() == "finished"
@@ -201,12 +200,9 @@ TAIL = {"rounds": RoundKind.TAIL_BATCHING}
 
 
 @pytest.mark.parametrize("rounds", [{}, TAIL])
-@pytest.mark.parametrize("release", [ReleaseKind.DRAIN, ReleaseKind.STOP])
-async def test_engines_are_freed_in_rounds_and_serve_in_the_next(
-    release: ReleaseKind, rounds: dict[str, object], tmp_path: Path
-) -> None:
+async def test_engines_are_freed_in_rounds_and_serve_in_the_next(rounds: dict[str, object], tmp_path: Path) -> None:
     chosen = run_settings(batch_groups=8, steps=8, **rounds)
-    run = SimulatedRun(chosen, tmp_path, engines=3, ranks=2, release=release)
+    run = SimulatedRun(chosen, tmp_path, engines=3, ranks=2, release=ReleaseKind.DRAIN)
     assert await run.run() == "finished"
     accounting = run.controller.state.accounting()
     assert accounting.balanced and accounting.in_flight == 0
@@ -222,43 +218,23 @@ async def test_engines_are_freed_in_rounds_and_serve_in_the_next(
         for version, batch in enumerate(rank.batches):
             assert all(sample.oldest_version == sample.newest_version == version for sample in batch)
     assert run.summary().accounting == accounting
-    stops = [e for e in run.history if e[0] == "stop"]
-    starts = [e for e in run.history if e[0] == "start"]
-    assert len(stops) == (len(decisions) if release is ReleaseKind.STOP else 0)
-    # What the last round freed is not started again: there is no round that needs it.
-    assert [n for _, n in starts] == [n for _, n in stops][: len(starts)] and len(stops) - len(starts) in (0, 1)
-    if release is ReleaseKind.STOP:
-        assert run.history.index(stops[0]) < run.history.index(starts[0])
-        after = run.history[run.history.index(("close", 8)) :]
-        assert not [e for e in after if e[0] == "start"], "nobody needs an engine after the last round"
-        held = [(await engine.start()).policy_version for engine in run.engines]
-        assert sorted(held, reverse=True)[:2] == [8, 8], "all that serve hold the last version"
-    else:
-        assert [(await engine.start()).policy_version for engine in run.engines] == [8, 8, 8]
-
-
-@pytest.mark.parametrize("when", ["stop", "start"])
-async def test_a_drain_while_an_engine_stops_or_starts(when: str, tmp_path: Path) -> None:
-    chosen = run_settings(batch_groups=8, steps=50, checkpoint_at_end=True)
-    for engine in range(3):
-        run = SimulatedRun(chosen, tmp_path / str(engine), engines=3, release=ReleaseKind.STOP)
-        (tmp_path / str(engine)).mkdir()
-        assert await run.run(stop_at=(when, engine)) == "drained"
-        accounting = run.controller.state.accounting()
-        assert accounting.balanced and accounting.in_flight == 0
-        assert run.controller.state.live_version == run.controller.state.trainer_version < 50
-        assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
-        assert (("give up", engine) in run.history) == (when == "start")
+    assert [(await engine.start()).policy_version for engine in run.engines] == [8, 8, 8]
 
 
 # ---- sets of engines ------------------------------------------------------------------------------------
 
-WIDE = EngineSet(name="2x1", engines=2, tensor_parallel_size=1, kv_tokens=4_000, round_kinds=("short",))
-DEEP = EngineSet(name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=9_000, round_kinds=("long",))
-SETS = (
-    PreparedEngines(engine_set=WIDE, engines=("engine-0", "engine-1")),
-    PreparedEngines(engine_set=DEEP, engines=("engine-2",)),
+WIDE = EngineSet(
+    name="2x1",
+    engines=2,
+    tensor_parallel_size=1,
+    kv_tokens=4_000,
+    round_kinds=("short",),
+    hosts=("engine-0", "engine-1"),
 )
+DEEP = EngineSet(
+    name="1x2", engines=1, tensor_parallel_size=2, kv_tokens=9_000, round_kinds=("long",), hosts=("engine-2",)
+)
+SETS = (WIDE, DEEP)
 
 
 async def test_each_kind_of_round_is_served_by_its_set_with_the_weights_of_its_version(tmp_path: Path) -> None:
@@ -304,14 +280,9 @@ async def test_a_drain_while_engines_change(when: tuple[str, int], tmp_path: Pat
 async def test_evaluations_beside_rounds_that_free_engines_see_one_version(tmp_path: Path) -> None:
     chosen = run_settings(batch_groups=8, evaluate_every=2, evaluate_at_start=True)
     run = SimulatedRun(
-        chosen, tmp_path, engines=3, held_out=120, samples=2, evaluation_in_flight=24, release=ReleaseKind.STOP
+        chosen, tmp_path, engines=3, held_out=120, samples=2, evaluation_in_flight=24, release=ReleaseKind.DRAIN
     )
     assert await run.run() == "finished"
-    early = 0
-    for version in (2, 4):  # weights wait for the evaluation; the engines that are started again need not
-        closed, evaluated = run.history.index(("close", version + 1)), run.history.index(("evaluated", version))
-        early += any(e[0] == "start" for e in run.history[closed:evaluated])
-    assert early, "engines were started only when the weights could be pushed"
     assert len(run.scorer.held_out) == 4 * 240
     for trajectory in run.scorer.held_out:
         assert trajectory.oldest_version == trajectory.newest_version == trajectory.id.attempt

@@ -14,12 +14,12 @@ from streamrl.base.errors import StreamRLError
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
+from streamrl.engines.resumption import ROUNDS_KEPT
 from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import DEMO, HEAVY, Engines
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.simulation import Simulation, simulate
 from streamrl.simulate.stages import RewardModel
-from streamrl.vllm.continuation import ROUNDS_KEPT
 from tests.simulate.worlds import TINY, control_settings, with_part
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -20,10 +20,9 @@ import msgspec
 from streamrl.base.errors import EngineError, RequestRefused, WeightError
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array, token_array
-from streamrl.engines.resumption import remaining_tokens
+from streamrl.engines.resumption import accepted_prefix, remaining_tokens, without_kept
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
-from streamrl.vllm.continuation import accepted_prefix, without_kept
 
 __all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
@@ -70,10 +69,6 @@ class EngineWeights(Protocol):
 
     def commit(self, policy_version: int) -> OrderDone:
         """Make the staged version live. Raises ``WeightError``."""
-        ...
-
-    def drop(self) -> None:
-        """Lose what is live."""
         ...
 
     def checksums(self) -> dict[str, str]:
@@ -223,14 +218,10 @@ class SimulatedEngine:
         self._notify()
         await anyio.lowlevel.checkpoint()
 
-    async def sleep(self, level: int) -> None:
-        """Stand still until ``wake``, before which nothing can be staged; ``level`` 2 forgets the weights."""
+    async def sleep(self) -> None:
+        """Drop the requests until ``wake``, before which nothing can be staged."""
         await self.pause(PauseMode.ABORT, clear_cache=True)
         self._asleep = True
-        if level > 1:
-            self._policy_version, self._state_hash = -1, 0
-            if self._weights is not None:
-                self._weights.drop()
 
     async def wake(self) -> None:
         """Go on, with the weights that are left."""

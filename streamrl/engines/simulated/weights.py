@@ -64,12 +64,6 @@ class SimulatedWeights:
         self._transaction.finish()
         return OrderDone(order_id=0, seconds=time.monotonic() - began, state_hash=applied.state_hash)
 
-    def drop(self) -> None:
-        """What is live is lost, as when a real engine sleeps at level 2."""
-        self._transaction.forget_live("its weights were dropped when it was put to sleep")
-        if self._live is not None:
-            self._live.drop()
-
     def checksums(self) -> dict[str, str]:
         """SHA-256 of every live tensor; none before the first version."""
         return {} if self._live is None else self._live.checksums()
@@ -137,11 +131,6 @@ class _LiveBits:
             self._compare(whole, whole.new_bits, "in an audit, long after")
             total += hash_range(name, 0, self._bits[name])
         return total % MODULUS
-
-    def drop(self) -> None:
-        """Fill every array with what is in no checkpoint."""
-        for bits in self._bits.values():
-            np.invert(bits, out=bits)
 
     def checksums(self) -> dict[str, str]:
         """By tensor."""

@@ -45,7 +45,7 @@ from streamrl.observe.report.step_metrics import (
 )
 from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, TrajectoryTrace
 from streamrl.observe.report.wait_reason import ShellView
-from streamrl.sync.publisher import PushReport
+from streamrl.sync.weight_sync import PushReport
 
 PROGRESS_INTERVAL_S = 0.25
 _MEASURED_WITH_TIME = ("time/", "perf/", "util/")

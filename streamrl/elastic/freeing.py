@@ -1,22 +1,27 @@
 """Which engines can be freed late in a round, because what they still serve fits elsewhere (RollPacker, arXiv
-2509.21009, section 4.4): a pure decision, which says why. Which engines serve a round at all is decided by
-``engine_sets``.
+2509.21009, section 4.4): a decision without a clock, which says why. Which engines serve a round at all is decided by
+``sets``.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
 
+from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Explain
 
 ROUNDING = 1e-9
 
+RECENT_LENGTHS = 2048
+"""Completions of one kind of round that are remembered: about what four rounds of 64 prompts and 8 samples keep."""
 
-class PlanningSettings(msgspec.Struct, frozen=True, kw_only=True):
+
+class FreeingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The paper's constants, where it has them.
 
     ``window``: progress (finished share of the round) in which engines are freed, looked at again after each
@@ -42,32 +47,13 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """``kv_tokens``: what its cache holds, in blocks of ``block_tokens``. ``unit``: engines of one unit are freed
-    together (they share a training replica's devices); empty: it stands alone."""
+    """``kv_tokens``: what its cache holds, in blocks of ``block_tokens``."""
 
     name: str
     kv_tokens: int
     max_num_seqs: int
     requests: tuple[OpenRequest, ...]
     block_tokens: int = 16
-    unit: str = ""
-
-
-class RoundProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """An open round. ``looked_at``: progress at the last ``plan_release`` that looked (-1: none); ``freed``: engines
-    were freed in this round already, and one time is all there is."""
-
-    round_kind: str
-    finished: int
-    launched: int
-    engines: tuple[ServingEngine, ...]
-    looked_at: float = -1.0
-    freed: bool = False
-
-    @property
-    def progress(self) -> float:
-        """Finished share of what the round launched."""
-        return self.finished / max(self.launched, 1)
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +62,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     ascending: tuple[int, ...]
     cap: int
 
-    def expected_ends(self, sampled: Sequence[int], settings: PlanningSettings) -> list[int]:
+    def expected_ends(self, sampled: Sequence[int], settings: FreeingSettings) -> list[int]:
         """Lengths of completions on one engine that have ``sampled`` tokens now, to be reckoned with.
 
         One alone is taken to end at the quantile of what is still possible; of n the i-th at the quantile
@@ -97,68 +83,105 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A request of a freed engine that goes on, from its tokens, on engine ``to``."""
+    """A request of a freed engine that is sampled on, from its tokens, by engine ``to``."""
 
     request_id: str
     to: str
 
 
 class ReleasePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``free``: engines to drain, none for "not now". ``looked``: hand the progress in as ``looked_at`` next time.
-    ``peak_share``: fullest cache of those that remain, as projected."""
+    """``free``: engines to drain, none for "not now". ``peak_share``: fullest cache of those that remain, as
+    projected."""
 
-    free: tuple[str, ...] = ()
+    free: tuple[str, ...]
+    because: Explain
     moves: tuple[Move, ...] = ()
     peak_share: float = 0.0
-    looked: bool = False
-    because: Explain | None = None
+
+
+class Freeing:
+    """Follows the open round, and frees engines at most once in it. ``cap``: tokens of the longest completion."""
+
+    def __init__(self, cap: int, *, settings: FreeingSettings = FreeingSettings()) -> None:  # noqa: B008 - frozen
+        self._cap = cap
+        self._settings = settings
+        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=RECENT_LENGTHS))
+        self._open: set[TrajectoryId] = set()
+        self._round_kind = ""
+        self._launched, self._next_look, self._freed = 0, settings.window[0], False
+
+    def begin_round(self) -> None:
+        """Nothing is launched yet. Completions of the round before do not count any more."""
+        self._open.clear()
+        self._launched, self._next_look, self._freed = 0, self._settings.window[0], False
+
+    def launched(self, round_kind: str, ids: Sequence[TrajectoryId]) -> None:
+        """Note trajectories of a round of that kind that were ordered."""
+        self._round_kind = round_kind
+        self._launched += len(ids)
+        self._open.update(ids)
+
+    def ended(self, trajectory: TrajectoryId, tokens: int | None) -> None:
+        """Note one that came back, with a completion of so many tokens, or without one."""
+        if trajectory in self._open:
+            self._open.remove(trajectory)
+            if tokens is not None:
+                self._lengths[self._round_kind].append(tokens)
+
+    @property
+    def progress(self) -> float:
+        """Finished share of what the round launched."""
+        return (self._launched - len(self._open)) / max(self._launched, 1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``plan`` has something to decide: in the progress window, once for each step of progress, and where
+        lengths of that kind of round are known."""
+        known = len(self._lengths[self._round_kind]) >= self._settings.least_lengths
+        return known and not self._freed and self._next_look <= self.progress <= self._settings.window[1]
+
+    def plan(self, engines: Sequence[ServingEngine]) -> ReleasePlan:
+        """Decide which of ``engines`` to free now."""
+        self._next_look = self.progress + self._settings.progress_step
+        lengths = Lengths(ascending=tuple(sorted(self._lengths[self._round_kind])), cap=self._cap)
+        finished = self._launched - len(self._open)
+        plan = plan_release(finished, self._launched, engines, lengths, self._settings)
+        self._freed = bool(plan.free)
+        return plan
 
 
 def plan_release(
-    round_now: RoundProgress,
+    finished: int,
+    launched: int,
+    engines: Sequence[ServingEngine],
     lengths: Lengths,
-    settings: PlanningSettings = PlanningSettings(),  # noqa: B008 - frozen
+    settings: FreeingSettings = FreeingSettings(),  # noqa: B008 - frozen
 ) -> ReleasePlan:
-    """Free as many engines as can be spared: whole units, at most the largest share, those with least to move first.
-
-    Nothing outside of the progress window, before the progress has grown by a step, twice in a round, or without
-    lengths of that kind of round. Costs O(units * requests * log(requests)).
-    """
-    progress = round_now.progress
-    low, high = settings.window
-    too_soon = round_now.looked_at >= 0 and progress < round_now.looked_at + settings.progress_step
-    if round_now.freed or too_soon or not low <= progress <= high or len(lengths.ascending) < settings.least_lengths:
-        return ReleasePlan()
-    units: dict[str, list[ServingEngine]] = {}
-    for engine in round_now.engines:
-        units.setdefault(engine.unit or engine.name, []).append(engine)
+    """Free as many engines as can be spared: at most the largest share, those with least to move first, in a round of
+    which ``finished`` of ``launched`` are finished. Costs O(engines * requests * log(requests))."""
+    progress = finished / max(launched, 1)
     # What is moved is prefilled again: the cheapest first.
-    cheapest = sorted(units.values(), key=lambda unit: (sum(_context(engine) for engine in unit), unit[0].name))
-    most = int(settings.largest_share * len(round_now.engines))
-    for count in range(len(cheapest) - 1, 0, -1):
-        freed = [engine for unit in cheapest[:count] for engine in unit]
-        if len(freed) > most:
-            continue
-        names = {engine.name for engine in freed}
-        remaining = [engine for engine in round_now.engines if engine.name not in names]
+    cheapest = sorted(engines, key=lambda engine: (_context(engine), engine.name))
+    most = min(int(settings.largest_share * len(engines)), len(engines) - 1)
+    for count in range(most, 0, -1):
+        freed, remaining = cheapest[:count], cheapest[count:]
         placed = _place(freed, remaining, lengths, settings)
         if placed is not None:
             moves, peak_share = placed
+            free = tuple(sorted(engine.name for engine in freed))
             reason = (
-                f"{round_now.finished} of {round_now.launched} are finished ({progress:.0%}); {len(moves)} requests of"
-                f" {', '.join(sorted(names))} fit on the {len(remaining)} that go on, which will be at most"
+                f"{finished} of {launched} are finished ({progress:.0%}); {len(moves)} requests of"
+                f" {', '.join(free)} fit on the {len(remaining)} that go on, which will be at most"
                 f" {peak_share:.0%} full"
             )
             figures = {"progress": progress, "peak_share": peak_share, "moved": float(len(moves))}
             because = Explain(subject="engines_freed", reason=reason, figures=figures)
-            return ReleasePlan(
-                free=tuple(sorted(names)), moves=moves, peak_share=peak_share, looked=True, because=because
-            )
+            return ReleasePlan(free=free, because=because, moves=moves, peak_share=peak_share)
     reason = f"at {progress:.0%} no engine can be spared: the caches of the others would be more than"
     because = Explain(
         subject="engines_freed", reason=f"{reason} {settings.headroom:.0%} full", figures={"progress": progress}
     )
-    return ReleasePlan(looked=True, because=because)
+    return ReleasePlan(free=(), because=because)
 
 
 def projected_peak(requests: Sequence[OpenRequest], ends: Sequence[int], block_tokens: int = 1) -> int:
@@ -176,7 +199,7 @@ def projected_peak(requests: Sequence[OpenRequest], ends: Sequence[int], block_t
 
 
 def _place(
-    freed: Sequence[ServingEngine], remaining: Sequence[ServingEngine], lengths: Lengths, settings: PlanningSettings
+    freed: Sequence[ServingEngine], remaining: Sequence[ServingEngine], lengths: Lengths, settings: FreeingSettings
 ) -> tuple[tuple[Move, ...], float] | None:
     """Where the requests of ``freed`` go, and how full the fullest cache becomes; None where they do not fit.
 

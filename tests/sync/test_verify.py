@@ -15,9 +15,9 @@ from streamrl.base.messages import Generate, OrderDone, WeightAnnouncement
 from streamrl.base.types import Completion, FinishReason, VersionSpan, float_array
 from streamrl.recipe.canary import PROBE_TOKENS, probe_tokens
 from streamrl.recipe.scheduling import InFlight
-from streamrl.sync.publisher import PushReport, WeightPublisher
-from streamrl.sync.weight_canary import CanaryReport, WeightCanary, deviation
-from tests.control.test_publisher import Anchors, CountingEngine, announced
+from streamrl.sync.verify import CanaryReport, WeightCanary, deviation
+from streamrl.sync.weight_sync import PushReport, WeightSync
+from tests.sync.test_weight_sync import Recorded, Trainer, announced
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,7 +26,7 @@ LIMIT = 0.05
 EXPECTED = tuple(-0.25 * place for place in range(1, PROBE_TOKENS))
 
 
-class ComputingEngine(CountingEngine):
+class ComputingEngine(Recorded):
     """Its logprobs are off by ``error``. An anchor ends the error where it is told so. ``room``: a full engine answers
     when it is set. ``version``: what it says it scored with, if not the version that it holds."""
 
@@ -36,7 +36,7 @@ class ComputingEngine(CountingEngine):
         self.asked: list[Generate] = []
         self.room = anyio.Event()
         self.room.set()
-        self.dead = self.aborts = False
+        self.dies_asked = self.aborts = False
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         if announcement.base_version is None:
@@ -48,7 +48,7 @@ class ComputingEngine(CountingEngine):
         self.asked.append(request)
         assert not self.told or self.told[-1] == "resume", "after the push, not while it is paused"
         await self.room.wait()
-        if self.dead:
+        if self.dies_asked:
             raise EngineError("it died")
         version = int(next(told for told in reversed(self.told) if told.startswith("commit")).split()[1])
         kept = 0 if self.aborts else request.scored
@@ -66,19 +66,19 @@ def scored(version: int) -> WeightAnnouncement:
 
 class Pushing:
     def __init__(self, engines: Sequence[ComputingEngine]) -> None:
-        self.anchors = Anchors()
-        self.canary: WeightCanary[ComputingEngine] = WeightCanary(TOKENS, LIMIT)
-        self.publisher = WeightPublisher(
-            engines,
-            self.anchors.publish,
+        self.trainer = Trainer()
+        self.canary: WeightCanary = WeightCanary(TOKENS, LIMIT)
+        self.sync = WeightSync(
+            {f"engine-{index}": engine for index, engine in enumerate(engines)},
+            self.trainer.publish_anchor,
             in_flight=InFlight.KEEP,
             timeout_s=5.0,
-            canary=self.canary,  # type: ignore[arg-type]
+            canary=self.canary,
         )
 
     async def push(self, version: int) -> PushReport:
         """And let the engines answer, if they can."""
-        report = await self.publisher.push(scored(version))
+        report = await self.sync.push(scored(version))
         await anyio.wait_all_tasks_blocked()
         return report
 
@@ -87,7 +87,7 @@ class Pushing:
 async def pushing(*engines: ComputingEngine) -> AsyncIterator[Pushing]:
     async with anyio.create_task_group() as group:
         this = Pushing(engines)
-        group.start_soon(this.publisher.run)
+        group.start_soon(this.sync.run)
         await anyio.wait_all_tasks_blocked()
         yield this
         group.cancel_scope.cancel()
@@ -102,7 +102,7 @@ async def test_each_engine_is_asked_once_a_version_and_the_next_push_tells() -> 
             assert report is not None
             assert (report.policy_version, report.engines) == (version - 1, 2)
             assert report.deviation == pytest.approx(0.02)
-        assert this.anchors.asked == []
+        assert this.trainer.asked == []
     [request, *_] = one.asked
     assert len(one.asked) == len({r.request_id for r in one.asked}) == 3
     assert (list(request.token_ids), request.scored) == (list(TOKENS), PROBE_TOKENS - 1)
@@ -117,10 +117,10 @@ async def test_one_engine_alone_that_is_off_takes_an_anchor() -> None:
         report = await this.push(7)
         assert report.canary is not None
         assert report.canary.deviation == pytest.approx(0.5)
-        assert (report.reanchored, engine.anchored, this.anchors.asked) == (1, 1, [7])
+        assert (report.reanchored, engine.anchored, this.trainer.asked) == (1, 1, [7])
         assert engine.told.count("commit 7") == 1, "the anchor, and not a delta first"
         assert (await this.push(8)).canary == CanaryReport(7, 0.0, 1)
-        assert this.anchors.asked == [7], "a delta again"
+        assert this.trainer.asked == [7], "a delta again"
 
 
 async def test_who_is_off_after_an_anchor_as_before_ends_the_run() -> None:
@@ -150,7 +150,7 @@ async def test_full_engines_hold_nothing_up_and_answer_for_the_version_that_scor
 
 async def test_a_question_that_is_aborted_or_whose_engine_dies_is_no_answer() -> None:
     aborting, dying, sound = ComputingEngine(), ComputingEngine(), ComputingEngine()
-    aborting.aborts = dying.dead = True
+    aborting.aborts = dying.dies_asked = True
     async with pushing(aborting, dying, sound) as this:
         await this.push(5)
         sound.aborts = True
@@ -164,7 +164,7 @@ async def test_an_engine_that_leaves_is_not_waited_for() -> None:
     leaving.room = anyio.Event()
     async with pushing(leaving, staying) as this:
         await this.push(5)
-        await this.publisher.leave(leaving)
+        this.sync.remove(leaving)
         leaving.room.set()
         await anyio.wait_all_tasks_blocked()
         assert (await this.push(6)).canary == CanaryReport(5, 0.0, 1)
@@ -176,7 +176,7 @@ async def test_nothing_is_said_where_the_trainer_did_not_score() -> None:
     async with pushing(engine) as this:
         await this.push(5)
         for version in (6, 7):
-            report = await this.publisher.push(announced(version, version - 1))
+            report = await this.sync.push(announced(version, version - 1))
             await anyio.wait_all_tasks_blocked()
             assert (report.canary, report.reanchored) == (None, 0)
 

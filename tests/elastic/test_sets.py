@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.base.errors import RecipeError
-from streamrl.elastic.engine_sets import (
+from streamrl.elastic.sets import (
     EngineSet,
     KindHistory,
     Ratio,

@@ -1,6 +1,6 @@
 """Which prepared set of engines serves the next round (RollPacker, arXiv 2509.21009, section 4.2): pure decisions.
 
-A set is a number of engines and a tensor-parallel size, on the same devices; one is awake. Few engines with many
+A set is a number of engines and a tensor-parallel size, on the same devices; one is in use. Few engines with many
 workers have more room for KV, since weights are stored once for each engine, and take a decode step faster, but not as
 much faster as they have workers. So a race that is short of KV wants another set than a long tail does.
 
@@ -18,13 +18,15 @@ from collections.abc import Sequence
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.messages import EngineLoad
+from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Explain
 from streamrl.engines.step_cost import StepCost
 
 
 class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     """One way to use the devices of the rollout. ``kv_tokens``: tokens that the KV cache of *one* engine holds (0: more
-    than is ever asked for); ``round_kinds``: rounds that it always serves, whatever is measured."""
+    than is ever asked for); ``round_kinds``: rounds that it always serves; ``hosts``: names of its engines."""
 
     name: str
     engines: int
@@ -32,6 +34,7 @@ class EngineSet(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int = 0
     max_num_seqs: int = 256
     round_kinds: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     @property
     def capacity(self) -> float:
@@ -54,41 +57,6 @@ class SetSettings(msgspec.Struct, frozen=True, kw_only=True):
     headroom: float = 0.9
     scatter: float = 0.05
     certainty: float = 2.0
-
-
-class FadingLine(msgspec.Struct):
-    """Least squares of ``y = intercept + slope * x`` with fading weights.
-
-    A little ridge decides what the observations leave open: where ``x`` hardly varies, the slope takes it all. Costs
-    are then taken to grow with the load, so that a race, which adds load, is not chosen on a guess.
-    """
-
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-    count: int = 0
-
-    def add(self, x: float, y: float, kept: float) -> None:
-        """Take one observation; the earlier ones keep ``kept`` of their weight."""
-        self.weight = self.weight * kept + 1
-        self.x = self.x * kept + x
-        self.y = self.y * kept + y
-        self.xx = self.xx * kept + x * x
-        self.xy = self.xy * kept + x * y
-        self.count += 1
-
-    def fit(self, ridge: float) -> tuple[float, float]:
-        """Intercept and slope; a slope below 0 is taken to be 0."""
-        if self.weight == 0:
-            return 0.0, 0.0
-        ridge *= self.weight
-        ww, xx = self.weight + ridge, self.xx + ridge
-        slope = (ww * self.xy - self.x * self.y) / (ww * xx - self.x * self.x)
-        if slope <= 0:
-            return self.y / self.weight, 0.0
-        return (xx * self.y - self.x * self.xy) / (ww * xx - self.x * self.x), slope
 
 
 class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +139,154 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
     because: Explain | None = None
 
 
+class SetChooser:
+    """Follows rounds, measures them, and chooses the set for each as it begins. ``now``: seconds on the caller's clock;
+    ``load``: of the engines in use together, with counters since they exist.
+
+    ``sets``: the one that serves first comes first. ``switch_s``: what the first switch is taken to cost. ``cost``:
+    of a decode step, where it is known (None: measured).
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[EngineSet],
+        *,
+        steps: int,
+        switch_s: float,
+        settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
+        cost: StepCost | None = None,
+    ) -> None:
+        self.sets = {one.name: one for one in sets}
+        self.current = sets[0].name
+        self.switch_s = switch_s
+        self._steps = steps
+        self._settings = settings
+        self._cost = cost
+        self._history = SetHistory()
+        self._measured_steps = _FadingLine()
+        self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
+        self._open: set[TrajectoryId] = set()
+        self._round_kind = ""
+        self._began = 0.0
+        self._preemptions_began = self._requests = self._prompt_tokens = 0
+        self._tokens, self._longest, self._kv_usage = 0, 0, 0.0
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether the next group that is launched begins a round."""
+        return not self._round_kind
+
+    def launched(
+        self,
+        round_kind: str,
+        ids: Sequence[TrajectoryId],
+        prompt_tokens: int,
+        policy_version: int,
+        now: float,
+        load: EngineLoad,
+    ) -> SetPlan | None:
+        """Note a group that is about to be ordered. Where it is the first of a round, and another set shall serve that,
+        return the plan; ``switched`` when it was carried out."""
+        plan = None
+        if not self._round_kind:
+            self.looked(load)
+            self._round_kind, self._began, self._preemptions_began = round_kind, now, load.preemptions
+            self._requests = self._prompt_tokens = self._tokens = self._longest = 0
+            self._kv_usage = 0.0
+            plan = plan_engine_set(
+                list(self.sets.values()),
+                self._history,
+                current=self.current,
+                round_kind=round_kind,
+                cost=self.cost,
+                switch_s=self.switch_s,
+                rounds_left=self._steps - policy_version,
+                settings=self._settings,
+            )
+        self._requests += len(ids)
+        self._prompt_tokens += prompt_tokens * len(ids)
+        self._open.update(ids)
+        return plan if plan is not None and plan.engine_set != self.current else None
+
+    def ended(self, trajectory: TrajectoryId, tokens: int | None) -> None:
+        """Note one that came back, with a completion of so many tokens, or without one."""
+        if trajectory in self._open:
+            self._open.remove(trajectory)
+            self._tokens += tokens or 0
+            self._longest = max(self._longest, tokens or 0)
+
+    def looked(self, load: EngineLoad) -> None:
+        """Take what the engines did since the last look; a few times a second is enough."""
+        before, self._load = self._load, load
+        self._kv_usage = max(self._kv_usage, load.kv_cache_usage)
+        steps = load.decode_steps - before.decode_steps
+        if steps > 0:
+            faster = faster_steps(self.sets[self.current].tensor_parallel_size, self._settings.scaling)
+            running = (load.decode_tokens - before.decode_tokens) / steps
+            self._measured_steps.add(running, faster * (load.decode_s - before.decode_s) / steps)
+
+    def round_closed(self, now: float, load: EngineLoad) -> None:
+        """The batch of the round is complete: measure it."""
+        if not self._round_kind:
+            return
+        self.looked(load)
+        measured = RoundMeasured(
+            round_kind=self._round_kind,
+            engine_set=self.current,
+            seconds=max(now - self._began, 0.0),
+            preemptions=load.preemptions - self._preemptions_began,
+            kv_usage=self._kv_usage,
+            requests=self._requests,
+            tokens=float(self._tokens),
+            longest=float(self._longest),
+            prompt=self._prompt_tokens / max(self._requests, 1),
+        )
+        self._history = with_round(self._history, measured, list(self.sets.values()), self.cost, self._settings)
+        self._round_kind = ""
+        self._open.clear()
+
+    def switched(self, name: str, now: float, seconds: float, load: EngineLoad, kv_tokens: int = 0) -> None:
+        """Set ``name`` serves the round, which begins ``now``, after a switch of so many seconds. ``kv_tokens``: what
+        its engines hold, which was an estimate until they were started (0: unknown)."""
+        self.current, self.switch_s, self._began = name, seconds, now
+        if kv_tokens:
+            self.sets[name] = msgspec.structs.replace(self.sets[name], kv_tokens=kv_tokens)
+        self.looked(load)
+        self._preemptions_began = load.preemptions
+
+    @property
+    def cost(self) -> StepCost:
+        """Of a decode step of an engine with one worker."""
+        return self._cost or self._measured_steps.fit()
+
+
+class _FadingLine:
+    """Least squares of the seconds of a decode step by how many requests run; earlier observations fade.
+
+    A little ridge decides what the observations leave open: where the load hardly varies, the slope takes it all."""
+
+    KEPT, RIDGE = 0.998, 1e-6
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, running: float, seconds: float) -> None:
+        sums = ((self._weight, 1.0), (self._x, running), (self._y, seconds), (self._xx, running * running))
+        self._weight, self._x, self._y, self._xx = (self.KEPT * old + new for old, new in sums)
+        self._xy = self.KEPT * self._xy + running * seconds
+
+    def fit(self) -> StepCost:
+        if not self._weight:
+            return StepCost(base_s=1e-3, per_running_s=0.0)
+        ridge = self.RIDGE * self._weight
+        ww, xx = self._weight + ridge, self._xx + ridge
+        slope = (ww * self._xy - self._x * self._y) / (ww * xx - self._x * self._x)
+        if slope <= 0:
+            return StepCost(base_s=max(self._y / self._weight, 1e-6), per_running_s=0.0)
+        base_s = (xx * self._y - self._x * self._xy) / (ww * xx - self._x * self._x)
+        return StepCost(base_s=max(base_s, 1e-6), per_running_s=slope)
+
+
 def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
     """How many times as fast a decode step is with so many workers as with one."""
     return float((2 * scaling) ** math.log2(tensor_parallel_size))
@@ -206,28 +322,18 @@ def with_round(
 ) -> SetHistory:
     """``history`` with one more round. Raises ``RecipeError`` for a set that is not in ``sets``."""
     expected = expected_seconds(_named(sets, measured.engine_set), measured, cost, settings)
-    before = history.kinds.get(measured.round_kind)
-    begins = history.last_kind != measured.round_kind
-    ratio = measured.seconds / max(expected, 1e-9)
-    if before is None:
-        now = KindHistory(
-            last=measured,
-            ratios={measured.engine_set: Ratio().with_one(ratio)},
-            preempted=int(measured.preemptions > 0),
-            quiet=int(measured.preemptions == 0),
-        )
-    else:
-        same = before.last.engine_set == measured.engine_set
-        known = before.ratios.get(measured.engine_set, Ratio())
-        now = KindHistory(
-            last=measured,
-            ratios={**before.ratios, measured.engine_set: known.with_one(ratio)},
-            preempted=(before.preempted * same + 1) if measured.preemptions else 0,
-            quiet=0 if measured.preemptions else before.quiet * same + 1,
-            rose=same and measured.preemptions > settings.rise * before.last.preemptions,
-            rounds=before.rounds + 1,
-            runs=before.runs + begins,
-        )
+    before = history.kinds.get(measured.round_kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
+    same = before.last.engine_set == measured.engine_set
+    known = before.ratios.get(measured.engine_set, Ratio())
+    now = KindHistory(
+        last=measured,
+        ratios={**before.ratios, measured.engine_set: known.with_one(measured.seconds / max(expected, 1e-9))},
+        preempted=(before.preempted * same + 1) if measured.preemptions else 0,
+        quiet=0 if measured.preemptions else before.quiet * same + 1,
+        rose=same and measured.preemptions > settings.rise * before.last.preemptions,
+        rounds=before.rounds + 1,
+        runs=before.runs + (history.last_kind != measured.round_kind),
+    )
     return SetHistory(kinds={**history.kinds, measured.round_kind: now}, last_kind=measured.round_kind)
 
 

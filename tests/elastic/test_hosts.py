@@ -1,4 +1,4 @@
-"""An engine host that is stopped and started again at the same endpoints, over real sockets, under a running stage."""
+"""Engine hosts that are stopped and started again at the same endpoints, over real sockets."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import pytest
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
-from streamrl.base.types import Completion
+from streamrl.base.types import token_array
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.elastic.hosts import PATIENCE_SECONDS, EngineHosts
 from streamrl.engines.engine_host import serve_engine
-from streamrl.engines.engine_pool import EnginePool
-from streamrl.engines.engine_seat import PATIENCE_SECONDS, EngineSeat, SeatedEngines, SleepingEngines
+from streamrl.engines.pool import EnginePool
 from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
+from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.scheduling import InFlight
 from streamrl.supervise.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
-from streamrl.sync.publisher import WeightPublisher
+from streamrl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.asyncio
 
-MakeRequest = Callable[..., Generate]
+REQUEST = Generate(request_id="r", token_ids=token_array([3]), max_tokens=40, seed=1, temperature=1.0)
 
 
 class Hosts:
@@ -43,8 +44,8 @@ class Hosts:
             return f"tcp://127.0.0.1:{port}"
         return f"ipc://{self.directory}/{name}.{stream}"
 
-    def seat(self, name: str) -> EngineSeat:
-        return EngineSeat(name, self.at(name, "orders"), self.at(name, "completions"))
+    def slot(self, name: str) -> EngineSlot:
+        return EngineSlot(name, self.at(name, "orders"), self.at(name, "completions"))
 
     async def serve(self, name: str) -> None:
         lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)
@@ -61,61 +62,25 @@ async def anchor(policy_version: int) -> WeightAnnouncement:
     return WeightAnnouncement(policy_version=policy_version, base_version=None, state_hash=policy_version, sources=())
 
 
-async def test_a_host_is_stopped_and_another_takes_its_seat_at_the_live_version(make_request: MakeRequest) -> None:
-    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
-        hosts = Hosts(Path(directory))
-        seats = [hosts.seat(f"engine-{index}") for index in range(2)]
-        async with anyio.create_task_group() as group:
-            for seat in seats:
-                group.start_soon(seat.run)
-            engines = [await seat.open() for seat in seats]
-            for index in range(2):
-                group.start_soon(hosts.serve, f"engine-{index}")
-            pool = EnginePool(engines)
-            publisher = WeightPublisher(engines, anchor, in_flight=InFlight.KEEP, timeout_s=10)
-            await pool.start()
-            await publisher.push(await anchor(0))
-            with pytest.raises(EngineError, match="engine-1 has a host already"):
-                await seats[1].open()
-            await pool.drain("engine-1")
-            await publisher.leave(pool.detach("engine-1"))
-            await engines[1].aclose()
-            await seats[1].emptied()
-            await publisher.push(await anchor(1))
-            late = await seats[1].open()
-            group.start_soon(hosts.serve, "engine-1")
-            await pool.attach("engine-1", late)
-            await publisher.admit(late, 1)
-            pool.readmit("engine-1")
-            await pool.drain("engine-0")  # so that the new one serves
-            completion: Completion = await pool.generate(make_request())
-            assert {span.policy_version for span in completion.version_spans} == {1}
-            assert len(hosts.engines) == 3 and hosts.engines[2].load().generated_tokens == 30
-            await pool.aclose()
-            for seat in seats:
-                await seat.emptied()
-            group.cancel_scope.cancel()
-
-
 async def test_a_host_that_dies_is_named() -> None:
     with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
         hosts = Hosts(Path(directory))
-        seat = hosts.seat("engine-0")
+        slot = hosts.slot("engine-0")
         died: list[str] = []
 
         async def serve() -> None:
             with pytest.raises(EngineError, match="planted"):
                 await hosts.serve("engine-0")
 
-        async def take_seat() -> None:
+        async def serve_slot() -> None:
             try:
-                await seat.run()
+                await slot.run()
             except EngineError as error:
                 died.append(str(error))
 
         async with anyio.create_task_group() as group:
-            group.start_soon(take_seat)
-            engine = await seat.open()
+            group.start_soon(serve_slot)
+            engine = await slot.open()
             group.start_soon(serve)
             await engine.start()
             hosts.engines[0].fail("planted")
@@ -125,43 +90,41 @@ async def test_a_host_that_dies_is_named() -> None:
 # ---- hosts that a supervisor stops and starts as it is told ---------------------------------------------
 
 
-class Seated:
-    """Two seated engines; a supervisor that starts hosts as tasks, and ends one by cancelling it. ``level``: hosts that
+class Started:
+    """Two engines; a supervisor that starts hosts as tasks, and ends one by cancelling it. ``sleeps``: hosts that
     are stopped go to sleep instead.
 
     ``host_lives``: what becomes of a host that is started again: it ``serves``, ``loads`` for ever, or ``dies``.
     """
 
-    def __init__(self, hosts: Hosts, group: anyio.abc.TaskGroup, level: int = 0) -> None:
-        self.hosts, self.group, self.level = hosts, group, level
-        self.seats = {name: hosts.seat(name) for name in ("engine-0", "engine-1")}
+    def __init__(self, hosts: Hosts, group: anyio.abc.TaskGroup, sleeps: bool = False) -> None:
+        self.hosts, self.group, self.sleeps = hosts, group, sleeps
+        self.slots = {name: hosts.slot(name) for name in ("engine-0", "engine-1")}
         self.scopes: dict[str, anyio.CancelScope] = {}
         self.told: list[SupervisorOrder] = []
         self.loading = anyio.Event()
         self.host_lives = "serves"
 
     async def open(self) -> None:
-        for seat in self.seats.values():
-            self.group.start_soon(seat.run)
-        self.pool = EnginePool([await seat.open() for seat in self.seats.values()])
-        self.engines = SeatedEngines(self.seats, self.pool, self.tell)
-        if self.level:
-            self.engines = SleepingEngines(self.seats, self.pool, self.tell, self.level)
-        for name in self.seats:
+        for slot in self.slots.values():
+            self.group.start_soon(slot.run)
+        self.pool = EnginePool({name: await slot.open() for name, slot in self.slots.items()})
+        self.engines = EngineHosts(self.slots, self.pool, self.order, self.sleeps)
+        for name in self.slots:
             self.group.start_soon(self.host, name, "serves")
         await self.pool.start()
 
     async def stop(self, name: str) -> None:
         """In the order in which control does it."""
-        await self.pool.drain(name)
+        await self.pool.drain(name, "test")
         self.engines.detach(name)
         await self.engines.stop(name)
 
     async def close(self) -> None:
         await self.pool.aclose()
         await self.engines.aclose()
-        for seat in self.seats.values():
-            seat.retire()
+        for slot in self.slots.values():
+            slot.retire()
 
     async def host(self, name: str, lives: str) -> None:
         with anyio.CancelScope() as self.scopes[name]:
@@ -178,7 +141,7 @@ class Seated:
                 self.loading.set()
                 await anyio.sleep_forever()
 
-    async def tell(self, order: SupervisorOrder) -> None:
+    async def order(self, order: SupervisorOrder) -> None:
         self.told.append(order)
         if isinstance(order, StartEngine):
             self.group.start_soon(self.host, order.engine, self.host_lives)
@@ -187,10 +150,10 @@ class Seated:
 
 
 @asynccontextmanager
-async def seated(*, first_port: int | None = None, level: int = 0) -> AsyncIterator[Seated]:
+async def started(*, first_port: int | None = None, sleeps: bool = False) -> AsyncIterator[Started]:
     with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
         async with anyio.create_task_group() as group:
-            one = Seated(Hosts(Path(directory), first_port), group, level)
+            one = Started(Hosts(Path(directory), first_port), group, sleeps)
             await one.open()
             yield one
             await one.close()  # what runs beside it ends by itself
@@ -198,23 +161,23 @@ async def seated(*, first_port: int | None = None, level: int = 0) -> AsyncItera
 
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(
-    tcp: bool, make_request: MakeRequest, free_ports: Callable[[int], int]
+    tcp: bool, free_ports: Callable[[int], int]
 ) -> None:
-    async with seated(first_port=free_ports(4) if tcp else None) as one:
+    async with started(first_port=free_ports(4) if tcp else None) as one:
         await one.stop("engine-1")
         assert one.told == [StopEngine(engine="engine-1", patience_s=PATIENCE_SECONDS)]
         assert sorted(one.pool.attached) == ["engine-0"]
         await one.engines.start("engine-1")
         assert one.told[1:] == [StartEngine(engine="engine-1")]
-        one.pool.readmit("engine-1")
-        await one.pool.drain("engine-0")
-        assert await one.pool.generate(make_request())
-        one.pool.readmit("engine-0")
+        one.pool.readmit("engine-1", "test")
+        await one.pool.drain("engine-0", "test")
+        assert await one.pool.generate(REQUEST)
+        one.pool.readmit("engine-0", "test")
         assert len(one.hosts.engines) == 3 and one.hosts.engines[2].load().generated_tokens == 30
 
 
 async def test_a_host_that_is_given_up_while_it_loads_is_no_death_and_the_run_ends_without_it() -> None:
-    async with seated() as one:
+    async with started() as one:
         await one.stop("engine-1")
         one.host_lives = "loads"
         with anyio.CancelScope() as starting:
@@ -231,7 +194,7 @@ async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
 
 
 async def test_a_host_that_is_given_up_before_it_ever_connected() -> None:
-    async with seated() as one:
+    async with started() as one:
         await one.stop("engine-1")
         one.host_lives = "loads"
         with anyio.CancelScope() as starting:
@@ -242,7 +205,7 @@ async def test_a_host_that_is_given_up_before_it_ever_connected() -> None:
 
 async def test_a_host_that_dies_while_it_starts_is_an_error() -> None:
     with pytest.raises(BaseExceptionGroup) as raised:
-        async with seated() as one:
+        async with started() as one:
             await one.stop("engine-1")
             one.host_lives = "dies"
             await one.engines.start("engine-1")
@@ -250,8 +213,8 @@ async def test_a_host_that_dies_while_it_starts_is_an_error() -> None:
 
 
 async def test_a_host_that_dies_when_it_is_told_to_end_is_gone_all_the_same() -> None:
-    async with seated() as one:
-        await one.pool.drain("engine-1")
+    async with started() as one:
+        await one.pool.drain("engine-1", "test")
         one.engines.detach("engine-1")
         one.scopes["engine-1"].cancel()  # before its orders end
         await one.engines.stop("engine-1")
@@ -259,33 +222,30 @@ async def test_a_host_that_dies_when_it_is_told_to_end_is_gone_all_the_same() ->
         assert sorted(one.pool.attached) == ["engine-0", "engine-1"]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-async def test_a_host_that_sleeps_wakes_without_being_started_and_takes_the_live_version(
-    level: int, make_request: MakeRequest
-) -> None:
-    async with seated(level=level) as one:
-        publisher = WeightPublisher(list(one.pool.attached.values()), anchor, in_flight=InFlight.KEEP, timeout_s=10)
-        await publisher.push(await anchor(0))
-        await one.pool.drain("engine-1")
-        await publisher.leave(one.engines.detach("engine-1"))
+async def test_a_host_that_sleeps_wakes_without_being_started_and_takes_the_live_version() -> None:
+    async with started(sleeps=True) as one:
+        sync = WeightSync(one.pool.attached, anchor, in_flight=InFlight.KEEP, timeout_s=10)
+        await sync.push(await anchor(0))
+        await one.pool.drain("engine-1", "test")
+        sync.remove(one.engines.detach("engine-1"))
         await one.engines.stop("engine-1")
-        assert (await one.hosts.engines[1].start()).policy_version == (0 if level == 1 else -1)
-        await publisher.push(await anchor(1))
-        await publisher.admit(await one.engines.start("engine-1"), 1)
-        one.pool.readmit("engine-1")
-        await one.pool.drain("engine-0")
-        assert {span.policy_version for span in (await one.pool.generate(make_request())).version_spans} == {1}
+        assert (await one.hosts.engines[1].start()).policy_version == 0
+        await sync.push(await anchor(1))
+        await sync.admit("engine-1", await one.engines.start("engine-1"))
+        one.pool.readmit("engine-1", "test")
+        await one.pool.drain("engine-0", "test")
+        assert {span.policy_version for span in (await one.pool.generate(REQUEST)).version_spans} == {1}
         assert one.told == [] and len(one.hosts.engines) == 2, "no process ended or began"
-        one.pool.readmit("engine-0")
-        await one.pool.drain("engine-1")
+        one.pool.readmit("engine-0", "test")
+        await one.pool.drain("engine-1", "test")
         one.engines.detach("engine-1")
         await one.engines.stop("engine-1")  # the run ends while it sleeps
 
 
 async def test_a_host_that_there_is_not_yet_is_started() -> None:
-    async with seated(level=1) as one:
+    async with started(sleeps=True) as one:
         await one.stop("engine-1")
         await one.engines._asleep.pop("engine-1").aclose()
-        await one.seats["engine-1"].emptied()
+        await one.slots["engine-1"].wait_closed()
         await one.engines.start("engine-1")
         assert one.told == [StartEngine(engine="engine-1")]
