@@ -29,7 +29,7 @@ import msgspec
 import psutil
 import tokenizers
 
-from streamrl.base.stage_messages import FinishedTrajectory, RewardOrder, RewardResult, SampleReward, Scored
+from streamrl.base.stage_messages import FinishedTrajectory, RewardOrder, RewardResult, Scored, ScoreGroups
 from streamrl.base.types import (
     FinishReason,
     Prompt,
@@ -109,21 +109,17 @@ async def through_pool(directory: Path, reward: Reward, trajectories: list[Traje
         messages = [score_message([trajectory]) for trajectory in trajectories]
         for _ in range(rounds):
             started = time.perf_counter()
-            places, scored = asyncio.Semaphore(AT_ONCE), 0
-            ended = asyncio.Event()
+            places = asyncio.Semaphore(AT_ONCE)
 
-            def on_scored(given: tuple[SampleReward, ...], places: asyncio.Semaphore = places) -> None:
-                nonlocal scored
-                assert given[0].kind is None, given
-                scored += 1
+            async def score(message: ScoreGroups, places: asyncio.Semaphore = places) -> None:
+                (given,) = await rewards.begin(message.groups[0], message.prompts).finish()
+                assert given.kind is None, given
                 places.release()
-                if scored == len(trajectories):
-                    ended.set()  # noqa: B023 - of this round
 
-            for message in messages:
-                await places.acquire()
-                rewards.begin(message.groups[0], message.prompts, on_scored)
-            await ended.wait()
+            async with asyncio.TaskGroup() as scoring:
+                for message in messages:
+                    await places.acquire()
+                    scoring.create_task(score(message))
             rates.append(len(trajectories) / (time.perf_counter() - started))
         await rewards.aclose()
     return rates

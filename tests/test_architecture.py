@@ -37,7 +37,6 @@ LARGE_CLASSES = {
     "streamrl/observe/report/run_report.py:RunReport": 335,
     "streamrl/control/state.py:ControlState": 325,
     "streamrl/learning/trainer.py:TorchTrainer": 331,
-    "streamrl/rewards/calls/call_pool.py:CallPool": 293,
     "streamrl/stages/reward.py:RewardStage": 267,
 }
 
@@ -54,7 +53,6 @@ LARGE_FOLDERS = {
     "streamrl/cli": 18,
     "streamrl/control": 16,
     "streamrl/journal": 20,
-    "streamrl/rewards": 16,
     "streamrl/simulate": 19,
 }
 # What runs inside of vLLM's own processes.

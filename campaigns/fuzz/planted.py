@@ -109,10 +109,10 @@ BUGS = (
         "    except UNDECODABLE as error:\n",
         "    except msgspec.MsgspecError as error:\n",
     ),
-    Bug("rewards.call_answers", "rewards.call_frames", "    if len(answer.values) != count:\n", "    if False:\n"),
+    Bug("rewards.call_answers", "rewards.calls.frames", "    if len(answer.values) != count:\n", "    if False:\n"),
     Bug(
         "rewards.call_answers",
-        "rewards.call_frames",
+        "rewards.calls.frames",
         "    except UNDECODABLE as error:\n",
         "    except msgspec.MsgspecError as error:\n",
     ),

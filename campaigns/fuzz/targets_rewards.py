@@ -13,8 +13,8 @@ from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, lines_of, message, seed
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
-from streamrl.rewards.calls import call_frames
-from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, FrameReader, answered_values
+from streamrl.rewards.calls import frames as call_frames
+from streamrl.rewards.calls.frames import CallAnswer, CallOrder, FrameReader, answered_values
 from streamrl.rewards.inspect import RewardInspection, read_inspections
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallFailure, CheckedValue
@@ -56,10 +56,10 @@ def call_orders() -> Target:
     """What such a process reads from the worker."""
 
     def run(frames: Sequence[bytes]) -> str:
-        reader: FrameReader[list[CallOrder]] = FrameReader(list[CallOrder])
+        reader: FrameReader[CallOrder] = FrameReader(CallOrder)
         return f"{len(list(reader.feed(b''.join(frames))))} frames"
 
-    made = [message(_framed(msgspec.msgpack.encode(list(_ORDERS))))]
+    made = [message(_framed(msgspec.msgpack.encode(_ORDERS[0])))]
     return Target(name="rewards.call_orders", messages=made, run=run, refusals=(msgspec.DecodeError,))
 
 
@@ -79,7 +79,7 @@ def fork_server() -> Target:
     """What the fork server and the worker tell each other."""
     signature = RewardSignature(**_plain_fields(RewardSignature))
     reward = Reward(function="a.py:f", options={"a": {"b": [1, 2.5]}})
-    events = (call_frames.RewardsLoaded([signature], ["no"], 1), call_frames.ChildEnded(3, 99, -9))
+    events = (call_frames.RewardsLoaded([signature], ["no"], 1), call_frames.ChildEnded(3, -9))
     orders = (
         call_frames.LoadRewards([reward]),
         call_frames.ForkChild(3, True, 1 << 30),

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import anyio
 import msgspec
 
-from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import SampleReward, ScoreGroup
 from streamrl.base.types import Prompt, Trajectory
 from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.rewards import COMBINE_SEPARATE, COMBINE_WEIGHTS, Reward, RewardLimits
-from streamrl.rewards.calls.call_pool import CallPool
-from streamrl.rewards.calls.trusted_calls import TrustedCalls
-from streamrl.rewards.lanes import RewardLane
+from streamrl.rewards.calls.pool import CallPool
+from streamrl.rewards.calls.trusted import TrustedCoroutines, call_at_once, close_functions
 from streamrl.rewards.reward_exchange import outcome_of, score_message
+from streamrl.rewards.reward_queue import RewardQueue
 from streamrl.rewards.scoring import Outcome, SampleTexts, SampleValue, column_failure, combine
 from streamrl.rewards.signature import RewardFunction, RewardSignature, load_reward
 from streamrl.rewards.values import CallFailure, CallResult
-
-OnScored = Callable[[tuple[SampleReward, ...]], None]
 
 COMBINING = "combine"
 
@@ -51,42 +50,36 @@ class RewardSet:
 
     def __init__(self, attached: RewardsOf, tokenizer: Tokenizer, tasks: asyncio.TaskGroup) -> None:
         self.attached = attached
+        self.signatures: list[RewardSignature] = []
         self._tokenizer = tokenizer
         self._tasks = tasks
         combining = attached.combining
         self._all = (*attached.rewards, *([combining] if combining is not None else []))
         self.combines = combining is not None
-        self._trusted = {index: reward for index, reward in enumerate(self._all) if reward.trusted}
-        self._calls: TrustedCalls | None = None
+        self._trusted: dict[int, RewardFunction] = {}
+        self._coroutines = TrustedCoroutines(tasks)
+        other = [index for index, reward in enumerate(self._all) if not reward.trusted]
+        self._pool_index = {index: place for place, index in enumerate(other)}
         self._pool: CallPool | None = None
-        self._lanes: list[RewardLane] = []
-        self._signatures: list[RewardSignature] = []
+        self._queues = [RewardQueue(reward, attached.limits.concurrency) for reward in self._all]
 
     async def open(self) -> None:
         """Load the functions. Raises ``RecipeError`` with every problem."""
-        functions: dict[int, RewardFunction] = {i: load_reward(reward) for i, reward in self._trusted.items()}
-        signatures = {index: function.signature for index, function in functions.items()}
-        self._calls = TrustedCalls(self._tasks, functions)
-        other = [index for index in range(len(self._all)) if index not in self._trusted]
-        pool_index = {index: place for place, index in enumerate(other)}
-        if other:
-            self._pool = CallPool([self._all[index] for index in other], self.attached.limits.processes)
-            found = await self._pool.open()
-            signatures |= {index: found[place] for place, index in enumerate(other)}
-        concurrency = self.attached.limits.concurrency
-        for index, reward in enumerate(self._all):
-            if index in self._trusted:
-                lane = RewardLane(index, reward, self._calls.submit, concurrency)
-            else:
-                assert self._pool is not None
-                lane = RewardLane(pool_index[index], reward, self._pool.submit, concurrency)
-            self._lanes.append(lane)
-            self._signatures.append(signatures[index])
+        self._trusted = {i: load_reward(reward) for i, reward in enumerate(self._all) if reward.trusted}
+        found: list[RewardSignature] = []
+        if self._pool_index:
+            self._pool = CallPool([self._all[index] for index in self._pool_index], self.attached.limits.processes)
+            self._tasks.create_task(self._pool.run())
+            found = await self._pool.opened()
+        self.signatures = [
+            self._trusted[index].signature if index in self._trusted else found[self._pool_index[index]]
+            for index in range(len(self._all))
+        ]
 
     @property
     def per_group(self) -> bool:
         """Whether some function scores whole groups."""
-        return any(signature.per_group for signature in self._signatures)
+        return any(signature.per_group for signature in self.signatures)
 
     @property
     def longest_s(self) -> float:
@@ -96,23 +89,15 @@ class RewardSet:
     @property
     def stuck(self) -> int:
         """Trusted coroutines past their limit that still run."""
-        return self._calls.stuck if self._calls is not None else 0
-
-    @property
-    def running(self) -> dict[str, int]:
-        """Calls that have begun, by reward."""
-        return {lane.reward.label: lane.running for lane in self._lanes}
+        return self._coroutines.stuck
 
     async def watch(self) -> None:
         """Raises ``StreamRLError`` when call processes cannot be started any more; otherwise it never returns."""
-        pool = self._pool
-        await (pool.failed_for_good if pool is not None else asyncio.get_running_loop().create_future())
-        raise StreamRLError("reward processes cannot be started any more")
+        await (anyio.sleep_forever() if self._pool is None else self._pool.wait_for_failure())
 
-    def begin(self, order: ScoreGroup, prompts: Sequence[Prompt], on_scored: OnScored) -> None:
-        """Score one order. ``on_scored(rewards)`` is called once, now or later, with one for each completion in the
-        same order, whatever user code does; never where the set is closed before. ``prompts``: of the message."""
-        _Scoring(self, SampleTexts(order.completions, prompts, self._tokenizer), order.rank, on_scored).begin()
+    def begin(self, order: ScoreGroup, prompts: Sequence[Prompt]) -> Scoring:
+        """Score one order: plain trusted functions at once. ``prompts``: of the message."""
+        return Scoring(self, SampleTexts(order.completions, prompts, self._tokenizer), order.rank)
 
     async def score(self, trajectories: Sequence[Trajectory], rank: int = 0) -> tuple[Outcome, ...]:
         """One outcome for each trajectory, in the same order. Never raises for what user code does.
@@ -120,135 +105,155 @@ class RewardSet:
         ``rank``: of several orders that wait, the smallest goes first.
         """
         message = score_message(trajectories, rank=rank)
-        scored: asyncio.Future[tuple[SampleReward, ...]] = asyncio.get_running_loop().create_future()
-        self.begin(message.groups[0], message.prompts, partial(_unless_cancelled, scored))
         version = self.attached.version
-        rewards = await scored
+        rewards = await self.begin(message.groups[0], message.prompts).finish()
         return tuple(outcome_of(t, reward, version) for t, reward in zip(trajectories, rewards, strict=True))
 
     def remember_limits(self, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
         """Slowest correct calls by reward and key, which other workers have observed."""
-        for lane in self._lanes:
-            lane.limits.remember(slowest_s.get(lane.reward.label, {}))
+        for queue in self._queues:
+            queue.limits.remember(slowest_s.get(queue.reward.label, {}))
 
     def take_learnt_limits(self) -> dict[str, dict[str, float]]:
         """Slowest correct calls by reward and key, as far as they are news."""
-        return {lane.reward.label: news for lane in self._lanes if (news := lane.limits.take_news())}
+        return {queue.reward.label: news for queue in self._queues if (news := queue.limits.take_news())}
 
     async def aclose(self) -> None:
         """End call processes, and what built-in rewards hold. Calls that have not ended are forgotten. Idempotent."""
-        for lane in self._lanes:
-            lane.close()
-        if self._calls is not None:
-            await self._calls.aclose()
+        functions, self._trusted = self._trusted, {}
+        await close_functions(functions.values())
         if self._pool is not None:
             await self._pool.aclose()
 
-    def call(
-        self, index: int, texts: SampleTexts, members: list[int], rank: int, on_done: Callable[[CallResult], None]
-    ) -> None:
-        """One call of one function about ``members`` of an order."""
-        signature, lane = self._signatures[index], self._lanes[index]
-        arguments = texts.arguments(signature, members)
-        if isinstance(arguments, CallFailure):
-            on_done(column_failure(arguments, len(members)))
-            return
-        prompt = texts.prompt_of(members[0])
-        completion = [texts.texts[m] for m in members] if signature.per_group else texts.texts[members[0]]
-        key = prompt.prompt_id
-        if signature.limit_key:
-            # A source whose rows were not all looked at before the start may have one without the column.
-            key = str(prompt.columns.get(signature.limit_key, key))
-        lane.call(completion, arguments, on_done, count=len(members), key=key, rank=rank)
+    def call_now(
+        self, index: int, completion: Any, arguments: Mapping[str, Any], *, count: int, key: str
+    ) -> CallResult | None:
+        """The result of a plain trusted function that need not wait; None: use ``call``."""
+        queue, function = self._queues[index], self._trusted.get(index)
+        if function is None or function.signature.is_async or not queue.free:
+            return None
+        return queue.call_now(partial(call_at_once, function, completion, arguments, count), key)
 
-    def members_of_calls(self, index: int, texts: SampleTexts) -> list[list[int]]:
-        """Whom each call of a function is about: one completion, or all of a group."""
-        if self._signatures[index].per_group:
-            return texts.groups()
-        return [[place] for place in range(len(texts.completions))]
+    async def call(
+        self, index: int, completion: Any, arguments: Mapping[str, Any], *, count: int, key: str, rank: int
+    ) -> CallResult:
+        """The result of one call of one function about ``count`` completions, after retries."""
+        function = self._trusted.get(index)
 
-    def call_combining(
-        self,
-        texts: SampleTexts,
-        place: int,
-        named: dict[str, float],
-        rank: int,
-        on_done: Callable[[CallResult], None],
-    ) -> None:
-        """Let the recipe's own function make one number of the values of a sample."""
-        index = len(self.attached.rewards)
-        arguments = texts.arguments(self._signatures[index], [place])
-        if isinstance(arguments, CallFailure):
-            on_done(column_failure(arguments, 1))
-        else:
-            self._lanes[index].call(named, arguments, on_done, count=1, key="", rank=rank)
+        async def once(limit_s: float) -> CallResult:
+            if function is None:
+                assert self._pool is not None
+                place = self._pool_index[index]
+                return await self._pool.call(place, completion, arguments, count=count, limit_s=limit_s, rank=rank)
+            if function.signature.is_async:
+                return await self._coroutines.call(function, completion, arguments, count, limit_s)
+            return call_at_once(function, completion, arguments, count, limit_s)
+
+        return await self._queues[index].call(once, key=key, rank=rank)
 
 
-class _Scoring:
-    """One order while its calls are made: counts what is missing, without a task or a future of its own."""
+class _Asked(msgspec.Struct, frozen=True):
+    """A call of function ``index`` about ``members`` of an order."""
 
-    def __init__(self, rewards: RewardSet, texts: SampleTexts, rank: int, on_scored: OnScored) -> None:
+    index: int
+    members: Sequence[int]
+    completion: Any
+    arguments: Mapping[str, Any]
+    key: str
+
+
+class Scoring:
+    """One order while it is scored. ``scored``: the rewards, once all values are there."""
+
+    def __init__(self, rewards: RewardSet, texts: SampleTexts, rank: int) -> None:
+        self.scored: tuple[SampleReward, ...] | None = None
         self._rewards = rewards
         self._texts = texts
         self._rank = rank
-        self._on_scored = on_scored
-        self._missing = 1  # until all calls were asked for
-        self._values: list[list[SampleValue | None]] = []
-        self._own: list[CallResult | None] = []
+        attached = rewards.attached.rewards
+        self._values: list[list[SampleValue | None]] = [[None] * len(attached) for _ in texts.completions]
+        self._combined: list[CallResult | None] = [None] * len(texts.completions)
+        self._left = [asked for index in range(len(attached)) for asked in self._calls_of(index)]
+        self._call_now()
+        if not self._left:
+            self._combine()
 
-    def begin(self) -> None:
-        """Ask for all calls of all functions."""
+    async def finish(self) -> tuple[SampleReward, ...]:
+        """One reward for each completion of the order, in its order, whatever user code does."""
+        while self.scored is None:  # the values first, then what the recipe's function makes of them
+            calls, self._left = self._left, []
+            if len(calls) == 1:
+                await self._call(calls[0])
+            else:
+                async with anyio.create_task_group() as running:
+                    for asked in calls:
+                        running.start_soon(self._call, asked)
+            self._combine()
+        return self.scored
+
+    def _calls_of(self, index: int) -> list[_Asked]:
+        """Calls of a function that can be made: about one completion each, or about all of a group."""
+        texts, signature = self._texts, self._rewards.signatures[index]
+        calls = []
+        places = range(len(texts.completions))
+        for members in texts.groups() if signature.per_group else [[place] for place in places]:
+            arguments = texts.arguments(signature, members)
+            if isinstance(arguments, CallFailure):
+                self._set(index, members, column_failure(arguments, len(members)))
+                continue
+            prompt = texts.prompt_of(members[0])
+            key = prompt.prompt_id
+            if signature.limit_key:
+                # A source whose rows were not all looked at before the start may have one without the column.
+                key = str(prompt.columns.get(signature.limit_key, key))
+            completion = [texts.texts[m] for m in members] if signature.per_group else texts.texts[members[0]]
+            calls.append(_Asked(index, members, completion, arguments, key))
+        return calls
+
+    def _call_now(self) -> None:
+        left = []
+        for asked in self._left:
+            result = self._rewards.call_now(
+                asked.index, asked.completion, asked.arguments, count=len(asked.members), key=asked.key
+            )
+            if result is None:
+                left.append(asked)
+            else:
+                self._set(asked.index, asked.members, result)
+        self._left = left
+
+    async def _call(self, asked: _Asked) -> None:
+        result = await self._rewards.call(
+            asked.index, asked.completion, asked.arguments, count=len(asked.members), key=asked.key, rank=self._rank
+        )
+        self._set(asked.index, asked.members, result)
+
+    def _set(self, index: int, members: Sequence[int], result: CallResult) -> None:
         attached = self._rewards.attached.rewards
-        self._values = [[None] * len(attached) for _ in self._texts.completions]
-        for index in range(len(attached)):
-            for members in self._rewards.members_of_calls(index, self._texts):
-                self._missing += 1
-                self._rewards.call(index, self._texts, members, self._rank, partial(self._called, index, members))
-        self._one_less(self._combine)
-
-    def _called(self, index: int, members: Sequence[int], result: CallResult) -> None:
-        reward = self._rewards.attached.rewards[index]
+        if index == len(attached):
+            self._combined[members[0]] = result
+            return
         for member, checked in zip(members, result.values, strict=True):
-            self._values[member][index] = SampleValue(reward, checked, result)
-        self._one_less(self._combine)
-
-    def _one_less(self, then: Callable[[], None]) -> None:
-        self._missing -= 1
-        if not self._missing:
-            then()
+            self._values[member][index] = SampleValue(attached[index], checked, result)
 
     def _combine(self) -> None:
-        """All values are there. Where the recipe combines them by a function of its own, ask it first."""
-        if not self._rewards.combines:
-            self._finish()
-            return
-        self._own = [None] * len(self._values)
-        self._missing = 1
-        for place, values in enumerate(self._values):
-            trained = [value for value in values if value is not None and not value.reward.shadow]
-            named = {value.reward.label: v for value in trained if (v := value.value) is not None}
-            if named and all(value.failure is None for value in trained):
-                self._missing += 1
-                self._rewards.call_combining(self._texts, place, named, self._rank, partial(self._combined, place))
-        self._one_less(self._finish)
-
-    def _combined(self, place: int, result: CallResult) -> None:
-        self._own[place] = result
-        self._one_less(self._finish)
-
-    def _finish(self) -> None:
+        """All values are there. Where the recipe combines them by a function of its own, it is asked first."""
+        samples = [[value for value in values if value is not None] for values in self._values]
+        if self._rewards.combines and not any(self._combined):
+            index = len(self._rewards.attached.rewards)
+            for place, values in enumerate(samples):
+                trained = [value for value in values if not value.reward.shadow]
+                named = {value.reward.label: v for value in trained if (v := value.value) is not None}
+                if named and all(value.failure is None for value in trained):
+                    arguments = self._texts.arguments(self._rewards.signatures[index], [place])
+                    if isinstance(arguments, CallFailure):
+                        self._set(index, [place], column_failure(arguments, 1))
+                    else:
+                        self._left.append(_Asked(index, [place], named, arguments, ""))
+            self._call_now()
+            if self._left:
+                return
         separate = self._rewards.attached.limits.combine == COMBINE_SEPARATE
-        own = self._own or [None] * len(self._values)
-        self._on_scored(
-            tuple(
-                [
-                    combine([value for value in values if value is not None], own=made, separate=separate)
-                    for values, made in zip(self._values, own, strict=True)
-                ]
-            )
+        self.scored = tuple(
+            [combine(values, own=own, separate=separate) for values, own in zip(samples, self._combined, strict=True)]
         )
-
-
-def _unless_cancelled(scored: asyncio.Future[tuple[SampleReward, ...]], rewards: tuple[SampleReward, ...]) -> None:
-    if not scored.done():
-        scored.set_result(rewards)

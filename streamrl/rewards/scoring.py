@@ -27,7 +27,7 @@ from streamrl.base.types import (
 )
 from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.rewards import FailurePolicy, Reward
-from streamrl.rewards.lanes import total_of
+from streamrl.rewards.reward_queue import total_of
 from streamrl.rewards.signature import PROVIDED, RewardSignature
 from streamrl.rewards.values import CallFailure, CallResult, CheckedValue, failed
 

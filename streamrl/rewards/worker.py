@@ -11,7 +11,7 @@ leaves too much behind                the process ends with code 75 when it is i
 ====================================  ===========================================================================
 
 After code 75 the supervisor starts another worker. The streams break, they do not end, so the controller knows that
-what had no answer has to be sent again. Functions that are not trusted cannot do that: see ``call_pool``.
+what had no answer has to be sent again. Functions that are not trusted cannot do that: see ``calls.pool``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import logging
 import os
 import time
 from collections import Counter
-from functools import partial
 
+from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import RecipeError, StreamEnded
 from streamrl.base.stage_messages import (
     CloseRewardSet,
@@ -36,16 +36,17 @@ from streamrl.base.stage_messages import (
     RewardSetLoaded,
     RewardWorkerReady,
     SampleReward,
+    ScoreGroup,
     ScoreGroups,
 )
 from streamrl.base.wakeup import Wakeup
 from streamrl.comm.stream import ReceiveStream, WatchedSendStream, send_hello
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.calls.exit_timer import ExitTimer
-from streamrl.rewards.calls.fork_link import LOAD_LIMIT_S
+from streamrl.rewards.calls.pool import LOAD_LIMIT_S
+from streamrl.rewards.calls.trusted import ExitTimer
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
-from streamrl.rewards.reward_set import RewardSet, RewardsOf
+from streamrl.rewards.reward_set import RewardSet, RewardsOf, Scoring
 
 _HEARTBEAT_S = 0.5
 _STALL_GRACE_S = 2.0
@@ -80,26 +81,28 @@ async def run_reward_worker(
     timer = _open_timer() if owns_process else None
     user_calls = asyncio.TaskGroup()
     serving = _Serving(recipe, tokenizer, user_calls, orders, results, timer, owns_process=owns_process)
-    await serving.open()
     try:
-        async with user_calls, asyncio.TaskGroup() as life:
-            beating = life.create_task(serving.beat())
-            try:
-                await serving.run(worker)
-                if owns_process:
-                    await _leave(serving, results)
-            finally:
-                beating.cancel()
-                if timer is not None:  # from here on only user code can keep this process
-                    timer.rearm(_STALL_GRACE_S)
+        async with user_calls:
+            await serving.open()
+            async with asyncio.TaskGroup() as life:
+                beating = life.create_task(serving.beat())
+                try:
+                    await serving.run(worker)
+                    if owns_process:
+                        await _leave(serving, results)
+                finally:
+                    beating.cancel()
+                    if timer is not None:  # from here on only user code can keep this process
+                        timer.rearm(_STALL_GRACE_S)
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
     finally:
         if timer is not None and not serving.stuck:
             timer.disarm()
 
 
 class _Serving:
-    """Receives orders and answers them. An order has no task: its calls tell when they have ended, and what has been
-    scored since the last message goes out with the next one."""
+    """Receives orders and answers them. What was scored since the last message goes out with the next one."""
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class _Serving:
                 break
             match order:
                 case ScoreGroups():
-                    await self._begin(order)
+                    await self._begin(order, serving)
                 case LoadRewardSet():
                     # In turn with the orders: whoever sends an order of this version has heard that it is loaded.
                     task = serving.create_task(self._load_another(order, serving, watches))
@@ -193,20 +196,27 @@ class _Serving:
         while loading:
             await asyncio.wait(loading)
 
-    async def _begin(self, orders: ScoreGroups) -> None:
+    async def _begin(self, orders: ScoreGroups, serving: asyncio.TaskGroup) -> None:
         """Begin to score what came. Plain trusted functions run here, so between them the loop has its turn."""
         turn_ends = time.perf_counter() + _TURN_S
         for order in orders.groups:
             version = order.reward_version
             self._open_orders[version] += 1
-            self._sets[version].begin(order, orders.prompts, partial(self._scored_one, order.order_id, version))
+            scoring = self._sets[version].begin(order, orders.prompts)
+            if scoring.scored is not None:
+                self._answer_one(order, scoring.scored)
+            else:
+                serving.create_task(self._finish(order, scoring))
             if time.perf_counter() > turn_ends:
                 await asyncio.sleep(0)
                 turn_ends = time.perf_counter() + _TURN_S
 
-    def _scored_one(self, order_id: int, version: int, rewards: tuple[SampleReward, ...]) -> None:
-        self._open_orders[version] -= 1
-        self._scored.append(GroupScored(order_id=order_id, rewards=rewards))
+    async def _finish(self, order: ScoreGroup, scoring: Scoring) -> None:
+        self._answer_one(order, await scoring.finish())
+
+    def _answer_one(self, order: ScoreGroup, rewards: tuple[SampleReward, ...]) -> None:
+        self._open_orders[order.reward_version] -= 1
+        self._scored.append(GroupScored(order_id=order.order_id, rewards=rewards))
         self._changed.notify()
 
     async def _load(self, version: int, attached: RewardsOf) -> RewardSet:

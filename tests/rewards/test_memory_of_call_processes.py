@@ -11,10 +11,9 @@ import pytest
 
 SCRIPT = """
 import asyncio, ctypes, socket, sys, threading
-import msgspec
 from streamrl.recipe.rewards import Reward
-from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
-from streamrl.rewards.calls.call_process import LoopServer
+from streamrl.rewards.calls.frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
+from streamrl.rewards.calls.process import LoopServer
 from streamrl.rewards.signature import load_reward
 
 class Heap(ctypes.Structure):
@@ -26,10 +25,11 @@ worker, theirs = socket.socketpair()
 CALLS = 8
 
 def ask():
-    encoder, frames, sizes = msgspec.msgpack.Encoder(), FrameReader(CallAnswer), []
+    frames, sizes = FrameReader(CallAnswer), []
+    list(frames.feed(worker.recv(4096)))  # it is ready
     for number in range(400):
         orders = [CallOrder(number * CALLS + n + 1, 0, 60.0, "x" * 300, {}) for n in range(CALLS)]
-        worker.sendall(to_frame(encoder, orders))
+        worker.sendall(b"".join(map(to_frame, orders)))
         answers = 0
         while answers < CALLS:
             answers += len(list(frames.feed(worker.recv(4096))))

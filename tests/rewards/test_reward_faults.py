@@ -139,8 +139,6 @@ async def test_function_that_prints_100_mb_is_read_and_scored(
 async def test_only_the_call_in_progress_pays_when_its_process_ends(
     pool: Pool, make_trajectory: MakeTrajectory, name: str, kind: RewardFailureKind
 ) -> None:
-    """Quick calls are sent ahead in dozens. Those behind one that ends the process are run by another, and just once
-    for all that anybody sees."""
     rewards = await pool.open(Reward(function=f"{KILLERS}:{name}", timeout_s=0.2), processes=4)
     await rewards.score([make_trajectory("ab", sample=i) for i in range(20)])  # now they are known to be quick
     group = [make_trajectory("z" if i % 50 == 49 else "ab", sample=i) for i in range(200)]
@@ -295,7 +293,7 @@ def threaded_module(directory: Path, *, second_import: str) -> Path:
 async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_another(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("streamrl.rewards.calls.call_pool.LOAD_LIMIT_S", 1.5)
+    monkeypatch.setattr("streamrl.rewards.calls.pool.LOAD_LIMIT_S", 1.5)
     module = threaded_module(tmp_path, second_import="threading.Event().wait()")
     rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=0.3), processes=1)
     async with asyncio.timeout(20):
@@ -327,7 +325,7 @@ async def test_importing_again_takes_nothing_from_the_time_of_a_call(
 async def test_processes_that_never_begin_are_given_up_with_the_reason(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.rewards.calls.call_pool.LOAD_LIMIT_S", 0.2)
+    monkeypatch.setattr("streamrl.rewards.calls.pool.LOAD_LIMIT_S", 0.2)
     module = threaded_module(tmp_path, second_import="pass")
     module.write_text(module.read_text().replace("== 2:\n    pass", ">= 2:\n    threading.Event().wait()"))
     rewards = await pool.open(Reward(function=f"{module}:plain"), processes=1)
@@ -338,20 +336,21 @@ async def test_processes_that_never_begin_are_given_up_with_the_reason(
     scoring.cancel()
 
 
-async def test_process_that_stands_still_between_two_calls_is_replaced(
+async def test_call_that_leaves_its_output_blocked_is_late_and_its_process_is_replaced(
     pool: Pool, make_trajectory: MakeTrajectory
 ) -> None:
     rewards = await pool.open(Reward(function=f"{KILLERS}:stands_still_after_z", timeout_s=0.2), processes=1)
     async with asyncio.timeout(20):
         outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
-    assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [1.0, 2.0]
+    assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0]
+    assert isinstance(outcomes[0], RewardFailure) and outcomes[0].kind is TIMED_OUT
 
 
 async def test_killed_server_is_replaced(pool: Pool, make_trajectory: MakeTrajectory) -> None:
     rewards = await pool.open(Reward(function=f"{KILLERS}:length"), processes=1)
     before = await rewards.score([make_trajectory()])
-    assert rewards._pool is not None and rewards._pool._link._server is not None
-    rewards._pool._link._server.kill()
+    assert rewards._pool is not None and rewards._pool._server._process is not None
+    rewards._pool._server._process.kill()
     async with asyncio.timeout(10):
         after = await rewards.score([make_trajectory()])
     assert before[0].calls[0].value == after[0].calls[0].value == 3.0

@@ -21,10 +21,9 @@ from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards import load_reward
-from streamrl.rewards.calls.call_child import PoolCall
-from streamrl.rewards.calls.trusted_calls import TrustedCalls
-from streamrl.rewards.lanes import RewardLane
+from streamrl.rewards.calls.trusted import TrustedCoroutines
 from streamrl.rewards.reward_exchange import outcome_of
+from streamrl.rewards.reward_queue import RewardQueue
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import SampleValue, combine
 from streamrl.rewards.values import CallResult, CheckedValue, check_returned, check_value
@@ -148,12 +147,9 @@ async def test_failure_is_recorded_with_its_reason(
     recipe = make_recipe(*(name for name, _, _ in FAILURES), trusted=not in_processes)
     async with scoring(recipe) as rewards:
         outcomes = await rewards.score(trajectories)
-        lanes = {lane.reward.label: lane for lane in rewards._lanes}
-        for name, kind, message in FAILURES[:-2]:
+        for index, (name, kind, message) in enumerate(FAILURES[:-2]):
             arguments = {} if name != "match" else {"answer": 1, "bonus": float("nan")}
-            made: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
-            lanes[name].call("abc", arguments, made.set_result, count=1, key="p")
-            result = await made
+            result = await rewards.call(index, "abc", arguments, count=1, key="p", rank=0)
             (value,) = result.values
             if name in ("none", "mapping_of_nothing", "match"):
                 continue
@@ -193,7 +189,7 @@ async def test_time_limit_of_trusted_coroutines_holds(
         assert outcome.kind is TIMED_OUT
         assert "0.2 s" in outcome.message
         assert 0.2 <= outcome.reward_seconds < 5
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         assert rewards.stuck == (function == "swallows_cancellation")
 
 
@@ -423,88 +419,92 @@ def test_total_is_the_weighted_sum_of_what_applies(
         assert set(outcome.reward_parts) == {f"f{i}" for i, (value, _) in enumerate(parts) if value is not None}
 
 
-class Started:
-    """Where a lane starts its calls: they end when told."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def end(self, position: int, value: Any, seconds: float = 0.0) -> None:
-        call = self.calls.pop(position)
-        call.on_done(CallResult(check_returned(value, 1, per_group=False), seconds))
+def result_of(value: Any, seconds: float = 0.0) -> CallResult:
+    return CallResult(check_returned(value, 1, per_group=False), seconds)
 
 
 @pytest.mark.asyncio
-async def test_a_lane_bounds_its_calls_and_takes_the_smallest_rank_first() -> None:
-    started = Started()
-    lane = RewardLane(0, Reward(function="m:f", concurrency=2), started.calls.append, 64)
-    ended: list[Any] = []
-    for rank in (5, 4, 3, 1, 2):
-        lane.call(str(rank), {}, ended.append, count=1, key="k", rank=rank)
-    assert [call.completion for call in started.calls] == ["5", "4"]
-    started.end(0, 1.0)
-    started.end(0, 1.0)
-    assert [call.completion for call in started.calls] == ["1", "2"]
-    started.end(0, 1.0)
-    assert [call.completion for call in started.calls] == ["2", "3"]
-    lane.call("6", {}, ended.append, count=1, key="k", rank=6)
-    lane.close()
-    started.end(0, 1.0)
-    started.end(0, 1.0)
-    assert not started.calls and len(ended) == 3, "a closed lane begins nothing and tells nobody"
+async def test_a_queue_bounds_its_calls_and_takes_the_smallest_rank_first() -> None:
+    queue = RewardQueue(Reward(function="m:f", concurrency=2), 64)
+    began: list[int] = []
+    ends = {rank: asyncio.Event() for rank in range(1, 7)}
 
+    async def ask(rank: int) -> None:
+        async def call(limit_s: float) -> CallResult:
+            began.append(rank)
+            await ends[rank].wait()
+            return result_of(1.0)
 
-@pytest.mark.asyncio
-async def test_a_short_limit_holds_behind_a_long_one(release: Any) -> None:
-    """One timer watches all coroutines."""
-    ended: dict[str, CallResult] = {}
+        await queue.call(call, key="k", rank=rank)
+
+    async def settle() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
     async with asyncio.TaskGroup() as tasks:
-        calls = TrustedCalls(tasks, {0: load_reward(Reward(function=f"{KILLERS}:hangs_async"))})
-
-        def begin(name: str, limit_s: float) -> asyncio.Event:
-            over = asyncio.Event()
-
-            def on_done(result: CallResult) -> None:
-                ended[name] = result
-                over.set()
-
-            calls.submit(
-                PoolCall(
-                    function=0, completion="", arguments={}, count=1, limit_s=limit_s, rank=(0, 0), on_done=on_done,
-                    asked_at=0.0,
-                )
-            )  # fmt: skip
-            return over
-
-        last = begin("long", 0.15)
-        first = begin("short", 0.02)
-        await first.wait()
-        assert list(ended) == ["short"]
-        await begin("after", 0.02).wait()
-        assert list(ended) == ["short", "after"]
-        await last.wait()
-    assert list(ended) == ["short", "after", "long"]
-    assert all(r.values[0].failure and r.values[0].failure.kind is TIMED_OUT for r in ended.values())
+        asked = {rank: tasks.create_task(ask(rank)) for rank in (5, 4, 3, 1, 2)}
+        await settle()
+        assert began == [5, 4]
+        asked[2].cancel()  # it waits no more, and takes nobody's turn
+        for rank in (5, 4):
+            ends[rank].set()
+        await settle()
+        assert began == [5, 4, 1, 3]
+        asked[1].cancel()
+        ends[3].set()
+    assert queue.running == 0 and queue.free
 
 
 @pytest.mark.asyncio
-async def test_limits_follow_the_slowest_correct_call() -> None:
-    started, ended = Started(), list[Any]()
+async def test_calls_a_second_are_bounded() -> None:
+    queue = RewardQueue(Reward(function="m:f", rate_per_s=50.0), 64)
+
+    async def call(limit_s: float) -> CallResult:
+        return result_of(1.0)
+
+    started = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            tasks.create_task(queue.call(call, key="k"))
+    assert time.monotonic() - started >= 5 / 50
+
+
+@pytest.mark.asyncio
+async def test_a_short_limit_holds_beside_a_long_one(release: Any) -> None:
+    function = load_reward(Reward(function=f"{KILLERS}:hangs_async"))
+    ended: list[CallResult] = []
+    async with asyncio.TaskGroup() as tasks:
+        calls = TrustedCoroutines(tasks)
+
+        async def call(limit_s: float) -> None:
+            ended.append(await calls.call(function, "", {}, 1, limit_s))
+
+        for limit_s in (0.15, 0.02, 0.05):
+            tasks.create_task(call(limit_s))
+    assert [result.limit_s for result in ended] == [0.02, 0.05, 0.15]
+    assert all(r.values[0].failure and r.values[0].failure.kind is TIMED_OUT for r in ended)
+
+
+def test_limits_follow_the_slowest_correct_call() -> None:
     adaptive = AdaptiveTimeout(factor=1.5, min_s=2.0)
-    lane = RewardLane(0, Reward(function="m:f", timeout_s=30.0, adaptive_timeout=adaptive), started.calls.append, 64)
+    queue = RewardQueue(Reward(function="m:f", timeout_s=30.0, adaptive_timeout=adaptive), 64)
 
     def next_limit(key: str, value: Any, seconds: float) -> float:
-        lane.call("x", {}, ended.append, count=1, key=key)
-        limit: float = started.calls[0].limit_s
-        started.end(0, value, seconds)
-        return limit
+        limits: list[float] = []
+
+        def call(limit_s: float) -> CallResult:
+            limits.append(limit_s)
+            return result_of(value, seconds)
+
+        queue.call_now(call, key)
+        return limits[0]
 
     assert next_limit("a", 0.0, 25.0) == 30.0  # a wrong one teaches nothing
     assert next_limit("a", 1.0, 0.1) == 30.0
-    assert next_limit("a", 1.0, 4.0) == 2.0  # the floor
+    assert next_limit("a", 1.0, 4.0) == 2.0  # the least
     assert next_limit("a", 1.0, 1.0) == 6.0
     assert next_limit("a", 1.0, 25.0) == 6.0  # the slowest so far
-    assert next_limit("a", None, 1.0) == 30.0  # the ceiling
+    assert next_limit("a", None, 1.0) == 30.0  # the most
     assert next_limit("b", 1.0, 1.0) == 30.0  # each for itself
 
 

@@ -22,20 +22,19 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.rewards.calls.call_frames import (
+from streamrl.rewards.calls.frames import (
     CallPage,
     ChildEnded,
+    Clock,
     ForkChild,
     KillChild,
-    Leave,
     LoadRewards,
     RewardsLoaded,
     ServerEvent,
     ServerOrder,
     decode_order,
 )
-from streamrl.rewards.calls.call_process import run_call_process
-from streamrl.rewards.clock import Clock
+from streamrl.rewards.calls.process import run_call_process
 from streamrl.rewards.signature import RewardFunction, load_reward
 
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +52,6 @@ class ForkServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._encoder = msgspec.msgpack.Encoder()
         self._children: dict[int, int] = {}  # pid -> number of the child
         self._loading = LoadRewards(rewards=[])
         self._functions: list[RewardFunction] = []
@@ -61,7 +59,7 @@ class ForkServer:
         self._imported: set[int] = set()  # pids of what user modules started when they were imported
 
     def serve(self) -> None:
-        """Until told to leave, or the worker is gone."""
+        """Until the worker closes the socket, or is gone."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -79,10 +77,7 @@ class ForkServer:
                 received, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
                 if not received:
                     break
-                order = decode_order(received)
-                if isinstance(order, Leave):
-                    break
-                self._carry_out(order, descriptors)
+                self._carry_out(decode_order(received), descriptors)
         self._leave()
 
     def _carry_out(self, order: ServerOrder, descriptors: Sequence[int]) -> None:
@@ -127,7 +122,7 @@ class ForkServer:
         sys.stdout.flush()
         self._imported = set(_own_children())
         threads = len(os.listdir("/proc/self/task"))
-        self._tell(RewardsLoaded(signatures, problems, threads))
+        self._report(RewardsLoaded(signatures, problems, threads))
 
     def _fork(self, order: ForkChild, descriptors: Sequence[int]) -> None:
         own = os.getpid()
@@ -181,7 +176,7 @@ class ForkServer:
             _, status = os.waitpid(pid, 0)
             ended = True
             if child is not None:
-                self._tell(ChildEnded(child, pid, os.waitstatus_to_exitcode(status)))
+                self._report(ChildEnded(child, os.waitstatus_to_exitcode(status)))
         if ended:
             self._end_strays()
 
@@ -205,9 +200,9 @@ class ForkServer:
                 return
             Clock.sleep(_LOOK_S)
 
-    def _tell(self, event: ServerEvent) -> None:
+    def _report(self, event: ServerEvent) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then the next receive ends this process
-            self._control.send(self._encoder.encode(event))
+            self._control.send(msgspec.msgpack.encode(event))
 
 
 def _own_children() -> list[int]:

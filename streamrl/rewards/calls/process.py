@@ -23,12 +23,9 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.user_code import describe_error
-from streamrl.rewards.calls.call_frames import CallAnswer, CallOrder, CallPage, FrameReader, to_frame
-from streamrl.rewards.clock import Clock
+from streamrl.rewards.calls.frames import READY, CallAnswer, CallOrder, CallPage, Clock, FrameReader, to_frame
 from streamrl.rewards.signature import RewardFunction
 from streamrl.rewards.values import CheckedValue, check_returned, failed
 
@@ -116,40 +113,28 @@ def count_of(order: CallOrder) -> int:
 
 
 class SyncServer:
-    """Answers calls one by one, in the order in which they came."""
+    """Answers calls one by one."""
 
-    def __init__(
-        self, connection: socket.socket, page: CallPage, functions: Sequence[RewardFunction], memory_bytes: int
-    ) -> None:
+    def __init__(self, connection: socket.socket, functions: Sequence[RewardFunction], memory_bytes: int) -> None:
         self._connection = connection
-        self._page = page
         self._functions = functions
         self._age = _Age(memory_bytes)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._frames: FrameReader[list[CallOrder]] = FrameReader(list[CallOrder])
         self._pid = os.getpid()
         self._runner: asyncio.Runner | None = None
         self._cpu_limit_s = 0
-        self._retired = False
 
     def serve(self) -> None:
         """Until the worker closes the connection."""
+        frames: FrameReader[CallOrder] = FrameReader(CallOrder)
+        self._connection.sendall(to_frame(READY))
         while received := self._connection.recv(_RECEIVE_BYTES):
-            for orders in self._frames.feed(received):
-                for order in orders:
-                    if not self._retired:  # else the worker takes them back
-                        self._answer(order)
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
-                sys.stdout.flush()
+            for order in frames.feed(received):
+                self._answer(order)
 
     def _answer(self, order: CallOrder) -> None:
         self._allow_cpu(order.limit_s)
         count = count_of(order)
         function = self._functions[order.function]
-        self._page.begin(order.sequence)
-        if self._page.revoked(order.sequence):  # after it was shown to begin: the worker looks in the other order
-            self._page.end()
-            return
         exhausted = False
         started = Clock.perf_counter()
         try:
@@ -165,10 +150,10 @@ class SyncServer:
             del error
         if os.getpid() != self._pid:  # the function forked, and this is the copy
             _exit(0)
-        self._retired = exhausted or self._age.is_old()
-        answer = CallAnswer(order.sequence, seconds, list(values), self._retired, exhausted)
-        self._connection.sendall(to_frame(self._encoder, answer))
-        self._page.end()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
+            sys.stdout.flush()
+        retire = exhausted or self._age.is_old()
+        self._connection.sendall(to_frame(CallAnswer(order.sequence, seconds, list(values), retire, exhausted)))
 
     def _finish(self, pending: Awaitable[Any]) -> Any:
         if self._runner is None:
@@ -188,7 +173,7 @@ class SyncServer:
 
 
 class _Stepped:
-    """A coroutine whose every step is noted in the page, so that whoever blocks the loop is known."""
+    """A coroutine whose every step is noted in the page: so it is known which one blocks the loop."""
 
     def __init__(self, inner: Generator[Any, Any, Any], page: CallPage, sequence: int) -> None:
         self._inner = inner
@@ -230,22 +215,20 @@ class LoopServer:
         self._page = page
         self._functions = functions
         self._age = _Age(memory_bytes)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._answers: list[bytes] = []
+        self._answers: list[bytes] = [to_frame(READY)]
         self._written = asyncio.Event()
+        self._written.set()
 
     async def serve(self) -> None:
         """Until the worker closes the connection."""
-        frames: FrameReader[list[CallOrder]] = FrameReader(list[CallOrder])
+        frames: FrameReader[CallOrder] = FrameReader(CallOrder)
         loop = asyncio.get_running_loop()
         self._connection.setblocking(False)
         async with asyncio.TaskGroup() as calls:
             calls.create_task(self._write())
             while received := await loop.sock_recv(self._connection, _RECEIVE_BYTES):
-                for orders in frames.feed(received):
-                    for order in orders:
-                        if not self._page.revoked(order.sequence):
-                            self._begin(order, calls)
+                for order in frames.feed(received):
+                    self._begin(order, calls)
             _exit(0)
 
     async def _write(self) -> None:
@@ -311,12 +294,12 @@ class LoopServer:
         exhausted: bool = False,
     ) -> None:
         answer = CallAnswer(order.sequence, seconds, list(values), retire or self._age.is_old(), exhausted)
-        self._answers.append(to_frame(self._encoder, answer))
+        self._answers.append(to_frame(answer))
         self._written.set()
 
 
 def late_message(limit_s: float) -> str:
-    """What a call past its limit is told to have done."""
+    """The failure of a call past its limit."""
     return f"gave no reward within its time limit of {limit_s:g} s"
 
 
@@ -337,16 +320,15 @@ def run_call_process(
         limit_process(memory_bytes)
         _seed_generators()
         gc.freeze()
-        page.show_ready()
         if loop:
             with asyncio.Runner(loop_factory=_Loop) as runner:
                 runner.run(LoopServer(connection, page, functions, memory_bytes).serve())
         else:
-            SyncServer(connection, page, functions, memory_bytes).serve()
+            SyncServer(connection, functions, memory_bytes).serve()
         code = 0
     except (BrokenPipeError, ConnectionResetError):
         code = 0  # the worker is gone
-    except BaseException as error:  # noqa: BLE001 - it is told, and the process ends
+    except BaseException as error:  # noqa: BLE001 - it is written to the log, and the process ends
         sys.stderr.write(f"a reward process cannot go on: {describe_error(error)}\n")
     finally:
         _exit(code)

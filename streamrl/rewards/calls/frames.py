@@ -1,8 +1,7 @@
-"""What the reward worker and its call processes tell each other.
+"""Messages between the reward worker, its fork server and its call processes.
 
-Over a socket pair: frames of a length (4 bytes, little endian) and MessagePack. A frame carries many calls. A shared
-page per process records the running call, so that nothing is sent when a call begins, and the call that a killed
-process was running is known.
+Call processes: frames of a length (4 bytes, little endian) and MessagePack, over a socket pair. The fork server: a
+packet for each message, with descriptors beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -19,15 +19,23 @@ import msgspec
 from streamrl.base.errors import UNDECODABLE
 from streamrl.base.types import RewardFailureKind
 from streamrl.recipe.rewards import Reward
-from streamrl.rewards.clock import Clock
 from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CheckedValue, failed
 
 LARGEST_FRAME = 1 << 30
 _LENGTH = struct.Struct("<I")
-_SEQUENCE, _BEGUN, _REVOKED, _READY = range(4)
 
 Received = TypeVar("Received")
+
+
+class Clock:
+    """The functions of ``time``, taken before user code is imported. Libraries such as freezegun replace them in
+    ``time`` and in each module that imported them by name, but not in classes."""
+
+    monotonic = staticmethod(time.monotonic)
+    perf_counter = staticmethod(time.perf_counter)
+    process_time = staticmethod(time.process_time)
+    sleep = staticmethod(time.sleep)
 
 
 class CallOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -42,15 +50,18 @@ class CallOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """One value for each completion of the call. ``retire``: this process has grown too large or too old, or holds a
-    coroutine that does not end: give it no more calls. ``exhausted``: the call raised because this process had no
-    memory, threads or descriptors left, which another process may have."""
+    """One value for each completion of the call. ``sequence`` 0: the process is ready, or only says that it is to
+    ``retire``: it has grown too large or too old, or holds a coroutine that does not end. ``exhausted``: the call
+    raised because this process had no memory, threads or descriptors left, which another process may have."""
 
     sequence: int
     seconds: float
     values: list[CheckedValue]
     retire: bool = False
     exhausted: bool = False
+
+
+READY = CallAnswer(0, 0.0, [])
 
 
 class LoadRewards(msgspec.Struct, frozen=True, tag=True):
@@ -83,19 +94,14 @@ class KillChild(msgspec.Struct, frozen=True, tag=True):
     explain: bool = False
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Kill all of them and end."""
-
-
 class ChildEnded(msgspec.Struct, frozen=True, tag=True):
-    """``status``: exit code, or minus the signal. ``pid``: for the log."""
+    """``status``: exit code, or minus the signal."""
 
     child: int
-    pid: int
     status: int
 
 
-ServerOrder = LoadRewards | ForkChild | KillChild | Leave
+ServerOrder = LoadRewards | ForkChild | KillChild
 ServerEvent = RewardsLoaded | ChildEnded
 
 
@@ -124,9 +130,9 @@ class FrameReader(Generic[Received]):
         del buffer[:start]
 
 
-def to_frame(encoder: msgspec.msgpack.Encoder, content: Any) -> bytes:
+def to_frame(content: Any) -> bytes:
     """One frame."""
-    body = encoder.encode(content)
+    body = msgspec.msgpack.encode(content)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -147,12 +153,12 @@ def _is_finite(value: CheckedValue) -> bool:
 
 
 def decode_order(received: bytes) -> ServerOrder:
-    """What the fork server is told. Raises ``msgspec.DecodeError``."""
+    """An order to the fork server. Raises ``msgspec.DecodeError``."""
     return _decoded(_orders, received)
 
 
 def decode_event(received: bytes) -> ServerEvent:
-    """What the fork server tells. Raises ``msgspec.DecodeError``."""
+    """A report of the fork server. Raises ``msgspec.DecodeError``."""
     return _decoded(_events, received)
 
 
@@ -170,14 +176,14 @@ _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEv
 
 
 class CallPage:
-    """The shared page of one call process: whether it takes calls, the call that runs now, and which calls were taken
-    back. Times are the worker's own: a clock in the process may be one that user code has replaced."""
+    """Memory that a process of coroutines shares with the worker: the call whose step runs now, if any. It shows who
+    holds the loop, and who ended the process."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
-        self._words = memoryview(self._map).cast("Q")
+        self._words = memoryview(self._map).cast("Q")  # sequence number, steps begun
         self._seen = (0, 0)
-        self._seen_at = self._ready_at = 0.0
+        self._seen_at = 0.0
 
     @staticmethod
     def create() -> int:
@@ -186,43 +192,24 @@ class CallPage:
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return descriptor
 
-    def show_ready(self) -> None:
-        """Functions are loaded; calls begin from now on."""
-        self._words[_READY] = 1
-
-    @property
-    def ready_at(self) -> float:
-        """When the worker saw that first; 0.0: not yet."""
-        if not self._ready_at and self._words[_READY]:
-            self._ready_at = Clock.monotonic()
-        return self._ready_at
-
     def begin(self, sequence: int) -> None:
-        """A call, or one step of a coroutine, runs from now on."""
-        self._words[_BEGUN] += 1
-        self._words[_SEQUENCE] = sequence
+        """A step of a call runs from now on."""
+        self._words[1] += 1
+        self._words[0] = sequence
 
     def end(self) -> None:
         """None runs."""
-        self._words[_SEQUENCE] = 0
+        self._words[0] = 0
 
     def running(self) -> tuple[int, float]:
-        """Sequence number of the call that runs (0: none), and how many seconds ago the worker saw it first."""
-        seen = (self._words[_SEQUENCE], self._words[_BEGUN])
+        """Sequence number of the call whose step runs (0: none), and the seconds since the worker saw it first."""
+        seen = (self._words[0], self._words[1])
         now = Clock.monotonic()
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
         return seen[0], now - self._seen_at if seen[0] else 0.0
 
-    def revoke(self, through: int) -> None:
-        """Calls up to ``through`` that have not begun must not begin."""
-        self._words[_REVOKED] = through
-
-    def revoked(self, sequence: int) -> bool:
-        """Whether the call was taken back."""
-        return bool(sequence <= self._words[_REVOKED])
-
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Give the memory back."""
         self._words.release()
         self._map.close()

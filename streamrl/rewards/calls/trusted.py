@@ -1,0 +1,183 @@
+"""Calls of functions that the recipe trusts: in this process, coroutines on its loop, others at once.
+
+Nothing that they do comes out as an exception. A coroutine that swallows its cancellation is left behind and counted;
+one that blocks the loop ends the process (``ExitTimer``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from streamrl.base.types import RewardFailureKind
+from streamrl.rewards.calls.process import describe_raised, late_message
+from streamrl.rewards.signature import RewardFunction
+from streamrl.rewards.values import CallResult, CheckedValue, check_returned, failed
+
+_CLOSE_LIMIT_S = 1.0
+_BLOCKED_S = 0.25  # a timer that is so late: the loop was blocked, by an import or by another call
+
+_log = logging.getLogger(__name__)
+
+
+def call_at_once(
+    function: RewardFunction, completion: Any, arguments: Mapping[str, Any], count: int, limit_s: float
+) -> CallResult:
+    """The result of a plain function."""
+    started = time.perf_counter()
+    try:
+        returned = function.call(completion, **arguments)
+        if inspect.isawaitable(returned):
+            message = "returned an awaitable: write async def, or trusted = false"
+            if inspect.iscoroutine(returned):
+                returned.close()
+            values = failed(RewardFailureKind.WRONG_TYPE, message, count)
+        else:
+            values = check_returned(returned, count, per_group=function.signature.per_group)
+    except BaseException as error:  # noqa: BLE001 - SystemExit of a user's function is a failed reward, not our end
+        values = (describe_raised(error),) * count
+    seconds = time.perf_counter() - started
+    if seconds > limit_s:
+        values = failed(RewardFailureKind.TIMED_OUT, late_message(limit_s), count)
+    return CallResult(values, seconds, 0.0, limit_s)
+
+
+class TrustedCoroutines:
+    """``tasks`` must live as long as the worker: a coroutine that swallows its cancellation stays in it."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._late: set[asyncio.Task[tuple[CheckedValue, ...]]] = set()
+
+    @property
+    def stuck(self) -> int:
+        """Coroutines past their limit that still run."""
+        return len(self._late)
+
+    async def call(
+        self, function: RewardFunction, completion: Any, arguments: Mapping[str, Any], count: int, limit_s: float
+    ) -> CallResult:
+        """The result of a coroutine function, after ``limit_s`` at the latest."""
+        started = time.perf_counter()
+        task = self._tasks.create_task(_run(function, completion, arguments, count))
+        deadline = started + limit_s
+        try:
+            while not (await asyncio.wait([task], timeout=deadline - time.perf_counter()))[0]:
+                if time.perf_counter() - deadline <= _BLOCKED_S:
+                    break
+                deadline = time.perf_counter() + _BLOCKED_S  # it could not go on: it gets what it waited for
+        finally:
+            if not task.done():
+                self._late.add(task)
+                task.add_done_callback(self._late.discard)
+                task.cancel()
+        if task in self._late:
+            values = failed(RewardFailureKind.TIMED_OUT, late_message(limit_s), count)
+        elif task.cancelled():
+            values = failed(RewardFailureKind.RAISED, "CancelledError: it was cancelled by itself", count)
+        else:
+            values = task.result()
+        return CallResult(values, time.perf_counter() - started, 0.0, limit_s)
+
+
+async def _run(
+    function: RewardFunction, completion: Any, arguments: Mapping[str, Any], count: int
+) -> tuple[CheckedValue, ...]:
+    try:
+        returned = await function.call(completion, **arguments)
+        return check_returned(returned, count, per_group=function.signature.per_group)
+    except asyncio.CancelledError:
+        raise  # by us, or by itself: the caller sees which
+    except BaseException as error:  # noqa: BLE001 - SystemExit of a user's coroutine is a failed reward, not our end
+        return (describe_raised(error),) * count
+
+
+async def close_functions(functions: Iterable[RewardFunction]) -> None:
+    """Let built-in rewards give back what they hold: connections, a model, a sandbox."""
+    async with asyncio.TaskGroup() as closing:
+        for function in functions:
+            if ":" not in function.signature.spec:  # a user's function is one for all versions
+                closing.create_task(_close(function))
+
+
+async def _close(function: RewardFunction) -> None:
+    aclose = getattr(function.call, "aclose", None)
+    if aclose is None:
+        return
+    try:
+        await asyncio.wait_for(aclose(), _CLOSE_LIMIT_S)
+    except Exception as error:  # noqa: BLE001 - it is over with this reward, and others go on
+        _log.warning("closing reward %s failed: %s: %s", function.name, type(error).__name__, error)
+
+
+_CLOCK_MONOTONIC = 1
+_SIGEV_THREAD = 2
+_STACKS_LEAD_S = 0.25  # the stacks are written this long before the end
+
+
+class _SignalEvent(ctypes.Structure):
+    """``struct sigevent`` of Linux (64 bytes): ``function(value)`` is called on expiry."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal_number", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    )
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _TimerSpec(ctypes.Structure):
+    _fields_ = (("interval", _TimeSpec), ("value", _TimeSpec))
+
+
+class ExitTimer:
+    """Ends the process with ``exit_code`` unless ``rearm`` or ``disarm`` is called in time, although Python cannot run.
+
+    A regular expression that backtracks, or the power of a huge integer, holds the interpreter lock for as long as it
+    takes: no other Python thread runs. The POSIX timer calls the C library's ``_exit`` on a thread that the C library
+    makes (``SIGEV_THREAD``, timer_create(2)). Shortly before, the stacks of all threads go to stderr, so that the log
+    names the function that hung.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        """Raises ``OSError`` where the C library has no such timer (it is Linux's)."""
+        try:
+            self._library = ctypes.CDLL(None, use_errno=True)
+            called = ctypes.cast(self._library._exit, ctypes.c_void_p).value
+            create = self._library.timer_create
+        except AttributeError as error:
+            raise OSError("the C library has no POSIX timers") from error
+        event = _SignalEvent(value=exit_code, notify=_SIGEV_THREAD, function=called)
+        self._timer = ctypes.c_void_p()
+        if create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
+            raise OSError(ctypes.get_errno(), "timer_create failed")
+
+    def rearm(self, seconds: float) -> None:
+        """The process has ``seconds`` from now until the next call."""
+        self._set(seconds)
+        if sys.__stderr__ is not None and seconds > _STACKS_LEAD_S:
+            faulthandler.dump_traceback_later(seconds - _STACKS_LEAD_S, file=sys.__stderr__)
+
+    def disarm(self) -> None:
+        """The process may live."""
+        self._set(0.0)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _set(self, seconds: float) -> None:
+        whole = int(seconds)
+        value = _TimeSpec(whole, int((seconds - whole) * 1e9))
+        if self._library.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec(_TimeSpec(0, 0), value)), None) != 0:
+            raise OSError(ctypes.get_errno(), "timer_settime failed")
