@@ -340,7 +340,7 @@ class CallPool:
                         for _ in range(0 if all(is_async) else self._warm):
                             self._add_slot()
                         if any(is_async):
-                            self._tasks.start_soon(self._serve_coroutines)
+                            self.add_loop()
                         await self._grow()
                     except RecipeError as error:
                         self._problems = error.problems
@@ -365,7 +365,7 @@ class CallPool:
     ) -> CallResult:
         """The result of one call, whatever user code does. Of those that wait, the smallest ``rank`` begins first."""
         call = Call(function, completion, arguments, count, limit_s, anyio.Event())
-        self._enqueue(call, rank)
+        self.enqueue(call, rank)
         await call.done.wait()
         assert call.result is not None
         return call.result
@@ -382,13 +382,15 @@ class CallPool:
 
     # ---- which call next -------------------------------------------------------------------------
 
-    def _enqueue(self, call: Call, rank: int = -1) -> None:
+    def enqueue(self, call: Call, rank: int = -1) -> None:
+        """Let a call wait for a process; before all others where it has been given to one already."""
         self._calls += 1
         waiting = self._waiting[self._signatures[call.function].is_async]
         heapq.heappush(waiting, ((rank, self._calls), call))
         self._changed.notify()
 
-    async def _next(self, *, coroutines: bool) -> Call:
+    async def next_call(self, *, coroutines: bool) -> Call:
+        """The call that is to begin next."""
         while not self._waiting[coroutines]:
             await self._changed.wait()
         return heapq.heappop(self._waiting[coroutines])[1]
@@ -407,6 +409,10 @@ class CallPool:
     def _add_slot(self) -> None:
         self._slots += 1
         self._tasks.start_soon(self._serve_plain)
+
+    def add_loop(self) -> None:
+        """Start a process of coroutines, beside one that retires."""
+        self._tasks.start_soon(self._serve_coroutines)
 
     # ---- processes -------------------------------------------------------------------------------
 
@@ -447,7 +453,7 @@ class CallPool:
             while not child.retired:
                 if call is None:
                     with anyio.move_on_after(_IDLE_S if self._slots > self._warm else None):
-                        call = await self._next(coroutines=False)
+                        call = await self.next_call(coroutines=False)
                 if call is None:
                     if self._slots > self._warm:
                         self._slots -= 1
@@ -495,73 +501,86 @@ class CallPool:
         """The process of coroutines, and its successors. One that retires finishes what it has beside its successor."""
         while True:
             child = await self._start_child(loop=True)
-            pending: dict[int, Call] = {}
-            async with anyio.create_task_group() as serving:
-                serving.start_soon(self._give_coroutines, child, pending)
-                serving.start_soon(self._watch_coroutines, child, pending, serving.cancel_scope)
-                await self._take_answers(child, pending)
-                serving.cancel_scope.cancel()
-            for call in pending.values():
-                self._enqueue(call)
+            process = _LoopProcess(child, self)
+            await process.serve()
+            for call in process.pending.values():
+                self.enqueue(call)
             self._end(child)
             if child.retired:
                 return
 
-    async def _give_coroutines(self, child: CallChild, pending: dict[int, Call]) -> None:
-        while not child.retired:
-            call = await self._next(coroutines=True)
-            if child.retired:
-                self._enqueue(call)
-            else:
-                pending[child.sequence + 1] = call
-                await child.send(call)
 
-    async def _take_answers(self, child: CallChild, pending: dict[int, Call]) -> None:
+class _LoopProcess:
+    """A process of coroutines while it serves. ``pending``: calls that it has, by sequence number."""
+
+    def __init__(self, child: CallChild, pool: CallPool) -> None:
+        self.pending: dict[int, Call] = {}
+        self._child = child
+        self._pool = pool
+
+    async def serve(self) -> None:
+        """Until the process ends, or is to end; calls that are pending then have to run in another."""
+        async with anyio.create_task_group() as serving:
+            serving.start_soon(self._give)
+            serving.start_soon(self._watch, serving.cancel_scope)
+            await self._take_answers()
+            serving.cancel_scope.cancel()
+
+    async def _give(self) -> None:
+        while not self._child.retired:
+            call = await self._pool.next_call(coroutines=True)
+            if self._child.retired:
+                self._pool.enqueue(call)
+            else:
+                self.pending[self._child.sequence + 1] = call
+                await self._child.send(call)
+
+    async def _take_answers(self) -> None:
         """Until the process ends, or is to end."""
-        while not child.retired or pending:
+        while not self._child.retired or self.pending:
             try:
-                answer = await child.receive()
+                answer = await self._child.receive()
             except msgspec.DecodeError as error:
-                await self._blame(child, pending, f"wrote to its channel ({error})")
+                await self._blame(f"wrote to its channel ({error})")
                 return
             if answer is None:
-                await self._blame(child, pending, f"ended its process ({await child.how_it_ended()})")
+                await self._blame(f"ended its process ({await self._child.how_it_ended()})")
                 return
-            first = not child.retired  # calls that find it exhausted after the first did not cause it
+            first = not self._child.retired  # calls that find it exhausted after the first did not cause it
             if (answer.retire or answer.exhausted) and first:
-                child.retired = True
-                self._tasks.start_soon(self._serve_coroutines)
-            call = pending.pop(answer.sequence, None)
+                self._child.retired = True
+                self._pool.add_loop()
+            call = self.pending.pop(answer.sequence, None)
             if call is not None and answer.exhausted and not (first and call.again):
                 call.again = call.again or first
-                self._enqueue(call)
+                self._pool.enqueue(call)
             elif call is not None:
                 call.finish(answered_values(answer, call.count), answer.seconds)
 
-    async def _blame(self, child: CallChild, pending: dict[int, Call], message: str) -> None:
+    async def _blame(self, message: str) -> None:
         """The call whose step ran failed; others are run again, and no more than twice where no step ran."""
-        guilty = pending.pop(child.page.running()[0], None)
+        guilty = self.pending.pop(self._child.page.running()[0], None)
         if guilty is not None:
             guilty.fail(RewardFailureKind.RAISED, message)
-        for sequence, call in list(pending.items()):
+        for sequence, call in list(self.pending.items()):
             call.lost += guilty is None
             if call.lost > _MOST_LOST:
-                del pending[sequence]
+                del self.pending[sequence]
                 call.fail(RewardFailureKind.RAISED, f"{message}, as it did {_MOST_LOST} times before")
 
-    async def _watch_coroutines(self, child: CallChild, pending: dict[int, Call], serving: anyio.CancelScope) -> None:
+    async def _watch(self, serving: anyio.CancelScope) -> None:
         """End the process when a call is late although the process should have ended it."""
         while True:
             await anyio.sleep(_TICK_S * 5)
-            sequence, seconds = child.page.running()  # at every turn: it tells since when it was seen
+            sequence, seconds = self._child.page.running()  # at every turn: it tells since when it was seen
             now = anyio.current_time()
-            late = [key for key, call in pending.items() if now - call.sent_at > call.limit_s + _LATE_GRACE_S]
+            late = [key for key, call in self.pending.items() if now - call.sent_at > call.limit_s + _LATE_GRACE_S]
             if not late:
                 continue
-            if sequence in pending and seconds > _BLOCKING_S:
+            if sequence in self.pending and seconds > _BLOCKING_S:
                 late = [sequence]
             for key in late:
-                call = pending.pop(key)
+                call = self.pending.pop(key)
                 message = late_message(call.limit_s)
                 if key == sequence:
                     message = (
@@ -569,7 +588,7 @@ class CallPool:
                         "a plain function"
                     )
                 call.fail(RewardFailureKind.TIMED_OUT, message)
-            child.hangs = True
+            self._child.hangs = True
             serving.cancel()
 
 
