@@ -293,7 +293,7 @@ def threaded_module(directory: Path, *, second_import: str) -> Path:
 async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_another(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("streamrl.rewards.calls.pool.LOAD_LIMIT_S", 1.5)
+    monkeypatch.setattr("streamrl.rewards.calls.pool._READY_LIMIT_S", 1.5)
     module = threaded_module(tmp_path, second_import="threading.Event().wait()")
     rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=0.3), processes=1)
     async with asyncio.timeout(20):
@@ -325,7 +325,7 @@ async def test_importing_again_takes_nothing_from_the_time_of_a_call(
 async def test_processes_that_never_begin_are_given_up_with_the_reason(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.rewards.calls.pool.LOAD_LIMIT_S", 0.2)
+    monkeypatch.setattr("streamrl.rewards.calls.pool._READY_LIMIT_S", 0.2)
     module = threaded_module(tmp_path, second_import="pass")
     module.write_text(module.read_text().replace("== 2:\n    pass", ">= 2:\n    threading.Event().wait()"))
     rewards = await pool.open(Reward(function=f"{module}:plain"), processes=1)

@@ -53,6 +53,7 @@ from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallResult, CheckedValue, failed
 
 LOAD_LIMIT_S = 120.0
+_READY_LIMIT_S = LOAD_LIMIT_S  # of one process, which imports the functions anew where they have threads
 _LEAVE_LIMIT_S = 3.0
 _STATUS_LIMIT_S = 2.0  # from the end of a process's socket until the fork server reports how it ended
 _TICK_S = 0.02
@@ -423,8 +424,8 @@ class CallPool:
             child = CallChild(self._forked, loop=loop)
             self._children.add(child)
             self._server.fork(child, self._memory_bytes)
-            reason = f"it was not ready within {LOAD_LIMIT_S:g} s"
-            with anyio.move_on_after(LOAD_LIMIT_S), contextlib.suppress(msgspec.DecodeError):
+            reason = f"it was not ready within {_READY_LIMIT_S:g} s"
+            with anyio.move_on_after(_READY_LIMIT_S), contextlib.suppress(msgspec.DecodeError):
                 if await child.receive() is not None:
                     self._server.starts_since_ready = 0
                     return child
