@@ -38,6 +38,8 @@ lint: venv
 	@echo "lint: ruff"
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --no-cache --check .
+	@echo "lint: sizes and words"
+	$(BIN)/python lint/house.py
 
 types: venv
 	@echo "types: mypy"
