@@ -1,8 +1,7 @@
 """Count sizes and words of this repository, against limits that may only fall (part of ``make lint``).
 
-``python lint/house.py`` prints one line a count, with ``-v`` also each place, and exits 1 where a count is above its limit.
-
-Lower a limit when its count falls; raise none.
+``python lint/house.py`` prints one line a count, with ``-v`` also each place, and exits 1 where a count is above its
+limit. Lower a limit when its count falls; raise none.
 """
 
 from __future__ import annotations
