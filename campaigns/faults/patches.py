@@ -44,8 +44,7 @@ from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.signature import inspect_reward
 from streamrl.run import pipeline as run_module
 from streamrl.run import run_controller as pipeline
-from streamrl.run.run_inputs import refuse_changes
-from streamrl.run.run_lock import RunLock
+from streamrl.run.run_directory import RunLock, refuse_changes
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash.crash_bundle import write_crash_bundle

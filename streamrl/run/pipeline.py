@@ -37,8 +37,7 @@ from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, rewards_file
 from streamrl.run.control_operations import ControlOperations
-from streamrl.run.run_inputs import NOT_RESUMED, refuse_changes, write_changed_recipe, write_inputs
-from streamrl.run.run_lock import RunLock
+from streamrl.run.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
 from streamrl.supervise.crash.crash_bundle import write_crash_bundle

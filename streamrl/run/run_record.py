@@ -20,7 +20,7 @@ from streamrl.journal.run_journal import RunJournal
 from streamrl.learning.state.durable_files import newest_checkpoint, surviving
 from streamrl.plan.topology import JOURNAL_DIRECTORY
 from streamrl.recipe.sections import JournalKind, Recipe
-from streamrl.run.run_inputs import NOT_RESUMED
+from streamrl.run.run_directory import NOT_RESUMED
 
 METRICS = "metrics.jsonl"
 

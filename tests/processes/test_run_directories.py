@@ -19,8 +19,7 @@ from streamrl.learning.state.durable_files import flush_and_digest, write_digest
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.run.pipeline import Pipeline, _make_run_directory
-from streamrl.run.run_inputs import write_inputs
-from streamrl.run.run_lock import RunLock
+from streamrl.run.run_directory import RunLock, write_inputs
 from streamrl.run.run_record import METRICS, open_record, refuse_lost_journal
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,7 @@ from msgspec import structs
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run import run_inputs
-from streamrl.run.run_inputs import changed_inputs, refuse_changes, write_inputs
-from streamrl.run.run_lock import RunLock
+from streamrl.run.run_directory import INPUTS_FILE, RunInputs, RunLock, changed_inputs, refuse_changes, write_inputs
 
 
 @pytest.fixture
@@ -44,12 +41,17 @@ def test_every_change_is_named(recipe: Recipe, tmp_path: Path) -> None:
     write_inputs(tmp_path, recipe)
     assert refuse_changes(tmp_path, recipe, force=False) == []
     (tmp_path / "rows.jsonl").write_text("{} \n")
-    (tmp_path / "score.py").write_text("def score(completion): return 0.5\n")
+    (tmp_path / "score.py").write_text("def score(completion): return 0.25\n")
     (tmp_path / "model" / "config.json").unlink()
     (tmp_path / "model" / "added.json").write_text("{}")
     found = "\n".join(changed_inputs(tmp_path, recipe))
     assert found.count("\n") == 3
-    for part in ("rows.jsonl is not as it was", "score.py is not", "config.json is not there", "added.json was not"):
+    for part in (
+        "rows.jsonl was 3 bytes, now 4 bytes",
+        "score.py was 34 bytes, now 35 bytes",
+        "config.json was 2 bytes, now not there",
+        "added.json was not there, now 2 bytes",
+    ):
         assert part in found
     with pytest.raises(RecipeError, match="--force") as refused:
         refuse_changes(tmp_path, recipe, force=False)
@@ -79,57 +81,13 @@ def test_every_changed_setting_is_named(recipe: Recipe, tmp_path: Path) -> None:
     )
 
 
-def test_what_an_older_streamrl_did_not_note_is_not_asked_for(recipe: Recipe, tmp_path: Path) -> None:
-    write_inputs(tmp_path, recipe)
-    path = tmp_path / run_inputs.INPUTS_FILE
-    noted = msgspec.json.decode(path.read_bytes())
-    del noted["recipe"]
-    path.write_bytes(msgspec.json.encode(noted))
-    assert changed_inputs(tmp_path, recipe) == []
-
-
-def test_all_code_of_the_user_is_looked_at(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "mine" / "scores"
-    package.mkdir(parents=True)
-    files = [package / "short.py", tmp_path / "together.py", tmp_path / "in_turn.py"]
-    for file in [package / "__init__.py", *files]:
-        file.write_text("raise SystemExit  # nobody imports it\n")
-    monkeypatch.syspath_prepend(tmp_path / "mine")
-    chosen = structs.replace(
-        recipe,
-        rewards=(structs.replace(recipe.rewards[0], function="scores.short:score"),),
-        reward_limits=structs.replace(recipe.reward_limits, combine=f"{files[1]}:both"),
-        rollout=structs.replace(recipe.rollout, policy=f"{files[2]}:Rounds"),
-    )
-    write_inputs(tmp_path, chosen)
-    assert changed_inputs(tmp_path, chosen) == []
-    for file in files:
-        file.write_text("")
-    assert changed_inputs(tmp_path, chosen) == [f"{file} is not as it was when the run was started" for file in files]
-
-
 def test_a_package_of_another_version_is_named(recipe: Recipe, tmp_path: Path) -> None:
     write_inputs(tmp_path, recipe)
-    path = tmp_path / run_inputs.INPUTS_FILE
-    then = msgspec.json.decode(path.read_bytes(), type=run_inputs.RunInputs)
+    path = tmp_path / INPUTS_FILE
+    then = msgspec.json.decode(path.read_bytes(), type=RunInputs)
     path.write_bytes(msgspec.json.encode(structs.replace(then, packages=then.packages | {"torch": "1.0"})))
     (found,) = changed_inputs(tmp_path, recipe)
     assert found.startswith("torch was 1.0, now ")
-
-
-def test_large_files_are_known_by_size_head_and_tail(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_inputs, "_WHOLE_BYTES", 1 << 20)
-    write_inputs(tmp_path, recipe)
-    weights = tmp_path / "model" / "model.safetensors"
-    with weights.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    assert len(changed_inputs(tmp_path, recipe)) == 1
-    with weights.open("ab") as file:
-        file.truncate(3 << 20)
-    assert len(changed_inputs(tmp_path, recipe)) == 1
 
 
 def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
@@ -140,7 +98,7 @@ def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
 HOLD = """
 import signal, sys
 from pathlib import Path
-from streamrl.run.run_lock import RunLock
+from streamrl.run.run_directory import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 signal.pause()
