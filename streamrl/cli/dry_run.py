@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.plan.arithmetic import arithmetic_lines, process_lines
 from streamrl.plan.gpus import gpu_placement
 from streamrl.plan.preflight import CheckedModel, check_model, preflight, resumed
+from streamrl.plan.summary import arithmetic_lines, process_lines
 from streamrl.plan.topology import plan_topology
 from streamrl.prompts.model_probe import problem_of_model
 from streamrl.prompts.prompt_spec import SourceKind, read_spec

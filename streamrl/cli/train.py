@@ -18,12 +18,10 @@ from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPa
 from streamrl.cli.dry_run import dry_run
 from streamrl.observe.terminal.printable import also_log_to, log_to
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.plan.arithmetic import SIMULATED_SENTENCE
+from streamrl.plan.summary import SIMULATED_SENTENCE, learning_rate_notice, streaming_notice
 from streamrl.plan.topology import Role, plan_topology
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
-from streamrl.rules.learning_rates import learning_rate_notice
-from streamrl.rules.objective_text import streaming_notice
 from streamrl.rules.transport_rules import insecure_notice
 from streamrl.run.pipeline import Pipeline, recipe_of_run
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from streamrl.base.errors import RecipeError
-from streamrl.plan.arithmetic import device_bytes
+from streamrl.plan.memory import device_bytes
 from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.plan.placement import Demand, Gpu, Placement, place
 from streamrl.plan.topology import CUDA_DEVICES

@@ -18,7 +18,6 @@ from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.judge.options import judge_problems
 from streamrl.learning.state.durable_files import read_digests, surviving
-from streamrl.plan.arithmetic import estimate_memory, gib
 from streamrl.plan.gpus import facts_of, gpu_placement, visible_gpus
 from streamrl.plan.machine_check import (
     GIB,
@@ -29,6 +28,7 @@ from streamrl.plan.machine_check import (
     port_problem,
     shared_memory,
 )
+from streamrl.plan.memory import estimate_memory, gib
 from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.plan.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
 from streamrl.prompts.prompts import check_prompts, missing_source
@@ -264,7 +264,7 @@ def _memory(recipe: Recipe, model: CheckedModel | None) -> Iterator[str]:
     if model is None or visible_gpus():
         return
     elsewhere = {process.name for process in plan_topology(recipe, Path("/tmp")).processes if not process.local}
-    estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model)).by_process
+    estimate = estimate_memory(recipe, model.facts, model.context, facts_of(recipe.judge.model))
     needed, available = sum(size for name, size in estimate.items() if name not in elsewhere), available_memory()
     if needed > available:
         yield (

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.rules.sizing_rules import SMALLEST_SIZE
+from streamrl.recipe.scheduling import SMALLEST_SIZE
 
 LengthTable = NDArray[np.float64]
 """``_GL``: lengths of G groups of equally many members L, by sample number; infinite where a member was truncated."""

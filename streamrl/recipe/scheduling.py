@@ -18,6 +18,8 @@ from streamrl.recipe.fields import (
     doc,
 )
 
+SMALLEST_SIZE = 4
+"""Of a group that may straggle: of two rollouts the longest is less than twice the median."""
 WIDEST_AUTOMATIC_RACE = 1.5
 """Largest ``prompt_oversampling`` that rounds = "auto" chooses."""
 

@@ -1,130 +1,132 @@
-"""What the sets of engines of a recipe must satisfy together. The machine is asked by ``preflight``."""
+"""Rules of ``[engines]``, of its sets, and of what vLLM samples with. ``plan.preflight`` asks the machine."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
 
 from streamrl.plan.topology import prepared_sets
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import EngineKind, Launch, Recipe, ReleaseKind
+from streamrl.rules.rule import Broken, Problem, rule
 
+ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 COLDEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM samples with as they are."""
 KINDS_OF_ROUNDS = {RoundKind.SYNCHRONOUS: {"synchronous"}, RoundKind.TAIL_BATCHING: {"short", "long"}}
 """Rounds whose kinds are known; others may call theirs what they like."""
 
 
-def prepared_engine_sets(recipe: Recipe) -> Iterator[tuple[str, str]]:
+_CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+
+
+def are_cores(text: str) -> bool:
+    """Whether ``text`` is such as ``0``, ``0-3`` or ``0,2,4-7``."""
+    ranges = [_CORES.fullmatch(part) for part in text.split(",")]
+    return all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges)
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit", "engines", "transport.engines")
+def prepared_engine_sets(recipe: Recipe) -> Broken:
     """One set is awake, and they change between rounds: there must be such a time, and something to choose from."""
     engines = recipe.engines
     if not engines.sets:
         if engines.rounds:
-            yield "engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set"
+            yield Problem("engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set")
         return
     yield from _shapes(recipe)
     rounds = recipe.rollout.rounds
     if not recipe.on_policy:
-        yield (
+        yield Problem(
             "engines.sets",
-            (
-                f'does not fit rounds = "{rounds}" at staleness {recipe.rollout.max_staleness}, where one round runs '
-                "into the next and no set may leave: leave engines.sets out, or take rounds that train on-policy"
-            ),
+            f'does not fit rounds = "{rounds}" at staleness {recipe.rollout.max_staleness}, where one round runs '
+            "into the next and no set may leave: leave engines.sets out, or take rounds that train on-policy",
         )
     if recipe.rollout.presubmit:
-        yield (
+        yield Problem(
             "engines.sets",
-            (
-                "does not fit rollout.presubmit, which submits a round before its set of engines serves: "
-                "set presubmit = false, or leave engines.sets out"
-            ),
+            "does not fit rollout.presubmit, which submits a round before its set of engines serves: "
+            "set presubmit = false, or leave engines.sets out",
         )
     if engines.release is not ReleaseKind.NEVER:
-        yield (
+        yield Problem(
             "engines.sets",
-            (
-                f'does not fit engines.release = "{engines.release}" yet, which frees engines of one set: '
-                'set release = "never", or leave engines.sets out'
-            ),
+            f'does not fit engines.release = "{engines.release}" yet, which frees engines of one set: '
+            'set release = "never", or leave engines.sets out',
         )
     if recipe.transport.engines is Launch.EXTERNAL:
-        yield (
+        yield Problem(
             "engines.sets",
-            (
-                'does not fit transport.engines = "external", whose processes this run does not start: '
-                "leave engines.sets out"
-            ),
+            'does not fit transport.engines = "external", whose processes this run does not start: '
+            "leave engines.sets out",
         )
 
 
-def batched_tokens(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("engines")
+def batched_tokens(recipe: Recipe) -> Broken:
     """vLLM schedules at least one token of each running request in a step."""
     tokens, running = recipe.engines.max_num_batched_tokens, max(one.max_num_seqs for one in prepared_sets(recipe))
     if 0 < tokens < running:
-        yield (
+        yield Problem(
             "engines.max_num_batched_tokens",
             f"{tokens} is less than engines.max_num_seqs = {running}, a token for each: raise it, or set 0 (by GPU)",
         )
 
 
-def engine_restarts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("engines")
+def engine_restarts(recipe: Recipe) -> Broken:
     """Where sets change, a death is the end of the run; and enough engines must serve."""
     engines = recipe.engines
     if engines.restarts and engines.sets:
-        yield (
+        yield Problem(
             "engines.restarts",
-            (
-                f"{engines.restarts} does not fit engines.sets yet, which starts and stops engines itself: set "
-                "restarts = 0 (the death of an engine ends the run), or leave engines.sets out"
-            ),
+            f"{engines.restarts} does not fit engines.sets yet, which starts and stops engines itself: set "
+            "restarts = 0 (the death of an engine ends the run), or leave engines.sets out",
         )
     if engines.min_serving > engines.count:
-        yield (
+        yield Problem(
             "engines.min_serving",
             f"{engines.min_serving} is more than engines.count = {engines.count}: set {engines.count} or less",
         )
 
 
-def sampling_temperature(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("engines.kind", "sampling.temperature")
+def sampling_temperature(recipe: Recipe) -> Broken:
     """What the trainer divides by must be what the engines sampled with: vLLM takes 0.01 for less than that."""
     value = recipe.sampling.temperature
     if recipe.engines.kind is EngineKind.VLLM and not COLDEST <= value <= HOTTEST:
-        yield (
+        yield Problem(
             "sampling.temperature",
-            (
-                f"{shown(value)} is not what vLLM would sample with, which takes {COLDEST} for less and refuses more "
-                f"than {HOTTEST:g}: set it from {COLDEST} to {HOTTEST:g}"
-            ),
+            f"{shown(value)} is not what vLLM would sample with, which takes {COLDEST} for less and refuses more "
+            f"than {HOTTEST:g}: set it from {COLDEST} to {HOTTEST:g}",
         )
 
 
-def evaluation_temperature(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("engines.kind", "evaluation.temperature")
+def evaluation_temperature(recipe: Recipe) -> Broken:
     """Nothing is trained on these: vLLM may take 0.01 for less, which is as good as greedy."""
     value = recipe.evaluation.temperature
     if recipe.engines.kind is EngineKind.VLLM and value is not None and value > HOTTEST:
-        yield "evaluation.temperature", f"{shown(value)} is refused by vLLM: set it to {HOTTEST:g} or less"
+        yield Problem("evaluation.temperature", f"{shown(value)} is refused by vLLM: set it to {HOTTEST:g} or less")
 
 
-def _shapes(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _shapes(recipe: Recipe) -> Broken:
     sets = prepared_sets(recipe)
     for name, count in Counter(one.name for one in sets).items():
         if count > 1:
-            yield (
+            yield Problem(
                 "engines.sets",
-                (
-                    f"{count} sets are {name} (engines x tensor-parallel size): sets must differ in one of the two; "
-                    "the first is engines.count and engines.tensor_parallel_size"
-                ),
+                f"{count} sets are {name} (engines x tensor-parallel size): sets must differ in one of the two; "
+                "the first is engines.count and engines.tensor_parallel_size",
             )
     for kind, count in Counter(kind for one in sets for kind in one.rounds).items():
         if count > 1:
-            yield "engines.sets", f'"{kind}" rounds belong to {count} sets: name them in one of them'
+            yield Problem("engines.sets", f'"{kind}" rounds belong to {count} sets: name them in one of them')
     known = KINDS_OF_ROUNDS.get(recipe.rollout.rounds)
     for index, shape in enumerate(recipe.engines.sets):
         if len(shape.cores) not in (0, shape.count):
-            yield (
+            yield Problem(
                 f"engines.sets.{index}.cores",
                 f"has {len(shape.cores)} entries for {shape.count} engines: give one for each, or none",
             )
@@ -133,4 +135,62 @@ def _shapes(recipe: Recipe) -> Iterator[tuple[str, str]]:
         for kind in one.rounds:
             if known and kind not in known:
                 names = ", ".join(f'"{name}"' for name in sorted(known))
-                yield field, f'rounds = "{recipe.rollout.rounds}" has no "{kind}" rounds: name some of {names}'
+                yield Problem(field, f'rounds = "{recipe.rollout.rounds}" has no "{kind}" rounds: name some of {names}')
+
+
+@rule("engines.dtype")
+def engine_dtype(recipe: Recipe) -> Broken:
+    if recipe.engines.dtype not in ENGINE_DTYPES:
+        names = ", ".join(f'"{name}"' for name in ENGINE_DTYPES)
+        yield Problem("engines.dtype", f'"{recipe.engines.dtype}" is not allowed: must be one of {names}')
+
+
+@rule("engines.cores", "engines.count", "engines.sets")
+def engine_cores(recipe: Recipe) -> Broken:
+    cores, count = recipe.engines.cores, recipe.engines.count
+    if len(cores) not in (0, count):
+        yield Problem(
+            "engines.cores",
+            f'has {len(cores)} entries for {count} engines: give one for each, such as ["0-3", "4-7"], or none',
+        )
+    places = {f"engines.cores.{index}": entry for index, entry in enumerate(cores)}
+    for number, shape in enumerate(recipe.engines.sets):
+        places |= {f"engines.sets.{number}.cores.{index}": entry for index, entry in enumerate(shape.cores)}
+    for place, entry in places.items():
+        if not are_cores(entry):
+            yield Problem(place, f'"{entry}" is not a list of cores: write "0", "0-3" or "0,2,4-7"')
+
+
+@rule("engines.max_model_len", "sampling.max_tokens")
+def engine_context(recipe: Recipe) -> Broken:
+    if 0 < recipe.engines.max_model_len <= recipe.sampling.max_tokens:
+        yield Problem(
+            "engines.max_model_len",
+            f"{recipe.engines.max_model_len} leaves no room for a prompt beside sampling.max_tokens = "
+            f"{recipe.sampling.max_tokens}: raise it, lower max_tokens, or set 0 (derived)",
+        )
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit", "engines", "transport.engines")
+def released_engines(recipe: Recipe) -> Broken:
+    """Engines are freed late in a round and are back before the next: there must be such a time, and others."""
+    release, field = recipe.engines.release, "engines.release"
+    if release is ReleaseKind.NEVER:
+        return
+    said = f'"{release}"'
+    if recipe.engines.count < 2:
+        yield Problem(
+            field, f'{said} needs an engine that goes on: set engines.count = 2 or more, or release = "never"'
+        )
+    if not recipe.on_policy:
+        yield Problem(
+            field,
+            f'{said} does not fit rounds = "{recipe.rollout.rounds}" at staleness {recipe.rollout.max_staleness}, '
+            'where one round runs into the next: set release = "never", or rounds that train on-policy',
+        )
+    if recipe.rollout.presubmit:
+        yield Problem(
+            field,
+            f"{said} does not fit rollout.presubmit, which needs all engines while the step ends: "
+            'set presubmit = false, or release = "never"',
+        )

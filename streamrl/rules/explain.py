@@ -10,13 +10,13 @@ import msgspec
 from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
+from streamrl.recipe.algorithms import METHODS
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
-from streamrl.recipe.objective import Algorithm
+from streamrl.recipe.objective import Algorithm, Surrogate
 from streamrl.recipe.problems import nearest, shown
 from streamrl.recipe.sections import Recipe
 from streamrl.rules.foreign_keys import foreign_answer
-from streamrl.rules.objective_text import algorithm_lines
 
 
 def explain(path: str) -> list[str]:
@@ -84,6 +84,19 @@ def _choices(key: Key) -> Iterator[str]:
     """What the values of an enumeration mean."""
     for cls in _enums(key.kind):
         yield from (f"  {line}".rstrip() for line in (*_doc(cls), *(algorithm_lines() if cls is Algorithm else ())))
+
+
+def algorithm_lines() -> list[str]:
+    """What each algorithm sets, one line each."""
+    lines = []
+    for algorithm, method in METHODS.items():
+        fields = ", ".join(
+            f"{name} = {shown(getattr(method, name))}"
+            for name in method.__struct_fields__
+            if not (name.startswith("clip_") and method.surrogate is Surrogate.POLICY_GRADIENT)
+        )
+        lines.append(f"{algorithm}: {fields}")
+    return lines
 
 
 def _enums(kind: inspect.Type) -> Iterator[type]:

@@ -1,18 +1,20 @@
-"""Rules of ``[rollout]``, ``[tail_batching]`` and ``[length_sorted]``: what composes, what has no effect, what is
-needed."""
+"""Rules of ``[rollout]``, of its rounds and of ``[group_sizing]``: what composes, what has no effect."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from itertools import pairwise
 
 from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
 from streamrl.recipe.fields import Section
+from streamrl.recipe.objective import AdvantageKind
 from streamrl.recipe.problems import shown
 from streamrl.recipe.scheduling import (
+    SMALLEST_SIZE,
     DeferredPrompts,
-    InFlight,
+    GroupSizing,
     LengthSorted,
     RoundKind,
     SizingKind,
@@ -20,16 +22,69 @@ from streamrl.recipe.scheduling import (
     TailBatching,
 )
 from streamrl.recipe.sections import Recipe
-
-Broken = Iterator[tuple[str, str]]
+from streamrl.rules.rule import Broken, Problem, has_no_effect, rule
 
 STRICT = frozenset({RoundKind.SYNCHRONOUS, RoundKind.AUTO})
-READ_BY_AUTO = ("deferred_prompts", "long_round_batches")
-"""Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
 
 _CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
+_ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
 
 
+def _of_rounds(*kinds: RoundKind) -> Callable[[Recipe], str]:
+    """Keys that these rounds read, the first of them above all."""
+
+    def why(recipe: Recipe) -> str:
+        kind = recipe.rollout.rounds
+        read = kind in (*kinds, RoundKind.CUSTOM)
+        return "" if read else f' with rounds = "{kind}": remove it, or set rounds = "{kinds[0]}"'
+
+    return why
+
+
+def _of_sizing(*kinds: SizingKind) -> Callable[[Recipe], str]:
+    """Keys of ``[group_sizing]`` that these kinds read. ``straggler_ratio`` is read by all: the rate is a metric."""
+
+    def why(recipe: Recipe) -> str:
+        kind = recipe.group_sizing.kind
+        if kind in kinds:
+            return ""
+        remedy = 'group_sizing.kind = "sagc" or "random"' if kind is SizingKind.FIXED else 'kind = "random"'
+        return f' with group_sizing.kind = "{kind}": remove it, or set {remedy}'
+
+    return why
+
+
+def _in_flight(recipe: Recipe, what: str) -> str:
+    rounds = recipe.rollout.rounds
+    if rounds in (RoundKind.CONTINUOUS, RoundKind.CUSTOM):
+        return ""
+    return f': {what} {rounds} rounds; remove it, or set rounds = "continuous"'
+
+
+def _keys(section: str, struct: type[Section], *but: str) -> str:
+    return " ".join(f"{section}.{name}" for name in struct.__struct_fields__ if name not in but)
+
+
+READ_BY_AUTO = ("deferred_prompts", "long_round_batches")
+"""Of ``[tail_batching]``: ``auto`` chooses the rest itself."""
+TAIL, AUTO = RoundKind.TAIL_BATCHING, RoundKind.AUTO
+has_no_effect(_keys("tail_batching", TailBatching, *READ_BY_AUTO), _of_rounds(TAIL), *_ROUNDS)
+has_no_effect(" ".join(f"tail_batching.{name}" for name in READ_BY_AUTO), _of_rounds(TAIL, AUTO), *_ROUNDS)
+has_no_effect(_keys("length_sorted", LengthSorted), _of_rounds(RoundKind.LENGTH_SORTED), *_ROUNDS)
+has_no_effect("rollout.in_flight", lambda r: _in_flight(r, "nothing is in flight at an update in"), *_ROUNDS)
+has_no_effect(
+    "rollout.when_stale",
+    lambda r: _in_flight(r, "nothing becomes stale in") if r.on_policy else "",
+    *_ROUNDS,
+)
+has_no_effect(
+    _keys("group_sizing", GroupSizing, "kind", "straggler_ratio", "sizes", "shares"), _of_sizing(SizingKind.SAGC)
+)
+has_no_effect("group_sizing.sizes", _of_sizing(SizingKind.SAGC, SizingKind.RANDOM))
+has_no_effect("group_sizing.shares", _of_sizing(SizingKind.RANDOM))
+
+
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.max_staleness")
 def staleness_of_rounds(recipe: Recipe) -> Broken:
     """Each kind of round says what staleness it needs; none is given less."""
     rollout = recipe.rollout
@@ -45,106 +100,69 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
         needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
         why = 'with tail_batching.deferred_prompts = "resume", where losers keep their tokens'
     if bound < needed:
-        yield (
+        yield Problem(
             "rollout.max_staleness",
             f"{bound} does not fit {kind}, {why}: set max_staleness = {needed} or more",
         )
     if recipe.on_policy and bound > 0:
         other = 'rounds = "continuous"'
-        yield (
+        yield Problem(
             "rollout.max_staleness",
             f"{bound} does not fit {kind}, which trains at staleness 0: set max_staleness = 0, or {other}",
         )
 
 
-def nothing_in_flight_at_an_update(recipe: Recipe) -> Broken:
-    """Only continuous rounds update weights under requests in flight."""
-    rollout = recipe.rollout
-    if rollout.rounds in (RoundKind.CONTINUOUS, RoundKind.CUSTOM):
-        return
-    remedy = 'remove it, or set rounds = "continuous"'
-    if rollout.in_flight is not InFlight.KEEP:
-        yield (
-            "rollout.in_flight",
-            f'"{rollout.in_flight}" has no effect: {rollout.rounds} rounds have nothing in flight then; {remedy}',
-        )
-    if rollout.when_stale is not StalePolicy.WAIT and recipe.on_policy:
-        yield (
-            "rollout.when_stale",
-            f'"{rollout.when_stale}" has no effect: nothing becomes stale in {rollout.rounds} rounds; {remedy}',
-        )
-
-
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout.presubmit")
 def submitted_in_advance(recipe: Recipe) -> Broken:
     """Engines can only be held for a version where nothing runs meanwhile."""
     rollout = recipe.rollout
     if rollout.presubmit and not recipe.on_policy:
-        yield (
+        yield Problem(
             "rollout.presubmit",
-            (
-                f'true does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, whose engines '
-                "are never held: set presubmit = false, or rounds that train on-policy"
-            ),
+            f'true does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, whose engines '
+            "are never held: set presubmit = false, or rounds that train on-policy",
         )
 
 
+@rule("rollout.rounds", "rollout.policy")
 def custom_policy(recipe: Recipe) -> Broken:
     """``rollout.policy`` names a class, for custom rounds alone."""
     rollout = recipe.rollout
     custom = rollout.rounds is RoundKind.CUSTOM
     if custom and not _CLASS.match(rollout.policy):
-        yield (
+        yield Problem(
             "rollout.policy",
             f'"{rollout.policy}" does not name a class: write "module:Class" or "path/to/file.py:Class"',
         )
     if rollout.policy and not custom:
-        yield "rollout.policy", f'has no effect with rounds = "{rollout.rounds}": remove it, or set rounds = "custom"'
+        yield Problem(
+            "rollout.policy", f'has no effect with rounds = "{rollout.rounds}": remove it, or set rounds = "custom"'
+        )
 
 
-def sections_of_other_rounds(recipe: Recipe) -> Broken:
-    """A section that the chosen rounds do not read."""
-    kind = recipe.rollout.rounds
-    read = READ_BY_AUTO if kind is RoundKind.AUTO else ()
-    yield from _unread(recipe.tail_batching, TailBatching(), "tail_batching", RoundKind.TAIL_BATCHING, kind, read)
-    yield from _unread(recipe.length_sorted, LengthSorted(), "length_sorted", RoundKind.LENGTH_SORTED, kind)
-
-
-def _unread(
-    section: Section, default: Section, name: str, needs: RoundKind, kind: RoundKind, read: tuple[str, ...] = ()
-) -> Broken:
-    if kind in (needs, RoundKind.CUSTOM):
-        return
-    for field in section.__struct_fields__:
-        value = getattr(section, field)
-        if value != getattr(default, field) and field not in read:
-            yield (
-                f"{name}.{field}",
-                f'{shown(value)} has no effect with rounds = "{kind}": remove it, or set rounds = "{needs}"',
-            )
-
-
+@rule("rollout.rounds", "tail_batching", "length_sorted", "rollout", "group_sizing")
 def races(recipe: Recipe) -> Broken:
     """Tail batching races something, and its options fit each other."""
     tail = recipe.tail_batching
     if recipe.rollout.rounds is RoundKind.AUTO and tail.deferred_prompts is DeferredPrompts.RESUME:
-        yield (
+        yield Problem(
             "tail_batching.deferred_prompts",
             '"resume" is off-policy, and rounds = "auto" is not: set "replay" or "regenerate"',
         )
     if recipe.rollout.rounds is not RoundKind.TAIL_BATCHING:
         return
     if tail.prompt_oversampling == 1 and tail.response_oversampling == 1:
-        yield (
+        yield Problem(
             "tail_batching.prompt_oversampling",
             '1 with response_oversampling = 1 races nothing: raise one of them, or set rounds = "synchronous"',
         )
     if bool(tail.domain_column) != bool(tail.domains):
-        yield (
+        yield Problem(
             "tail_batching.domains",
             "needs domain_column and domains: name the column of the prompts and the share of each of its values",
         )
     if tail.domains and tail.deferred_prompts is DeferredPrompts.RESUME:
-        yield (
+        yield Problem(
             "tail_batching.deferred_prompts",
             '"resume" does not keep the shares of domains: set "replay" or "regenerate"',
         )
@@ -158,12 +176,13 @@ def _domains_have_seats(recipe: Recipe) -> Broken:
     groups = recipe.rollout.batch_trajectories // largest
     for name, share in domains.items():
         if share / sum(domains.values()) * groups < 1:
-            yield (
+            yield Problem(
                 f"tail_batching.domains.{name}",
                 f"{share:g} is less than one of the {groups} groups of a batch: raise it, or rollout.prompts_per_batch",
             )
 
 
+@rule("rollout.rounds", "tail_batching", "length_sorted", "objective")
 def cohorts(recipe: Recipe) -> Broken:
     """Length-sorted rounds admit what their advantages can use."""
     options = recipe.length_sorted
@@ -171,55 +190,171 @@ def cohorts(recipe: Recipe) -> Broken:
         return
     advantages = objective_settings(recipe.objective).advantages
     if options.single and advantages in WITHIN_GROUPS:
-        yield (
+        yield Problem(
             "length_sorted.single",
-            (
-                f'true tears groups apart, and objective.advantages = "{advantages}" compares siblings: set '
-                'single = false, or algorithm = "reinforce_plus_plus"'
-            ),
+            f'true tears groups apart, and objective.advantages = "{advantages}" compares siblings: set '
+            'single = false, or algorithm = "reinforce_plus_plus"',
         )
     if options.partial and options.cut_tokens:
-        yield (
+        yield Problem(
             "length_sorted.cut_tokens",
-            (
-                f"{options.cut_tokens} does not fit partial = true: batches that are cut by tokens are more than "
-                f"cohort_batches = {options.cohort_batches}, and what waits for them is older than "
-                "rollout.max_staleness: set cut_tokens = 0, or partial = false"
-            ),
+            f"{options.cut_tokens} does not fit partial = true: batches that are cut by tokens are more than "
+            f"cohort_batches = {options.cohort_batches}, and what waits for them is older than "
+            "rollout.max_staleness: set cut_tokens = 0, or partial = false",
         )
     if 0 < options.oversubscription < 1:
-        yield (
+        yield Problem(
             "length_sorted.oversubscription",
             f"{options.oversubscription:g} would never fill a batch: set 1 or more, or 0 (the whole cohort)",
         )
 
 
+@rule("run.deterministic", *_ROUNDS)
 def reproducible_rounds(recipe: Recipe) -> Broken:
     """What ``run.deterministic`` asks of rounds: decisions that outcomes alone lead to, and tokens that do not depend
-    on when weights change (``policies/arrival_order.py``). For recipes that set it."""
+    on when weights change (``policies/arrival_order.py``)."""
     rollout, tail = recipe.rollout, recipe.tail_batching
+    if not recipe.run.deterministic:
+        return
     if rollout.rounds is RoundKind.AUTO:
-        yield (
+        yield Problem(
             "rollout.rounds",
-            (
-                '"auto" does not fit run.deterministic, since it chooses rounds by measured times: name the rounds, '
-                'for example "synchronous", or set run.deterministic = false'
-            ),
+            '"auto" does not fit run.deterministic, since it chooses rounds by measured times: name the rounds, '
+            'for example "synchronous", or set run.deterministic = false',
         )
     elif not recipe.on_policy:
-        yield (
+        yield Problem(
             "rollout.rounds",
-            (
-                f'"{rollout.rounds}" at staleness {rollout.max_staleness} does not fit run.deterministic, since which '
-                "weights sample a token depends on when they change: choose rounds that train on-policy, or set "
-                "run.deterministic = false"
-            ),
+            f'"{rollout.rounds}" at staleness {rollout.max_staleness} does not fit run.deterministic, since which '
+            "weights sample a token depends on when they change: choose rounds that train on-policy, or set "
+            "run.deterministic = false",
         )
     if rollout.rounds is RoundKind.TAIL_BATCHING and tail.verifies:
-        yield (
+        yield Problem(
             "tail_batching.deferred_prompts",
-            (
-                '"verify" does not fit run.deterministic, since a run that goes on after a kill has no tokens to '
-                'verify: set deferred_prompts = "replay", which draws the same'
-            ),
+            '"verify" does not fit run.deterministic, since a run that goes on after a kill has no tokens to '
+            'verify: set deferred_prompts = "replay", which draws the same',
+        )
+
+
+OVER_THE_BATCH = frozenset({AdvantageKind.BATCH, AdvantageKind.COHORT})
+
+
+@rule("group_sizing", "rollout", "training.updates_per_batch")
+def sizes_fit_the_batch(recipe: Recipe) -> Broken:
+    """A batch is always as many trajectories, whatever the size: every size divides it."""
+    sizing, rollout = recipe.group_sizing, recipe.rollout
+    if sizing.kind is SizingKind.FIXED:
+        return
+    if len(sizing.sizes) < 2:
+        yield Problem(
+            "group_sizing.sizes",
+            f'{shown(list(sizing.sizes))} leaves nothing to choose: give two or more, or set kind = "fixed"',
+        )
+    if any(first >= second for first, second in pairwise(sizing.sizes)):
+        yield Problem(
+            "group_sizing.sizes",
+            f"{shown(list(sizing.sizes))} is not ascending: write each size once, smallest first",
+        )
+    for index, size in enumerate(sizing.sizes):
+        if rollout.batch_trajectories % size:
+            yield Problem(
+                f"group_sizing.sizes.{index}",
+                f"{size} does not divide a batch of rollout.prompts_per_batch x group_size = "
+                f"{rollout.batch_trajectories} trajectories: choose a size that does, or another batch",
+            )
+    largest = max(sizing.sizes, default=1)
+    updates, fewest = recipe.training.updates_per_batch, rollout.batch_trajectories // largest
+    if updates > 1 and updates > fewest:
+        yield Problem(
+            "training.updates_per_batch",
+            f"{updates} steps do not fit a batch of {fewest} groups of size {largest}, the largest of "
+            f"group_sizing.sizes, since each step trains its share of them: set {max(fewest, 1)} or less",
+        )
+
+
+@rule("group_sizing", "rollout", "run.steps")
+def sizes_show_stragglers(recipe: Recipe) -> Broken:
+    """What the straggler-aware controller needs of its constants."""
+    sizing, rollout = recipe.group_sizing, recipe.rollout
+    if sizing.kind is not SizingKind.SAGC:
+        return
+    for index, size in enumerate(sizing.sizes):
+        if size < SMALLEST_SIZE:
+            yield Problem(
+                f"group_sizing.sizes.{index}",
+                f"{size} is too small to show a straggler (longest against median): set it to {SMALLEST_SIZE} or more",
+            )
+    if rollout.group_size not in sizing.sizes:
+        yield Problem(
+            "rollout.group_size",
+            f"{rollout.group_size}, which the run starts with, is none of group_sizing.sizes = "
+            f"{shown(list(sizing.sizes))}: add it there, or start with one of them (and scale prompts_per_batch)",
+        )
+    if sizing.straggler_ratio <= 1:
+        yield Problem(
+            "group_sizing.straggler_ratio",
+            f"{shown(sizing.straggler_ratio)} makes every group a straggler: set it above 1, such as 2",
+        )
+    if sizing.tightening >= sizing.budget:
+        yield Problem(
+            "group_sizing.tightening",
+            f"{shown(sizing.tightening)} leaves nothing of budget = {shown(sizing.budget)}: set it lower, such as 0.02",
+        )
+    if sizing.calibration_steps >= recipe.run.steps:
+        yield Problem(
+            "group_sizing.calibration_steps",
+            f"{sizing.calibration_steps} leaves none of run.steps = {recipe.run.steps} to control: set it lower",
+        )
+
+
+@rule("group_sizing", "objective")
+def shares_for_chance(recipe: Recipe) -> Broken:
+    """``kind = "random"``: one share for each size."""
+    sizing = recipe.group_sizing
+    if sizing.kind is not SizingKind.RANDOM:
+        return
+    if len(sizing.shares) != len(sizing.sizes):
+        yield Problem(
+            "group_sizing.shares",
+            f"has {len(sizing.shares)} entries for {len(sizing.sizes)} sizes: give the share of each",
+        )
+    for index, share in enumerate(sizing.shares):
+        if share < 0:
+            yield Problem(f"group_sizing.shares.{index}", f"{shown(share)} is negative: set it to 0 or more")
+    if sizing.shares and all(share == 0 for share in sizing.shares):
+        yield Problem("group_sizing.shares", "every share is 0, so no size would be drawn: give at least one above 0")
+    if objective_settings(recipe.objective).advantages not in WITHIN_GROUPS:
+        return
+    for index, size in enumerate(sizing.sizes):
+        if size < 2:
+            yield Problem(
+                f"group_sizing.sizes.{index}",
+                f"{size} makes every advantage 0, because siblings are compared: set it to 2 or more",
+            )
+
+
+@rule("group_sizing", "rollout", "length_sorted", "objective")
+def sizes_mean_something(recipe: Recipe) -> Broken:
+    """Sizes vary only where siblings are trained together, and where slots do not count on one size."""
+    sizing, rollout = recipe.group_sizing, recipe.rollout
+    if sizing.kind is SizingKind.FIXED:
+        return
+    advantages = objective_settings(recipe.objective).advantages
+    if advantages in OVER_THE_BATCH:
+        yield Problem(
+            "group_sizing.kind",
+            f'"{sizing.kind}" has no use with objective.advantages = "{advantages}", which compares with the batch '
+            'whatever the group size: set kind = "fixed", or advantages = "group_then_batch"',
+        )
+    if rollout.rounds is RoundKind.LENGTH_SORTED and recipe.length_sorted.single:
+        yield Problem(
+            "group_sizing.kind",
+            f'"{sizing.kind}" has no use with length_sorted.single = true, which trains no groups: set one of them off',
+        )
+    if rollout.rounds is RoundKind.CONTINUOUS and rollout.when_stale is StalePolicy.WAIT:
+        yield Problem(
+            "rollout.when_stale",
+            f'"wait" needs groups of one size in continuous rounds, and group_sizing.kind = "{sizing.kind}" varies '
+            'it: set when_stale = "drop" or "regenerate", or kind = "fixed"',
         )

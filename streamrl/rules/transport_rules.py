@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from streamrl.plan.hosts import host_of, is_loopback, is_public, is_wildcard
 from streamrl.recipe.sections import Launch, Recipe, TransportKind, TransportSecurity
+from streamrl.rules.rule import Broken, Problem, rule
 
 _REMEDY = (
     "make keys with `streamrl keys DIRECTORY` and set transport.keys to it, set {field} to a loopback address, "
@@ -13,44 +14,45 @@ _REMEDY = (
 )
 
 
-def external_needs_tcp(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("transport")
+def external_needs_tcp(recipe: Recipe) -> Broken:
     """A process that a person starts must be able to reach the run."""
     if recipe.transport.kind is TransportKind.TCP:
         return
     for name in ("engines", "training"):
         if getattr(recipe.transport, name) is Launch.EXTERNAL:
-            yield (
+            yield Problem(
                 f"transport.{name}",
                 '"external" needs endpoints that another process can reach: set transport.kind = "tcp"',
             )
 
 
-def hosts_are_named(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("transport")
+def hosts_are_named(recipe: Recipe) -> Broken:
     """Peers connect to the host that is bound; trainer ranks meet there without any authentication."""
     host = recipe.transport.host
     if recipe.transport.kind is not TransportKind.TCP:
         return
     if is_wildcard(host):
-        yield (
+        yield Problem(
             "transport.host",
             f'"{host}" is every interface: name the address of one private interface, to which the others connect',
         )
     elif is_public(host) and recipe.transport.security is not TransportSecurity.NONE:
-        yield (
+        yield Problem(
             "transport.host",
-            (
-                f'"{host}" is a public address, and trainer ranks (gloo, NCCL) do not authenticate each other: '
-                "name a private interface, or a tunnel between the hosts"
-            ),
+            f'"{host}" is a public address, and trainer ranks (gloo, NCCL) do not authenticate each other: '
+            "name a private interface, or a tunnel between the hosts",
         )
 
 
-def nothing_leaves_without_keys(recipe: Recipe) -> Iterator[tuple[str, str]]:
+@rule("transport", "metrics.endpoint")
+def nothing_leaves_without_keys(recipe: Recipe) -> Broken:
     """Sockets that other hosts reach are authenticated and encrypted, or said not to be."""
     transport = recipe.transport
     if transport.security is TransportSecurity.NONE:
         if transport.keys:
-            yield (
+            yield Problem(
                 "transport.keys",
                 f'"{transport.keys}" has no effect with transport.security = "none": remove one of the two',
             )
@@ -58,7 +60,7 @@ def nothing_leaves_without_keys(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if transport.keys:
         return
     for field, reached in open_to_others(recipe):
-        yield field, f'"{reached}" can be reached from other hosts: {_REMEDY.format(field=field)}'
+        yield Problem(field, f'"{reached}" can be reached from other hosts: {_REMEDY.format(field=field)}')
 
 
 def open_to_others(recipe: Recipe) -> Iterator[tuple[str, str]]:

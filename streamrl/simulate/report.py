@@ -13,7 +13,7 @@ import numpy as np
 from streamrl.buffers.accounting import Accounting
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.sagc import LengthTable, straggler_rate
-from streamrl.rules.sizing_rules import SMALLEST_SIZE
+from streamrl.recipe.scheduling import SMALLEST_SIZE
 from streamrl.simulate.engines import EngineClock, Request, RunningTogether
 
 STEPS_REPORTED = 512

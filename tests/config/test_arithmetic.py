@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.plan.arithmetic import (
+from streamrl.plan.memory import estimate_memory, training_sizes
+from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
+from streamrl.plan.summary import (
     arithmetic_lines,
-    batch_arithmetic,
-    estimate_memory,
+    micro_batches,
+    off_policy_sentence,
     process_lines,
     staleness_sentence,
+    streaming_notice,
+    streaming_sentence,
 )
-from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.plan.topology import plan_topology
 from streamrl.recipe.algorithms import objective_settings
 from streamrl.recipe.objective import Algorithm, Objective, OffPolicy, Proximal, RatioLevel, Surrogate
@@ -38,7 +41,7 @@ from streamrl.recipe.sections import (
     Transport,
     TransportKind,
 )
-from streamrl.rules.objective_text import algorithm_lines, off_policy_sentence, streaming_notice, streaming_sentence
+from streamrl.rules.explain import algorithm_lines
 
 RECIPE = Recipe(model=Model(path="m"), prompts=Prompts(train="t"), rewards=(Reward(function="a:b"),))
 FACTS = ModelFacts(
@@ -47,19 +50,17 @@ FACTS = ModelFacts(
 
 
 def test_counts() -> None:
-    recipe = msgspec.structs.replace(
-        RECIPE,
+    recipe = change(
         rollout=Rollout(prompts_per_batch=32, group_size=8, rounds=RoundKind.CONTINUOUS, max_staleness=2),
         sampling=Sampling(max_tokens=400),
         training=Training(ranks=2, micro_batch_tokens=1000),
         engines=Engines(count=2, max_num_seqs=64),
     )
-    counts = batch_arithmetic(recipe, context=500)
-    assert (counts.trajectories, counts.run_trajectories) == (256, 25_600)
-    assert (counts.slots, counts.running_capacity) == (768, 128)
-    assert counts.tokens_in_flight == 768 * 500
+    lines = arithmetic_lines(recipe, context=500)
+    assert "run         100 steps x 256 = 25,600 trajectories trained" in lines
+    assert f"slots       768 trajectories in flight at most, {768 * 500:,} tokens; 2 x 64 = 128 run at once" in lines
     # 128 samples a rank: ten of 100 tokens, or two of 400, fit into 1000.
-    assert counts.micro_batches == (13, 64)
+    assert (micro_batches(recipe, 100), micro_batches(recipe, 400)) == (13, 64)
 
 
 @given(st.integers(1, 200), st.integers(1, 32), st.integers(1, 4000), st.integers(1, 9000), st.integers(1, 5))
@@ -70,7 +71,7 @@ def test_micro_batches_hold_the_batch(prompts: int, group: int, tokens: int, bud
         sampling=Sampling(max_tokens=tokens),
         training=Training(ranks=ranks, micro_batch_tokens=budget),
     )
-    few, many = batch_arithmetic(recipe).micro_batches
+    few, many = micro_batches(recipe, tokens // 4), micro_batches(recipe, tokens)
     on_rank = -(-prompts * group // ranks)
     assert 1 <= few <= many <= on_rank
     assert many * max(budget, tokens) >= on_rank * tokens
@@ -258,26 +259,40 @@ def test_streaming_sentences() -> None:
     assert streaming_notice(off) == "" == streaming_notice(RECIPE)
 
 
+def needed(facts: ModelFacts = FACTS, **sections: msgspec.Struct) -> int:
+    return sum(estimate_memory(change(**sections), facts, 512).values())
+
+
 def test_memory_grows_with_what_costs_memory() -> None:
-    base = estimate_memory(RECIPE, FACTS, 512).total
     for sections in (
         {"engines": Engines(count=2)},
         {"training": Training(ranks=2)},
         {"training": Training(micro_batch_tokens=65_536)},
         {"objective": Objective(kl_coefficient=0.1)},
     ):
-        assert estimate_memory(change(**sections), FACTS, 512).total > base
+        assert needed(**sections) > needed()
+    assert needed(training=Training(activation_checkpointing=True)) < needed()
     larger = msgspec.structs.replace(FACTS, parameters=100_000_000)
-    whole = estimate_memory(RECIPE, larger, 512).total
-    eight_bit = estimate_memory(change(training=Training(optimizer=OptimizerKind.ADAMW_8BIT)), larger, 512).total
+    whole = needed(larger)
+    assert whole - needed() == pytest.approx(26 * 99_700_000, rel=1e-6)
+    assert needed(larger, objective=Objective(kl_coefficient=0.1)) - whole == 400_000_000
+    eight_bit = needed(larger, training=Training(optimizer=OptimizerKind.ADAMW_8BIT))
     assert whole - eight_bit == 6 * 100_000_000, "two moments in 8 bits instead of float32"
-    # Frozen weights instead of masters, gradients and moments; 16-rank adapters of two projections in four layers.
-    adapters = estimate_memory(change(lora=Lora(rank=16)), larger, 512).total
-    assert whole - adapters == 14 * 100_000_000 + 8 * (1 << 18) - 16 * (2 * 16 * 96 * 2 * 4)
-    assert estimate_memory(change(objective=Objective(kl_coefficient=0.1)), larger, 512).total - whole == 400_000_000
-    checkpointed = Training(activation_checkpointing=True)
-    assert estimate_memory(change(training=checkpointed), FACTS, 512).total < base
-    assert estimate_memory(RECIPE, larger, 512).total - base == pytest.approx(26 * 99_700_000, rel=1e-6)
+    # Frozen weights instead of masters, gradients and moments; the base of the two projections that are adapted, in
+    # four layers, and adapters of rank 16.
+    base, adapters = 2 * 96**2 * 4, 2 * 16 * 96 * 2 * 4
+    saved = 14 * 100_000_000 + 8 * (1 << 18) - 16 * adapters - 2 * base
+    assert whole - needed(larger, lora=Lora(rank=16)) == saved
+
+
+def test_the_base_below_adapters_is_counted() -> None:
+    """As the trainer does: every adapted weight lies a second time beside what the forward runs on."""
+    larger = msgspec.structs.replace(FACTS, parameters=100_000_000)
+    in_layers = 100_000_000 - 2 * 32 * 96
+    assert training_sizes(change(), larger).adapted == 0
+    assert training_sizes(change(lora=Lora(rank=8)), larger).adapted == 2 * 96**2 * 4
+    assert training_sizes(change(lora=Lora(rank=8, targets=("all-linear",))), larger).adapted == in_layers
+    assert training_sizes(change(lora=Lora(rank=8)), FACTS).adapted == 2 * 96**2 * 4
 
 
 def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None:
@@ -292,10 +307,10 @@ def test_sets_of_engines_are_shown_and_the_larger_one_is_reckoned_with() -> None
     lines = process_lines(recipe, plan_topology(recipe, Path("/tmp/s")), "demo.toml")
     assert "  engine-1     started by this run" in lines
     assert "  engine-2     started when its set of engines serves" in lines
-    needed = estimate_memory(recipe, FACTS, 512).by_process
-    alone = estimate_memory(msgspec.structs.replace(RECIPE, engines=Engines(count=2)), FACTS, 512).by_process
-    assert ("engine-0" in needed) != ("engine-2" in needed), "one set is awake"
-    assert needed["engine-2"] >= alone["engine-0"] + alone["engine-1"]
+    largest = estimate_memory(recipe, FACTS, 512)
+    alone = estimate_memory(msgspec.structs.replace(RECIPE, engines=Engines(count=2)), FACTS, 512)
+    assert ("engine-0" in largest) != ("engine-2" in largest), "one set is awake"
+    assert largest["engine-2"] >= alone["engine-0"] + alone["engine-1"]
 
 
 def test_processes_and_commands() -> None:

@@ -18,9 +18,10 @@ from streamrl.base.types import token_array
 from streamrl.engines.simulated.engine import InstantClock, SimulatedEngine
 from streamrl.engines.simulated.text import Sentences, sentences_of
 from streamrl.engines.simulated.weights import SimulatedWeights
-from streamrl.plan.arithmetic import arithmetic_lines, estimate_memory
+from streamrl.plan.memory import estimate_memory
 from streamrl.plan.model_facts import read_model_facts
 from streamrl.plan.preflight import preflight
+from streamrl.plan.summary import arithmetic_lines
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.load import load_recipe
 from streamrl.weights.engine_push import announcement_of
@@ -77,7 +78,7 @@ def test_what_is_known_before_a_start_knows_the_kind(monkeypatch: pytest.MonkeyP
     recipe = load_recipe(MODEL.parent / "recipe.toml", overrides)
     facts = read_model_facts(MODEL)
     assert any("simulated" in line for line in arithmetic_lines(recipe, facts, 512))
-    assert estimate_memory(recipe, facts, 512).by_process["engine-0"] < 256 << 20
+    assert estimate_memory(recipe, facts, 512)["engine-0"] < 256 << 20
     assert not recipe.canary and not recipe.compares_logprobs
     monkeypatch.setattr("streamrl.plan.preflight.engine_package", lambda: None)
     preflight(recipe)

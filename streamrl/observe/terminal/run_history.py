@@ -15,7 +15,7 @@ from streamrl.base.errors import UNDECODABLE
 from streamrl.base.run_events import EvaluationFinished, RunResumed, RunStarted, StepFinished
 from streamrl.observe.terminal.curve import Curve, has_shape, svg_plot, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
-from streamrl.rules.learning_rates import learning_rate_notice
+from streamrl.plan.summary import learning_rate_notice
 
 RECENT_STEPS = 20
 _ADVICE = "look at samples (streamrl samples RUN), at no-signal, and at training.learning_rate"
