@@ -11,7 +11,7 @@ from streamrl.base.messages import CloseBatch, WeightSource
 from streamrl.learning.batches.gradients import BatchSums, TokenSums
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.ranks.process_group import all_gather_values, all_reduce
+from streamrl.learning.process_group import all_gather_values, all_reduce
 
 
 def check_totals(sums: BatchSums, close: CloseBatch, device: torch.device) -> None:

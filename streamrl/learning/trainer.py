@@ -31,24 +31,23 @@ from streamrl.base.messages import (
     TrainerReady,
 )
 from streamrl.base.types import TrainingGroup
+from streamrl.learning import process_group
 from streamrl.learning.batches.gradients import BatchSums, accumulate
-from streamrl.learning.batches.open_batch import OpenBatch
 from streamrl.learning.batches.packing import PreparedSample, empty_micro_batch, packed_rows
 from streamrl.learning.batches.preparation import (
+    OpenBatch,
     prepare_group,
     token_moments,
     whitened,
     worth_training,
 )
-from streamrl.learning.batches.scoring import score_samples
-from streamrl.learning.canary import probe_logprobs
-from streamrl.learning.model.models import load_models
+from streamrl.learning.batches.scoring import probe_logprobs, score_samples
+from streamrl.learning.model.loading import load_models
 from streamrl.learning.model.policy import drop_unreduced_gradients, set_gradient_sync, set_sharded
 from streamrl.learning.objective.advantages import Moments
 from streamrl.learning.objective.objectives import loss_denominator
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.options import trainer_options as trainer_options
-from streamrl.learning.ranks import process_group
 from streamrl.learning.state.host_memory import return_freed_memory
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm, make_weights

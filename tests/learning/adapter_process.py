@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from streamrl.learning import process_group
 from streamrl.learning.model.lora import save_adapter
 from streamrl.learning.model.policy import PackedPolicy, set_gradient_sync, set_sharded, shard
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.ranks import process_group
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import global_norm, make_weights
 from streamrl.recipe.sections import Gathered, Lora

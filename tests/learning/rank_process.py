@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import SaveCheckpoint
+from streamrl.learning import process_group
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.ranks import process_group
 from streamrl.learning.state import checkpoint
 from streamrl.learning.state.device_split import DeviceReader
 from streamrl.learning.state.optimizer import MasterOptimizer

@@ -19,12 +19,12 @@ from sample_groups import make_groups  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
+from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.batches.packing import PreparedSample, pack  # noqa: E402
 from streamrl.learning.model import loading, probe  # noqa: E402
 from streamrl.learning.model.architecture import decoder_layers  # noqa: E402
 from streamrl.learning.model.loading import load_policy, published_tensors  # noqa: E402
 from streamrl.learning.objective.logprobs import token_logprobs  # noqa: E402
-from streamrl.learning.ranks import process_group  # noqa: E402
 from streamrl.learning.state.checkpoint import save_hugging_face  # noqa: E402
 from streamrl.learning.state.published_weights import (  # noqa: E402
     FullWeights,

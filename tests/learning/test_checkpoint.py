@@ -21,8 +21,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from streamrl.base.errors import StreamRLError  # noqa: E402
 from streamrl.base.whole_files import leave_beside  # noqa: E402
+from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
-from streamrl.learning.ranks import process_group  # noqa: E402
 from streamrl.learning.state import checkpoint, durable_files  # noqa: E402
 from streamrl.learning.state.checkpoint import TrainerState  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402

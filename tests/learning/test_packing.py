@@ -27,8 +27,14 @@ from streamrl.base.types import (  # noqa: E402
     to_training_sample,
     token_array,
 )
-from streamrl.learning.batches.packing import PreparedSample, pack, plan_micro_batches  # noqa: E402
-from streamrl.learning.batches.shared_prefix import lay_row, needed_tokens, shared_prefix  # noqa: E402
+from streamrl.learning.batches.packing import (  # noqa: E402  # noqa: E402
+    PreparedSample,
+    lay_row,
+    needed_tokens,
+    pack,
+    plan_micro_batches,
+    shared_prefix,
+)
 
 CPU = torch.device("cpu")
 

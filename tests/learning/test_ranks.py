@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors 
 
 from streamrl.base.messages import StepReport, TrainingEvent, TrainingOrder  # noqa: E402
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender  # noqa: E402
+from streamrl.learning import process_group  # noqa: E402
 from streamrl.learning.options import TrainerOptions  # noqa: E402
 from streamrl.learning.rank_memory import TrainingSizes, bytes_per_rank  # noqa: E402
-from streamrl.learning.ranks import process_group  # noqa: E402
 from streamrl.learning.state import checkpoint  # noqa: E402
 from streamrl.learning.state.optimizer import MasterOptimizer  # noqa: E402
 from streamrl.plan.model_facts import read_model_facts  # noqa: E402

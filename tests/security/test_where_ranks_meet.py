@@ -20,7 +20,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def test_the_store_listens_at_the_named_address_only(free_ports: Callable[[int], int]) -> None:
-    from streamrl.learning.ranks.rendezvous import meet_at
+    from streamrl.learning.process_group import meet_at
 
     before, port = listening(), free_ports(1)
     store = meet_at(f"tcp://127.0.0.1:{port}", 0, 1, timedelta(seconds=10))
@@ -30,7 +30,7 @@ def test_the_store_listens_at_the_named_address_only(free_ports: Callable[[int],
 
 
 def test_gloo_listens_where_the_others_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamrl.learning.ranks.rendezvous import INTERFACES, interface_towards, stay_on_interface
+    from streamrl.learning.process_group import INTERFACES, interface_towards, stay_on_interface
 
     for rendezvous in ("", f"file://{Path('/tmp/x')}", "tcp://127.0.0.1:5700", "tcp://127.0.0.2:5700"):
         for name in INTERFACES:

@@ -1,4 +1,4 @@
-"""Passes without gradient, before a sample is trained: reference logprobs, proximal logprobs, values."""
+"""Passes without gradient: reference logprobs, proximal logprobs and values of samples, logprobs of the canary."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch import Tensor
 
 from streamrl.base.types import TrainingSample, TrajectoryId
 from streamrl.learning.batches.gradients import chunks
-from streamrl.learning.batches.packing import MicroBatch, PreparedSample, packed_rows
+from streamrl.learning.batches.packing import MicroBatch, PreparedSample, empty_micro_batch, packed_rows
 from streamrl.learning.batches.preparation import SampleScores
+from streamrl.learning.model.attention import PackedSequence, packed_layout
 from streamrl.learning.model.policy import PackedPolicy, compute_context, set_sharded
 from streamrl.learning.objective.advantages import FloatVector
 from streamrl.learning.objective.critic import ValueHead
 from streamrl.learning.objective.logprobs import token_logprobs
 from streamrl.learning.options import TrainerOptions
+from streamrl.recipe.canary import probe_tokens
 
 
 @torch.no_grad()
@@ -75,3 +77,21 @@ def _split(row: MicroBatch, values_N: Tensor) -> list[FloatVector]:
     counts = torch.bincount(row.inputs.sequence_N, minlength=row.inputs.sequences).cpu().numpy()
     vectors: list[FloatVector] = np.split(values_N.float().cpu().numpy(), np.cumsum(counts)[:-1])
     return vectors
+
+
+@torch.no_grad()
+def probe_logprobs(policy: PackedPolicy, options: TrainerOptions) -> tuple[float, ...]:
+    """Logprobs of the canary's tokens after the first, at temperature 1. Collective where parameters are sharded."""
+    tokens = probe_tokens(policy.hugging_face.config.get_text_config().vocab_size)
+    device = policy.hugging_face.device
+    tokens_T = torch.tensor(tokens, dtype=torch.int64, device=device)
+    row = empty_micro_batch(device)._replace(
+        tokens_T=tokens_T,
+        positions_T=torch.arange(len(tokens), device=device),
+        layout=packed_layout([PackedSequence(0, len(tokens))], device),
+        predictors_N=torch.arange(len(tokens) - 1, device=device),
+    )
+    with compute_context(options, device):
+        logits_NV = policy.head(policy(row)).float()
+    logprobs_N = logits_NV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
+    return tuple(float(logprob) for logprob in logprobs_N.cpu())

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as _save
 
 from streamrl.base.errors import UNDECODABLE, DiskFull, StreamRLError
 from streamrl.base.whole_files import beside_folder, make_directory, take_beside
-from streamrl.learning.ranks.process_group import all_gather_bytes
+from streamrl.learning.process_group import all_gather_bytes
 from streamrl.learning.state import durable_files
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights, PublishedWeights

@@ -1,20 +1,27 @@
-"""Where the ranks of one trainer meet: ``torch.distributed``, also with one rank."""
+"""The process group of one trainer's ranks: ``torch.distributed``, also with one rank.
+
+Ranks meet over TCP on one named interface, because neither torch's store nor gloo nor NCCL authenticates a peer. By
+itself torch's store listens on every interface whatever address it is given, and gloo on the one that the host's name
+resolves to.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from urllib.parse import urlsplit
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.base.errors import StreamBroken, StreamRLError
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.ranks.rendezvous import meet_at, stay_on_interface
 
 LEAVE_TIMEOUT = timedelta(seconds=10)
 TORCHRUN = "env://"
@@ -160,3 +167,53 @@ def all_gather_values(values: torch.Tensor) -> torch.Tensor:
     padded = [values.new_zeros(longest) for _ in range(ranks)]
     dist.all_gather(padded, torch.nn.functional.pad(values, (0, longest - values.numel())))
     return torch.cat([part[: int(count)] for part, count in zip(padded, counts, strict=True)])
+
+
+LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""By which gloo and NCCL are told where to listen; what the user has set stays."""
+
+
+def meet_at(rendezvous: str, rank: int, ranks: int, timeout: timedelta) -> Store:
+    """The store at ``tcp://host:port``; rank 0 listens at that address only. Raises ``OSError`` and torch's errors."""
+    place = urlsplit(rendezvous)
+    if not place.hostname or not place.port:
+        raise StreamRLError(f"the rendezvous {rendezvous!r} has no host or no port; write tcp://HOST:PORT")
+    if rank:
+        return TCPStore(place.hostname, place.port, ranks, is_master=False, timeout=timeout)
+    family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
+    listener = socket.create_server((place.hostname, place.port), family=family, backlog=ranks + 16)
+    return TCPStore(
+        place.hostname,
+        place.port,
+        ranks,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def stay_on_interface(rendezvous: str) -> None:
+    """Let gloo and NCCL listen where ``rendezvous`` is reached, on loopback for a file or none. Before they start."""
+    place = urlsplit(rendezvous)
+    host, port = (place.hostname or LOOPBACK, place.port or 9) if place.scheme == "tcp" else (LOOPBACK, 9)
+    name = interface_towards(host, port)
+    for variable in INTERFACES:
+        if name:
+            os.environ.setdefault(variable, name)
+
+
+def interface_towards(host: str, port: int) -> str:
+    """Name of the interface by which packets leave for ``host``; empty where it cannot be known. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError:
+            return ""
+        own = probe.getsockname()[0]
+    # A packet to an address of this host goes through loopback, which no other host reaches: whose address is it?
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
+            return str(name)
+    return ""
