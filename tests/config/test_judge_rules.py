@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
-from streamrl.base.errors import RecipeError
 from streamrl.judge.options import judge_options, judge_problems
 from streamrl.learning.threads import judge_threads, trainer_threads
 from streamrl.plan.topology import JUDGE, Role, judge_socket, plan_topology
@@ -24,46 +21,6 @@ def load(directory: Path, text: str, *overrides: str):
     path = directory / "demo.toml"
     path.write_text(HEAD + text)
     return load_recipe(path, overrides)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (ASKING, 'rewards.0.options: function = "judge" has nobody to ask: set endpoint'),
-        (OWN + '[[rewards]]\nfunction = "a:b"\n', 'judge.model: "j" is asked by nobody'),
-        (
-            OWN + ASKING + '[rewards.options]\nendpoint = "http://h:1/v1"\nmodel = "m"\n',
-            'judge.model: "j" is asked by nobody',
-        ),
-        (
-            '[judge.advanced]\nbatch = 4\n[[rewards]]\nfunction = "a:b"\n',
-            "judge.advanced.batch: 4 has no effect without judge.model",
-        ),
-        (
-            OWN + "[judge.advanced]\nmax_wait_s = 0.1\n" + ASKING,
-            "judge.advanced.batch_wait_s: 0.5 is above max_wait_s = 0.1",
-        ),
-        (OWN + ASKING + "timeout_s = 10\n", "rewards.0.timeout_s: 10 is over before a question"),
-        (
-            OWN + "[judge.advanced]\nbatch = 65\n" + ASKING,
-            "judge.advanced.batch: 65 questions never wait at once, because its rewards have 64",
-        ),
-        (
-            OWN + "[judge.advanced]\nbatch = 9\n" + ASKING + "[rewards.options]\nconcurrency = 8\n",
-            "judge.advanced.batch: 9 questions never wait at once, because its rewards have 8",
-        ),
-        (OWN + '[judge.advanced]\ncores = "one"\n' + ASKING, 'judge.advanced.cores: "one" is not a list of cores'),
-        (
-            OWN + '[judge.advanced]\ncores = "1"\nthreads = 2\n' + ASKING,
-            "judge.advanced.threads: 2 beside judge.advanced.cores",
-        ),
-    ],
-)
-def test_what_does_not_fit_says_what_to_write(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load(tmp_path, text)
-    (problem,) = caught.value.problems
-    assert message in problem
 
 
 def test_the_judge_is_one_more_process_with_restarts_of_its_own(tmp_path: Path) -> None:

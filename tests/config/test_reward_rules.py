@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.load import check_recipe, dump_recipe, load_recipe
+from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.rewards import AdaptiveTimeout, FailurePolicy, Reward, RewardLimits
 from streamrl.recipe.sections import Model, Prompts, Recipe
 
@@ -22,55 +22,6 @@ def recipe_of(*rewards: Reward, **limits: Any) -> Recipe:
         rewards=rewards,
         reward_limits=RewardLimits(**limits),
     )
-
-
-def problems_of(*rewards: Reward, **limits: Any) -> list[str]:
-    try:
-        check_recipe(recipe_of(*rewards, **limits))
-    except RecipeError as error:
-        return error.problems
-    return []
-
-
-GOOD = Reward(function="a:b")
-
-
-@pytest.mark.parametrize(
-    ("rewards", "limits", "message"),
-    [
-        ((), {}, "rewards: is empty"),
-        ((Reward(function="a:no-name"),), {}, '"a:no-name" does not name a function'),
-        ((Reward(function=":b"),), {}, '":b" does not name a function'),
-        ((GOOD, Reward(function="c:b")), {}, '"b" is the name of an earlier reward too'),
-        ((Reward(function="a:b", name="x/y"),), {}, 'would break the names of metrics: write it without "/"'),
-        ((Reward(function="a:b", shadow=True),), {}, "every reward is a shadow"),
-        ((Reward(function="a:b", weight=0.0), Reward(function="a:c", shadow=True)), {}, "every weight is 0"),
-        (
-            (Reward(function="a:b", timeout_s=1.0, adaptive_timeout=AdaptiveTimeout(min_s=2.0)),),
-            {},
-            "min_s = 2 is above the ceiling timeout_s = 1",
-        ),
-        (
-            (Reward(function="a:b", late_is_wrong=True, on_timeout=FailurePolicy.STOP),),
-            {},
-            '"stop" never happens with late_is_wrong = true',
-        ),
-        ((Reward(function="a:b", wrong_value=5.0),), {}, "wrong_value: 5 has no effect without late_is_wrong = true"),
-        ((GOOD, Reward(function="a:c", shadow=True, on_failure=FailurePolicy.STOP)), {}, '"stop" on a shadow reward'),
-        ((GOOD,), {"combine": "median"}, '"median" is no way to combine rewards'),
-    ],
-)
-def test_a_rule_that_is_broken_says_what_to_write(
-    rewards: tuple[Reward, ...], limits: dict[str, Any], message: str
-) -> None:
-    (problem,) = problems_of(*rewards, **limits)
-    assert message in problem
-
-
-def test_what_is_fine_is_not_refused() -> None:
-    assert not problems_of(GOOD, Reward(function="c:b", name="other"), Reward(function="exact_match", shadow=True))
-    assert not problems_of(GOOD, combine="module:function")
-    assert not problems_of(Reward(function="a:b", late_is_wrong=True, wrong_value=-1.0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""What a recipe is refused for, with which words, and what is allowed together: one row a case, in two text files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.base.errors import RecipeError
+from streamrl.recipe.load import load_recipe
+
+HERE = Path(__file__).parent
+SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}]}
+
+
+def rows(name: str) -> list[str]:
+    text = (HERE / name).read_text()
+    return [row for row in text.replace("\n    ", " -> ").splitlines() if row and not row.startswith("#")]
+
+
+@pytest.mark.parametrize("row", rows("refused.txt"))
+def test_what_does_not_fit_is_refused_with_a_remedy(row: str) -> None:
+    overrides, _, expected = row.partition(" -> ")
+    key, _, words = expected.partition(": ")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(SMALL, overrides.split(" ; "))
+    found = [problem for problem in caught.value.problems if problem.split(": ")[1] == key]
+    assert len(found) == 1 and words in found[0], caught.value.problems
+
+
+@pytest.mark.parametrize("row", rows("allowed.txt"))
+def test_what_fits_is_allowed(row: str) -> None:
+    load_recipe(SMALL, row.split(" ; "))
+
+
+def test_as_many_problems_as_there_are() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(SMALL, ["group_sizing.advanced.dwell=3", "group_sizing.advanced.shares=[1.0]"])
+    assert [problem.split(": ")[1].rpartition(".")[2] for problem in caught.value.problems] == ["dwell", "shares"]
+
+
+def test_a_rule_that_reads_a_bad_value_is_not_judged() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(SMALL, ["rollout.rounds=oops", "rollout.max_staleness=3"])
+    assert [problem.split(": ")[1] for problem in caught.value.problems] == ["rollout.rounds"]
