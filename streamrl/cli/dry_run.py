@@ -12,7 +12,7 @@ from streamrl.plan.gpus import gpu_placement
 from streamrl.plan.preflight import CheckedModel, check_model, preflight, resumed
 from streamrl.plan.summary import arithmetic_lines, process_lines
 from streamrl.plan.topology import plan_topology
-from streamrl.prompts.model_probe import problem_of_model
+from streamrl.prompts.probe import problem_of_model
 from streamrl.prompts.prompt_spec import SourceKind, read_spec
 from streamrl.prompts.prompts import open_rows
 from streamrl.recipe.load import dump_recipe

@@ -31,9 +31,9 @@ from streamrl.plan.machine_check import (
 from streamrl.plan.memory import estimate_memory, gib
 from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.plan.topology import RENDEZVOUS, Role, plan_topology, prepared_sets
+from streamrl.prompts.probe import problems_of_object
 from streamrl.prompts.prompts import check_prompts, missing_source
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
-from streamrl.prompts.user_code_probe import problems_of_object
 from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, TransportKind
 from streamrl.remote.transport_keys import transport_environment
 from streamrl.rewards import needed_columns

@@ -1,14 +1,17 @@
-"""From one dataset row to one ``Prompt``, with the reason where that cannot be."""
+"""Stored rows, and from one row to one ``Prompt``, with the reason where that cannot be."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError
+from streamrl.base.errors import UNDECODABLE, UNENCODABLE, RecipeError, StreamRLError
 from streamrl.base.types import Prompt, TokenArray, token_array
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 from streamrl.comm.wire import WireLimits
@@ -24,6 +27,86 @@ _SPARE_BYTES = SPARE_BYTES * 3 // 4
 
 class BadRow(StreamRLError):
     """A row that is no prompt; the message says why and what to do, without naming the place."""
+
+
+class RowStore:
+    """Rows that can be read by index, in any order and from any thread. ``columns``: names that every row has, where
+    that is known before one is read."""
+
+    size: int
+    columns: frozenset[str] | None = None
+
+    def number(self, index: int) -> int:
+        """The row as the user would count it; part of the default id."""
+        return index + 1
+
+    def place(self, index: int) -> str:
+        """The same, in words."""
+        return f"row {self.number(index)}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The columns of a row. Raises ``BadRow``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class LineRows(RowStore):
+    """Rows of a JSONL file, by an index of line offsets (8 bytes a row): the file is never held in memory. Raises
+    ``RecipeError`` when the file is missing or empty."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise RecipeError([f"prompts {path} cannot be read ({error.strerror}): correct the path"]) from error
+        self._stamp = self._stamp_now()
+        self._offsets, self._numbers = array("Q"), array("Q")
+        for offset, number in _lines(self._file):
+            self._offsets.append(offset)
+            self._numbers.append(number)
+        self._offsets.append(self._file.tell())
+        self.size = len(self._numbers)
+        if not self.size:
+            self._file.close()
+            raise RecipeError([f"prompts {path} is empty: add rows"])
+
+    def number(self, index: int) -> int:
+        """Of the line, from 1, blank ones counted."""
+        return self._numbers[index]
+
+    def place(self, index: int) -> str:
+        """``line 12``."""
+        return f"line {self._numbers[index]}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The object of a line. Raises ``BadRow``; ``StreamRLError`` where the file was edited in place."""
+        if self._stamp_now() != self._stamp:
+            raise StreamRLError(
+                f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume the "
+                "run, or begin another"
+            )
+        start, end = self._offsets[index], self._offsets[index + 1]
+        return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _stamp_now(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Offset and number (from 1) of every line that is not blank; a byte order mark is skipped."""
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
+        if line[start:].strip():
+            yield offset + start, number
+        offset += len(line)
 
 
 def decode_row(line: bytes) -> dict[str, Any]:

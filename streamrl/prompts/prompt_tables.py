@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.prompts.prompt_rows import BadRow
+from streamrl.prompts.prompt_rows import BadRow, RowStore
 
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+(-[0-9a-f]+)?$")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -43,8 +43,8 @@ class _SavedSplits(msgspec.Struct):
     splits: list[str]
 
 
-class TableRows:
-    """A ``RowStore``. Raises ``RecipeError`` when there is nothing to read, or a choice to make."""
+class TableRows(RowStore):
+    """Raises ``RecipeError`` when there is nothing to read, or a choice to make."""
 
     def __init__(self, path: Path, split: str = "") -> None:
         files = find_table_files(path, split)
@@ -62,24 +62,8 @@ class TableRows:
             self._ends.append((self._ends[-1] if self._ends else 0) + batch.num_rows)
         if not self._ends:
             raise RecipeError([f"prompts {path} is empty: add rows"])
-
-    @property
-    def size(self) -> int:
-        """Rows of all files."""
-        return self._ends[-1]
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """Names that every file has."""
-        return frozenset.intersection(*(frozenset(batch.schema.names) for batch in self._batches))
-
-    def number(self, index: int) -> int:
-        """Of the row, from 1."""
-        return index + 1
-
-    def place(self, index: int) -> str:
-        """``row 12``."""
-        return f"row {index + 1}"
+        self.size = self._ends[-1]
+        self.columns = frozenset.intersection(*(frozenset(batch.schema.names) for batch in self._batches))
 
     def row(self, index: int) -> dict[str, Any]:
         """The values of a row as Python objects. Raises ``BadRow``."""

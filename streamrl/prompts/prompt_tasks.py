@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from streamrl.base.errors import RecipeError
-from streamrl.prompts.prompt_rows import BadRow
+from streamrl.prompts.prompt_rows import BadRow, RowStore
 from streamrl.prompts.prompt_spec import PromptSpec
 from streamrl.recipe.problems import nearest
 from streamrl.recipe.user_code import describe_error
@@ -19,8 +19,8 @@ INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
 _SIZE = 1000
 
 
-class TaskRows:
-    """A ``RowStore``. ``size`` (1000), ``seed`` (0) and ``instruction`` are options of every task; all others are the
+class TaskRows(RowStore):
+    """``size`` (1000), ``seed`` (0) and ``instruction`` are options of every task; all others are the
     task's own. Raises ``RecipeError``."""
 
     def __init__(self, spec: PromptSpec) -> None:
@@ -32,21 +32,8 @@ class TaskRows:
             if type(value) is not int or value < least:
                 raise RecipeError([f'prompts "{spec.text}": {name} = {value} is no integer >= {least}: correct it'])
         self._options = options
-        self._size = int(size)
+        self.size = int(size)
         self._dataset = _create(spec, {**options, "size": size, "seed": seed})
-
-    @property
-    def size(self) -> int:
-        """Rows of an epoch."""
-        return self._size
-
-    def number(self, index: int) -> int:
-        """Of the row, from 1."""
-        return index + 1
-
-    def place(self, index: int) -> str:
-        """``row 12``."""
-        return f"row {index + 1}"
 
     def row(self, index: int) -> dict[str, Any]:
         """``prompt``, and for the verifier ``answer``, ``metadata``, ``task``, ``task_options`` and ``question``."""
@@ -62,9 +49,6 @@ class TaskRows:
             "task": self._task,
             "task_options": self._options,
         }
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _create(spec: PromptSpec, settings: Mapping[str, Any]) -> Any:

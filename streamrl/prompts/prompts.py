@@ -8,7 +8,7 @@ thread and an event loop of its own, so that user code that blocks does not stop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -16,10 +16,9 @@ import numpy as np
 
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.types import Prompt
+from streamrl.prompts.probe import first_row
 from streamrl.prompts.prompt_iterator import IteratorPrompts
-from streamrl.prompts.prompt_lines import LineRows
-from streamrl.prompts.prompt_probe import probe_in_subprocess
-from streamrl.prompts.prompt_rows import BadRow, read_prompt, to_form
+from streamrl.prompts.prompt_rows import BadRow, LineRows, RowStore, read_prompt, to_form
 from streamrl.prompts.prompt_spec import PromptSpec, SourceKind, read_spec
 from streamrl.prompts.tokenizer import Tokenizer
 
@@ -44,27 +43,6 @@ class PromptSource(Protocol):
     async def aclose(self) -> None:
         """Close the files, or the user's iterator. Idempotent."""
         ...
-
-
-class RowStore(Protocol):
-    """Rows that can be read by index, in any order and from any thread."""
-
-    @property
-    def size(self) -> int: ...
-
-    def number(self, index: int) -> int:
-        """What the user would count it as; part of the default id."""
-        ...
-
-    def place(self, index: int) -> str:
-        """The same, in words: ``line 12``."""
-        ...
-
-    def row(self, index: int) -> dict[str, Any]:
-        """The columns. Raises ``BadRow``."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def open_prompts(
@@ -248,7 +226,7 @@ def _check_stored(
 
 def _missing_from_all(spec: PromptSpec, store: RowStore, needed_columns: Mapping[str, Sequence[str]]) -> list[str]:
     """Columns that a table has not: a line each, instead of one for each row."""
-    columns: frozenset[str] | None = getattr(store, "columns", None)
+    columns = store.columns
     if columns is None:
         return []
     there = f"it has {', '.join(sorted(columns))}"
@@ -274,7 +252,7 @@ def _check_iterator(
     max_tokens: int | None,
     timeout_s: float,
 ) -> list[str]:
-    row, problem = probe_in_subprocess(spec, timeout_s)
+    row, problem = first_row(spec, timeout_s)
     if problem:
         return [problem]
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.prompts.model_probe import problem_of_model
+from streamrl.prompts.probe import problem_of_model
 from streamrl.vllm.options import EngineOptions, cpu_environment, shared_environment
 
 pytest.importorskip("vllm")

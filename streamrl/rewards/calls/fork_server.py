@@ -10,7 +10,6 @@ nothing else, it is killed (PR_SET_PDEATHSIG), as call processes are when the fo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.throwaway_process import die_with, set_process_option
 from streamrl.rewards.calls.frames import (
     CallPage,
     ChildEnded,
@@ -87,7 +87,7 @@ class ForkServer:
                 if order.preload:
                     self._load()
                 # The end of the socket tells that the worker is gone, from now on: so nothing is left behind.
-                _prctl(_PR_SET_PDEATHSIG, 0)
+                set_process_option(_PR_SET_PDEATHSIG, 0)
             case ForkChild():
                 self._fork(order, descriptors)
             case KillChild():
@@ -216,22 +216,10 @@ def _kill_group(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def die_with(parent: int) -> None:
-    """End this process when ``parent``, the process that started it, ends or has ended."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-
-
 def main(arguments: Sequence[str]) -> None:
     """Serve over the socket that descriptor ``arguments[0]`` is; ``arguments[1]``: the pid of the worker."""
     die_with(int(arguments[1]))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    set_process_option(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(2, 1)  # what user modules print while they are imported goes to the worker, which logs the first of it
     ForkServer(socket.socket(fileno=int(arguments[0]))).serve()
