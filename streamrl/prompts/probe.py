@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from streamrl.base.errors import UNENCODABLE, RecipeError, StreamRLError
-from streamrl.base.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.prompts.prompt_iterator import UserRows
+from streamrl.recipe.throwaway_process import ThrowawayAnswer, answer_parent, run_throwaway
 from streamrl.recipe.user_code import load_user_object
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import BinaryIO
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, RecipeError
-from streamrl.base.throwaway_process import answer_parent, run_throwaway
 from streamrl.recipe.rewards import Reward
+from streamrl.recipe.throwaway_process import answer_parent, run_throwaway
 from streamrl.rewards.environment import passed_environment
 from streamrl.rewards.signature import RewardSignature, inspect_reward
 

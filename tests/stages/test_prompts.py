@@ -521,4 +521,3 @@ async def test_rows_that_are_edited_while_they_are_read_are_not_trained(tmp_path
     with pytest.raises(StreamRLError, match="was changed while this run reads it"):
         await source.draw(2)
     await source.aclose()
-    await source.aclose()

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.base.throwaway_process import die_with, set_process_option
+from streamrl.recipe.throwaway_process import die_with, set_process_option
 from streamrl.rewards.calls.frames import (
     CallPage,
     ChildEnded,
