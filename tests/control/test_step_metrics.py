@@ -35,10 +35,9 @@ from streamrl.control.settings import ControlSettings
 from streamrl.control.state import ControlState
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.alarms import Alarms, alarm_rules
-from streamrl.observe.report.reward_window import RewardWindow
 from streamrl.observe.report.run_report import RunReport
-from streamrl.observe.report.sampled_work import SampledWork
 from streamrl.observe.report.step_metrics import discard_metrics, length_metrics, reward_metrics, unbiased_mean
+from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
 from streamrl.observe.report.wait_reason import WaitReason
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
@@ -112,43 +111,32 @@ def returned(sample: int, reward_s: float, *calls: RewardCall) -> Scored:
 
 
 def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
-    window = RewardWindow()
+    calls, stats = RewardCalls(), TrajectoryStats()
     quick = RewardCall(function="quick", seconds=0.1)
     slow = RewardCall(function="slow", seconds=3.0, waited_s=1.0, limit_s=5.0, adapted=True)
     late = RewardCall(function="slow", seconds=5.0, failure=RewardFailureKind.TIMED_OUT)
+    ids = [identity(0, sample) for sample in range(4)]
+    stats.launched(ids, 0.0, round_kind="short", prompt_tokens=1, policy_version=0)
     # Sampled at 0, 5 and 6 seconds, rewarded at 4, 5.1 and 9: without rewards the batch would be complete at 6.
-    window.came_back(returned(0, 4.0, quick, slow), 4.0)
-    window.came_back(returned(1, 0.1, quick), 5.1)
-    window.came_back(returned(2, 3.0, quick, slow), 9.0)
-    window.came_back(returned(3, 90.0, slow), 99.0)  # dropped: nobody waited for it
-    window.forget([identity(0, 3)])
-    shadow = returned(4, 5.0, quick, late)  # scored all the same
-    window.came_back(shadow, 9.5)
-    batch = [scored(identity(0, sample), 10) for sample in range(3)]
-    assert window.cost(batch) == {"reward/round_cost_s": 3.0, "reward/func/slow/round_cost_s": 3.0}
-    figures = window.take()
+    for item, now in (
+        (returned(0, 4.0, quick, slow), 4.0),
+        (returned(1, 0.1, quick), 5.1),
+        (returned(2, 3.0, quick, slow), 9.0),
+        (returned(3, 90.0, slow), 99.0),
+        (returned(4, 5.0, quick, late), 9.5),  # a shadow: scored all the same
+    ):
+        calls.came_back(item)
+        stats.came_back(item, now)
+    stats.dropped(ids[3:], DropReason.STALE, 99.0)  # the batch did not wait for it
+    cost = stats.trained([scored(identity(0, sample), 10) for sample in range(3)], 99.0)
+    assert cost == {"reward/round_cost_s": 3.0, "reward/func/slow/round_cost_s": 3.0}
+    figures = calls.take()
     assert figures["reward/func/quick/latency_p50_s"] == 0.1
     assert figures["reward/func/slow/waited_p95_s"] == 1.0
     assert figures["reward/func/slow/adapted_limit_p50_s"] == 5.0
     assert figures["reward/func/slow/timed_out_total"] == 1.0
-    assert not unregistered([*figures, "reward/round_cost_s", "reward/func/slow/round_cost_s"])
-    assert set(window.take()) == {"reward/func/slow/timed_out_total"}  # counters go on, the rest begins anew
-
-
-def test_what_was_dropped_before_it_came_back_is_counted_and_not_kept() -> None:
-    window, work = RewardWindow(), SampledWork()
-    for group in range(50):
-        ids = [identity(group, sample) for sample in range(2)]
-        work.launched(ids, 0.0, round_kind="short", prompt_tokens=1, policy_version=0)
-        work.dropped(ids[:1], DropReason.LOST_RACE, 1.0)
-        assert [work.is_wanted(i) for i in (*ids, identity(-1, 0))] == [False, True, False]
-        for one in ids:
-            item = Scored(
-                outcome=msgspec.structs.replace(scored(one, 10), calls=(RewardCall(function="f", seconds=0.1),))
-            )
-            window.came_back(item, 2.0, wanted=work.is_wanted(one))
-        assert window.cost([scored(ids[1], 10)])
-    assert "reward/func/f/latency_p50_s" in window.take() and not window._returned
+    assert not unregistered([*figures, *cost])
+    assert set(calls.take()) == {"reward/func/slow/timed_out_total"}  # counters go on, the rest begins anew
 
 
 # ---- every trajectory to its end -----------------------------------------------------------------
@@ -157,7 +145,7 @@ def test_what_was_dropped_before_it_came_back_is_counted_and_not_kept() -> None:
 def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     """Dropped before and after its result, refused, failed, trained, under way at the end: one line each."""
     trace = TrajectoryTrace(tmp_path / "t", HEADER)
-    work = SampledWork(trace)
+    work = TrajectoryStats(trace)
     ids = [identity(0, sample) for sample in range(9)]
     work.launched(ids, 1.0, round_kind="short", prompt_tokens=3, policy_version=4)
     work.came_back(TrajectoryHeld(id=ids[0], tokens=5), 1.5)
@@ -237,7 +225,7 @@ def test_what_nobody_has_seen_whole_is_not_guessed() -> None:
 
 
 def test_siblings_that_race_say_nothing_of_the_lengths_that_lost() -> None:
-    work = SampledWork(limit=0)
+    work = TrajectoryStats(limit=0)
     work.launched([identity(0, 0)], 0.0, round_kind="short", prompt_tokens=3, policy_version=0)
     work.came_back(Scored(outcome=scored(identity(0, 0), 10)), 1.0)
     work.trained([scored(identity(0, 0), 10)], 1.0)
@@ -262,7 +250,7 @@ def test_a_race_is_seen_through() -> None:
 
 
 def test_lengths_of_each_kind_of_round() -> None:
-    work = SampledWork(limit=30)
+    work = TrajectoryStats(limit=30)
     kept, slow, truncated = identity(0, 0), identity(0, 1), identity(1, 0, attempt=1)
     work.launched([kept, slow], 0.0, round_kind="short", prompt_tokens=3, policy_version=0)
     work.launched([truncated], 0.0, round_kind="long", prompt_tokens=3, policy_version=0)

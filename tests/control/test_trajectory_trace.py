@@ -117,30 +117,15 @@ def test_a_torn_file_loses_its_last_line_and_no_other(
     assert [line.group for line in read_trace(path).trajectories] == list(range(kept))
 
 
-def test_one_write_an_interval(tmp_path: Path) -> None:
-    path = tmp_path / "t"
-    trace = TrajectoryTrace(path, HEADER, flush_interval_s=1.0)
-    sizes = []
-    for tenth in range(1, 31):
-        trace.append(engines(tenth / 10))
-        sizes.append(path.stat().st_size)
-    assert len(set(sizes)) == 4, "the header, and one write after each second"
-    assert len(read_trace(path).engines) == 30, "the third second was just written"
-    trace.append(step(3.2))
-    assert read_trace(path).steps == ()
-    trace.close()
-    assert len(read_trace(path).steps) == 1
-
-
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_the_trace_of_a_run_of_days_is_bounded(goes_on: bool, tmp_path: Path) -> None:
     path, most = tmp_path / "t", 20_000
-    trace = TrajectoryTrace(path, HEADER, flush_interval_s=1.0, most_bytes=most)
+    trace = TrajectoryTrace(path, HEADER, most_bytes=most)
     for number in range(400):
         trace.append(trajectory(float(number), group=number))
         if goes_on and number % 50 == 0:
             trace.close()
-            trace = TrajectoryTrace(path, HEADER, goes_on=True, flush_interval_s=1.0, most_bytes=most)
+            trace = TrajectoryTrace(path, HEADER, goes_on=True, most_bytes=most)
     trace.close()
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["older-t", "t"] and all(f.stat().st_size < most + 1000 for f in files)

@@ -195,7 +195,7 @@ def assert_fits(state: ControlState, found: WaitReason) -> None:
 async def test_the_shares_of_a_step_sum_to_its_time(rounds: RoundKind, tmp_path: Path) -> None:
     staleness = 2 if rounds is RoundKind.CONTINUOUS else 0
     settings = control_settings(steps=4, batch_groups=4, group_size=4, rounds=rounds, max_staleness=staleness)
-    run = SimulatedRun(settings, tmp_path, engines=2)
+    run = SimulatedRun(settings, tmp_path, engines=2, kept=False)
     await run.run()
     steps = [event for event in run.events if isinstance(event, StepFinished)]
     assert len(steps) == 4

@@ -327,7 +327,7 @@ class SimulatedRun:
         lengths: LengthMixture | None = None,
         release: ReleaseKind = ReleaseKind.NEVER,
         sets: Sequence[EngineSet] = (),
-        kept: bool = True,
+        kept: bool = True,  # without a journal virtual time does not pass while the disk is waited for
     ) -> None:
         self._kept, self.events_to_live, self.outcomes_to_live = kept, 10**9, 0
         self.clock = clock = InstantClock()

@@ -98,7 +98,7 @@ async def test_evaluation_sees_one_version_and_every_prompt(tmp_path: Path) -> N
 @pytest.mark.parametrize("rounds", [{}, CONTINUOUS])
 async def test_the_next_batch_is_trained_while_an_evaluation_runs(rounds: dict[str, object], tmp_path: Path) -> None:
     chosen = run_settings(**rounds, evaluate_every=2, evaluate_at_start=True)
-    run = SimulatedRun(chosen, tmp_path, held_out=120, samples=2, evaluation_in_flight=24)
+    run = SimulatedRun(chosen, tmp_path, held_out=120, samples=2, evaluation_in_flight=24, kept=False)
     assert await run.run() == "finished"
     for version in (0, 2, 4):
         began = run.history.index(("live", version)) if version else 0

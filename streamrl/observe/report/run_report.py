@@ -31,9 +31,7 @@ from streamrl.evaluate.evaluation import Evaluation
 from streamrl.evaluate.sample_files import TrainingSamples
 from streamrl.journal.catching_up import CaughtUp
 from streamrl.journal.recovered_run import RecoveredRun, what_was_restored
-from streamrl.observe.report.reward_window import RewardWindow
 from streamrl.observe.report.run_waits import RunWaits
-from streamrl.observe.report.sampled_work import SampledWork
 from streamrl.observe.report.step_metrics import (
     completion_metrics,
     control_metrics,
@@ -43,6 +41,7 @@ from streamrl.observe.report.step_metrics import (
     staleness_metrics,
     waste_metrics,
 )
+from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, TrajectoryTrace
 from streamrl.observe.report.wait_reason import ShellView
 from streamrl.sync.weight_sync import PushReport
@@ -104,10 +103,10 @@ class RunReport:
         self._last_rollout = self._closed_rollout = rollout()
         self._trained: dict[int, _Trained] = {}
         self._timed: dict[int, RoundTimed] = {}
-        self._rewards = RewardWindow()
+        self._rewards = RewardCalls()
         self._rounds: Counter[str] = Counter()
         self._round_kind, self._recovered = "", -1
-        self._work = SampledWork(trace, length_limit)
+        self._trajectories = TrajectoryStats(trace, length_limit)
         self._last_load = NO_LOAD
         self.waits = RunWaits(clock, self._shell)
 
@@ -148,7 +147,7 @@ class RunReport:
 
     def launched(self, action: LaunchGroup, round_kind: str, prompt_tokens: int) -> None:
         """A group was ordered, as part of a round of ``round_kind``."""
-        self._work.launched(
+        self._trajectories.launched(
             action.ids,
             self.elapsed(),
             round_kind=round_kind,
@@ -159,14 +158,12 @@ class RunReport:
     def came_back(self, item: RewardOutcome) -> None:
         """An outcome of one trajectory arrived: before it is looked at, also for one that was dropped meanwhile."""
         if isinstance(item, Scored):
-            wanted = self._work.is_wanted(item.outcome.trajectory.id)
-            self._rewards.came_back(item, self.elapsed(), wanted=wanted)
-        self._work.came_back(item, self.elapsed())
+            self._rewards.came_back(item)
+        self._trajectories.came_back(item, self.elapsed())
 
     def dropped(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
         """Control will not train them, whether they ended or still run."""
-        self._rewards.forget(ids)
-        self._work.dropped(ids, reason, self.elapsed())
+        self._trajectories.dropped(ids, reason, self.elapsed())
 
     # ---- engines ---------------------------------------------------------------------------------
 
@@ -217,7 +214,7 @@ class RunReport:
     def batch_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], trainer: dict[str, float]) -> None:
         """The trainer stepped on ``batch``; ``trainer`` are its own figures."""
         now = self._trained_at = self._clock()
-        self._work.trained(batch, self.elapsed())
+        reward_cost = self._trajectories.trained(batch, self.elapsed())
         rollout_s = max(self._closed_at - self._step_started, 0.0)
         groups = len({s.trajectory.id.group_id for s in batch})
         kind = self._round_kind
@@ -226,7 +223,7 @@ class RunReport:
         self._trained[policy_version] = _Trained(
             metrics={
                 **reward_metrics(batch),
-                **self._rewards.cost(batch),
+                **reward_cost,
                 **completion_metrics(batch),
                 **staleness_metrics(batch, policy_version - 1),
                 **trainer,
@@ -330,7 +327,7 @@ class RunReport:
 
     def close(self) -> None:
         """The run ends: write what is left of the trace. Idempotent."""
-        self._work.close(self.elapsed())
+        self._trajectories.close(self.elapsed())
         for file in (self._trace, self._samples):
             if file is not None:
                 file.close()
@@ -371,12 +368,12 @@ class RunReport:
 
     def _work_metrics(self, trained: _Trained) -> dict[str, float]:
         """What was sampled, kept and discarded since the last step."""
-        window = self._work.take_window()
+        window = self._trajectories.take_window()
         ended = sum(length.tokens for length in window.sampled)
         several = len(self._rounds) > 1
-        metrics = length_metrics(window, self._work.lengths, by_kind=several)
+        metrics = length_metrics(window, self._trajectories.lengths, by_kind=several)
         metrics |= discard_metrics(window, by_kind=several)
-        metrics |= waste_metrics(self._work.wasted_tokens, self._work.ended_tokens)
+        metrics |= waste_metrics(self._trajectories.wasted_tokens, self._trajectories.ended_tokens)
         metrics |= {f"round/{kind}/total": float(count) for kind, count in self._rounds.items()}
         metrics["perf/generated_per_trained_tok"] = ended / max(trained.tokens, 1)
         return metrics

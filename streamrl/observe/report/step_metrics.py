@@ -9,17 +9,11 @@ from statistics import fmean, pstdev
 from streamrl.base.types import FinishReason, ScoredTrajectory
 from streamrl.buffers.slots import staleness
 from streamrl.control.state import ControlState
-from streamrl.observe.report.sampled_work import FirstLengths, SampledLength, SampledWindow
+from streamrl.observe.report.trajectory_stats import FirstLengths, SampledLength, StepWindow, percentile
 from streamrl.recipe.scheduling import SizingKind
 
 UNSEEN = 0.05
 """``length/unbiased_mean`` is told where lengths that nobody has seen whole cannot add more than this share to it."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of ``values`` lie (nearest rank). 0.0 for no values."""
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
@@ -78,7 +72,7 @@ def staleness_metrics(batch: Sequence[ScoredTrajectory], trained_at: int) -> dic
     }
 
 
-def length_metrics(window: SampledWindow, lengths: FirstLengths, *, by_kind: bool) -> dict[str, float]:
+def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) -> dict[str, float]:
     """``length/*``: what was sampled against what was trained, since the last step (and, for the bias, since the run
     began). Racing and cutting keep the short ones: this is where it shows. ``by_kind``: also for each kind of round.
     """
@@ -100,7 +94,7 @@ def length_metrics(window: SampledWindow, lengths: FirstLengths, *, by_kind: boo
     return metrics
 
 
-def discard_metrics(window: SampledWindow, *, by_kind: bool) -> dict[str, float]:
+def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
     """``reward/discarded_*``: what the rewards were of that control threw away; ``by_kind``: beside those it kept, for
     each kind of round."""
     discarded = [reward for rewards in window.discarded_rewards.values() for reward in rewards]
@@ -113,7 +107,7 @@ def discard_metrics(window: SampledWindow, *, by_kind: bool) -> dict[str, float]
     return metrics
 
 
-def _lengths_of_kind(kind: str, window: SampledWindow) -> dict[str, float]:
+def _lengths_of_kind(kind: str, window: StepWindow) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if sampled := [length for length in window.sampled if length.round_kind == kind]:
         mean, p95, truncated = _length_figures(sampled)

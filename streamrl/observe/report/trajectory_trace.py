@@ -24,7 +24,6 @@ UNFINISHED = "unfinished"
 """Outcome of a trajectory that was under way when the run ended."""
 
 _TAIL_BYTES = 1 << 16
-FLUSH_INTERVAL_S = 1.0
 MOST_BYTES = 1 << 30
 """Of one file: some million trajectories. Then another one is begun."""
 
@@ -173,65 +172,34 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrajectoryTrace:
-    """Appends lines to ``path``: encoded at once, written together about once a second and at the end.
+    """Appends lines to ``path``, each whole or, where the disk is full, not at all: ``OSError`` is raised.
 
-    A killed run loses its last second; a line is never torn by anything but that. ``goes_on``: an earlier life of the
-    run wrote a part already. ``most_bytes``: then the file is put aside, in place of the one before, and begun anew.
+    ``goes_on``: an earlier life of the run wrote a part already. ``most_bytes``: of the file; then it is put aside, in
+    place of the one before, and another one is begun.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: TraceHeader,
-        *,
-        goes_on: bool = False,
-        flush_interval_s: float = FLUSH_INTERVAL_S,
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
+    def __init__(self, path: Path, header: TraceHeader, *, goes_on: bool = False, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._header, self._most_bytes = path, header, most_bytes
-        begun = goes_on and path.exists()
-        if begun:
+        if goes_on and path.exists():
             cut_torn_line(path)
-        self._file: IO[bytes] = path.open("ab" if begun else "wb", buffering=0)
-        self._encoder = msgspec.json.Encoder()
-        self._pending = bytearray()
-        self._interval_s = flush_interval_s
-        self._written_s = 0.0
-        if not begun or not path.stat().st_size:
-            self._encode(header)
-        self.flush()
+        self._open("ab" if goes_on else "wb")
 
     def append(self, line: TraceLine) -> None:
-        """Take one line; its own time says when a write is due."""
-        self._encode(line)
-        now = line.ended_s if isinstance(line, TrajectoryLine) else line.time_s
-        if now - self._written_s >= self._interval_s:
-            self._written_s = now
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is pending. It stays so where the disk does not take all of it: ``OSError`` is raised."""
-        if self._pending:
-            append_whole(self._file, bytes(self._pending))
-            self._pending.clear()
-            if self._file.tell() > self._most_bytes:
-                self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._file.close()
-        self._path.replace(self._path.with_name(f"older-{self._path.name}"))
-        self._file = self._path.open("wb", buffering=0)
-        self._encode(self._header)
+        """Write one line."""
+        if self._file.tell() > self._most_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_name(f"older-{self._path.name}"))
+            self._open("wb")
+        append_whole(self._file, msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
-        """Write what is pending and close the file. Idempotent."""
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
+        """Close the file. Idempotent."""
+        self._file.close()
 
-    def _encode(self, line: TraceLine | TraceHeader) -> None:
-        self._encoder.encode_into(line, self._pending, -1)
-        self._pending += b"\n"
+    def _open(self, mode: str) -> None:
+        self._file: IO[bytes] = self._path.open(mode, buffering=0)
+        if not self._path.stat().st_size:
+            append_whole(self._file, msgspec.json.encode(self._header) + b"\n")
 
 
 def cut_torn_line(path: Path) -> None:

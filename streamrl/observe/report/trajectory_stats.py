@@ -1,0 +1,242 @@
+"""Trajectories from launch to end, and calls of rewards, as the report and the trace see them. Decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryHeld, TrajectoryLost
+from streamrl.base.types import DropReason, FinishReason, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.observe.report.trajectory_trace import TRAINED, UNFINISHED, TrajectoryLine, TrajectoryTrace
+
+
+class SampledLength(msgspec.Struct, frozen=True):
+    """One trajectory's sampled tokens. ``whole``: it ended by itself or at the limit."""
+
+    tokens: int
+    whole: bool
+    truncated: bool
+    round_kind: str
+
+
+class StepWindow(msgspec.Struct):
+    """What ended since the last step: sampled (whole, or stopped with the tokens so far), trained; and the rewards of
+    what was trained and of what was rewarded and then discarded, by kind of round."""
+
+    sampled: list[SampledLength] = []
+    trained: list[SampledLength] = []
+    kept_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
+    discarded_rewards: dict[str, list[float]] = msgspec.field(default_factory=lambda: defaultdict(list))
+
+
+class FirstLengths(msgspec.Struct):
+    """Lengths of first attempts since the run began, by number of tokens: ``whole`` ones and those ``stopped`` there;
+    and of all trained samples. ``limit``: tokens that one may have; 0: which ones are stopped depends on how long they
+    would be (siblings race each other), and nothing is counted."""
+
+    limit: int
+    whole: Counter[int] = msgspec.field(default_factory=Counter)
+    stopped: Counter[int] = msgspec.field(default_factory=Counter)
+    trained_tokens: int = 0
+    trained_samples: int = 0
+
+
+class _Open(msgspec.Struct):
+    """A launched trajectory that has not ended: it ends when it is trained, or was dropped and has come back."""
+
+    launched_s: float
+    round_kind: str
+    prompt_tokens: int
+    policy_version: int
+    dropped: DropReason | None = None
+    outcome: EndedOutcome | None = None
+    came_back_s: float = 0.0
+
+
+class TrajectoryStats:
+    """Follows trajectories by id and ignores those that it does not know (of an evaluation). ``now``: seconds since the
+    run began."""
+
+    def __init__(self, trace: TrajectoryTrace | None = None, limit: int = 0) -> None:
+        self._trace = trace
+        self._open: dict[TrajectoryId, _Open] = {}
+        self._window = StepWindow()
+        self.lengths = FirstLengths(limit)
+        self.wasted_tokens: Counter[str] = Counter()
+        self.ended_tokens = 0
+
+    def launched(
+        self, ids: Iterable[TrajectoryId], now: float, *, round_kind: str, prompt_tokens: int, policy_version: int
+    ) -> None:
+        """They were ordered."""
+        for trajectory in ids:
+            self._open[trajectory] = _Open(now, round_kind, prompt_tokens, policy_version)
+
+    def came_back(self, item: RewardOutcome, now: float) -> None:
+        """An outcome arrived."""
+        if isinstance(item, TrajectoryHeld):
+            return  # it comes back once more
+        trajectory = item.id if isinstance(item, TrajectoryLost) else item.outcome.trajectory.id
+        if (one := self._open.get(trajectory)) is None:
+            return
+        one.outcome, one.came_back_s = item, now
+        length = _length(item, one.round_kind)
+        self._window.sampled.append(length)
+        if trajectory.attempt == 0 and self.lengths.limit:
+            (self.lengths.whole if length.whole else self.lengths.stopped)[length.tokens] += 1
+        if one.dropped is not None:
+            self._end(trajectory, one.dropped, now)
+
+    def dropped(self, ids: Iterable[TrajectoryId], reason: DropReason, now: float) -> None:
+        """Control will not train them."""
+        for trajectory in ids:
+            one = self._open.get(trajectory)
+            if one is None or one.dropped is not None:
+                continue
+            one.dropped = reason
+            if one.outcome is not None:
+                self._end(trajectory, reason, now)
+
+    def trained(self, batch: Sequence[ScoredTrajectory], now: float) -> dict[str, float]:
+        """The trainer stepped on them. Returns ``round_cost_s``: how much sooner the batch would have been complete if
+        every reward had come at once, also under the function that the last sample waited for longest."""
+        members: list[tuple[float, Scored]] = []
+        for scored in batch:
+            one = self._open.pop(scored.trajectory.id, None)
+            if one is None or not isinstance(one.outcome, Scored):
+                continue
+            members.append((one.came_back_s, one.outcome))
+            length = _length(one.outcome, one.round_kind)
+            self._window.trained.append(length)
+            self._window.kept_rewards[one.round_kind].append(scored.reward)
+            self.lengths.trained_samples += 1
+            self.lengths.trained_tokens += length.tokens
+            self.ended_tokens += length.tokens
+            self._write(scored.trajectory.id, one, TRAINED, now)
+        if not members:
+            return {}
+        last_s, last = max(members, key=lambda member: member[0])
+        sampled_s = max(at - (item.reward_s or item.outcome.reward_seconds) for at, item in members)
+        metrics = {"reward/round_cost_s": max(last_s - sampled_s, 0.0)}
+        if last.outcome.calls:
+            slowest = max(last.outcome.calls, key=lambda call: call.seconds + call.waited_s)
+            metrics[f"reward/func/{slowest.function}/round_cost_s"] = metrics["reward/round_cost_s"]
+        return metrics
+
+    def take_window(self) -> StepWindow:
+        """What ended since the last call."""
+        self._end_failed()
+        window, self._window = self._window, StepWindow()
+        return window
+
+    def close(self, now: float) -> None:
+        """The run ends: what is under way ends with it."""
+        self._end_failed()
+        for trajectory, one in self._open.items():
+            self._write(trajectory, one, str(one.dropped or UNFINISHED), now)
+        self._open.clear()
+
+    def _end_failed(self) -> None:
+        """What has no reward ends with its own reason, unless control dropped it before it got to know of it."""
+        for trajectory, one in list(self._open.items()):
+            if isinstance(one.outcome, TrajectoryLost):
+                reason = DropReason.CANCELLED if one.outcome.cancelled else DropReason.ENGINE_FAILED
+                self._end(trajectory, reason, one.came_back_s)
+            elif one.outcome is not None and isinstance(one.outcome.outcome, RewardFailure):
+                self._end(trajectory, DropReason.REWARD_FAILED, one.came_back_s)
+
+    def _end(self, trajectory: TrajectoryId, reason: DropReason, now: float) -> None:
+        one = self._open.pop(trajectory)
+        assert one.outcome is not None
+        tokens = _length(one.outcome, one.round_kind).tokens
+        self.wasted_tokens[str(reason)] += tokens
+        self.ended_tokens += tokens
+        if isinstance(one.outcome, Scored) and isinstance(one.outcome.outcome, ScoredTrajectory):
+            self._window.discarded_rewards[one.round_kind].append(one.outcome.outcome.reward)
+        self._write(trajectory, one, str(reason), now)
+
+    def _write(self, trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> None:
+        if self._trace is not None:
+            self._trace.append(_line(trajectory, one, outcome, now))
+
+
+def _sampled(outcome: EndedOutcome | None) -> Trajectory | None:
+    return outcome.outcome.trajectory if isinstance(outcome, Scored) else None
+
+
+def _length(outcome: EndedOutcome, round_kind: str) -> SampledLength:
+    if isinstance(outcome, TrajectoryLost):
+        return SampledLength(outcome.tokens, False, False, round_kind)
+    trajectory = outcome.outcome.trajectory
+    reason = trajectory.finish_reason
+    whole, truncated = reason is not FinishReason.ABORT, reason is FinishReason.LENGTH
+    return SampledLength(trajectory.generated_tokens, whole, truncated, round_kind)
+
+
+def _line(trajectory: TrajectoryId, one: _Open, outcome: str, now: float) -> TrajectoryLine:
+    sampled = _sampled(one.outcome)
+    came_back = one.outcome.outcome if isinstance(one.outcome, Scored) else None
+    return TrajectoryLine(
+        prompt_id=trajectory.prompt_id,
+        group=trajectory.group_id,
+        sample=trajectory.sample,
+        attempt=trajectory.attempt,
+        prompt_tokens=one.prompt_tokens,
+        tokens=0 if one.outcome is None else _length(one.outcome, one.round_kind).tokens,
+        finish_reason="" if sampled is None else str(sampled.finish_reason),
+        outcome=outcome,
+        round_kind=one.round_kind,
+        launched_s=round(one.launched_s, 4),
+        ended_s=round(now, 4),
+        rollout_s=round((one.came_back_s or now) - one.launched_s if sampled is None else sampled.rollout_seconds, 4),
+        reward_s=0.0 if came_back is None else round(came_back.reward_seconds, 5),
+        reward=came_back.reward if isinstance(came_back, ScoredTrajectory) else None,
+        oldest_version=one.policy_version if sampled is None else sampled.oldest_version,
+        newest_version=one.policy_version if sampled is None else sampled.newest_version,
+    )
+
+
+class RewardCalls:
+    """Latencies of calls since the last step, and failures since the run began."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._waited: defaultdict[str, list[float]] = defaultdict(list)
+        self._limits: defaultdict[str, list[float]] = defaultdict(list)
+        self._failures: Counter[str] = Counter()
+
+    def came_back(self, item: Scored) -> None:
+        """The outcome of one trajectory arrived, also of one that was dropped."""
+        outcome = item.outcome
+        for call in outcome.calls:
+            name = call.function
+            self._seconds[name].append(call.seconds)
+            self._waited[name].append(call.waited_s)
+            if call.adapted:
+                self._limits[name].append(call.limit_s)
+            if call.failure is not None:
+                self._failures[f"reward/func/{name}/{call.failure}_total"] += 1
+        failed = {call.function for call in outcome.calls if call.failure is not None}
+        if isinstance(outcome, RewardFailure) and outcome.function not in failed:
+            self._failures[f"reward/func/{outcome.function}/{outcome.kind}_total"] += 1
+
+    def take(self) -> dict[str, float]:
+        """Figures as metrics; once a step."""
+        metrics: dict[str, float] = {}
+        for name, seconds in self._seconds.items():
+            metrics[f"reward/func/{name}/latency_p50_s"] = percentile(seconds, 0.5)
+            metrics[f"reward/func/{name}/latency_p95_s"] = percentile(seconds, 0.95)
+            metrics[f"reward/func/{name}/waited_p95_s"] = percentile(self._waited[name], 0.95)
+        for name, limits in self._limits.items():
+            metrics[f"reward/func/{name}/adapted_limit_p50_s"] = percentile(limits, 0.5)
+        for figures in (self._seconds, self._waited, self._limits):
+            figures.clear()
+        return metrics | {name: float(count) for name, count in self._failures.items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of ``values`` lie (nearest rank). 0.0 for no values."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
