@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,11 +63,7 @@ class LineRows(RowStore):
         except OSError as error:
             raise RecipeError([f"prompts {path} cannot be read ({error.strerror}): correct the path"]) from error
         self._stamp = self._stamp_now()
-        self._offsets, self._numbers = array("Q"), array("Q")
-        for offset, number in _lines(self._file):
-            self._offsets.append(offset)
-            self._numbers.append(number)
-        self._offsets.append(self._file.tell())
+        self._offsets, self._numbers, self._checksum = _index(self._file)
         self.size = len(self._numbers)
         if not self.size:
             self._file.close()
@@ -82,11 +79,13 @@ class LineRows(RowStore):
 
     def row(self, index: int) -> dict[str, Any]:
         """The object of a line. Raises ``BadRow``; ``StreamRLError`` where the file was edited in place."""
-        if self._stamp_now() != self._stamp:
-            raise StreamRLError(
-                f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume the "
-                "run, or begin another"
-            )
+        if (now := self._stamp_now()) != self._stamp:
+            if _index(self._file) != (self._offsets, self._numbers, self._checksum):
+                raise StreamRLError(
+                    f"prompts {self._file.name} was changed while this run reads it: put back what it was and resume "
+                    "the run, or begin another"
+                )
+            self._stamp = now
         start, end = self._offsets[index], self._offsets[index + 1]
         return decode_row(os.pread(self._file.fileno(), end - start, start).strip())
 
@@ -99,14 +98,20 @@ class LineRows(RowStore):
         return status.st_size, status.st_mtime_ns
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Offset and number (from 1) of every line that is not blank; a byte order mark is skipped."""
-    offset = 0
+def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
+    """Offsets of the lines that are not blank and of the end, their numbers (from 1), and a checksum of them all. A byte
+    order mark is skipped."""
+    offsets, numbers, checksum, offset = array("Q"), array("Q"), 0, 0
+    file.seek(0)
     for number, line in enumerate(file, start=1):
         start = 3 if number == 1 and line.startswith(b"\xef\xbb\xbf") else 0
         if line[start:].strip():
-            yield offset + start, number
+            offsets.append(offset + start)
+            numbers.append(number)
+            checksum = zlib.crc32(line[start:], checksum)
         offset += len(line)
+    offsets.append(offset)
+    return offsets, numbers, checksum
 
 
 def decode_row(line: bytes) -> dict[str, Any]:
