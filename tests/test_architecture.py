@@ -37,7 +37,6 @@ LARGE_CLASSES = {
     "streamrl/observe/report/run_report.py:RunReport": 335,
     "streamrl/control/state.py:ControlState": 325,
     "streamrl/learning/trainer.py:TorchTrainer": 331,
-    "streamrl/stages/reward.py:RewardStage": 267,
 }
 
 # Folders of the kernel: what trains with no package beside it. The kernel names no package (docs/adr/0013-rooms.md);

@@ -99,8 +99,8 @@ class LineRows(RowStore):
 
 
 def _index(file: BinaryIO) -> tuple[array[int], array[int], int]:
-    """Offsets of the lines that are not blank and of the end, their numbers (from 1), and a checksum of them all. A byte
-    order mark is skipped."""
+    """Offsets of the lines that are not blank and of the end, their numbers (from 1), and a checksum of them all. A
+    byte order mark is skipped."""
     offsets, numbers, checksum, offset = array("Q"), array("Q"), 0, 0
     file.seek(0)
     for number, line in enumerate(file, start=1):

@@ -85,10 +85,7 @@ class RewardStage:
         self._open_orders = 0
         self._ended = False
         self._changed = Wakeup()
-        first = settings.attached
-        self._attached = _Attachment(first.reward_version if first else 0, first, settings.per_group)
-        self._scoring = {self._attached.version: self._attached}
-        self._of_group: dict[int, _Attachment] = {}
+        self._versions = _Versions(settings.attached, per_group=settings.per_group)
         self._workers: set[_Worker] = set()
         self._given_out = 0
         self._changing = anyio.Lock()
@@ -96,7 +93,7 @@ class RewardStage:
     @property
     def reward_version(self) -> int:
         """The version that scores groups of which nothing has arrived yet."""
-        return self._attached.version
+        return self._versions.attached.version
 
     def in_flight(self) -> int:
         """Trajectories, or groups, that wait for their reward or are being scored."""
@@ -125,10 +122,9 @@ class RewardStage:
         while not replies:  # also where the last worker is just being replaced
             if deaths >= _MOST_DEATHS:
                 names = ", ".join(reward.label for reward in rewards)
-                problem = (
-                    f"reward workers ended, {deaths} times, when they were to load {names}: see the log of the last"
+                raise RecipeError(
+                    [f"reward workers ended, {deaths} times, when they were to load {names}: see their log"]
                 )
-                raise RecipeError([problem])
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
@@ -137,12 +133,12 @@ class RewardStage:
                 deaths += somebody and not replies
                 problems = [problem for reply in replies for problem in reply.problems]
                 if problems:
-                    await self._tell_all(CloseRewardSet(reward_version=version))
+                    await self._send_all(CloseRewardSet(reward_version=version))
                     raise RecipeError(list(dict.fromkeys(problems)))
                 if replies:
                     noted()
                     for remembered in self.limits.pieces(version):
-                        await self._tell_all(RememberLimits(reward_version=version, slowest_s=remembered))
+                        await self._send_all(RememberLimits(reward_version=version, slowest_s=remembered))
                     await self._attach(order, per_group=any(reply.per_group for reply in replies))
 
     async def _attach(self, order: LoadRewardSet, *, per_group: bool) -> None:
@@ -151,15 +147,13 @@ class RewardStage:
             functions="+".join(reward.label for reward in order.rewards),
             timeout_s=max(reward.timeout_s for reward in order.rewards),
         )
-        before = self._attached
-        self._attached = self._scoring[order.reward_version] = _Attachment(order.reward_version, order, per_group)
+        before = self._versions.attach(order, per_group=per_group)
         await self._close_unused(before)
 
     async def _close_unused(self, attachment: _Attachment) -> None:
         """End functions that were replaced and have no group left."""
-        if attachment is not self._attached and not attachment.groups and attachment.version in self._scoring:
-            del self._scoring[attachment.version]
-            await self._tell_all(CloseRewardSet(reward_version=attachment.version))
+        if self._versions.remove_unused(attachment):
+            await self._send_all(CloseRewardSet(reward_version=attachment.version))
 
     async def _ask_all(self, order: LoadRewardSet) -> list[RewardSetLoaded]:
         replies = []
@@ -169,7 +163,7 @@ class RewardStage:
                     replies.append(reply)
         return replies
 
-    async def _tell_all(self, order: RewardOrder) -> None:
+    async def _send_all(self, order: RewardOrder) -> None:
         for worker in list(self._workers):
             with suppress(StreamBroken):  # its successor never had that version
                 await worker.orders.send(order)
@@ -182,8 +176,7 @@ class RewardStage:
             await scored.send(outcome)
             return
         group_id = outcome.id.group_id if isinstance(outcome, TrajectoryLost) else outcome.trajectory.id.group_id
-        attachment = self._of_group.setdefault(group_id, self._attached)
-        attachment.groups.add(group_id)
+        attachment = self._versions.of(group_id)
         self._waiting.launched(group_id, outcome.group_size)
         heard = self._heard[group_id] = self._heard.get(group_id, 0) + 1
         if heard >= outcome.group_size:
@@ -197,16 +190,8 @@ class RewardStage:
             self._order(gathered, attachment.version)
         if isinstance(outcome, TrajectoryLost):
             await scored.send(outcome)
-            await self._close_unused(self._member_ended(group_id))
+            await self._close_unused(self._versions.ended(group_id, last=self._waiting.ended(group_id)))
             self._changed.notify()
-
-    def _member_ended(self, group_id: int) -> _Attachment:
-        """The functions that scored the group, which may have been the last that they were wanted for."""
-        attachment = self._of_group.get(group_id, self._attached)
-        if self._waiting.ended(group_id):
-            self._of_group.pop(group_id, None)
-            attachment.groups.discard(group_id)
-        return attachment
 
     def _order(self, trajectories: list[Trajectory], version: int) -> None:
         self._next_order += 1
@@ -266,13 +251,13 @@ class RewardStage:
 
     async def _bring_up_to_date(self, worker: _Worker) -> None:
         """A successor has loaded what the recipe says, and knows nothing of what its predecessor learnt."""
-        for load in [a.order for a in self._scoring.values() if a.order is not None]:
+        for load in self._versions.orders():
             reply = await worker.load(load)
             if reply is not None and reply.problems:
                 raise RecipeError(list(reply.problems))
-        if 0 not in self._scoring:
+        if 0 not in self._versions.scoring:
             await worker.orders.send(CloseRewardSet(reward_version=0))
-        for version in self._scoring:
+        for version in self._versions.scoring:
             for remembered in self.limits.pieces(version):
                 await worker.orders.send(RememberLimits(reward_version=version, slowest_s=remembered))
 
@@ -310,9 +295,8 @@ class RewardStage:
                 for trajectory, reward in zip(order.trajectories, rewards, strict=True):
                     outcome = outcome_of(trajectory, reward, order.reward_version)
                     await scored.send(Scored(outcome=outcome, reward_s=seconds))
-                    attachment = self._member_ended(trajectory.id.group_id)
-                    if attachment is not self._attached:
-                        unused.add(attachment)
+                    last = self._waiting.ended(group_id := trajectory.id.group_id)
+                    unused.add(self._versions.ended(group_id, last=last))
                 self._open_orders -= 1
         self._changed.notify()
         for attachment in unused:
@@ -359,14 +343,53 @@ class _Worker:
 
 
 class _Attachment:
-    """Functions that score. ``order``: how a worker that begins anew is told (None: what the recipe says); ``groups``:
-    those that they score, until the last member has ended."""
+    """Functions that score. ``order``: what loads them in a worker (None: the recipe); ``groups``: those that they
+    score, until the last member has ended."""
 
     def __init__(self, version: int, order: LoadRewardSet | None, per_group: bool) -> None:
         self.version = version
         self.order = order
         self.per_group = per_group
         self.groups: set[int] = set()
+
+
+class _Versions:
+    """Which functions score which group. ``attached``: those of groups of which nothing has arrived; ``scoring``: all
+    that some group still needs, by version."""
+
+    def __init__(self, first: LoadRewardSet | None, *, per_group: bool) -> None:
+        self.attached = _Attachment(first.reward_version if first else 0, first, per_group)
+        self.scoring = {self.attached.version: self.attached}
+        self._of_group: dict[int, _Attachment] = {}
+
+    def attach(self, order: LoadRewardSet, *, per_group: bool) -> _Attachment:
+        """Let other functions score from now on: those that did before."""
+        before = self.attached
+        self.attached = self.scoring[order.reward_version] = _Attachment(order.reward_version, order, per_group)
+        return before
+
+    def orders(self) -> list[LoadRewardSet]:
+        """What a worker that begins with the recipe's functions has to load."""
+        return [a.order for a in self.scoring.values() if a.order is not None]
+
+    def of(self, group_id: int) -> _Attachment:
+        """The functions that score a group: those attached when its first member arrived."""
+        attachment = self._of_group.setdefault(group_id, self.attached)
+        attachment.groups.add(group_id)
+        return attachment
+
+    def ended(self, group_id: int, *, last: bool) -> _Attachment:
+        """A member of a group has ended, perhaps the last: the functions that scored it."""
+        attachment = self._of_group.get(group_id, self.attached)
+        if last:
+            self._of_group.pop(group_id, None)
+            attachment.groups.discard(group_id)
+        return attachment
+
+    def remove_unused(self, attachment: _Attachment) -> bool:
+        """Forget functions that were replaced and have no group left. Whether they were."""
+        unused = attachment is not self.attached and not attachment.groups
+        return unused and self.scoring.pop(attachment.version, None) is not None
 
 
 async def next_ready(results: ReceiveStream[RewardResult]) -> RewardWorkerReady:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 
@@ -18,7 +17,6 @@ from streamrl.learning.objective.advantages import (  # noqa: E402
     group_advantages,
     moments_of,
     separate_advantages,
-    soft_overlong_penalty,
     token_returns,
     whiten,
 )
@@ -146,17 +144,6 @@ def test_generalized_advantages_are_the_sum_of_their_definition(discount: float,
     if discount == gae_lambda == 1:
         # Monte Carlo: the return is the sum of what follows, whatever the critic says
         np.testing.assert_allclose(returns, rewards[::-1].cumsum()[::-1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    # DAPO, section 4.1: 20480 tokens at most, of which 4096 are the buffer
-    [(1, 0.0), (16384, 0.0), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
-)
-def test_soft_overlong_penalty_of_the_paper(tokens: int, expected: float) -> None:
-    assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=1.0) == expected
-    assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=0.5) == expected / 2
-    assert math.copysign(1, soft_overlong_penalty(tokens, max_tokens=20480, buffer=0, penalty=1.0)) == 1
 
 
 @pytest.mark.parametrize("kind", sorted(WITHIN_GROUPS))

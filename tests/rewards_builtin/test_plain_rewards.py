@@ -89,7 +89,8 @@ def test_overlong_is_equation_13_of_dapo(make, score) -> None:
     reward = make("overlong", max_tokens=20480, buffer=4096)
     values = {16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20480: -1.0, 20481: -1.0, 1: 0.0}
     for tokens, value in values.items():
-        assert soft_overlong_penalty(tokens, 20480, 4096) == value
+        assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096) == value
+        assert soft_overlong_penalty(tokens, max_tokens=20480, buffer=4096, penalty=0.5) == value / 2
     assert score(reward, "", token_ids=[0] * 18432) == -0.5
     assert reward.signature.provided == ("token_ids",)
 

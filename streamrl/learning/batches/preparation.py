@@ -19,7 +19,6 @@ from streamrl.learning.objective.advantages import (
     group_advantages,
     moments_of,
     separate_advantages,
-    soft_overlong_penalty,
     token_returns,
     whiten,
 )
@@ -27,6 +26,7 @@ from streamrl.learning.objective.objectives import reference_kl, token_weight
 from streamrl.learning.options import TrainerOptions
 from streamrl.recipe.algorithms import WHOLE_BATCH, WITHIN_GROUPS
 from streamrl.recipe.objective import AdvantageKind, KlPlace
+from streamrl.rewards.builtin.length import soft_overlong_penalty
 
 
 class SampleScores(msgspec.Struct, frozen=True, kw_only=True):

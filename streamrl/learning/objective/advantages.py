@@ -104,10 +104,3 @@ def generalized_advantages(
         following = float(errors[position]) + discount * gae_lambda * following
         advantages[position] = following
     return advantages.astype(np.float32), (advantages + values).astype(np.float32)
-
-
-def soft_overlong_penalty(tokens: int, *, max_tokens: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 to ``-penalty``, linear in the ``buffer``."""
-    if buffer <= 0:
-        return 0.0
-    return -penalty * min(1.0, max(0.0, (tokens - (max_tokens - buffer)) / buffer))

@@ -68,17 +68,16 @@ def _overlong(options: OverlongOptions) -> RewardCallable:
         raise BadOption(f'"buffer" = {options.buffer} is above "max_tokens" = {options.max_tokens}: lower it')
 
     def overlong(_completion: str, *, token_ids: list[int]) -> float:
-        return soft_overlong_penalty(len(token_ids), options.max_tokens, options.buffer)
+        return soft_overlong_penalty(len(token_ids), max_tokens=options.max_tokens, buffer=options.buffer)
 
     return declare(overlong, provided=["token_ids"])
 
 
-def soft_overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
-    """0 up to ``max_tokens - buffer``, then linear, -1 from ``max_tokens`` on."""
-    free = max_tokens - buffer
-    if tokens <= free:
+def soft_overlong_penalty(tokens: int, *, max_tokens: int, buffer: int, penalty: float = 1.0) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 to ``-penalty``, linear in the ``buffer``."""
+    if buffer <= 0:
         return 0.0
-    return (free - tokens) / buffer if tokens <= max_tokens else -1.0
+    return -penalty * min(1.0, max(0.0, (tokens - (max_tokens - buffer)) / buffer))
 
 
 LENGTH = BuiltinReward("length", LengthOptions, _length)
