@@ -121,10 +121,8 @@ class RewardStage:
         deaths = 0
         while not replies:  # also where the last worker is just being replaced
             if deaths >= _MOST_DEATHS:
-                names = ", ".join(reward.label for reward in rewards)
-                raise RecipeError(
-                    [f"reward workers ended, {deaths} times, when they were to load {names}: see their log"]
-                )
+                what = f"when they were to load {', '.join(reward.label for reward in rewards)}"
+                raise RecipeError([f"reward workers ended, {deaths} times, {what}: see the log of the last"])
             while not self._workers:
                 await self._changed.wait()
             async with self._changing:
