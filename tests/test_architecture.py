@@ -71,7 +71,7 @@ CONFINED = {
     "pyarrow": ("streamrl/prompts/prompt_tables.py",),
 }
 FORBIDDEN_FILE_NAME = re.compile(r"(^|_)(utils?|helpers?|managers?|handlers?|misc|common|base|core)(_|$)|^process_")
-NAMES_ALLOWED = {"process_group", "process_watch"}  # the noun: torch's process group, the watch over processes
+NAMES_ALLOWED = {"process_group"}  # the noun: torch's process group
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {
     "create_task": "task groups only: a bare task outlives the nursery and hides its failure",

@@ -64,3 +64,15 @@ class Engine(Sampler, Protocol):
     async def aclose(self) -> None:
         """Stop the engine and everything it started. Idempotent."""
         ...
+
+
+class WeightPush(Protocol):
+    """Makes versions live on engines, some of which come and go."""
+
+    async def admit(self, name: str, engine: Engine) -> None:
+        """Bring a started engine to the live version. Raises ``EngineError`` when it refuses, dies, or is late."""
+        ...
+
+    def remove(self, engine: Engine) -> None:
+        """Leave ``engine`` out of pushes."""
+        ...

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
 
 import anyio
 import msgspec
@@ -20,7 +19,7 @@ from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineReady
 from streamrl.base.nursery import start_unless_ending
 from streamrl.base.run_events import EngineBack, EngineLost
-from streamrl.engines.engine import Engine
+from streamrl.engines.engine import Engine, WeightPush
 from streamrl.engines.pool import LOST, EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.slots import EngineSlot
@@ -34,14 +33,6 @@ LONGEST_PAUSE_S = 60.0
 """Between the death of a host and the start of the next one (``supervise.restarts``)."""
 
 log = logging.getLogger(__name__)
-
-
-class Joined(Protocol):
-    """The weight sync: brings an engine to the live version, and leaves one out."""
-
-    async def admit(self, name: str, engine: Engine) -> None: ...
-
-    def remove(self, engine: Engine) -> None: ...
 
 
 class ProgressWatch:
@@ -95,7 +86,7 @@ class EngineRecovery:
         self._died_once: set[str] = set()
         self._changed = anyio.Event()
         self._pool: EnginePool | None = None
-        self._sync: Joined | None = None
+        self._sync: WeightPush | None = None
         self._attended = anyio.Event()
         self._restarts = 0
         for slot in self._slots.values():
@@ -162,7 +153,7 @@ class EngineRecovery:
     def _alive(self) -> dict[str, tuple[RemoteEngine, EngineReady]]:
         return {name: pair for name, pair in self._ready.items() if not pair[0].failure}
 
-    def attend(self, sync: Joined) -> None:
+    def attend(self, sync: WeightPush) -> None:
         """From now on ``sync``, which has the engines of the pool, is given those that are started again."""
         self._sync = sync
         self._attended.set()

@@ -50,8 +50,7 @@ class RemoteEngine:
         self._events = events
         self._order_ids = itertools.count(ENGINE_FAILURE + 1)
         self._requests: dict[str, asyncio.Future[Completion]] = {}
-        self._pending_orders: dict[int, asyncio.Future[OrderDone]] = {}
-        self._order_errors: dict[int, type[EngineError] | type[WeightError]] = {}
+        self._pending_orders: dict[int, tuple[asyncio.Future[OrderDone], type[EngineError | WeightError]]] = {}
         self._ready = anyio.Event()
         self._readiness: EngineReady | None = None
         self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
@@ -184,19 +183,16 @@ class RemoteEngine:
             await self._orders.aclose()
         self._fail("closed")
 
-    async def _order(
-        self, make: Callable[[int], EngineOrder], error: type[EngineError] | type[WeightError]
-    ) -> OrderDone:
+    async def _order(self, make: Callable[[int], EngineOrder], error: type[EngineError | WeightError]) -> OrderDone:
         self._require_alive()
         order_id = next(self._order_ids)
         future: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
-        self._pending_orders[order_id] = future
-        self._order_errors[order_id] = error
+        self._pending_orders[order_id] = future, error
         try:
             await self._send(make(order_id))
             return await future
         finally:
-            del self._pending_orders[order_id], self._order_errors[order_id]
+            del self._pending_orders[order_id]
             _seen(future)
 
     async def _send(self, order: EngineOrder) -> None:
@@ -215,33 +211,29 @@ class RemoteEngine:
             _settle(self._requests.get(event.request_id), event.completion)
         elif isinstance(event, GenerationFailed):
             _settle(self._requests.get(event.request_id), RequestRefused(f"{self._name}: {event.reason}"))
-        elif isinstance(event, OrderDone):
-            _settle(self._pending_orders.get(event.order_id), event)
-        elif isinstance(event, OrderFailed):
-            self._order_failed(event)
+        elif isinstance(event, OrderFailed) and event.order_id == ENGINE_FAILURE:
+            self._fail(event.reason)
+        elif isinstance(event, OrderDone | OrderFailed):
+            self._order_ended(event)
         elif isinstance(event, EngineLoad):
             self._load = event
         elif self._readiness is None:
             self._readiness = event
             self._ready.set()
         else:
-            self._fail("its host greeted twice")
+            self._fail("its host said hello twice")
 
-    def _order_failed(self, event: OrderFailed) -> None:
-        if event.order_id == ENGINE_FAILURE:
-            self._fail(event.reason)
-            return
-        error = self._order_errors.get(event.order_id, EngineError)
-        _settle(self._pending_orders.get(event.order_id), error(f"{self._name}: {event.reason}"))
+    def _order_ended(self, event: OrderDone | OrderFailed) -> None:
+        future, error = self._pending_orders.get(event.order_id, (None, EngineError))
+        _settle(future, event if isinstance(event, OrderDone) else error(f"{self._name}: {event.reason}"))
 
     def _fail(self, reason: str) -> None:
         if not self._failure:
             self.lost_requests = len(self._requests)
             self._failure = reason if reason.startswith(f"{self._name}:") else f"{self._name}: {reason}"
-        for request in self._requests.values():
-            _settle(request, EngineError(self._failure))
-        for order in self._pending_orders.values():
-            _settle(order, EngineError(self._failure))
+        pending: list[asyncio.Future[Any]] = [*self._requests.values(), *(o for o, _ in self._pending_orders.values())]
+        for future in pending:
+            _settle(future, EngineError(self._failure))
         self._ready.set()
         self.failed.set()
 

@@ -20,7 +20,6 @@ from streamrl.base.errors import EngineError, ModelRefused, RequestRefused, Weig
 from streamrl.base.messages import EngineLoad, EngineReady, Generate, OrderDone, PauseMode, WeightAnnouncement
 from streamrl.base.resident_thread import ResidentThread
 from streamrl.base.types import Completion, FinishReason, TokenArray, VersionSpan, float_array, token_array
-from streamrl.engines.process_watch import ProcessWatch
 from streamrl.engines.resumption import (
     accepted_part,
     accepted_prefix,
@@ -32,6 +31,7 @@ from streamrl.engines.resumption import (
 from streamrl.plan.gpus import visible_gpus
 from streamrl.vllm.fork import fork_engine_core
 from streamrl.vllm.options import EngineOptions, batched_tokens
+from streamrl.vllm.processes import ProcessWatch
 from streamrl.vllm.statistics import EngineStatistics, kv_tokens, stat_loggers
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -23,6 +23,9 @@ from streamrl.base.types import Completion, FinishReason, VersionSpan, float_arr
 from streamrl.engines.resumption import accepted_prefix, remaining_tokens, without_kept
 from streamrl.engines.simulated.text import LengthMixture, SampledText, UniformText
 from streamrl.engines.step_cost import StepCost
+
+if TYPE_CHECKING:
+    from streamrl.engines.simulated.weights import SimulatedWeights
 
 __all__ = ["InstantClock", "LengthMixture", "SimulatedEngine", "SimulationOptions"]
 
@@ -58,26 +61,6 @@ class InstantClock:
         """Advance at once."""
         self.seconds += seconds
         await anyio.lowlevel.checkpoint()
-
-
-class EngineWeights(Protocol):
-    """Fetches and holds what is published: ``simulated_weights.SimulatedWeights``."""
-
-    async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
-        """Fetch and check. Raises ``WeightError``."""
-        ...
-
-    def commit(self, policy_version: int) -> OrderDone:
-        """Make the staged version live. Raises ``WeightError``."""
-        ...
-
-    def checksums(self) -> dict[str, str]:
-        """Of every live tensor."""
-        ...
-
-    def close(self) -> None:
-        """Stop, and leave nothing. Idempotent."""
-        ...
 
 
 class _Running:
@@ -130,7 +113,7 @@ class SimulatedEngine:
         options: SimulationOptions = SimulationOptions(),  # noqa: B008 - frozen
         *,
         text: SampledText | None = None,
-        weights: EngineWeights | None = None,
+        weights: SimulatedWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
