@@ -193,16 +193,6 @@ async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
     scope.cancel()
 
 
-async def test_a_host_that_is_given_up_before_it_ever_connected() -> None:
-    async with started() as one:
-        await one.stop("engine-1")
-        one.host_lives = "loads"
-        with anyio.CancelScope() as starting:
-            starting.cancel()
-            await one.engines.start("engine-1")
-        await one.engines.give_up("engine-1")
-
-
 async def test_a_host_that_dies_while_it_starts_is_an_error() -> None:
     with pytest.raises(BaseExceptionGroup) as raised:
         async with started() as one:

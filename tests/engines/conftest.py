@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import anyio.abc
@@ -25,6 +28,7 @@ from streamrl.vllm.options import EngineOptions, engine_options
 Served = Callable[[WatchedEngine], AbstractAsyncContextManager[RemoteEngine]]
 Hosted = Callable[[EngineOptions, Path], AbstractAsyncContextManager[tuple[RemoteEngine, anyio.abc.Process]]]
 
+T = TypeVar("T")
 VOCABULARY = 32
 CONTEXT = 512
 
@@ -176,3 +180,28 @@ async def _hosted(options: EngineOptions, directory: Path) -> AsyncIterator[tupl
 def hosted() -> Hosted:
     """A real engine in a process of its own, over ipc."""
     return _hosted
+
+
+@asynccontextmanager
+async def owned(open_in: Callable[[Path], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+    """What ``open_in`` opens in a short directory, for a fixture that a module shares: one task enters and leaves its
+    task groups, where the two halves of a fixture may run in two."""
+    ready: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def own() -> None:
+        with tempfile.TemporaryDirectory(prefix="srl") as directory:
+            try:
+                async with open_in(Path(directory)) as made:
+                    ready.set_result(made)
+                    await done.wait()
+            except BaseException as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                raise
+
+    owner = asyncio.create_task(own())
+    await asyncio.wait([ready])
+    yield ready.result()
+    done.set()
+    await owner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from streamrl.engines.engine import Engine
 from streamrl.engines.resumption import join_completions, remaining_tokens, resumed_request, with_kept
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
+from tests.engines.conftest import owned
 
 CONTEXT = 512
 MakeRequest = Callable[..., Generate]
@@ -56,25 +56,8 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """Shared by the module: a real engine takes 15 to 45 s to start."""
     if request.param == "vllm":
         pytest.importorskip("vllm")
-    ready: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-    done = asyncio.Event()
-
-    async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
-        with tempfile.TemporaryDirectory(prefix="srl") as directory:
-            try:
-                async with opened(request.param, request, Path(directory)) as made:
-                    ready.set_result(made)
-                    await done.wait()
-            except BaseException as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                raise
-
-    owner = asyncio.create_task(own())
-    await asyncio.wait([ready])
-    yield ready.result()
-    done.set()
-    await owner
+    async with owned(lambda directory: opened(request.param, request, directory)) as made:
+        yield made
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from streamrl.base.messages import EngineLoad, Generate, PauseMode
 from streamrl.base.types import Completion, FinishReason, token_array
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.vllm.statistics import EngineStatistics
+from tests.engines.conftest import owned
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -181,29 +181,18 @@ class LongRequests:
 async def long_requests(request: pytest.FixtureRequest) -> AsyncIterator[LongRequests]:
     """A real engine with little KV memory, shared by the module."""
     pytest.importorskip("vllm")
-    ready: asyncio.Future[LongRequests] = asyncio.get_running_loop().create_future()
-    done = asyncio.Event()
 
-    async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
-        with tempfile.TemporaryDirectory(prefix="srl") as directory:
-            options = request.getfixturevalue("tiny_options")(Path(directory))
-            options = msgspec.structs.replace(options, max_num_seqs=MAX_RUNNING, cache_blocks=CACHE_BLOCKS)
-            try:
-                async with request.getfixturevalue("hosted")(options, Path(directory)) as (engine, _):
-                    requests = LongRequests(engine)
-                    await requests.find_prompts()
-                    ready.set_result(requests)
-                    await done.wait()
-            except BaseException as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                raise
+    @asynccontextmanager
+    async def opened(directory: Path) -> AsyncIterator[LongRequests]:
+        options = request.getfixturevalue("tiny_options")(directory)
+        options = msgspec.structs.replace(options, max_num_seqs=MAX_RUNNING, cache_blocks=CACHE_BLOCKS)
+        async with request.getfixturevalue("hosted")(options, directory) as (engine, _):
+            requests = LongRequests(engine)
+            await requests.find_prompts()
+            yield requests
 
-    owner = asyncio.create_task(own())
-    await asyncio.wait([ready])
-    yield ready.result()
-    done.set()
-    await owner
+    async with owned(opened) as made:
+        yield made
 
 
 def idle(load: EngineLoad) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from streamrl.stages.rollout import RolloutStage
 from streamrl.sync.weight_sync import WeightSync
 from streamrl.weights.publish.publisher import Published, ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher as RankPublisher
+from tests.engines.conftest import owned
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -110,32 +111,22 @@ def greedy_request(prompt: TokenArray, name: str, tokens: int) -> Generate:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def bench(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Bench]:
     """At version 0."""
-    ready: asyncio.Future[Bench] = asyncio.get_running_loop().create_future()
-    done = asyncio.Event()
 
-    async def own() -> None:  # one task enters and leaves the task groups: a fixture's two halves may run in two
-        with tempfile.TemporaryDirectory(prefix="srl") as directory:
-            weights = Weights(tiny_model, f"ipc://{directory}/w")
-            try:
-                weights.rank.start()
-                options = request.getfixturevalue("tiny_options")(Path(directory))
-                async with request.getfixturevalue("hosted")(options, Path(directory)) as (engine, _):
-                    made = Bench(engine, weights)
-                    await made.push()
-                    ready.set_result(made)
-                    await done.wait()
-            except BaseException as error:
-                if not ready.done():
-                    ready.set_exception(error)
-                raise
-            finally:
-                weights.rank.close()
+    @asynccontextmanager
+    async def opened(directory: Path) -> AsyncIterator[Bench]:
+        weights = Weights(tiny_model, f"ipc://{directory}/w")
+        try:
+            weights.rank.start()
+            options = request.getfixturevalue("tiny_options")(directory)
+            async with request.getfixturevalue("hosted")(options, directory) as (engine, _):
+                made = Bench(engine, weights)
+                await made.push()
+                yield made
+        finally:
+            weights.rank.close()
 
-    owner = asyncio.create_task(own())
-    await asyncio.wait([ready])
-    yield ready.result()
-    done.set()
-    await owner
+    async with owned(opened) as made:
+        yield made
 
 
 async def until(condition: Callable[[], bool], within_s: float = 60) -> None:
