@@ -271,7 +271,7 @@ class ElasticEngines:
         """What each engine serves; None where it is not known how far its requests are."""
         serving = self._pool.serving
         served = {name: requests for name, requests in self._pool.served().items() if name in serving}
-        # A report has the pace of the moments before it: of none, when a round has only begun.
+        # A report has the pace of the moments before it: of none, when a round has just started.
         self._paces |= {name: load.token_s for name, load in self._pool.loads().items() if load.token_s}
         if any(requests and name not in self._paces for name, requests in served.items()):
             return None
@@ -289,7 +289,7 @@ class ElasticEngines:
         assert self._hosts is not None
         chooser, hosts, began = self._chooser, self._hosts, self._clock()
         leaving, joining = chooser.sets[chooser.current].hosts, chooser.sets[plan.engine_set].hosts
-        # An engine that was told to stop is seen to stop, also when the run ends meanwhile.
+        # An engine that was ordered to stop is waited for, also when the run ends meanwhile.
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
                 for name in leaving:

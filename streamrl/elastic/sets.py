@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
@@ -75,22 +76,6 @@ class RoundMeasured(msgspec.Struct, frozen=True, kw_only=True):
     prompt: float = 0.0
 
 
-class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that rounds took over what was expected of them: how many rounds, mean, sum of squared differences."""
-
-    rounds: int = 0
-    mean: float = 1.0
-    squares: float = 0.0
-
-    def with_one(self, value: float) -> Ratio:
-        """Welford's update; the last ``MOST_REMEMBERED`` rounds count about equally, older ones fade."""
-        rounds = min(self.rounds + 1, MOST_REMEMBERED)
-        difference = value - self.mean if self.rounds else 0.0
-        mean = self.mean + difference / rounds if self.rounds else value
-        kept = self.squares * (1 - 1 / rounds) if self.rounds >= MOST_REMEMBERED else self.squares
-        return Ratio(rounds=rounds, mean=mean, squares=kept + difference * (value - mean))
-
-
 MOST_REMEMBERED = 16
 """Rounds of one kind on one set: as lengths grow, the older ones say less."""
 PRIOR_ROUNDS = 2
@@ -98,12 +83,13 @@ PRIOR_ROUNDS = 2
 
 
 class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of round. ``ratios`` by set. ``preempted``, ``quiet``: rounds in a row with and without preemption on
-    the set in use; ``rose``: the last preempted more than ``rise`` times the one before. ``rounds`` and ``runs``: how
-    many there were, and how often they began after a round of another kind."""
+    """One kind of round. ``ratios``: seconds that rounds took over what was expected of them, by set. ``preempted``,
+    ``quiet``: rounds in a row with and without preemption on the set in use; ``rose``: the last preempted more than
+    ``rise`` times the one before. ``rounds`` and ``runs``: how many there were, and how often they began after a round
+    of another kind."""
 
     last: RoundMeasured
-    ratios: dict[str, Ratio]
+    ratios: dict[str, tuple[float, ...]]
     preempted: int = 0
     quiet: int = 0
     rose: bool = False
@@ -113,10 +99,10 @@ class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
     def error(self, name: str, scatter: float) -> float:
         """Standard error of the mean ratio of set ``name``, as a share of it: from how much such rounds scatter on any
         set, and the assumed ``scatter``. As of one round where it was never used."""
-        known = self.ratios.values()
-        squares = sum(ratio.squares / ratio.mean**2 for ratio in known) + PRIOR_ROUNDS * scatter**2
-        variance = squares / (sum(ratio.rounds - 1 for ratio in known) + PRIOR_ROUNDS)
-        return math.sqrt(variance / max(self.ratios[name].rounds if name in self.ratios else 1, 1))
+        squares = sum((ratio / fmean(known) - 1) ** 2 for known in self.ratios.values() for ratio in known)
+        rounds = sum(len(known) - 1 for known in self.ratios.values())
+        variance = (squares + PRIOR_ROUNDS * scatter**2) / (rounds + PRIOR_ROUNDS)
+        return math.sqrt(variance / max(len(self.ratios.get(name, ())), 1))
 
 
 class SetHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,10 +310,10 @@ def with_round(
     expected = expected_seconds(_named(sets, measured.engine_set), measured, cost, settings)
     before = history.kinds.get(measured.round_kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
     same = before.last.engine_set == measured.engine_set
-    known = before.ratios.get(measured.engine_set, Ratio())
+    ratios = (*before.ratios.get(measured.engine_set, ()), max(measured.seconds, 1e-9) / max(expected, 1e-9))
     now = KindHistory(
         last=measured,
-        ratios={**before.ratios, measured.engine_set: known.with_one(measured.seconds / max(expected, 1e-9))},
+        ratios={**before.ratios, measured.engine_set: ratios[-MOST_REMEMBERED:]},
         preempted=(before.preempted * same + 1) if measured.preemptions else 0,
         quiet=0 if measured.preemptions else before.quiet * same + 1,
         rose=same and measured.preemptions > settings.rise * before.last.preemptions,
@@ -450,8 +436,8 @@ def _seconds(
     is corrected as the set in use is, or as those that are known are."""
     expected = expected_seconds(one, kind.last, cost, settings)
     name = next((name for name in (one.name, here.name) if name in kind.ratios), "")
-    means = [kind.ratios[name].mean] if name else [ratio.mean for ratio in kind.ratios.values()]
-    return expected * sum(means) / len(means), kind.error(name, settings.scatter)
+    means = [fmean(known) for of, known in kind.ratios.items() if name in (of, "")]
+    return expected * fmean(means), kind.error(name, settings.scatter)
 
 
 def _named(sets: Sequence[EngineSet], name: str) -> EngineSet:

@@ -82,12 +82,12 @@ class RemoteEngine:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Grows whenever the engine got on with a request: tokens, decode steps, answers."""
+        """Counters that grow whenever a request makes progress: tokens, decode steps, answers."""
         return self._load.generated_tokens, self._load.decode_steps, self._answered
 
     @property
     def owes_progress(self) -> bool:
-        """Whether requests are open and nobody paused it."""
+        """Whether requests are open and it is not paused."""
         return bool(self._requests) and not self._paused
 
     async def run(self) -> None:
@@ -203,8 +203,8 @@ class RemoteEngine:
             self._require_alive()
 
     def _accept(self, event: EngineEvent) -> None:
-        """An answer that nobody waits for, because it was given before, or its request came back in another way, is
-        no answer."""
+        """An answer that is not waited for, because it was given before, or its request came back in another way, is
+        dropped."""
         self.heard += 1
         if isinstance(event, Generated):
             self._answered += 1

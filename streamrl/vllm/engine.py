@@ -69,7 +69,7 @@ class VllmEngine:
 
     @property
     def front_end(self) -> Any:
-        """vLLM's ``AsyncLLM``, for whoever speaks to it beside us. Raises ``EngineError`` before ``start``."""
+        """vLLM's ``AsyncLLM``, for the judge's routes. Raises ``EngineError`` before ``start``."""
         self._require_alive()
         return self._llm
 

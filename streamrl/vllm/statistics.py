@@ -23,7 +23,7 @@ class EngineStatistics:
         self._running = 0
         self._kv_usage = 0.0
         self._preemptions = 0
-        self._cleared = 0  # requests that a pause preempted, not yet told by vLLM: not for want of memory
+        self._cleared = 0  # requests that a pause preempted, not yet reported by vLLM: not for want of memory
         self._generated_tokens = 0
         self._decode_steps = 0
         self._decode_s = 0.0
@@ -49,7 +49,7 @@ class EngineStatistics:
         self._last_at = now
 
     def paused(self, *, clear_cache: bool) -> None:
-        """The engine stands still. ``clear_cache``: it preempted what ran, which says nothing about memory."""
+        """The engine is paused. ``clear_cache``: it preempted what ran, which says nothing about memory."""
         self._last_at = None
         if clear_cache:
             self._cleared += self._running

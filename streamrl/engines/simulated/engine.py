@@ -72,7 +72,7 @@ class _Running:
         plan = self._draft.token_ids
         self.finish_reason = FinishReason.STOP if self._draft.ends else FinishReason.LENGTH
         self.sampled = 0
-        # The first step tells what is kept, and samples one token more.
+        # The first step verifies what was kept, and samples one token more.
         self.accepted = min(accepted_prefix(asked.token_ids[len(request.token_ids) :], plan), len(plan) - 1)
         self.spans: list[VersionSpan] = []
         self.finished = False
@@ -105,7 +105,7 @@ class _Running:
 class SimulatedEngine:
     """Satisfies ``Engine`` with neither torch nor vllm. ``fail`` kills it as a dead process would.
 
-    ``text``: what it samples (None: as ``options`` say). ``weights``: what it holds (None: what it is told).
+    ``text``: what it samples (None: as ``options`` say). ``weights``: what it holds (None: what was announced).
     """
 
     def __init__(
