@@ -33,6 +33,8 @@ from streamrl.vllm.fork import fork_engine_core
 from streamrl.vllm.options import EngineOptions, batched_tokens
 from streamrl.vllm.processes import ProcessWatch
 from streamrl.vllm.statistics import EngineStatistics, kv_tokens, stat_loggers
+from streamrl.weights import engine_push
+from streamrl.weights.vllm_names import engine_environment
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -76,7 +78,7 @@ class VllmEngine:
     async def start(self) -> EngineReady:
         """Load the model (15 to 45 s on CPU). Raises ``EngineError`` when vLLM does not start."""
         os.environ.update(self._options.environment)
-        os.environ.update(await anyio.to_thread.run_sync(_plugin_environment))
+        os.environ.update(engine_environment())
         try:
             self._llm = await self._thread.call(lambda: _build(self._options, self._statistics))
         except ModelRefused:
@@ -151,17 +153,13 @@ class VllmEngine:
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch, check and decode on the worker while it generates."""
-        from streamrl.weights.vllm import vllm_weights
-
-        return await self._unless_dead(lambda: vllm_weights.stage(self._llm, announcement))
+        return await self._unless_dead(lambda: engine_push.stage(self._llm, announcement))
 
     async def commit(self, policy_version: int) -> OrderDone:
         """Apply the staged version to the live weights of the paused engine."""
-        from streamrl.weights.vllm import vllm_weights
-
         if not self._paused:
             raise WeightError(f"{self._options.name}: commit of version {policy_version} while sampling; pause first")
-        done = await self._unless_dead(lambda: vllm_weights.commit(self._llm, policy_version))
+        done = await self._unless_dead(lambda: engine_push.commit(self._llm, policy_version))
         self._policy_version = policy_version
         return done
 
@@ -370,12 +368,6 @@ def _build(options: EngineOptions, statistics: EngineStatistics) -> Any:
     # cost (3.2 against 0.7 us a token). vLLM's own processes turn it on when they are ready.
     enable_envs_cache()
     return llm
-
-
-def _plugin_environment() -> dict[str, str]:
-    from streamrl.weights.vllm import vllm_weights
-
-    return dict(vllm_weights.engine_environment())
 
 
 def _tokenizer_digest(model_path: str) -> str:

@@ -24,11 +24,6 @@ class ProcessWatch:
         self._processes = [(_title(p), p) for p in own.children(recursive=True) if "resource_tracker" not in _line(p)]
         self._shared = {path for _, process in self._processes for path in _shared_memory(process)}
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """Title and pid of each."""
-        return {title: process.pid for title, process in self._processes}
-
     def first_death(self) -> str | None:
         """A sentence about the first dead one, or None. Of several the parent is named: a child follows its parent."""
         for title, process in self._processes:
