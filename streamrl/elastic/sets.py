@@ -18,7 +18,6 @@ from statistics import fmean
 
 import msgspec
 
-from streamrl.base.errors import RecipeError
 from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
 from streamrl.control.actions import Explain
@@ -105,18 +104,6 @@ class KindHistory(msgspec.Struct, frozen=True, kw_only=True):
         return math.sqrt(variance / max(len(self.ratios.get(name, ())), 1))
 
 
-class SetHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decision remembers; goes from one call into the next."""
-
-    kinds: dict[str, KindHistory] = {}
-    last_kind: str = ""
-
-    @property
-    def rounds(self) -> int:
-        """How many were measured."""
-        return sum(kind.rounds for kind in self.kinds.values())
-
-
 class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``because`` is None where nothing changes. ``gain_s``: expected over the horizon, switches paid."""
 
@@ -125,31 +112,135 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
     because: Explain | None = None
 
 
-class SetChooser:
-    """Follows rounds, measures them, and chooses the set for each as it begins. ``now``: seconds on the caller's clock;
-    ``load``: of the engines in use together, with counters since they exist.
+class SetPlanner:
+    """Remembers what rounds took, and plans which set serves the next one.
 
-    ``sets``: the one that serves first comes first. ``switch_s``: what the first switch is taken to cost. ``cost``:
-    of a decode step, where it is known (None: measured).
+    ``sets``: the one that serves first comes first. ``switch_s``: what one switch is taken to cost. ``cost``: of a
+    decode step of an engine with one worker.
     """
 
     def __init__(
         self,
         sets: Sequence[EngineSet],
         *,
-        steps: int,
         switch_s: float,
+        cost: StepCost,
         settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
-        cost: StepCost | None = None,
     ) -> None:
         self.sets = {one.name: one for one in sets}
         self.current = sets[0].name
         self.switch_s = switch_s
-        self._steps = steps
+        self.cost = cost
         self._settings = settings
-        self._cost = cost
-        self._history = SetHistory()
-        self._measured_steps = _FadingLine()
+        self._kinds: dict[str, KindHistory] = {}
+        self._last_kind = ""
+
+    def add(self, measured: RoundMeasured) -> None:
+        """Remember one more round."""
+        kind, name = measured.round_kind, measured.engine_set
+        expected = expected_seconds(self.sets[name], measured, self.cost, self._settings.scaling)
+        before = self._kinds.get(kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
+        same = before.last.engine_set == name
+        ratios = (*before.ratios.get(name, ()), max(measured.seconds, 1e-9) / max(expected, 1e-9))
+        self._kinds[kind] = KindHistory(
+            last=measured,
+            ratios={**before.ratios, name: ratios[-MOST_REMEMBERED:]},
+            preempted=(before.preempted * same + 1) if measured.preemptions else 0,
+            quiet=0 if measured.preemptions else before.quiet * same + 1,
+            rose=same and measured.preemptions > self._settings.rise * before.last.preemptions,
+            rounds=before.rounds + 1,
+            runs=before.runs + (self._last_kind != kind),
+        )
+        self._last_kind = kind
+
+    def plan(self, round_kind: str, rounds_left: int) -> SetPlan:
+        """Return the set that serves the round of ``round_kind`` which is about to begin."""
+        for one in self.sets.values():
+            if round_kind in one.round_kinds:
+                reason = f"{round_kind} rounds belong to set {one.name} (engines.advanced.sets)"
+                because = Explain(subject="engine_set", reason=reason, figures={})
+                return SetPlan(engine_set=one.name, because=because if one.name != self.current else None)
+        stay = SetPlan(engine_set=self.current)
+        kind = self._kinds.get(round_kind)
+        horizon = min(self._settings.horizon, rounds_left)
+        if kind is None or horizon <= 0:
+            return stay
+        others = [one for one in self.sets.values() if one.name != self.current and not one.round_kinds]
+        plans = [self._weighed(one, kind, horizon) for one in others if self._worth_a_trial(one, kind)]
+        return max((plan for plan in plans if plan.gain_s > 0), key=lambda plan: plan.gain_s, default=stay)
+
+    def _worth_a_trial(self, one: EngineSet, kind: KindHistory) -> bool:
+        """Of a set that such rounds were never on: what is expected of it is a guess, and needs a sign beside it."""
+        here, settings = self.sets[self.current], self._settings
+        if one.name in kind.ratios:
+            return True
+        if one.capacity > here.capacity:
+            return kind.rose or kind.preempted >= settings.quiet_rounds
+        fits = math.isinf(one.capacity) or kind.last.kv_usage * here.capacity / one.capacity <= settings.headroom
+        return kind.quiet >= settings.quiet_rounds and fits
+
+    def _weighed(self, one: EngineSet, kind: KindHistory, horizon: int) -> SetPlan:
+        """What it is worth to go to ``one``: for good, or for rounds of this kind and back, whichever is more."""
+        here, switch_s, certainty = self.sets[self.current], self.switch_s, self._settings.certainty
+
+        def gain(of: KindHistory) -> float:
+            """Seconds a round, at least, with the certainty that is asked for."""
+            was, was_error = self._seconds(here, of)
+            would, would_error = self._seconds(one, of)
+            saved = was - would
+            if saved <= 0:
+                return saved
+            if one.name in of.ratios:
+                return saved - certainty * math.hypot(was * was_error, would * would_error)
+            return saved * (1 - certainty * was_error)  # both are corrected by one ratio, and err together
+
+        rounds = sum(each.rounds for each in self._kinds.values())
+        mine = gain(kind)
+        was, _ = self._seconds(here, kind)
+        would, _ = self._seconds(one, kind)
+        if mine <= 0 or was - would < self._settings.least_gain * was:
+            return SetPlan(engine_set=here.name)
+        for_good = horizon * sum(each.rounds / rounds * gain(each) for each in self._kinds.values()) - switch_s
+        of_this_kind = horizon * kind.rounds / rounds
+        there_and_back = of_this_kind * mine - 2 * switch_s * max(of_this_kind * kind.runs / kind.rounds, 1.0)
+        stays = len(self._kinds) == 1 or for_good >= there_and_back
+        total = for_good if stays else there_and_back
+        tried = "took" if one.name in kind.ratios else "is expected to take"
+        reason = (
+            f"{kind.last.round_kind} rounds: set {one.name} {tried} {would:.3g} s where set {here.name} takes"
+            f" {was:.3g} s ({kind.last.preemptions} preemptions, KV {kind.last.kv_usage:.0%} full in the last); with a"
+            f" switch of {switch_s:.3g} s it saves {total:.3g} s of the next {horizon} rounds"
+            f" {'for good' if stays else 'for these rounds alone'}"
+        )
+        figures = {
+            "seconds": was,
+            "seconds_expected": would,
+            "preemptions": float(kind.last.preemptions),
+            "kv_usage": kind.last.kv_usage,
+            "switch_s": switch_s,
+            "gain_s": total,
+        }
+        because = Explain(subject="engine_set", reason=reason, figures=figures)
+        return SetPlan(engine_set=one.name, gain_s=total, because=because)
+
+    def _seconds(self, one: EngineSet, kind: KindHistory) -> tuple[float, float]:
+        """Seconds of a round of that kind on ``one``, and the relative error of that. A set that such rounds were never
+        on is corrected as the set in use is, or as those that are known are."""
+        expected = expected_seconds(one, kind.last, self.cost, self._settings.scaling)
+        name = next((name for name in (one.name, self.current) if name in kind.ratios), "")
+        means = [fmean(known) for of, known in kind.ratios.items() if name in (of, "")]
+        return expected * fmean(means), kind.error(name, self._settings.scatter)
+
+
+class SetChooser(SetPlanner):
+    """Follows rounds, measures them, and chooses the set for each as it begins. ``now``: seconds on the caller's clock;
+    ``load``: of the engines in use together, with counters since they exist. ``cost`` None: it is measured, too.
+    """
+
+    def __init__(self, sets: Sequence[EngineSet], *, steps: int, switch_s: float, cost: StepCost | None = None) -> None:
+        super().__init__(sets, switch_s=switch_s, cost=cost or StepCost(base_s=1e-3, per_running_s=0.0))
+        self._steps = steps
+        self._measured_steps = _FadingLine() if cost is None else None
         self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
         self._open: set[TrajectoryId] = set()
         self._round_kind = ""
@@ -179,16 +270,7 @@ class SetChooser:
             self._round_kind, self._began, self._preemptions_began = round_kind, now, load.preemptions
             self._requests = self._prompt_tokens = self._tokens = self._longest = 0
             self._kv_usage = 0.0
-            plan = plan_engine_set(
-                list(self.sets.values()),
-                self._history,
-                current=self.current,
-                round_kind=round_kind,
-                cost=self.cost,
-                switch_s=self.switch_s,
-                rounds_left=self._steps - policy_version,
-                settings=self._settings,
-            )
+            plan = self.plan(round_kind, self._steps - policy_version)
         self._requests += len(ids)
         self._prompt_tokens += prompt_tokens * len(ids)
         self._open.update(ids)
@@ -206,10 +288,11 @@ class SetChooser:
         before, self._load = self._load, load
         self._kv_usage = max(self._kv_usage, load.kv_cache_usage)
         steps = load.decode_steps - before.decode_steps
-        if steps > 0:
+        if steps > 0 and self._measured_steps is not None:
             faster = faster_steps(self.sets[self.current].tensor_parallel_size, self._settings.scaling)
             running = (load.decode_tokens - before.decode_tokens) / steps
             self._measured_steps.add(running, faster * (load.decode_s - before.decode_s) / steps)
+            self.cost = self._measured_steps.fit()
 
     def round_closed(self, now: float, load: EngineLoad) -> None:
         """The batch of the round is complete: measure it."""
@@ -227,7 +310,7 @@ class SetChooser:
             longest=float(self._longest),
             prompt=self._prompt_tokens / max(self._requests, 1),
         )
-        self._history = with_round(self._history, measured, list(self.sets.values()), self.cost, self._settings)
+        self.add(measured)
         self._round_kind = ""
         self._open.clear()
 
@@ -239,11 +322,6 @@ class SetChooser:
             self.sets[name] = msgspec.structs.replace(self.sets[name], kv_tokens=kv_tokens)
         self.looked(load)
         self._preemptions_began = load.preemptions
-
-    @property
-    def cost(self) -> StepCost:
-        """Of a decode step of an engine with one worker."""
-        return self._cost or self._measured_steps.fit()
 
 
 class _FadingLine:
@@ -262,8 +340,6 @@ class _FadingLine:
         self._xy = self.KEPT * self._xy + running * seconds
 
     def fit(self) -> StepCost:
-        if not self._weight:
-            return StepCost(base_s=1e-3, per_running_s=0.0)
         ridge = self.RIDGE * self._weight
         ww, xx = self._weight + ridge, self._xx + ridge
         slope = (ww * self._xy - self._x * self._y) / (ww * xx - self._x * self._x)
@@ -278,12 +354,7 @@ def faster_steps(tensor_parallel_size: int, scaling: float) -> float:
     return float((2 * scaling) ** math.log2(tensor_parallel_size))
 
 
-def expected_seconds(
-    one: EngineSet,
-    load: RoundMeasured,
-    cost: StepCost,
-    settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
-) -> float:
+def expected_seconds(one: EngineSet, load: RoundMeasured, cost: StepCost, scaling: float = 0.8) -> float:
     """What a round like ``load`` would take on ``one``, before what was measured corrects it.
 
     As many decode steps as the longest completion has tokens, or as the tokens of an engine need when KV or
@@ -294,154 +365,4 @@ def expected_seconds(
     held = load.prompt + load.tokens / max(load.requests, 1) / 2  # of a request, in the mean of its life
     running = min(requests, float(one.max_num_seqs), one.kv_tokens / max(held, 1.0) if one.kv_tokens else math.inf)
     steps = max(load.longest, tokens / max(running, 1.0))
-    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(
-        one.tensor_parallel_size, settings.scaling
-    )
-
-
-def with_round(
-    history: SetHistory,
-    measured: RoundMeasured,
-    sets: Sequence[EngineSet],
-    cost: StepCost,
-    settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
-) -> SetHistory:
-    """``history`` with one more round. Raises ``RecipeError`` for a set that is not in ``sets``."""
-    expected = expected_seconds(_named(sets, measured.engine_set), measured, cost, settings)
-    before = history.kinds.get(measured.round_kind) or KindHistory(last=measured, ratios={}, rounds=0, runs=0)
-    same = before.last.engine_set == measured.engine_set
-    ratios = (*before.ratios.get(measured.engine_set, ()), max(measured.seconds, 1e-9) / max(expected, 1e-9))
-    now = KindHistory(
-        last=measured,
-        ratios={**before.ratios, measured.engine_set: ratios[-MOST_REMEMBERED:]},
-        preempted=(before.preempted * same + 1) if measured.preemptions else 0,
-        quiet=0 if measured.preemptions else before.quiet * same + 1,
-        rose=same and measured.preemptions > settings.rise * before.last.preemptions,
-        rounds=before.rounds + 1,
-        runs=before.runs + (history.last_kind != measured.round_kind),
-    )
-    return SetHistory(kinds={**history.kinds, measured.round_kind: now}, last_kind=measured.round_kind)
-
-
-def plan_engine_set(
-    sets: Sequence[EngineSet],
-    history: SetHistory,
-    *,
-    current: str,
-    round_kind: str,
-    cost: StepCost,
-    switch_s: float,
-    rounds_left: int,
-    settings: SetSettings = SetSettings(),  # noqa: B008 - frozen
-) -> SetPlan:
-    """The set that serves the round of ``round_kind`` which is about to begin; ``switch_s``: what one switch costs.
-
-    Raises ``RecipeError`` when ``current`` is not in ``sets``.
-    """
-    here = _named(sets, current)
-    for one in sets:
-        if round_kind in one.round_kinds:
-            return _pinned(one, here, round_kind)
-    kind = history.kinds.get(round_kind)
-    horizon = min(settings.horizon, rounds_left)
-    if kind is None or horizon <= 0:
-        return SetPlan(engine_set=current)
-    plans = [
-        _weighed(one, here, history, kind, cost, switch_s, horizon, settings)
-        for one in sets
-        if one.name != current and not one.round_kinds and _worth_a_trial(one, here, kind, settings)
-    ]
-    best = max(plans, key=lambda plan: plan.gain_s, default=None)
-    return best if best is not None and best.gain_s > 0 else SetPlan(engine_set=current)
-
-
-def _pinned(one: EngineSet, here: EngineSet, round_kind: str) -> SetPlan:
-    if one.name == here.name:
-        return SetPlan(engine_set=one.name)
-    reason = f"{round_kind} rounds belong to set {one.name} (engines.advanced.sets)"
-    return SetPlan(engine_set=one.name, because=Explain(subject="engine_set", reason=reason, figures={}))
-
-
-def _worth_a_trial(one: EngineSet, here: EngineSet, kind: KindHistory, settings: SetSettings) -> bool:
-    """Of a set that such rounds were never on: what is expected of it is a guess, and needs a sign beside it."""
-    if one.name in kind.ratios:
-        return True
-    if one.capacity > here.capacity:
-        return kind.rose or kind.preempted >= settings.quiet_rounds
-    if kind.quiet < settings.quiet_rounds:
-        return False
-    if math.isinf(one.capacity):
-        return True
-    return kind.last.kv_usage * here.capacity / one.capacity <= settings.headroom
-
-
-def _weighed(
-    one: EngineSet,
-    here: EngineSet,
-    history: SetHistory,
-    kind: KindHistory,
-    cost: StepCost,
-    switch_s: float,
-    horizon: int,
-    settings: SetSettings,
-) -> SetPlan:
-    """What it is worth to go to ``one``: for good, or for rounds of this kind and back, whichever is more."""
-
-    def gain(of: KindHistory) -> float:
-        """Seconds a round, at least, with the certainty that is asked for."""
-        was, was_error = _seconds(here, of, here, cost, settings)
-        would, would_error = _seconds(one, of, here, cost, settings)
-        saved = was - would
-        if saved <= 0:
-            return saved
-        if one.name in of.ratios:
-            return saved - settings.certainty * math.hypot(was * was_error, would * would_error)
-        return saved * (1 - settings.certainty * was_error)  # both are corrected by one ratio, and err together
-
-    share = {name: each.rounds / history.rounds for name, each in history.kinds.items()}
-    mine = gain(kind)
-    was, _ = _seconds(here, kind, here, cost, settings)
-    would, _ = _seconds(one, kind, here, cost, settings)
-    if mine <= 0 or was - would < settings.least_gain * was:
-        return SetPlan(engine_set=here.name)
-    for_good = horizon * sum(share[name] * gain(each) for name, each in history.kinds.items()) - switch_s
-    of_this_kind = horizon * share[kind.last.round_kind]
-    there_and_back = of_this_kind * mine - 2 * switch_s * max(of_this_kind * kind.runs / kind.rounds, 1.0)
-    alone = len(history.kinds) == 1
-    total = for_good if alone else max(for_good, there_and_back)
-    stays = alone or for_good >= there_and_back
-    tried = "took" if one.name in kind.ratios else "is expected to take"
-    reason = (
-        f"{kind.last.round_kind} rounds: set {one.name} {tried} {would:.3g} s where set {here.name} takes {was:.3g} s"
-        f" ({kind.last.preemptions} preemptions, KV {kind.last.kv_usage:.0%} full in the last); with a switch of"
-        f" {switch_s:.3g} s it saves {total:.3g} s of the next {horizon} rounds"
-        f" {'for good' if stays else 'for these rounds alone'}"
-    )
-    figures = {
-        "seconds": was,
-        "seconds_expected": would,
-        "preemptions": float(kind.last.preemptions),
-        "kv_usage": kind.last.kv_usage,
-        "switch_s": switch_s,
-        "gain_s": total,
-    }
-    because = Explain(subject="engine_set", reason=reason, figures=figures)
-    return SetPlan(engine_set=one.name, gain_s=total, because=because)
-
-
-def _seconds(
-    one: EngineSet, kind: KindHistory, here: EngineSet, cost: StepCost, settings: SetSettings
-) -> tuple[float, float]:
-    """Seconds of a round of that kind on ``one``, and the relative error of that. A set that such rounds were never on
-    is corrected as the set in use is, or as those that are known are."""
-    expected = expected_seconds(one, kind.last, cost, settings)
-    name = next((name for name in (one.name, here.name) if name in kind.ratios), "")
-    means = [fmean(known) for of, known in kind.ratios.items() if name in (of, "")]
-    return expected * fmean(means), kind.error(name, settings.scatter)
-
-
-def _named(sets: Sequence[EngineSet], name: str) -> EngineSet:
-    for one in sets:
-        if one.name == name:
-            return one
-    raise RecipeError([f"engine set {name!r} is not among {', '.join(one.name for one in sets)}"])
+    return (steps * cost.base_s + tokens * cost.per_running_s) / faster_steps(one.tensor_parallel_size, scaling)

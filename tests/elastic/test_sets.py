@@ -10,16 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.base.errors import RecipeError
 from streamrl.elastic.sets import (
     EngineSet,
     KindHistory,
     RoundMeasured,
-    SetHistory,
     SetPlan,
+    SetPlanner,
     expected_seconds,
-    plan_engine_set,
-    with_round,
 )
 from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import expected_kv_tokens
@@ -40,49 +37,38 @@ class World:
     def __init__(
         self, outcome: Callable[[str, str], tuple[float, int]], *, switch_s: float = 5.0, steps: int = 10**6
     ) -> None:
-        self.outcome, self.switch_s, self.steps = outcome, switch_s, steps
-        self.history = SetHistory()
-        self.current = "8x1"
+        self.outcome, self.steps = outcome, steps
+        self.planner = SetPlanner(SETS, switch_s=switch_s, cost=COST)
         self.switches: list[tuple[int, str, str]] = []
         self.seconds = 0.0
-        self.cost = COST
 
     def run(self, kinds: Iterable[str], *, kv_usage: float = 0.9) -> list[str]:
         """The set that served each round."""
-        served = []
+        served, planner = [], self.planner
         for number, kind in enumerate(kinds):
-            plan = plan_engine_set(
-                SETS,
-                self.history,
-                current=self.current,
-                round_kind=kind,
-                cost=self.cost,
-                switch_s=self.switch_s,
-                rounds_left=self.steps - number,
-            )
-            assert (plan.because is not None) == (plan.engine_set != self.current), (
-                "a change has a reason, and only one"
-            )
+            plan = planner.plan(kind, self.steps - number)
+            assert (plan.because is not None) == (plan.engine_set != planner.current), "a change has one reason"
             if plan.because is not None:
                 assert plan.because.subject == "engine_set"
                 self.switches.append((number, kind, plan.because.reason))
-                self.seconds += self.switch_s
-            self.current = plan.engine_set
-            seconds, preemptions = self.outcome(kind, self.current)
+                self.seconds += planner.switch_s
+            planner.current = plan.engine_set
+            seconds, preemptions = self.outcome(kind, planner.current)
             self.seconds += seconds
-            served.append(self.current)
-            measured = RoundMeasured(
-                round_kind=kind,
-                engine_set=self.current,
-                seconds=seconds,
-                preemptions=preemptions,
-                kv_usage=kv_usage,
-                requests=1600,
-                tokens=1600 * 1_200.0,
-                longest=2_000.0 if kind == "short" else 16_000.0,
-                prompt=128.0,
+            served.append(planner.current)
+            planner.add(
+                RoundMeasured(
+                    round_kind=kind,
+                    engine_set=planner.current,
+                    seconds=seconds,
+                    preemptions=preemptions,
+                    kv_usage=kv_usage,
+                    requests=1600,
+                    tokens=1600 * 1_200.0,
+                    longest=2_000.0 if kind == "short" else 16_000.0,
+                    prompt=128.0,
+                )
             )
-            self.history = with_round(self.history, measured, SETS, self.cost)
         return served
 
 
@@ -139,8 +125,8 @@ def test_a_rise_is_a_sign_at_once_and_kinds_are_not_compared_with_each_other() -
 def test_the_way_back_needs_quiet_rounds_and_room() -> None:
     def served(kv_usage: float, preemptions: int = 0) -> list[str]:
         world = World(lambda kind, name: (100.0 if name == "4x2" else 70.0, preemptions), switch_s=1.0)
-        world.current = "4x2"
-        world.cost = StepCost(
+        world.planner.current = "4x2"
+        world.planner.cost = StepCost(
             base_s=1e-4, per_running_s=1e-3
         )  # every token costs, so eight engines decode more at once
         return world.run(["r"] * 8, kv_usage=kv_usage)
@@ -189,18 +175,13 @@ def test_rounds_that_belong_to_a_set_are_served_by_it() -> None:
     sets = (WIDE, msgspec.structs.replace(DEEP, round_kinds=("long",)))
 
     def plan(current: str, kind: str) -> SetPlan:
-        return plan_engine_set(
-            sets, SetHistory(), current=current, round_kind=kind, cost=COST, switch_s=1e9, rounds_left=1
-        )
+        planner = SetPlanner(sets, switch_s=1e9, cost=COST)
+        planner.current = current
+        return planner.plan(kind, 1)
 
     assert plan("8x1", "long").engine_set == "4x2" and plan("4x2", "long").because is None
     because = plan("8x1", "long").because
     assert because is not None and because.reason == "long rounds belong to set 4x2 (engines.advanced.sets)"
-
-
-def test_a_set_that_is_not_prepared_is_refused() -> None:
-    with pytest.raises(RecipeError, match="'9x9' is not among 8x1, 4x2"):
-        plan_engine_set(SETS, SetHistory(), current="9x9", round_kind="r", cost=COST, switch_s=1.0, rounds_left=9)
 
 
 LOADS = st.builds(
