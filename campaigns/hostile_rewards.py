@@ -54,7 +54,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.cli.reward_completions import PlainText
+from streamrl.evaluate.trial_completions import PlainText
 from streamrl.recipe.rewards import Reward, RewardLimits
 from streamrl.recipe.toml_text import toml_value
 from streamrl.rewards.inspect import inspect_in_subprocess

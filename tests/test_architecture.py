@@ -49,7 +49,7 @@ FILES_IN_CIRCLES = 0
 MOST_FILES_A_FOLDER = 15
 OF_THE_BASE = {"streamrl", "anyio", "msgspec", "numpy", "__future__"}
 LARGE_FOLDERS = {
-    "streamrl/cli": 18,
+    "streamrl/cli": 16,
     "streamrl/control": 16,
     "streamrl/journal": 20,
     "streamrl/simulate": 19,

@@ -329,5 +329,5 @@ def test_text_is_tokenised_in_one_place() -> None:
                     found.add(path.relative_to(PACKAGE).as_posix())
                 if node.func.attr in {"apply_chat_template", "from_pretrained"} and "Tokenizer" in owner:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    apart = {"cli/reward_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
+    apart = {"evaluate/trial_completions.py", "rewards/builtin/reward_model.py", "engines/simulated/text.py"}
     assert found == {"prompts/prompt_rows.py", "prompts/tokenizer.py"} | apart

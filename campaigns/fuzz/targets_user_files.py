@@ -20,7 +20,7 @@ from campaigns.fuzz.seeds import JSON, PLAIN, TOML, Seed, lines_of, message, see
 from campaigns.fuzz.targets_files import in_memory, on_file, write
 from streamrl.base.errors import RecipeError, StreamRLError, WeightError
 from streamrl.base.model_folder import _asks_for_code
-from streamrl.cli.reward_completions import PlainText, _read_completions
+from streamrl.evaluate.trial_completions import PlainText, _read_completions
 from streamrl.plan import model_facts
 from streamrl.plan.model_facts import ModelDirectoryError, ModelFacts, read_model_facts
 from streamrl.prompts.prompt_rows import BadRow, decode_row, read_prompt, to_form

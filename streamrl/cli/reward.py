@@ -24,14 +24,14 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, AsJson, recipe_file
 from streamrl.cli.reward_changes import FunctionName, RewardOptions
-from streamrl.cli.reward_completions import (
+from streamrl.evaluate.trial_completions import (
     CompletedGroup,
     PlainText,
     groups_from_engine,
     groups_from_file,
     recipe_of_model,
 )
-from streamrl.cli.reward_report import RewardReport, rich_report, summarize
+from streamrl.evaluate.trial_report import RewardReport, rich_report, summarize
 from streamrl.observe.terminal.printable import log_to, printable
 from streamrl.prompts.prompts import missing_columns, open_prompts
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer

@@ -15,7 +15,7 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import StepFinished
 from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport, with_counters
+from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.plan.topology import JUDGE, Topology
 from streamrl.recipe.sections import Recipe
 from streamrl.vllm.options import installed_device
@@ -55,7 +55,7 @@ class JudgeLink:
                 if self._retired:
                     return  # nobody waits for a successor
                 log.warning("%s is gone; the questions that it had are asked again: %s", JUDGE, broken)
-                self._past, self._now = with_counters(self._now, self._past), JudgeReport()
+                self._past, self._now = self._now.after(self._past), JudgeReport()
                 self._connected = False
 
     async def ready(self, load: Callable[[], EngineLoad], capacity: int) -> None:
@@ -79,7 +79,7 @@ class JudgeLink:
         """A step with what the judge did until then; any other event as it is."""
         if not self._there or not isinstance(event, StepFinished):
             return event
-        report = with_counters(self._now, self._past)
+        report = self._now.after(self._past)
         figures = {
             "judge/questions_total": float(report.questions),
             "judge/batches_total": float(report.batches),

@@ -29,17 +29,16 @@ class JudgeReport(Message, frozen=True):
     waiting: int = 0
     inside: int = 0
 
-
-def with_counters(now: JudgeReport, of: JudgeReport, *, sign: int = 1) -> JudgeReport:
-    """``now`` with the counters of another report added, or with ``sign`` -1 taken off."""
-    return JudgeReport(
-        questions=now.questions + sign * of.questions,
-        batches=now.batches + sign * of.batches,
-        waited_s=now.waited_s + sign * of.waited_s,
-        awake_s=now.awake_s + sign * of.awake_s,
-        waiting=now.waiting,
-        inside=now.inside,
-    )
+    def after(self, past: JudgeReport) -> JudgeReport:
+        """The report with the counters of a judge before this one added."""
+        return JudgeReport(
+            questions=self.questions + past.questions,
+            batches=self.batches + past.batches,
+            waited_s=self.waited_s + past.waited_s,
+            awake_s=self.awake_s + past.awake_s,
+            waiting=self.waiting,
+            inside=self.inside,
+        )
 
 
 JudgeOrder = ActorLoad

@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from streamrl.judge.cache import AnswerCache
-from streamrl.judge.client import JudgeClient
+from streamrl.judge.client import AnswerCache, JudgeClient
 from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat
 from streamrl.recipe.judge import CALLS_AT_ONCE, JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.rewards.builtin.declared import (
@@ -138,13 +137,13 @@ def _judge(options: JudgeOptions) -> RewardCallable:
         body = _request(options, model, question)
         key = hashlib.sha256(msgspec.json.encode([route, body], order="deterministic")).hexdigest()
         async with cache.alone(key):
-            kept = cache.find(key)
-            if kept is not None:
+            known = cache.find(key)
+            if known is not None:
                 with suppress(ValueError):  # another ``score`` could read it: ask anew
-                    return verdicts.read(kept)
+                    return verdicts.read(known)
             answer = await client.ask(route, body)
-            value = verdicts.read(answer)  # one without a score is not kept: the next attempt asks again
-            cache.keep(key, answer)
+            value = verdicts.read(answer)  # one without a score is not remembered: the next attempt asks again
+            cache.add(key, answer)
             return value
 
     judge.aclose = client.aclose  # type: ignore[attr-defined]

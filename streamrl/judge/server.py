@@ -1,11 +1,13 @@
-"""Serves the run's own judge: an engine that nothing is pushed to, behind a gate, on vLLM's own routes."""
+"""The process of the run's own judge: an engine that nothing is pushed to, behind a gate, on vLLM's own routes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskGroup
@@ -16,13 +18,32 @@ from streamrl.base.messages import PauseMode
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.judge.gate import JudgeGate, gate_policy
 from streamrl.judge.messages import JudgeEvent, JudgeOrder, JudgeReady
+from streamrl.judge.options import judge_options
+from streamrl.plan.topology import judge_socket
 from streamrl.recipe.judge import Judge, YieldKind
-from streamrl.vllm.engine import VllmEngine
-from streamrl.vllm.openai_form import OpenAIRoutes
+from streamrl.run.controller_streams import controller_streams
+from streamrl.supervise.child import ChildContext
+
+if TYPE_CHECKING:
+    from streamrl.vllm.engine import VllmEngine
 
 REPORT_S = 0.5
 
 Move = Callable[[], Awaitable[None]]
+
+
+async def run_judge_process(context: ChildContext) -> None:
+    """Answer until the controller says that nobody will ask any more."""
+    options = judge_options(context.recipe, context.socket_directory)
+    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    from streamrl.vllm.engine import VllmEngine
+
+    name = context.plan.name
+    path = judge_socket(context.topology)
+    assert path is not None
+    streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
+    async with streams as (orders, reports):
+        await serve_judge(VllmEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)
 
 
 async def serve_judge(
@@ -75,6 +96,8 @@ class _JudgeServer:
         await reports.send(self._gate.report())
 
     async def _start(self) -> JudgeReady:
+        from streamrl.vllm.openai_form import OpenAIRoutes
+
         ready = await self._engine.start()
         judge, gate = self._judge, self._gate
         routes = OpenAIRoutes(self._engine.front_end, model_path=judge.model, name=judge.model, gate=gate.question)

@@ -55,7 +55,7 @@ ROLES = {
     Role.ENGINE: "streamrl.processes.engine_process:run_engine_process",
     Role.TRAINER: "streamrl.processes.trainer_process:run_trainer_process",
     Role.REWARD: "streamrl.processes.reward_process:run_reward_process",
-    Role.JUDGE: "streamrl.judge.role:run_judge_process",
+    Role.JUDGE: "streamrl.judge.server:run_judge_process",
 }
 """What each process runs."""
 

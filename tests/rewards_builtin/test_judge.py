@@ -224,11 +224,11 @@ def test_a_failure_is_not_kept(judge, server: Server) -> None:
 
 
 def test_the_cache_forgets_the_oldest(tmp_path: Path) -> None:
-    from streamrl.judge.cache import AnswerCache
+    from streamrl.judge.client import AnswerCache
 
     cache = AnswerCache("", 100)
     for number in range(512):
-        cache.keep(str(number), "a")
+        cache.add(str(number), "a")
     assert cache.find("411") is None
     assert cache.find("412") == "a"
     cache.close()

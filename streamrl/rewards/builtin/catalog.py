@@ -8,15 +8,23 @@ are imported by the reward that needs them, then.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
 
 from streamrl.judge.reward import JUDGE
-from streamrl.rewards.builtin.code_tests import code
 from streamrl.rewards.builtin.declared import RewardCallable
 from streamrl.rewards.builtin.length import LENGTH, OVERLONG
 from streamrl.rewards.builtin.mathematics import MATH
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
 from streamrl.rewards.builtin.sequence_classifier import REWARD_MODEL
 from streamrl.rewards.builtin.text import EXACT, FORMAT, REGEX
+
+
+def code(**options: Any) -> RewardCallable:
+    """The program of a completion against test cases, in the sandbox, which is imported when a recipe asks for it."""
+    make: Any = import_module("streamrl.sandbox.reward").code_reward
+    return make(**options)  # type: ignore[no-any-return]
+
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {
     **{

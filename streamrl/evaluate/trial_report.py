@@ -14,8 +14,8 @@ from rich.text import Text
 
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray
-from streamrl.cli.reward_completions import CompletedGroup
 from streamrl.evaluate.sample_files import sample_of
+from streamrl.evaluate.trial_completions import CompletedGroup
 from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.sample_text import sample_block
 from streamrl.rewards.scoring import Outcome
