@@ -24,11 +24,12 @@ from typing import Any
 import msgspec
 
 from streamrl.base.types import DropReason, FinishReason
-from streamrl.buffers.rollout_buffer import PromptTicket, RolloutBuffer
+from streamrl.buffers.rollout_buffer import PromptRef, RolloutBuffer
 from streamrl.control.actions import ControlAction
 from streamrl.control.events import ControlEvent
+from streamrl.control.model import GroupLengths
 from streamrl.control.settings import ControlSettings
-from streamrl.policies.group_sizing import GroupLengths, make_group_sizer
+from streamrl.policies.group_sizing import make_group_sizer
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.simulate.cluster import ROLLPACKER_14B, Engines
 from streamrl.simulate.lengths import ModelledLengths
@@ -112,7 +113,7 @@ def event_costs(options: argparse.Namespace) -> list[str]:
 
 
 def cost_of_events(changes: dict[str, Any], steps: int) -> str:
-    """Of one run's ``ControlState.handle``, the simulated world around it left out."""
+    """Of one run's ``Control.handle``, the simulated world around it left out."""
     defaults: dict[str, Any] = {
         "steps": steps,
         "batch_groups": BATCH_GROUPS,
@@ -135,8 +136,8 @@ def cost_of_events(changes: dict[str, Any], steps: int) -> str:
         began = time.process_time_ns()
         actions = handle(event)
         seconds.append((time.process_time_ns() - began) / 1e9)
-        buffer = core.buffer
-        most = max(most, buffer.issued - buffer.trained - buffer.dropped.total())
+        buffer = core.state.buffer
+        most = max(most, buffer.issued - buffer.trained - sum(buffer.dropped.values()))
         return actions
 
     core.handle = timed  # type: ignore[method-assign]
@@ -153,7 +154,7 @@ def buffer_costs(options: argparse.Namespace) -> list[str]:
     buffer, events = RolloutBuffer(), 0
 
     def admit(group: int) -> int:
-        ticket = PromptTicket(prompt_id=f"p{group}")
+        ticket = PromptRef(prompt_id=f"p{group}")
         buffer.admit(ticket, group, GROUP_SIZE, keep=GROUP_SIZE, policy_version=group // 1000, round_kind="")
         return GROUP_SIZE
 
@@ -161,15 +162,15 @@ def buffer_costs(options: argparse.Namespace) -> list[str]:
         admit(group)
     began = time.process_time_ns()
     for group in range(options.repeats * 100):
-        ids = list(buffer.groups[group].members)
-        for trajectory in ids:
+        oldest = buffer.untrained[group]
+        for trajectory in oldest.ids:
             buffer.score(trajectory, reward=0.5, tokens=400, reason=FinishReason.STOP, oldest=group // 1000)
         if group % 10:
-            buffer.batch(group, group)
-            buffer.train(group)
+            buffer.batch(oldest)
+            buffer.train()
             events += 3 * GROUP_SIZE
         else:
-            buffer.drop_group(group, DropReason.ZERO_VARIANCE)
+            buffer.drop_group(oldest, DropReason.ZERO_VARIANCE)
             events += 2 * GROUP_SIZE
         events += admit(BATCH_GROUPS + group)
     seconds = (time.process_time_ns() - began) / 1e9

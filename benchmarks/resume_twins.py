@@ -33,7 +33,7 @@ from streamrl.control import events as on
 from streamrl.control.settings import control_settings
 from streamrl.journal.journal_records import JournalBase, JournalCodec, JournalEvent
 from streamrl.journal.log import read_journal
-from streamrl.journal.whole_state import restore_whole
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,18 +225,18 @@ def _all_segments(directory: Path) -> Iterator[None]:
 
 def _batches(run: Path) -> dict[int, str]:
     """What each step trained: groups in their order, with each member's sample, reward and length."""
-    codec, settings, state = JournalCodec(), control_settings(load_recipe(run / "recipe.toml")), None
+    codec, settings, control = JournalCodec(), control_settings(load_recipe(run / "recipe.toml")), None
     outcomes: dict[object, tuple[float, int]] = {}
     batch: list[str] = []
     batches: dict[int, str] = {}
     for record in map(codec.decode, read_journal(run / SEGMENTS).records(0)):
         if isinstance(record, JournalBase):
-            state, _ = restore_whole(settings, record.whole)
-        if state is None or not isinstance(record, JournalEvent):
+            control = make_control(settings, record.control)
+        if control is None or not isinstance(record, JournalEvent):
             continue
         if isinstance(record.event, on.TrajectoryScored):
             outcomes[record.event.id] = (record.event.reward, record.event.tokens)
-        for action in state.handle(record.event):
+        for action in control.handle(record.event):
             if isinstance(action, do.TrainGroupNow):
                 batch += [f"{i.prompt_id} {i} {outcomes[i]}" for i in action.ids]
             elif isinstance(action, do.StepOptimizer):

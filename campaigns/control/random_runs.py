@@ -18,7 +18,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "control"))
 
-from policy_world import COMBINATIONS, COMPOSITIONS, SIZINGS, random_run
+from oracle.control_walks import COMBINATIONS, COMPOSITIONS, SIZINGS, random_run
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,10 +20,17 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "control"))
 
 import msgspec
-from policy_world import COMBINATIONS, COMPOSITIONS, SIZINGS, random_run, random_settings
-from recovery_world import CrashWorld, TwinWorld
+from oracle.control_walks import (
+    COMBINATIONS,
+    COMPOSITIONS,
+    ON_POLICY,
+    SIZINGS,
+    CrashWorld,
+    TwinWorld,
+    random_run,
+    random_settings,
+)
 from test_arrival_order import runs
-from test_whole_state import ON_POLICY
 
 
 def parse_arguments() -> argparse.Namespace:

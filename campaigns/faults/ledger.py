@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from streamrl.control.state import ControlState
 
 from streamrl.base.messages import CloseBatch, Generate
 from streamrl.base.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.state import ControlState
 from streamrl.engines.resumption import whole_of
 
 STAMPS = 1 << 20

@@ -16,20 +16,20 @@ from unittest import mock
 import anyio
 import msgspec
 from anyio._backends import _asyncio
+from streamrl.control.state import ControlState
+from streamrl.journal.whole_state import keep_whole, restore_whole
 
 from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
 from streamrl.comm import zmq_stream
-from streamrl.control.state import ControlState
 from streamrl.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines import engine_host
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.step_cost import StepCost
 from streamrl.journal import log
-from streamrl.journal.whole_state import keep_whole, restore_whole
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import PublishSink
 from streamrl.plan import topology as topology_module

@@ -11,6 +11,8 @@ from unittest import mock
 
 import anyio
 import msgspec
+from streamrl.control.state import ControlState
+from streamrl.journal.outstanding import Outstanding
 
 from campaigns.faults.planted_bugs import Planted, every, replaced
 from campaigns.faults.world_faults import Faults
@@ -22,10 +24,8 @@ from streamrl.buffers.rollout_buffer import RolloutBuffer
 from streamrl.comm import stream_protocol
 from streamrl.comm.stream_protocol import ReceivingEnd, SendingEnd
 from streamrl.control.events import CheckpointDone, StopRequested, TrajectoryScored
-from streamrl.control.state import ControlState
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.journal.log import Journal
-from streamrl.journal.outstanding import Outstanding
 from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
 from streamrl.run import controller as controller_module

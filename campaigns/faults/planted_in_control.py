@@ -7,13 +7,13 @@ from unittest import mock
 
 import anyio
 import msgspec
+from streamrl.control.state import ControlState
 
 from campaigns.faults.planted_bugs import Planted, every, replaced
 from streamrl.base.types import RewardFailure, ScoredTrajectory
 from streamrl.buffers.rollout_buffer import Group, RolloutBuffer
 from streamrl.buffers.scored_payloads import ScoredPayloads
 from streamrl.buffers.slots import SlotLedger
-from streamrl.control.state import ControlState
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages import reward as reward_module
 from streamrl.stages import rollout as rollout_module

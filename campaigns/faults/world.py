@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+from streamrl.control.state import ControlState
 
 from campaigns.faults.fault_plan import Fault, Phase
 from campaigns.faults.ledger import MODULUS, Ledger, Violation
@@ -34,7 +35,6 @@ from campaigns.faults.world_operator import Operator
 from campaigns.faults.world_shape import Shape
 from streamrl.base.messages import CloseBatch, SaveCheckpoint
 from streamrl.control import events as on
-from streamrl.control.state import ControlState
 from streamrl.plan.topology import ProcessPlan, Role, Topology
 
 RECOVERY_S = 5.0

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from streamrl.journal.control_file import read_control_file
+from streamrl.journal.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
 
 from campaigns.fuzz.execution import Target
 from campaigns.fuzz.held_file import HeldPath
@@ -16,8 +18,6 @@ from campaigns.fuzz.targets_streams import REWARD
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import Prompt, TrajectoryId, token_array
 from streamrl.buffers.rollout_buffer import PromptTicket
-from streamrl.journal.control_file import read_control_file
-from streamrl.journal.kept_state import CONTROL_FILE, KEPT_SCHEMA, ControlSnapshot, KeptControl
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, StepLine, TraceHeader, TrajectoryLine, read_trace
 from streamrl.plan.topology import ProcessPlan, Role, Topology, read_topology

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
-from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.control.events import PromptsDrawn
 
@@ -21,12 +20,9 @@ FEW_PROMPTS = 256
 
 
 class PromptShelf:
-    """The prompts that control may ask for, and not many more. ``domain_column``: of a prompt's domain; may be
-    empty."""
+    """The prompts that control may ask for, and not many more."""
 
-    def __init__(self, domain_column: str, domains: Mapping[str, float]) -> None:
-        self._column = domain_column
-        self._domains = domains
+    def __init__(self) -> None:
         self._prompts: dict[str, Prompt] = {}
         self._untold: tuple[str, ...] = ()
         self._full = FEW_PROMPTS
@@ -59,17 +55,4 @@ class PromptShelf:
             prompt_ids=tuple(p.prompt_id for p in prompts),
             exhausted=exhausted,
             prompt_tokens=tuple(len(p.token_ids) for p in prompts),
-            domains=tuple(self._domain(p) for p in prompts) if self._column else (),
         )
-
-    def _domain(self, prompt: Prompt) -> str:
-        domain = prompt.columns.get(self._column)
-        if not isinstance(domain, str) or domain not in self._domains:
-            known = ", ".join(f'"{name}"' for name in self._domains)
-            wrong = (
-                f"prompt {prompt.prompt_id}: column {self._column!r} (tail_batching.advanced.domain_column) is "
-                f"{domain!r}; "
-                f"tail_batching.advanced.domains has {known}: add it there, or correct the prompt"
-            )
-            raise RecipeError([wrong])
-        return domain

@@ -1,103 +1,104 @@
 """The rollout buffer: the life of every trajectory and group, and the accounting.
 
-Pure and synchronous. It holds identities, sizes and states, never tokens. Every call costs time in proportion to one
-group at most, whatever is in flight.
+Data that encodes as it is: identities, sizes and states, never tokens. Every method costs time in proportion to one
+group at most, whatever else is in flight.
 
-A trajectory is ``IN_FLIGHT`` (sampled, held with its tokens, or being scored) -> ``SCORED`` -> ``BATCHED`` -> trained,
-or dropped with one reason from any of them. A group is open until each member ended, then ready, then batched.
-
-At every instant ``issued == trained + sum(dropped.values()) + in_flight``.
+A trajectory is in flight (sampled, paused, or being scored), then scored, then part of a batch, then trained; from any
+of them it may be dropped, with one reason. At every instant
+``issued == trained + sum(dropped.values()) + in flight``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from enum import StrEnum
+from collections.abc import Iterator
 
 import msgspec
 
-from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
-from streamrl.buffers.accounting import Accounting
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 
 
-class TrajectoryState(StrEnum):
-    """Where a trajectory that has not ended is."""
+class Accounting(msgspec.Struct, frozen=True, kw_only=True):
+    """Trajectory counts since the run began."""
 
-    IN_FLIGHT = "in_flight"
-    SCORED = "scored"
-    BATCHED = "batched"
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+
+    @property
+    def balanced(self) -> bool:
+        """The accounting invariant."""
+        return self.issued == self.trained + sum(self.dropped.values()) + self.in_flight
 
 
-class PromptTicket(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that may be launched. ``attempt`` and ``noise`` (-1: a new one) say which draw of it this is;
-    ``tokens``: of the prompt, 0 when unknown; ``group_size``: of its cohort or its last draw, 0 before the first."""
+class PromptRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt that may be launched. ``attempt``: how often it was launched before; ``seed_base``: what its seeds are
+    derived from (None: the number of its group); ``tokens``: length of the prompt, 0 when unknown; ``group_size``: of
+    its cohort or its last launch, 0 before the first."""
 
     prompt_id: str
     attempt: int = 0
-    noise: int = -1
+    seed_base: int | None = None
     tokens: int = 0
-    domain: str = ""
     group_size: int = 0
 
 
-class Member(msgspec.Struct, kw_only=True):
-    """One trajectory that has not ended. ``oldest_version``: launch version until the engine told the real one.
-    ``separate_rewards``: by name, those that are compared with their siblings' alone; empty: ``reward`` is."""
+class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One trajectory that has not ended. ``oldest_version``: launch version until the engine reports the real one;
+    ``finish_reason``: None until it is scored. ``separate_rewards``: by name, those that are compared with their
+    siblings' alone; empty: ``reward`` is."""
 
-    id: TrajectoryId
-    state: TrajectoryState
     oldest_version: int
+    finish_reason: FinishReason | None = None
     reward: float = 0.0
     tokens: int = 0
-    finish_reason: FinishReason | None = None
     separate_rewards: dict[str, float] = {}
 
+    @property
+    def scored(self) -> bool:
+        """Whether its reward is known."""
+        return self.finish_reason is not None
 
-class Group(msgspec.Struct, kw_only=True):
-    """The live members of one prompt.
 
-    ``keep``: how many of its members a batch takes; ``open``: members that were not scored; ``held``: they stopped and
-    keep their tokens; ``batch_id`` None until it is handed to training; ``oldest_version``: oldest policy version that
-    one of its tokens may have; ``queued``: its prompt waited in the queue, not among the fresh ones.
+class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The live trajectories of one prompt, by sample number.
+
+    ``size``: trajectories launched, which is the slots that it uses until it ends; ``keep``: how many of them a batch
+    takes; ``open``: members without a reward; ``oldest_version``: oldest policy version that one of its tokens may
+    have; ``paused``: its open members are stopped and keep their tokens; ``queued``: its prompt waited in the queue,
+    not among the fresh ones.
     """
 
     group_id: int
-    ticket: PromptTicket
+    prompt: PromptRef
     launch_version: int
     oldest_version: int
     size: int
     keep: int
     round_kind: str
-    members: dict[TrajectoryId, Member]
+    members: dict[int, Member]
     open: int
-    held: bool = False
-    batch_id: int | None = None
+    paused: bool = False
     queued: bool = False
 
     @property
-    def prompt_id(self) -> str:
-        """Of its prompt."""
-        return self.ticket.prompt_id
-
-    @property
-    def attempt(self) -> int:
-        """How often its prompt was launched before."""
-        return self.ticket.attempt
+    def seed_base(self) -> int:
+        """What the seeds of its trajectories are derived from."""
+        return self.group_id if self.prompt.seed_base is None else self.prompt.seed_base
 
     @property
     def ready(self) -> bool:
-        """Every member ended, and it is not yet in a batch."""
-        return self.open == 0 and self.batch_id is None and bool(self.members)
+        """Every member ended."""
+        return self.open == 0 and bool(self.members)
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of its finished members."""
+        """Sampled tokens of its scored members."""
         return sum(m.tokens for m in self.members.values())
 
     @property
     def longest(self) -> int:
-        """Sampled tokens of its longest finished member."""
+        """Sampled tokens of its longest scored member."""
         return max((m.tokens for m in self.members.values()), default=0)
 
     @property
@@ -107,69 +108,64 @@ class Group(msgspec.Struct, kw_only=True):
         first: dict[str, float] = {}
         return all(first.setdefault(name, value) == value for rewards in members for name, value in rewards.items())
 
+    @property
+    def ids(self) -> tuple[TrajectoryId, ...]:
+        """Of all members, by sample number."""
+        return tuple(self._id(sample) for sample in self.members)
+
+    @property
     def open_ids(self) -> tuple[TrajectoryId, ...]:
-        """Members that were not scored."""
-        return tuple(i for i, m in self.members.items() if m.state is TrajectoryState.IN_FLIGHT)
+        """Of members without a reward."""
+        return tuple(self._id(sample) for sample, member in self.members.items() if not member.scored)
+
+    def _id(self, sample: int) -> TrajectoryId:
+        prompt = self.prompt
+        return TrajectoryId(prompt_id=prompt.prompt_id, group_id=self.group_id, sample=sample, attempt=prompt.attempt)
 
 
-class KeptGroup(Record, frozen=True):
-    """A ``Group`` as a record; ``members`` in their order."""
-
-    group_id: int
-    ticket: PromptTicket
-    launch_version: int
-    oldest_version: int
-    size: int
-    keep: int
-    round_kind: str
-    members: tuple[Member, ...]
-    open: int
-    held: bool = False
-    batch_id: int | None = None
-    queued: bool = False
+def oldest_first(group: Group) -> tuple[int, int]:
+    """Sort key: the group with the oldest token must be trained soonest."""
+    return group.oldest_version, group.group_id
 
 
-class KeptBuffer(Record, frozen=True):
-    """A ``RolloutBuffer`` as a record. ``groups``: all of them, oldest launch first; ``ready``, ``held``, ``batched``:
-    ids of those that are, each in the order in which they became so."""
+class RolloutBuffer(msgspec.Struct, kw_only=True):
+    """Groups that have not ended, and counters of those that have.
 
-    groups: tuple[KeptGroup, ...] = ()
-    ready: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-    batched: tuple[int, ...] = ()
+    ``untrained``: groups that are in no batch, oldest launch first; ``batched``: those of the open or closed batch, in
+    the order in which they joined. ``ready``, ``paused`` (ids) and ``by_version`` (trajectories that batches take, by
+    oldest version) are indexes of ``untrained``. ``wasted_tokens``: of what was dropped. Read the fields; change them
+    through the methods.
+    """
+
+    untrained: dict[int, Group] = {}
+    batched: dict[int, Group] = {}
+    ready: list[int] = []
+    paused: list[int] = []
+    by_version: dict[int, int] = {}
     issued: int = 0
     trained: int = 0
     dropped: dict[DropReason, int] = {}
     wasted_tokens: int = 0
 
+    def groups(self) -> Iterator[Group]:
+        """All of them, oldest launch first."""
+        return iter(sorted((*self.batched.values(), *self.untrained.values()), key=lambda g: g.group_id))
 
-def oldest_first(group: Group) -> tuple[int, int]:
-    """Sorts groups by their oldest token: who has it must be trained soonest."""
-    return group.oldest_version, group.group_id
+    def __bool__(self) -> bool:
+        return bool(self.untrained or self.batched)
 
+    def find(self, group_id: int) -> Group | None:
+        """The group, or None when it has ended."""
+        return self.untrained.get(group_id) or self.batched.get(group_id)
 
-class RolloutBuffer:
-    """Groups that have not ended, and counters of those that have.
-
-    ``groups``: all of them; ``untrained``: those that are not in a batch, oldest launch first; ``ready``: those of them
-    that may be trained. Read them; change them only through the methods.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[int, Group] = {}
-        self.untrained: dict[int, Group] = {}
-        self.ready: dict[int, Group] = {}
-        self.issued = 0
-        self.trained = 0
-        self.dropped: Counter[DropReason] = Counter()
-        self.wasted_tokens = 0
-        self._batched: dict[int, list[Group]] = {}
-        self._by_version: Counter[int] = Counter()
-        self._held: dict[int, Group] = {}
+    def member(self, trajectory: TrajectoryId) -> Member | None:
+        """The live trajectory, or None when it has ended (a late result)."""
+        group = self.find(trajectory.group_id)
+        return None if group is None else group.members.get(trajectory.sample)
 
     def admit(
         self,
-        ticket: PromptTicket,
+        prompt: PromptRef,
         group_id: int,
         size: int,
         *,
@@ -179,37 +175,28 @@ class RolloutBuffer:
         queued: bool = False,
     ) -> Group:
         """Launch a group of ``size`` trajectories that ``policy_version`` will sample."""
-        if group_id in self.groups:
+        if self.find(group_id) is not None:
             raise ValueError(f"group {group_id} is in the buffer already")
-        ids = [
-            TrajectoryId(prompt_id=ticket.prompt_id, group_id=group_id, sample=i, attempt=ticket.attempt)
-            for i in range(size)
-        ]
         group = Group(
             group_id=group_id,
-            ticket=ticket,
+            prompt=prompt,
             launch_version=policy_version,
             oldest_version=policy_version,
             size=size,
             keep=keep,
             round_kind=round_kind,
-            members={i: Member(id=i, state=TrajectoryState.IN_FLIGHT, oldest_version=policy_version) for i in ids},
+            members={sample: Member(oldest_version=policy_version) for sample in range(size)},
             open=size,
             queued=queued,
         )
-        self.groups[group_id] = self.untrained[group_id] = group
-        self._by_version[policy_version] += keep
+        self.untrained[group_id] = group
+        self._count_version(group, 1)
         self.issued += size
         return group
 
-    def member(self, trajectory_id: TrajectoryId) -> Member | None:
-        """The live trajectory, or None when it has ended (a late result)."""
-        group = self.groups.get(trajectory_id.group_id)
-        return None if group is None else group.members.get(trajectory_id)
-
     def score(
         self,
-        trajectory_id: TrajectoryId,
+        trajectory: TrajectoryId,
         *,
         reward: float,
         tokens: int,
@@ -218,11 +205,10 @@ class RolloutBuffer:
         separate: dict[str, float] | None = None,
     ) -> Group | None:
         """Record a reward. None (and nothing changes) when the trajectory ended before or was scored already."""
-        member = self.member(trajectory_id)
-        if member is None or member.state is not TrajectoryState.IN_FLIGHT:
+        member = self.member(trajectory)
+        if member is None or member.scored:
             return None
-        group = self.groups[trajectory_id.group_id]
-        member.state = TrajectoryState.SCORED
+        group = self.untrained[trajectory.group_id]
         member.reward, member.tokens, member.finish_reason = reward, tokens, reason
         member.separate_rewards = separate or {}
         if oldest != member.oldest_version:
@@ -232,128 +218,82 @@ class RolloutBuffer:
         self._note_ready(group)
         return group
 
-    def drop_member(self, trajectory_id: TrajectoryId, reason: DropReason, *, tokens: int = 0) -> Group | None:
-        """End one trajectory of a group that is not batched; the group shrinks. None for one that ended before."""
-        member = self.member(trajectory_id)
-        if member is None or member.state is TrajectoryState.BATCHED:
+    def drop_member(self, trajectory: TrajectoryId, reason: DropReason, *, tokens: int = 0) -> Group | None:
+        """End one trajectory of a group that is in no batch; the group shrinks. None for one that ended before."""
+        group = self.untrained.get(trajectory.group_id)
+        member = None if group is None else group.members.pop(trajectory.sample, None)
+        if group is None or member is None:
             self.wasted_tokens += tokens  # it was dropped while it ran: what it had sampled is known only now
             return None
-        group = self.groups[trajectory_id.group_id]
-        del group.members[trajectory_id]
-        group.open -= member.state is TrajectoryState.IN_FLIGHT
-        self.dropped[reason] += 1
-        self.wasted_tokens += tokens or member.tokens
-        if group.members:
+        group.open -= not member.scored
+        self._dropped(reason, 1, tokens or member.tokens)
+        if not group.members:
+            self._leave_untrained(group)
+        else:
             if member.oldest_version == group.oldest_version:
                 self._date(group)
             self._note_ready(group)
-        else:
-            self._remove(group)
         return group
 
-    def drop_group(self, group_id: int, reason: DropReason) -> Group:
+    def drop_group(self, group: Group, reason: DropReason) -> None:
         """End every trajectory of a group with one reason."""
-        group = self.groups[group_id]
-        self._remove(group)
-        self.dropped[reason] += len(group.members)
-        self.wasted_tokens += group.tokens
-        return group
+        if self.batched.pop(group.group_id, None) is None:
+            self._leave_untrained(group)
+        self._dropped(reason, len(group.members), group.tokens)
 
-    def hold(self, group: Group) -> None:
+    def pause(self, group: Group) -> None:
         """Its open members stop and keep their tokens."""
-        group.held = True
-        self._held[group.group_id] = group
+        group.paused = True
+        self.paused.append(group.group_id)
 
     def resume(self, group: Group) -> None:
-        """The inverse of ``hold``."""
-        group.held = False
-        self._held.pop(group.group_id, None)
+        """The inverse of ``pause``; nothing for a group that is not paused."""
+        if group.paused:
+            group.paused = False
+            self.paused.remove(group.group_id)
 
-    def batch(self, group_id: int, batch_id: int) -> Group:
+    def paused_groups(self) -> list[Group]:
+        """Those with the oldest tokens first: they must be trained soonest."""
+        return sorted((self.untrained[group_id] for group_id in self.paused), key=oldest_first)
+
+    def batch(self, group: Group) -> None:
         """Hand a ready group to training."""
-        group = self.groups[group_id]
         if not group.ready:
-            raise ValueError(f"group {group_id} is not ready: {[str(m.state) for m in group.members.values()]}")
-        self._forget_untrained(group)
-        group.batch_id = batch_id
-        self._batched.setdefault(batch_id, []).append(group)
-        for member in group.members.values():
-            member.state = TrajectoryState.BATCHED
-        return group
+            raise ValueError(f"group {group.group_id} is not ready: {group.open} of its members have no reward")
+        self._leave_untrained(group)
+        self.batched[group.group_id] = group
 
-    def train(self, batch_id: int) -> list[Group]:
-        """The optimizer stepped on ``batch_id``: its groups end as trained."""
-        ended = self._batched.pop(batch_id, [])
-        for group in ended:
-            self.trained += len(group.members)
-            del self.groups[group.group_id]
-        return ended
+    def train(self) -> int:
+        """The optimizer stepped on the batch: its groups end as trained. Returns the slots that they used."""
+        slots = sum(group.size for group in self.batched.values())
+        self.trained += sum(len(group.members) for group in self.batched.values())
+        self.batched = {}
+        return slots
 
     def versions(self) -> list[tuple[int, int]]:
         """(oldest version, trajectories that batches take) of the untrained groups, ascending."""
-        return sorted(self._by_version.items())
+        return sorted(self.by_version.items())
 
     def older_than(self, version: int) -> list[Group]:
         """Untrained groups whose oldest token may be of an older version, oldest launch first."""
-        if not any(v < version for v in self._by_version):
+        if not any(v < version for v in self.by_version):
             return []
         return [g for g in self.untrained.values() if g.oldest_version < version]
 
-    def in_flight(self, groups: Iterable[Group] | None = None) -> int:
-        """Trajectories that have not ended, counted from the groups themselves."""
-        return sum(len(g.members) for g in (self.groups.values() if groups is None else groups))
-
-    def held(self) -> list[Group]:
-        """Untrained groups that were stopped, those with the oldest tokens first: they must be trained soonest."""
-        return sorted(self._held.values(), key=oldest_first)
-
-    @property
-    def held_groups(self) -> int:
-        """How many they are."""
-        return len(self._held)
-
     def accounting(self) -> Accounting:
-        """Counts for the invariant; ``in_flight`` is counted independently of the other three."""
+        """Counts for the invariant; ``in_flight`` is counted from the groups, not from the other three."""
         return Accounting(
             issued=self.issued,
             trained=self.trained,
             dropped={str(reason): count for reason, count in sorted(self.dropped.items())},
-            in_flight=self.in_flight(),
+            in_flight=sum(len(group.members) for group in (*self.untrained.values(), *self.batched.values())),
         )
-
-    # ---- as a record -----------------------------------------------------------------------------
-
-    def keep(self) -> KeptBuffer:
-        """All of it, as a value that does not change with the buffer."""
-        return KeptBuffer(
-            groups=tuple(_kept_group(group) for group in self.groups.values()),
-            ready=tuple(self.ready),
-            held=tuple(self._held),
-            batched=tuple(group.group_id for groups in self._batched.values() for group in groups),
-            issued=self.issued,
-            trained=self.trained,
-            dropped=dict(self.dropped),
-            wasted_tokens=self.wasted_tokens,
-        )
-
-    def restore(self, kept: KeptBuffer) -> None:
-        """The inverse, on a new buffer. The index by version is made again from the groups."""
-        self.issued, self.trained = kept.issued, kept.trained
-        self.dropped, self.wasted_tokens = Counter(kept.dropped), kept.wasted_tokens
-        for record in kept.groups:
-            group = self.groups[record.group_id] = _group_of(record)
-            if group.batch_id is None:
-                self.untrained[group.group_id] = group
-                self._count_version(group, 1)
-        self.ready = {group_id: self.groups[group_id] for group_id in kept.ready}
-        self._held = {group_id: self.groups[group_id] for group_id in kept.held}
-        for group_id in kept.batched:
-            group = self.groups[group_id]
-            if group.batch_id is None:
-                raise ValueError(f"group {group_id} is kept as batched, and as of no batch: the record is damaged")
-            self._batched.setdefault(group.batch_id, []).append(group)
 
     # ---- indexes ---------------------------------------------------------------------------------
+
+    def _dropped(self, reason: DropReason, count: int, tokens: int) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + count
+        self.wasted_tokens += tokens
 
     def _date(self, group: Group) -> None:
         """A member's oldest version changed, or the member with the oldest one left."""
@@ -364,37 +304,20 @@ class RolloutBuffer:
             self._count_version(group, 1)
 
     def _count_version(self, group: Group, sign: int) -> None:
-        self._by_version[group.oldest_version] += sign * group.keep
-        if not self._by_version[group.oldest_version]:
-            del self._by_version[group.oldest_version]
+        version = group.oldest_version
+        self.by_version[version] = self.by_version.get(version, 0) + sign * group.keep
+        if not self.by_version[version]:
+            del self.by_version[version]
 
     def _note_ready(self, group: Group) -> None:
         if group.open == 0:
             self.resume(group)
-            self.ready[group.group_id] = group
+            if group.group_id not in self.ready:
+                self.ready.append(group.group_id)
 
-    def _forget_untrained(self, group: Group) -> None:
-        if self.untrained.pop(group.group_id, None) is not None:
-            self._count_version(group, -1)
-        self.ready.pop(group.group_id, None)
-        self._held.pop(group.group_id, None)
-
-    def _remove(self, group: Group) -> None:
-        self._forget_untrained(group)
-        del self.groups[group.group_id]
-        if group.batch_id is not None:
-            self._batched[group.batch_id].remove(group)
-            if not self._batched[group.batch_id]:
-                del self._batched[group.batch_id]
-
-
-def _kept_group(group: Group) -> KeptGroup:
-    """A copy: members change while they are in the buffer."""
-    fields = msgspec.structs.asdict(group)
-    members = tuple(msgspec.structs.replace(member) for member in group.members.values())
-    return KeptGroup(**(fields | {"members": members}))
-
-
-def _group_of(kept: KeptGroup) -> Group:
-    members = {member.id: msgspec.structs.replace(member) for member in kept.members}
-    return Group(**(msgspec.structs.asdict(kept) | {"members": members}))
+    def _leave_untrained(self, group: Group) -> None:
+        del self.untrained[group.group_id]
+        self._count_version(group, -1)
+        self.resume(group)
+        if group.group_id in self.ready:
+            self.ready.remove(group.group_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from streamrl.base.stage_messages import RewardOutcome, Scored
+from streamrl.base.stage_messages import EndedOutcome, Scored
 from streamrl.base.types import ScoredTrajectory, TrainingGroup, TrajectoryId, to_training_sample
 from streamrl.buffers.rollout_buffer import RolloutBuffer
 from streamrl.control.actions import TrainGroupNow
@@ -25,8 +25,8 @@ class ScoredPayloads:
         """Go on with what the life of the controller before this one had."""
         self._payloads = dict(payloads)
 
-    def take(self, item: RewardOutcome, buffer: RolloutBuffer) -> ControlEvent | None:
-        """Keep the payload of ``item``, and return what control is told of it; None: nobody waits for it any more."""
+    def take(self, item: EndedOutcome, buffer: RolloutBuffer) -> ControlEvent | None:
+        """Keep the payload of ``item``, and return the event that reports it; None: nobody waits for it any more."""
         if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
             identity = item.outcome.trajectory.id
             if buffer.member(identity) is None:

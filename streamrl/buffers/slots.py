@@ -11,61 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from streamrl.base.types import Record
+import msgspec
 
 
-class KeptSlots(Record, frozen=True):
-    """A ``SlotLedger`` as a record. ``consumed``: slots that wait for the version that trained them to be live."""
+class Slots(msgspec.Struct, kw_only=True):
+    """Slots in use, and by version those of trained trajectories, which wait for that version to be live."""
 
     in_use: int = 0
     consumed: dict[int, int] = {}
 
-
-class SlotLedger:
-    """Counts the slots in use. Slots held by a batch are released when its version is live."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.in_use = 0
-        self._consumed: dict[int, int] = {}
-
-    @property
-    def free(self) -> int:
-        """Trajectories that may be launched now."""
-        return self.capacity - self.in_use
-
     def charge(self, count: int) -> None:
         """Take ``count`` slots at launch."""
-        if count > self.free:
-            raise ValueError(f"{count} slots wanted, {self.free} of {self.capacity} are free")
         self.in_use += count
 
     def release(self, count: int) -> None:
-        """Give ``count`` slots back: their trajectories were dropped or cut."""
+        """Give ``count`` slots back: their group was dropped."""
         if count > self.in_use:
             raise ValueError(f"{count} slots released, {self.in_use} are in use")
         self.in_use -= count
 
     def consume(self, policy_version: int, count: int) -> None:
-        """``count`` trajectories were trained into ``policy_version``; their slots wait for it to be live."""
-        self._consumed[policy_version] = self._consumed.get(policy_version, 0) + count
+        """``count`` slots were trained into ``policy_version``; they wait for it to be live."""
+        self.consumed[policy_version] = self.consumed.get(policy_version, 0) + count
 
     def version_live(self, policy_version: int) -> None:
         """``policy_version`` is live on every engine: release what it and older versions consumed."""
-        for version in [v for v in self._consumed if v <= policy_version]:
-            self.release(self._consumed.pop(version))
-
-    def keep(self) -> KeptSlots:
-        """What is in use."""
-        return KeptSlots(in_use=self.in_use, consumed=dict(self._consumed))
-
-    def restore(self, kept: KeptSlots) -> None:
-        """The inverse. Raises ``ValueError`` when more is in use than there is: the recipe allows fewer slots now."""
-        if kept.in_use > self.capacity:
-            raise ValueError(
-                f"{kept.in_use} slots were in use, and this recipe has {self.capacity}: resume with its own"
-            )
-        self.in_use, self._consumed = kept.in_use, dict(kept.consumed)
+        for version in [v for v in self.consumed if v <= policy_version]:
+            self.release(self.consumed.pop(version))
 
 
 def staleness(trained_at: int, oldest_version: int) -> int:

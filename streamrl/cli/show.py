@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from streamrl.journal.log import read_journal, writer_of
 from streamrl.journal.log_errors import JournalFailed
 from streamrl.journal.summary import RunSummary, StepSummary, summarize
 from streamrl.plan.topology import JOURNAL_DIRECTORY
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
 from streamrl.supervise.crash.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
 
@@ -64,7 +66,7 @@ def read_run(directory: Path) -> ShownRun:
     summary = None
     for last in (False, True):  # a run that goes on may remove a segment meanwhile
         try:
-            summary = summarize(read_journal(directory / JOURNAL_DIRECTORY).records(0), settings)
+            summary = summarize(read_journal(directory / JOURNAL_DIRECTORY).records(0), partial(make_control, settings))
             break
         except JournalFailed:
             if last:

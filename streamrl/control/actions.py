@@ -1,4 +1,4 @@
-"""What control may order. The async shell carries actions out in the order given."""
+"""What control may order. The async shell carries actions out in the order given; each says all that it needs."""
 
 from __future__ import annotations
 
@@ -18,43 +18,42 @@ class DrawPrompts(Action, frozen=True):
 class LaunchGroup(Action, frozen=True):
     """Sample ``len(ids)`` trajectories of one prompt.
 
-    ``policy_version``: the one that will sample them. ``noise``: the seeds are derived from it and the sample number,
-    so that a replayed loser draws the same noise again.
+    ``policy_version``: the one that will sample them. ``seed_base``: the seeds are derived from it and the sample
+    number, so that a prompt whose launch is replayed draws the same completions again.
     """
 
     group_id: int
     ids: tuple[TrajectoryId, ...]
     policy_version: int
-    noise: int
+    seed_base: int
+    round_kind: str
 
 
-class CancelGroup(Action, frozen=True):
-    """Stop these trajectories, wherever they are; forget what came back from them. ``reason``: for the report."""
-
-    ids: tuple[TrajectoryId, ...]
-    reason: DropReason = DropReason.CANCELLED
-
-
-class CutTrajectories(Action, frozen=True):
-    """Stop these trajectories and keep their tokens. Each answers with ``TrajectoryCut``, unless it ended before."""
+class Drop(Action, frozen=True):
+    """Control dropped these trajectories: forget what they have. ``abort``: some may run or be scored still; stop
+    them, wherever they are."""
 
     ids: tuple[TrajectoryId, ...]
+    reason: DropReason
+    abort: bool = False
 
 
-class ResumeTrajectories(Action, frozen=True):
-    """Go on with trajectories that were cut, from their tokens, under the live version."""
+class Pause(Action, frozen=True):
+    """Stop ``ids``, which keep their tokens until they are resumed. Without ids: pause all engines until
+    ``policy_version`` is live, so that what is launched now is sampled by it."""
+
+    ids: tuple[TrajectoryId, ...] = ()
+    policy_version: int = -1
+
+
+class Resume(Action, frozen=True):
+    """Go on with trajectories that were paused, from their tokens, under the live version."""
 
     ids: tuple[TrajectoryId, ...]
 
 
-class HoldEngines(Action, frozen=True):
-    """Pause all engines until ``policy_version`` is live: what is launched now is sampled by it."""
-
-    policy_version: int
-
-
-class Explain(Action, frozen=True):
-    """Why control decided as it did, for people: written to the event log and shown. ``figures``: what it rests on."""
+class Decision(Action, frozen=True):
+    """Why control decided as it did, for people: logged and shown. ``figures``: what it rests on."""
 
     subject: str
     reason: str
@@ -67,10 +66,12 @@ class TrainGroupNow(Action, frozen=True):
     batch_id: int
     group_id: int
     ids: tuple[TrajectoryId, ...]
+    round_kind: str = ""
 
 
 class StepOptimizer(Action, frozen=True):
-    """Close the batch: the trainer steps and holds ``policy_version`` afterwards."""
+    """Close the batch: the trainer steps and holds ``policy_version`` afterwards. ``engines_idle``: nothing is sampled
+    until then; ``last``: nor after it."""
 
     batch_id: int
     policy_version: int
@@ -78,19 +79,16 @@ class StepOptimizer(Action, frozen=True):
     samples: int
     trained_tokens: int
     engines_idle: bool = False
-
-
-class ForgetTrajectories(Action, frozen=True):
-    """Control dropped these finished trajectories; their payload may go. ``reason``: for the report."""
-
-    ids: tuple[TrajectoryId, ...]
-    reason: DropReason = DropReason.CANCELLED
+    round_kind: str = ""
+    last: bool = False
 
 
 class PublishWeights(Action, frozen=True):
-    """Make ``policy_version`` live on every engine (one transaction); the answer is ``WeightsLive``."""
+    """Make ``policy_version`` live on every engine (one transaction); the answer is ``WeightsLive``. ``last``: nothing
+    will be sampled by it for training."""
 
     policy_version: int
+    last: bool = False
 
 
 class Evaluate(Action, frozen=True):
@@ -107,38 +105,31 @@ class CancelEvaluation(Action, frozen=True):
 
 
 class WriteCheckpoint(Action, frozen=True):
-    """Write trainer state and a Hugging Face directory."""
+    """Write trainer state and a Hugging Face directory; the answer is ``CheckpointDone``."""
 
     policy_version: int
 
 
-class StopRun(Action, frozen=True):
-    """End the run with an error: the data went wrong beyond what the recipe allows."""
-
-    message: str
-
-
-class FinishRun(Action, frozen=True):
-    """Everything is done and nothing is in flight."""
+class End(Action, frozen=True):
+    """The last action. ``reason``: everything is done and nothing is in flight; ``error``: the data went wrong beyond
+    what the recipe allows."""
 
     reason: str
+    error: bool = False
 
 
 ControlAction = (
     DrawPrompts
     | LaunchGroup
-    | CancelGroup
-    | CutTrajectories
-    | ResumeTrajectories
-    | HoldEngines
-    | Explain
+    | Drop
+    | Pause
+    | Resume
+    | Decision
     | TrainGroupNow
     | StepOptimizer
-    | ForgetTrajectories
     | PublishWeights
     | Evaluate
     | CancelEvaluation
     | WriteCheckpoint
-    | StopRun
-    | FinishRun
+    | End
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from streamrl.base.types import DropReason
-from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, StatelessRounds
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import StalePolicy
 
@@ -23,11 +23,7 @@ class ContinuousRounds(StatelessRounds):
         needed = view.seats + (view.steps_left - 1) * view.batch_trajectories - view.untrained_trajectories
         groups = min(view.free_slots // view.group_size, math.ceil(needed / view.group_size))
         # A queue is there when the run was forked from one of other rounds: what waits longest goes first.
-        source = Source.QUEUE if view.queued else Source.FRESH
-        if source is Source.QUEUE:
-            groups = min(groups, view.queued)
-        if groups <= 0:
-            return None
+        groups, source = view.queue_first(groups)
         return Launch(groups=groups, source=source, size=view.group_size, round_kind="continuous")
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
@@ -36,7 +32,7 @@ class ContinuousRounds(StatelessRounds):
         return view.leaves_time_for_others(candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
-        return Remainder.RUN_ON
+        return Remainder.KEEP
 
     @property
     def losing(self) -> DropReason:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
-from streamrl.journal.kept_state import ControlSnapshot
 
-EVENT_SCHEMA = 3
+EVENT_SCHEMA = 4
 
 
 class Event(Record, frozen=True, tag=True):
-    """Base of everything that control is told."""
+    """Base of everything that happens to control."""
 
 
 class RunBegan(Event, frozen=True):
-    """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint, with
-    what that has ``kept`` of control (None: nothing). ``steps``: that it is to make (0: as its settings say)."""
+    """Engines and trainer hold ``policy_version``, and it is live. Above 0: the run goes on from a checkpoint.
+    ``steps``: that it is to make (0: as its settings say)."""
 
     policy_version: int = 0
-    kept: ControlSnapshot | None = None
     steps: int = 0
 
 
 class PromptsDrawn(Event, frozen=True):
     """The answer to ``DrawPrompts``. Fewer than asked for means that the source is exhausted.
 
-    ``prompt_tokens``: length of each prompt. ``domains``: value of ``tail_batching.advanced.domain_column`` of each, or
-    empty.
+    ``prompt_tokens``: length of each prompt, or empty.
     """
 
     prompt_ids: tuple[str, ...]
     exhausted: bool = False
     prompt_tokens: tuple[int, ...] = ()
-    domains: tuple[str, ...] = ()
 
 
 class TrajectoryScored(Event, frozen=True):
@@ -63,24 +59,8 @@ class TrajectoryFailed(Event, frozen=True):
     adapted_limits_s: dict[str, float] = {}
 
 
-class RewardsAttached(Event, frozen=True):
-    """From now on these functions score, by name; groups of which something had arrived are scored by the ones before.
-    ``change``: what was asked for, such as ``replace similarity``."""
-
-    reward_version: int
-    rewards: tuple[str, ...]
-    change: str
-
-
-class TrajectoryCut(Event, frozen=True):
-    """A trajectory stopped before its end and keeps its ``tokens`` (all attempts together) until it is resumed."""
-
-    id: TrajectoryId
-    tokens: int
-
-
 class EnginesMeasured(Event, frozen=True):
-    """What the engines did since the last such event; told at most a few times a second, and only if a policy asks.
+    """What the engines did since the last such event; reported at most a few times a second, and only if a policy asks.
 
     ``running``: mean number of running requests; ``token_s``: seconds of one decode step at that number (0: unknown).
     ``kv_usage``: largest share of an engine's KV blocks in use.
@@ -137,13 +117,6 @@ class CheckpointDone(Event, frozen=True):
     policy_version: int
 
 
-class AlarmRaised(Event, frozen=True):
-    """A metric of ``step`` left its bounds. Decides nothing."""
-
-    step: int
-    message: str
-
-
 class StopRequested(Event, frozen=True):
     """Drain: train nothing new, keep what is trained, end."""
 
@@ -163,8 +136,6 @@ ControlEvent = (
     | PromptsDrawn
     | TrajectoryScored
     | TrajectoryFailed
-    | TrajectoryCut
-    | RewardsAttached
     | EnginesMeasured
     | RoundTimed
     | RoundsAdvised
@@ -172,6 +143,5 @@ ControlEvent = (
     | WeightsLive
     | EvaluationDone
     | CheckpointDone
-    | AlarmRaised
     | StopRequested
 )

@@ -1,60 +1,66 @@
-"""What a round policy sees and answers. A policy is a small object in a file of its own; it holds no state of the run
-beyond what it says in ``snapshot``, and never touches groups, streams or time.
+"""The two policies that control asks, what they see and what they answer: ``RoundPolicy`` forms rounds, ``GroupSizer``
+chooses how large groups are. A policy is a small object in a file of its own, which comes in by constructor. It never
+touches groups, streams or time, and what it learns it gives in ``snapshot``.
 
-Control asks it after every event:
+Control asks a round policy after every event:
 
 1. ``launch``: may groups be launched now, how many, from where and how large?
 2. ``may_join``: may this ready group join the open batch?
-3. ``remainder``: the batch is full; what becomes of the groups that are not in it?
+3. ``remainder``: the batch is full; what happens to the groups that are not in it?
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 
 from streamrl.base.types import DropReason
+from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.buffers.slots import may_take
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.control.events import EnginesMeasured, RoundsAdvised, RoundTimed
+from streamrl.control.model import GroupLengths
+from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import StalePolicy
 
 
 class Source(StrEnum):
     """Where the groups of a launch come from.
 
-    ``fresh``: prompts from the source. ``queue``: prompts that wait in the queue, because they lost a race, were cut,
-    or are of a loaded cohort. ``held``: groups that were stopped and go on from their tokens. ``cohort``: nothing is
-    launched; so many prompts are drawn into the queue.
+    ``fresh``: prompts from the source. ``queue``: prompts that wait in the queue, because they were deferred in a race,
+    were cut, or are of a loaded cohort. ``paused``: groups that were stopped and go on from their tokens. ``cohort``:
+    nothing is launched; so many prompts are drawn into the queue.
     """
 
     FRESH = "fresh"
     QUEUE = "queue"
-    HELD = "held"
+    PAUSED = "paused"
     COHORT = "cohort"
 
 
 class Remainder(StrEnum):
-    """What becomes of groups that are not in a full batch.
+    """What happens to groups that are not in a full batch.
 
-    ``run_on``: nothing, a later batch takes them. ``requeue``: they end (``lost_race`` or ``cut``) and their prompts
-    join the queue. ``hold``: they stop, keep their tokens and are resumed under the next version.
+    ``keep``: nothing, a later batch takes them. ``requeue``: they end and their prompts join the queue. ``pause``:
+    they stop, keep their tokens and are resumed under the next version.
     """
 
-    RUN_ON = "run_on"
+    KEEP = "keep"
     REQUEUE = "requeue"
-    HOLD = "hold"
+    PAUSE = "pause"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """``groups`` of ``size`` trajectories each, of which the first ``keep`` (0: all) that are rewarded are kept.
 
     ``round_kind``: what this round is called in metrics (``synchronous``, ``short``, ``long``, ``sorted``, ...).
-    ``target``: trajectories that close the batch, where the round opens with this launch (0: those of the recipe).
-    ``copies``: how often each prompt of a cohort enters the queue. ``because``: why this and not another kind of round,
-    for the event log (None: nothing was decided).
+    ``group_size``: of the round that opens with this launch, where it is not the one that the view gives (0);
+    ``target``: trajectories that close its batch (0: those of the recipe). ``queued_at``: take only prompts from the
+    queue that were deferred at this group size (0: any). ``copies``: how often each prompt of a cohort enters the
+    queue. ``because``: why this and not another kind of round (None: nothing was decided).
     """
 
     groups: int
@@ -62,22 +68,23 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     round_kind: str
     keep: int = 0
+    group_size: int = 0
     target: int = 0
+    queued_at: int = 0
     copies: int = 1
-    because: Explain | None = None
+    because: Decision | None = None
 
 
 class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may look at. Counts are groups unless they say otherwise.
 
-    ``batch_trajectories``: what one optimizer step consumes; ``group_size``: chosen for this round by the group sizing;
-    ``target``: trajectories that close the open batch; ``seats``: how many of them are missing; ``joined``: groups in
-    it. ``round_kind``: of the round that the open batch belongs to, empty before its first launch. ``untrained``:
-    groups that run or are ready, ``untrained_trajectories``: what batches would take of those and of held ones;
-    ``held``: groups that were stopped. ``queued``: prompts in the queue that a batch could take now; ``exhausted``: the
-    source has no more. ``due``: trajectories of untrained groups by the
-    last trainer version that may train them, ascending. ``unseated``: ready groups whose domain has no seat left.
-    ``long_due``: it is the turn of those that lost at ``group_size``, as many batches of them as wait.
+    ``batch_trajectories``: what one optimizer step consumes; ``group_size``: of the open round, or chosen for the next
+    one by the group sizing; ``target``: trajectories that close the open batch; ``seats``: how many of them are
+    missing; ``joined``: groups in it. ``round_kind``: of the round that the open batch belongs to, empty before its
+    first launch. ``untrained``: groups that run or are ready, ``untrained_trajectories``: what batches would take of
+    those and of paused ones; ``paused``: groups that were stopped. ``queue``: prompts that wait in the queue, next one
+    first; ``exhausted``: the source has no more. ``due``: trajectories of untrained groups by the last trainer version
+    that may train them, ascending.
     """
 
     trainer_version: int
@@ -91,15 +98,18 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
     round_kind: str
     untrained: int
     untrained_trajectories: int
-    held: int
-    queued: int
+    paused: int
+    queue: tuple[PromptRef, ...]
     exhausted: bool
     free_slots: int
     steps_left: int
     when_stale: StalePolicy
     due: tuple[tuple[int, int], ...]
-    unseated: int = 0
-    long_due: bool = False
+
+    @property
+    def queued(self) -> int:
+        """Prompts in the queue."""
+        return len(self.queue)
 
     @property
     def at_barrier(self) -> bool:
@@ -118,6 +128,10 @@ class RoundView(msgspec.Struct, frozen=True, kw_only=True):
             batch=self.batch_trajectories,
         )
 
+    def queue_first(self, groups: int) -> tuple[int, Source]:
+        """So many groups from the queue where prompts wait there, and otherwise from the source."""
+        return (min(groups, self.queued), Source.QUEUE) if self.queue else (groups, Source.FRESH)
+
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A ready group that asks to join. ``deadline``: the last trainer version that may train it."""
@@ -129,13 +143,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A group whose members all ended, or ``size`` of them were kept; told before any filter drops it.
+    """A group whose members all ended, or ``size`` of them were kept; reported before any filter drops it.
 
     ``lengths``: sampled tokens of each rewarded member, by sample number. ``truncated``: members that reached the cap.
-    ``prompt_tokens``: 0 when unknown. ``cut``: it lost its race, so that ``lengths`` are those of the members that had
+    ``prompt_tokens``: 0 when unknown. ``cut``: it was deferred, so that ``lengths`` are those of the members that had
     ended, and the others are longer than ``cut_at``, the longest length that any group of the round had by then.
     """
 
+    prompt_id: str
     round_kind: str
     size: int
     lengths: tuple[int, ...]
@@ -152,6 +167,8 @@ class RoundPolicy(Protocol):
     """How rounds are formed. Made once a run with its ``ControlSettings``.
 
     ``on_policy``: every token is trained by the version that sampled it; only such rounds are submitted in advance.
+    ``replays``: a prompt that was requeued draws the same completions again. ``cut_tokens``: sampled tokens that fill a
+    batch before it has its trajectories (0: never).
     """
 
     on_policy: bool
@@ -161,15 +178,11 @@ class RoundPolicy(Protocol):
         ...
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """Asked for each ready group, oldest first, while the open batch has seats.
-
-        A group that is refused is asked for again when a group was dropped or the batch changes, not each time that
-        another one becomes ready.
-        """
+        """Asked for each ready group, oldest first, while the open batch has seats."""
         ...
 
     def remainder(self, view: RoundView) -> Remainder:
-        """Asked once, when the batch is full."""
+        """Asked when the batch is full."""
         ...
 
     @property
@@ -182,18 +195,13 @@ class RoundPolicy(Protocol):
         ...
 
     @property
-    def replays(self) -> bool:
-        """Whether a prompt that was requeued draws the same noise again."""
-        ...
+    def replays(self) -> bool: ...
 
     @property
-    def predicts_lengths(self) -> bool:
-        """Whether lengths of prompts are predicted, and the queue is served shortest first."""
-        ...
+    def cut_tokens(self) -> int: ...
 
-    @property
-    def cut_tokens(self) -> int:
-        """Sampled tokens that fill a batch before it has its trajectories; 0: never."""
+    def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
+        """The order in which the queue is served. Asked when prompts joined it, before one is taken."""
         ...
 
     def observe(self, seen: Observation) -> None:
@@ -210,11 +218,14 @@ class RoundPolicy(Protocol):
 
 
 class StatelessRounds:
-    """What most policies answer to the last six questions: nothing special, nothing learnt."""
+    """What most policies answer to the last questions: nothing special, nothing learnt."""
 
     replays = False
-    predicts_lengths = False
     cut_tokens = 0
+
+    def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
+        """As it is."""
+        return queue
 
     def observe(self, seen: Observation) -> None:
         """Nothing is learnt."""
@@ -225,3 +236,49 @@ class StatelessRounds:
 
     def restore(self, state: dict[str, object]) -> None:
         """No state."""
+
+
+class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of the next round's groups, why, and figures for metrics (``sizing/...``). ``notify``: the user reads
+    the reason also where the size stays."""
+
+    size: int
+    reason: str
+    figures: dict[str, float]
+    notify: bool = False
+
+
+class GroupSizer(Protocol):
+    """How large groups are: asked for ``size`` once a round, given what ended once a step. Reward is not an input."""
+
+    @property
+    def size(self) -> int:
+        """Group size of the next round."""
+        ...
+
+    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
+        """All complete groups of one step, before any filter. At most once a step. ``batches``: that it trained."""
+        ...
+
+    def snapshot(self) -> dict[str, object]:
+        """What a resumed run needs."""
+        ...
+
+    def restore(self, state: dict[str, object]) -> None:
+        """The inverse, on a new sizer."""
+        ...
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What decides beside the state: the recipe's settings, the two policies, and how many slots there are."""
+
+    settings: ControlSettings
+    policy: RoundPolicy
+    sizer: GroupSizer
+
+    @property
+    def slots(self) -> int:
+        """Trajectories that may be in flight. What is submitted in advance is so together with the batch that is being
+        trained."""
+        ahead = self.settings.presubmit and self.policy.on_policy
+        return self.policy.slots() * (2 if ahead else 1)

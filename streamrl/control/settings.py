@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.recipe.algorithms import WITHIN_GROUPS, objective_settings
-from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind, StalePolicy, TailBatching
 from streamrl.recipe.sections import Recipe
 
 
@@ -42,6 +42,11 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True):
     def batch_trajectories(self) -> int:
         """What one optimizer step consumes, whatever the group size."""
         return self.batch_groups * self.group_size
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Sizes that groups may have."""
+        return (self.group_size,) if self.group_sizing.kind is SizingKind.FIXED else self.group_sizing.sizes
 
 
 def control_settings(recipe: Recipe) -> ControlSettings:

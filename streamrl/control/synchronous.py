@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.base.types import DropReason
-from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, StatelessRounds
 from streamrl.control.settings import ControlSettings
 
 
@@ -18,20 +18,15 @@ class SynchronousRounds(StatelessRounds):
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
             return None
-        groups = view.seats // view.group_size - view.untrained
         # A queue is there when another policy ran before (``auto``): what waits longest goes first.
-        source = Source.QUEUE if view.queued else Source.FRESH
-        if source is Source.QUEUE:
-            groups = min(groups, view.queued)
-        return (
-            Launch(groups=groups, source=source, size=view.group_size, round_kind="synchronous") if groups > 0 else None
-        )
+        groups, source = view.queue_first(view.seats // view.group_size - view.untrained)
+        return Launch(groups=groups, source=source, size=view.group_size, round_kind="synchronous")
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
         return True
 
     def remainder(self, view: RoundView) -> Remainder:
-        return Remainder.RUN_ON
+        return Remainder.KEEP
 
     @property
     def losing(self) -> DropReason:

@@ -24,7 +24,7 @@ from anyio.abc import TaskGroup
 from streamrl.base.errors import EngineError, StreamRLError
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.elastic.freeing import Freeing, OpenRequest, ReleasePlan, ServingEngine
 from streamrl.elastic.hosts import EngineHosts
 from streamrl.elastic.sets import EngineSet, SetChooser, SetPlan
@@ -106,7 +106,7 @@ class ElasticEngines:
         pool: EnginePool,
         sync: WeightSync,
         *,
-        decided: Callable[[Explain, int, bool], Awaitable[None]],
+        decided: Callable[[Decision, int, bool], Awaitable[None]],
         serve: Callable[[int], None],
         freeing: Freeing | None = None,
         sizes: EngineSizes | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 
 ROUNDING = 1e-9
 
@@ -94,7 +94,7 @@ class ReleasePlan(msgspec.Struct, frozen=True, kw_only=True):
     projected."""
 
     free: tuple[str, ...]
-    because: Explain
+    because: Decision
     moves: tuple[Move, ...] = ()
     peak_share: float = 0.0
 
@@ -175,10 +175,10 @@ def plan_release(
                 f" {peak_share:.0%} full"
             )
             figures = {"progress": progress, "peak_share": peak_share, "moved": float(len(moves))}
-            because = Explain(subject="engines_freed", reason=reason, figures=figures)
+            because = Decision(subject="engines_freed", reason=reason, figures=figures)
             return ReleasePlan(free=free, because=because, moves=moves, peak_share=peak_share)
     reason = f"at {progress:.0%} no engine can be spared: the caches of the others would be more than"
-    because = Explain(
+    because = Decision(
         subject="engines_freed", reason=f"{reason} {settings.headroom:.0%} full", figures={"progress": progress}
     )
     return ReleasePlan(free=(), because=because)

@@ -20,7 +20,7 @@ import msgspec
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.engines.step_cost import StepCost
 
 
@@ -109,7 +109,7 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_set: str
     gain_s: float = 0.0
-    because: Explain | None = None
+    because: Decision | None = None
 
 
 class SetPlanner:
@@ -158,7 +158,7 @@ class SetPlanner:
         for one in self.sets.values():
             if round_kind in one.round_kinds:
                 reason = f"{round_kind} rounds belong to set {one.name} (engines.advanced.sets)"
-                because = Explain(subject="engine_set", reason=reason, figures={})
+                because = Decision(subject="engine_set", reason=reason, figures={})
                 return SetPlan(engine_set=one.name, because=because if one.name != self.current else None)
         stay = SetPlan(engine_set=self.current)
         kind = self._kinds.get(round_kind)
@@ -220,7 +220,7 @@ class SetPlanner:
             "switch_s": switch_s,
             "gain_s": total,
         }
-        because = Explain(subject="engine_set", reason=reason, figures=figures)
+        because = Decision(subject="engine_set", reason=reason, figures=figures)
         return SetPlan(engine_set=one.name, gain_s=total, because=because)
 
     def _seconds(self, one: EngineSet, kind: KindHistory) -> tuple[float, float]:

@@ -28,7 +28,7 @@ async def catch_up(trainer: TrainerRanks, recovered: RecoveredRun, held: int) ->
     A step that was ordered and not reported may have been made: then they are one version ahead. Raises
     ``StreamRLError`` for ranks that are further ahead, or that hold a version from before the journal's base.
     """
-    wanted, asked = recovered.state.trainer_version, recovered.outstanding.asked_step
+    wanted, asked = recovered.version, recovered.state.pending.step
     if held == wanted + 1 and asked is not None and asked.policy_version == held:
         return CaughtUp(held)
     if held > wanted:
@@ -36,7 +36,7 @@ async def catch_up(trainer: TrainerRanks, recovered: RecoveredRun, held: int) ->
             f"the trainer holds version {held}, the journal ends at version {wanted}: it is of another run, or was "
             "cut; start from a checkpoint (checkpoint.resume_from)"
         )
-    batches = recovered.outstanding.trained_since(held)
+    batches = recovered.trained_since(held)
     if not recovered.leads_on:
         raise StreamRLError(
             f"the trainer begins with version {held}, the journal has no batches of versions {held + 1} to {wanted}: "

@@ -23,24 +23,24 @@ from streamrl.base.types import (
     TrajectoryId,
 )
 from streamrl.comm.wire import Buffer, OneFrameCodec
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
-from streamrl.journal.whole_state import WholeState
+from streamrl.control.model import Snapshot
 
-JOURNAL_SCHEMA = 1
+JOURNAL_SCHEMA = 2
 
 
 class JournalBase(Record, frozen=True, tag=True):
     """Where a segment begins: control as it was after ``events`` events, ``elapsed_s`` after the start of the run."""
 
-    whole: WholeState
+    control: Snapshot
     events: int
     elapsed_s: float
     schema: int = JOURNAL_SCHEMA
 
 
 class JournalEvent(Record, frozen=True, tag=True):
-    """Control was told of ``event``, ``time_s`` after the start of the run."""
+    """``event`` happened, ``time_s`` after the start of the run."""
 
     event: ControlEvent
     time_s: float
@@ -49,7 +49,7 @@ class JournalEvent(Record, frozen=True, tag=True):
 class JournalDecision(Record, frozen=True, tag=True):
     """Why engines were freed or changed: for people, control does not know of it."""
 
-    decision: Explain
+    decision: Decision
     time_s: float
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import Prompt, ScoredTrajectory, TrainingGroup, TrajectoryId, to_training_sample
 from streamrl.comm.wire import Buffer
-from streamrl.control.events import CheckpointDone
-from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
+from streamrl.control import actions as do
+from streamrl.control.events import BatchTrained, ControlEvent
+from streamrl.control.machine import Control
+from streamrl.control.model import RunState, Snapshot
+from streamrl.control.pending import groups_in_batch
 from streamrl.journal.journal_records import (
     JournalBase,
     JournalCodec,
@@ -25,20 +29,31 @@ from streamrl.journal.journal_records import (
     scored_trajectory,
 )
 from streamrl.journal.log import Found
-from streamrl.journal.outstanding import Outstanding, TrainedBatch
-from streamrl.journal.whole_state import restore_whole
+
+Restore = Callable[[Snapshot], Control]
+
+
+class TrainedBatch(msgspec.Struct, frozen=True):
+    """A batch that was stepped: to train it again is to carry out ``groups``, in their order, and then ``step``."""
+
+    groups: tuple[do.TrainGroupNow, ...]
+    step: do.StepOptimizer
+
+    @property
+    def policy_version(self) -> int:
+        """The version that it made."""
+        return self.step.policy_version
 
 
 class RecoveredRun:
-    """``state`` and ``outstanding`` are as they were after the last event of the journal: ``events`` so far,
-    ``replayed`` since the base; ``elapsed_s`` after the start of the run. ``held``: the version that the ranks
-    hold; batches since then are kept, though a checkpoint followed them (one that is damaged now)."""
+    """``control`` is as it was after the last event of the journal: ``events`` so far, ``replayed`` since the base;
+    ``elapsed_s`` after the start of the run. ``held``: the version that the ranks hold; ``trained``: batches that were
+    stepped since the base."""
 
-    def __init__(self, base: JournalBase, settings: ControlSettings, held: int) -> None:
+    def __init__(self, base: JournalBase, restore: Restore, held: int) -> None:
         self._held = held
-        self.state: ControlState
-        self.outstanding: Outstanding
-        self.state, self.outstanding = restore_whole(settings, base.whole)
+        self.control = restore(base.control)
+        self.trained: list[TrainedBatch] = []
         self.events = base.events
         self.elapsed_s = base.elapsed_s
         self.replayed = 0
@@ -47,6 +62,16 @@ class RecoveredRun:
         self.scored: dict[TrajectoryId, JournalScored] = {}
         self.held: dict[TrajectoryId, JournalHeld] = {}
         self.published: JournalPublished | None = None
+
+    @property
+    def state(self) -> RunState:
+        """Of control."""
+        return self.control.state
+
+    @property
+    def version(self) -> int:
+        """What the trainer had made; control may not have counted it yet (a deterministic run)."""
+        return self.trained[-1].policy_version if self.trained else self.state.trainer_version
 
     def take(self, record: JournalRecord) -> None:
         """The next record."""
@@ -57,9 +82,8 @@ class RecoveredRun:
                 self.events += 1
                 self.replayed += 1
                 self.elapsed_s = time_s
-                if not (isinstance(event, CheckpointDone) and event.policy_version > self._held):
-                    self.outstanding.told(event)
-                self.outstanding.ordered(self.state.handle(event))
+                self._note_trained(event)
+                self.control.handle(event)
             case JournalPrompts():
                 self.prompts.update((prompt.prompt_id, prompt) for prompt in record.prompts)
             case JournalSampled():
@@ -71,13 +95,24 @@ class RecoveredRun:
             case JournalPublished():
                 self.published = record
 
+    def _note_trained(self, event: ControlEvent) -> None:
+        step = self.state.pending.step
+        if not isinstance(event, BatchTrained) or step is None or event.policy_version != step.policy_version:
+            return
+        if not self.trained or event.policy_version > self.version:
+            self.trained.append(TrainedBatch(tuple(groups_in_batch(self.state)), step))
+
     def settle(self) -> None:
         """All records were taken: forget what has ended."""
-        needed = self.outstanding.trajectories_needed(self.state)
-        needed.update(i for group in self.state.buffer.groups.values() for i in group.members)
+        needed = {trajectory for batch in self.trained for group in batch.groups for trajectory in group.ids}
+        needed.update(trajectory for group in self.state.buffer.groups() for trajectory in group.ids)
         for kept in (self.sampled, self.scored, self.held):
             for trajectory in [one for one in kept if one not in needed]:
                 del kept[trajectory]
+
+    def trained_since(self, version: int) -> list[TrainedBatch]:
+        """Batches that were stepped after ``version``, oldest first: what brings ranks that hold it up to now."""
+        return [batch for batch in self.trained if batch.policy_version > version]
 
     def forget_content(self) -> None:
         """The run goes on: what was recovered is with those who work on it."""
@@ -87,10 +122,8 @@ class RecoveredRun:
     @property
     def leads_on(self) -> bool:
         """Whether every batch is there that was trained after the version which the ranks hold."""
-        batches = self.outstanding.trained_since(self._held)
-        return [batch.policy_version for batch in batches] == list(
-            range(self._held + 1, self.state.trainer_version + 1)
-        )
+        batches = [batch.policy_version for batch in self.trained_since(self._held)]
+        return batches == list(range(self._held + 1, self.version + 1))
 
     def payload(self, trajectory: TrajectoryId) -> ScoredTrajectory | None:
         """One that was scored; None for one that was not."""
@@ -107,7 +140,7 @@ class RecoveredRun:
 
     def batch_of(self, policy_version: int) -> list[ScoredTrajectory]:
         """What was trained into ``policy_version``, since the last checkpoint."""
-        batches = [b for b in self.outstanding.trained_since(-1) if b.policy_version == policy_version]
+        batches = [b for b in self.trained if b.policy_version == policy_version]
         found = [self.payload(trajectory) for b in batches for group in b.groups for trajectory in group.ids]
         return [payload for payload in found if payload is not None]
 
@@ -141,18 +174,19 @@ class RecoveredRun:
         yield from self.scored.values()
 
 
-def recovered_run(found: Found, settings: ControlSettings, held: int) -> RecoveredRun | None:
+def recovered_run(found: Found, restore: Restore, held: int) -> RecoveredRun | None:
     """Replay what a journal holds, for ranks that hold version ``held``; None where there is nothing. From its last
-    base on, or from the one before where a damaged checkpoint makes that necessary. Raises ``StreamRLError``."""
+    base on, or from the one before where a damaged checkpoint makes that necessary. ``restore`` makes control of a
+    snapshot. Raises ``StreamRLError``."""
     run: RecoveredRun | None = None
     for segment in reversed(range(len(found.segments))):
-        run = replayed_run(found.records(segment), settings, held)
+        run = replayed_run(found.records(segment), restore, held)
         if run is None or run.leads_on:
             break
     return run
 
 
-def replayed_run(records: Iterable[Buffer], settings: ControlSettings, held: int) -> RecoveredRun | None:
+def replayed_run(records: Iterable[Buffer], restore: Restore, held: int) -> RecoveredRun | None:
     """Replay the ``records`` since a base; None where there are none. Raises ``StreamRLError``."""
     codec = JournalCodec()
     run: RecoveredRun | None = None
@@ -161,7 +195,7 @@ def replayed_run(records: Iterable[Buffer], settings: ControlSettings, held: int
         if run is not None:
             run.take(record)
         elif isinstance(record, JournalBase):
-            run = RecoveredRun(record, settings, held)
+            run = RecoveredRun(record, restore, held)
         else:
             raise StreamRLError(f"a journal begins with a {type(record).__name__} instead of a base")
     if run is not None:
@@ -172,8 +206,8 @@ def replayed_run(records: Iterable[Buffer], settings: ControlSettings, held: int
 def what_was_restored(run: RecoveredRun) -> dict[str, int]:
     """Counts for people."""
     state = run.state
-    groups = state.buffer.groups.values()
-    open_members = {i for group in groups for i in group.open_ids()}
+    groups = list(state.buffer.groups())
+    open_members = {i for group in groups for i in group.open_ids}
     return {
         "events": run.events,
         "replayed": run.replayed,
@@ -182,6 +216,6 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
         "unscored": sum(i in run.sampled for i in open_members),
         "partial": sum(i in run.held and i not in run.sampled for i in open_members),
         "again": sum(i not in run.sampled and i not in run.held for i in open_members),
-        "queued": len(state.supply.queue),
-        "drawn": state.supply.drawn_prompts,
+        "queued": len(state.prompts.queue),
+        "drawn": state.prompts.drawn,
     }

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
 from streamrl.comm.stream import SendStream, StreamStatistics
-from streamrl.control.actions import ControlAction, Explain
+from streamrl.control.actions import Decision
 from streamrl.control.events import CheckpointDone, ControlEvent, RunBegan, TrajectoryFailed
-from streamrl.control.state import ControlState
+from streamrl.control.machine import Control
+from streamrl.control.model import Snapshot
 from streamrl.journal.journal_records import (
     JournalBase,
     JournalCodec,
@@ -29,9 +30,7 @@ from streamrl.journal.journal_records import (
     scored_record,
 )
 from streamrl.journal.log import Journal
-from streamrl.journal.outstanding import Outstanding
 from streamrl.journal.recovered_run import RecoveredRun
-from streamrl.journal.whole_state import keep_whole
 
 _PROMPTS_IN_RECORD = 100
 _PROMPT_BYTES_IN_RECORD = 16 << 20
@@ -39,8 +38,8 @@ _PROMPT_BYTES_IN_RECORD = 16 << 20
 
 
 class RunJournal:
-    """``journal`` None: nothing is kept, and nothing is outstanding. ``prompts``: those that control may still ask for.
-    ``recovered``: what an earlier life left in it; its ``outstanding`` is gone on with."""
+    """``journal`` None: nothing is kept. ``prompts``: those that control may still ask for.
+    ``recovered``: what an earlier life left in it."""
 
     def __init__(
         self,
@@ -54,7 +53,6 @@ class RunJournal:
         self._codec = JournalCodec()
         self._last = 0
         self._kept: dict[TrajectoryId, dict[type, JournalRecord]] = {}
-        self.outstanding = recovered.outstanding if recovered else Outstanding()
         self._events = recovered.events if recovered else 0
         self._published = recovered.published if recovered else None
         for record in recovered.records() if recovered else ():
@@ -89,30 +87,25 @@ class RunJournal:
         for trajectory in ids:
             self._kept.pop(trajectory, None)
 
-    def decided(self, decision: Explain, elapsed_s: float) -> None:
+    def decided(self, decision: Decision, elapsed_s: float) -> None:
         """For people: something beside control decided this, ``elapsed_s`` after the start of the run."""
         self._append(JournalDecision(decision=decision, time_s=round(elapsed_s, 4)))
 
     # ---- control ---------------------------------------------------------------------------------
 
-    def told(self, event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
+    def told(self, event: ControlEvent, control: Control, elapsed_s: float) -> None:
         """Before control handles ``event``."""
         if isinstance(event, CheckpointDone):
-            self.outstanding.forget_trained(event.policy_version)
-            self._begin_anew(state, elapsed_s)
+            self._begin_anew(control, elapsed_s)
         self._events += 1
         self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
         if isinstance(event, TrajectoryFailed):
             self.ended((event.id,))
-        if self._journal is not None:
-            self.outstanding.told(event)
 
-    async def handled(self, event: ControlEvent, actions: Sequence[ControlAction], state: ControlState) -> None:
-        """What control ordered after ``event``, and what it is now."""
-        if self._journal is not None:
-            self.outstanding.ordered(actions)
+    async def handled(self, event: ControlEvent, control: Control) -> None:
+        """Control took ``event``."""
         if isinstance(event, RunBegan):
-            self._begin_anew(state, 0.0)
+            self._begin_anew(control, 0.0)
             await self.settled()  # before a checkpoint is written: without a journal nothing goes on from it
 
     async def settled(self) -> None:
@@ -127,14 +120,14 @@ class RunJournal:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _begin_anew(self, state: ControlState, elapsed_s: float) -> None:
+    def _begin_anew(self, control: Control, elapsed_s: float) -> None:
         if self._journal is not None:
             self._begun = True
-            self._last = self._journal.begin_segment(self._base(state, elapsed_s))
+            self._last = self._journal.begin_segment(self._base(control.snapshot(), elapsed_s))
 
-    def _base(self, state: ControlState, elapsed_s: float) -> Iterator[bytes]:
+    def _base(self, control: Snapshot, elapsed_s: float) -> Iterator[bytes]:
         encode = self._codec.encode
-        yield encode(JournalBase(whole=keep_whole(state, self.outstanding), events=self._events, elapsed_s=elapsed_s))
+        yield encode(JournalBase(control=control, events=self._events, elapsed_s=elapsed_s))
         yield from self._prompt_records(self._prompts())
         if self._published is not None:
             yield encode(self._published)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import TrajectoryId
-from streamrl.buffers.accounting import Accounting
-from streamrl.buffers.rollout_buffer import Group
+from streamrl.buffers.rollout_buffer import Accounting, Group
 from streamrl.comm.wire import Buffer
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
+from streamrl.control.machine import Control
+from streamrl.control.model import RunState, Snapshot
 from streamrl.journal.journal_records import JournalBase, JournalCodec, JournalDecision, JournalEvent
-from streamrl.journal.whole_state import restore_whole
 from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reason
 
 NEWEST_DECISIONS = 5
@@ -77,12 +75,12 @@ class RunSummary(msgspec.Struct, kw_only=True):
 class _Replay:
     """Control after each event, and what it did."""
 
-    def __init__(self, base: JournalBase, settings: ControlSettings) -> None:
-        self.state: ControlState = restore_whole(settings, base.whole)[0]
+    def __init__(self, base: JournalBase, restore: Callable[[Snapshot], Control]) -> None:
+        self.control = restore(base.control)
         self.events, self.time_s = base.events, base.elapsed_s
         self.steps: list[StepSummary] = []
         self.decisions: deque[tuple[float, str, str]] = deque(maxlen=NEWEST_DECISIONS)
-        self.launched_s = dict.fromkeys(self.state.buffer.groups, self.time_s)
+        self.launched_s = {group.group_id: self.time_s for group in self.state.buffer.groups()}
         self.waits_for, self.waits_since_s = wait_reason(self.state, ShellView()), self.time_s
         self._rewards: dict[TrajectoryId, float] = {}
         self._batch: list[float] = []
@@ -90,33 +88,37 @@ class _Replay:
         self._live_s: float | None = None
         self._dropped = Counter(self.state.accounting().dropped)
 
+    @property
+    def state(self) -> RunState:
+        """Of control."""
+        return self.control.state
+
     def take(self, event: on.ControlEvent, time_s: float) -> None:
         """The next event."""
         self.events += 1
         self.time_s = time_s
         if isinstance(event, on.TrajectoryScored):
             self._rewards[event.id] = event.reward
-        kind = self.state.round_kind
-        for action in self.state.handle(event):
-            self._note(action, kind)
+        for action in self.control.handle(event):
+            self._note(action)
         if isinstance(event, on.WeightsLive) and (step := self._closed.pop(event.policy_version, None)) is not None:
             self._live(step)
         reason = wait_reason(self.state, ShellView(sampling=len(self.state.buffer.untrained)))
         if reason is not self.waits_for:
             self.waits_for, self.waits_since_s = reason, time_s
 
-    def _note(self, action: do.ControlAction, kind: str) -> None:
+    def _note(self, action: do.ControlAction) -> None:
         match action:
             case do.LaunchGroup():
                 self.launched_s[action.group_id] = self.time_s
-            case do.Explain():
+            case do.Decision():
                 self.decisions.append((self.time_s, action.subject, action.reason))
             case do.TrainGroupNow():
                 self._batch += [self._rewards.pop(i) for i in action.ids if i in self._rewards]
             case do.StepOptimizer():
                 self._closed[action.policy_version] = StepSummary(
                     step=action.policy_version,
-                    round_kind=self.state.round_kind or kind,
+                    round_kind=action.round_kind,
                     groups=action.groups,
                     samples=action.samples,
                     trained_tokens=action.trained_tokens,
@@ -133,15 +135,15 @@ class _Replay:
         self.steps.append(step)
 
 
-def summarize(records: Iterable[Buffer], settings: ControlSettings) -> RunSummary | None:
-    """Replay the ``records`` of a journal from a base on; None where there are none. ``settings``: those of the run.
-    Raises ``StreamRLError``."""
+def summarize(records: Iterable[Buffer], restore: Callable[[Snapshot], Control]) -> RunSummary | None:
+    """Replay the ``records`` of a journal from a base on; None where there are none. ``restore`` makes control of a
+    snapshot.     Raises ``StreamRLError``."""
     codec = JournalCodec()
     replay: _Replay | None = None
     for body in records:
         match codec.decode(body):
             case JournalBase() as base:
-                replay = _Replay(base, settings)
+                replay = _Replay(base, restore)
             case JournalEvent(event=event, time_s=time_s) if replay is not None:
                 replay.take(event, time_s)
             case JournalDecision(decision=decision, time_s=time_s) if replay is not None:
@@ -153,12 +155,12 @@ def summarize(records: Iterable[Buffer], settings: ControlSettings) -> RunSummar
 
 def _summary(replay: _Replay) -> RunSummary:
     state = replay.state
-    batch, supply = state.batch, state.supply
+    batch, pool = state.batch, state.prompts
     pending = {
-        "push": state.publishing,
-        "evaluation": state.due.evaluating,
-        "checkpoint": state.due.checkpointing,
-        "step": batch.batch_id + 1 if batch.closed else None,
+        "push": state.pending.push,
+        "evaluation": state.evaluating,
+        "checkpoint": state.pending.checkpoint,
+        "step": batch.batch_id + 1 if state.batch_closed else None,
     }
     return RunSummary(
         events=replay.events,
@@ -167,33 +169,33 @@ def _summary(replay: _Replay) -> RunSummary:
         trainer_version=state.trainer_version,
         live_version=state.live_version,
         accounting=state.accounting(),
-        batch=f"{batch.samples} of {batch.target} trajectories in {batch.groups} groups"
+        batch=f"{batch.samples} of {batch.target} trajectories in {len(batch.groups)} groups"
         + (f", {state.round_kind} round" if state.round_kind else "")
-        + (", closed" if batch.closed else ""),
-        prompts=f"{supply.drawn_prompts:,} drawn, {len(supply.waiting)} waiting, {len(supply.queue)} deferred"
-        + (", no more in the source" if supply.exhausted else ""),
+        + (", closed" if state.batch_closed else ""),
+        prompts=f"{pool.drawn:,} drawn, {len(pool.waiting)} waiting, {len(pool.queue)} deferred"
+        + (", no more in the source" if pool.exhausted else ""),
         pending={what: version for what, version in pending.items() if version is not None},
         waits_for=replay.waits_for,
         waits_since_s=replay.waits_since_s,
-        ending=state.stopping,
+        ending=state.stop_reason or ("prompts exhausted" if state.starved else None),
         finished=state.finished,
         steps=replay.steps,
-        groups=[_group(group, replay) for group in state.buffer.groups.values()],
+        groups=[_group(group, replay) for group in state.buffer.groups()],
         decisions=list(replay.decisions),
     )
 
 
 def _group(group: Group, replay: _Replay) -> GroupSummary:
-    if group.batch_id is not None:
+    if group.group_id in replay.state.buffer.batched:
         stage = "in the batch"
     elif group.open:
-        stage = f"{group.open} of {len(group.members)} {'paused' if group.held else 'not scored'}"
+        stage = f"{group.open} of {len(group.members)} {'paused' if group.paused else 'not scored'}"
     else:
         stage = "ready"
     return GroupSummary(
         group_id=group.group_id,
-        prompt_id=group.prompt_id,
-        attempt=group.attempt,
+        prompt_id=group.prompt.prompt_id,
+        attempt=group.prompt.attempt,
         stage=stage,
         launched_s=replay.launched_s.get(group.group_id, replay.time_s),
         launch_version=group.launch_version,

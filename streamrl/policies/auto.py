@@ -18,9 +18,17 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.base.types import DropReason
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.control.events import RoundsAdvised, RoundTimed
-from streamrl.control.round_policy import Candidate, Launch, Observation, Remainder, RoundPolicy, RoundView
+from streamrl.control.round_policy import (
+    Candidate,
+    Launch,
+    Observation,
+    Remainder,
+    RoundPolicy,
+    RoundView,
+    StatelessRounds,
+)
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.policies.tail_batching import LONG, TailBatching
@@ -82,15 +90,13 @@ class _State(msgspec.Struct):
     fresh: bool = False
     untimed: dict[int, tuple[str, str]] = {}
     paces: dict[str, Pace] = {}
-    because: Explain | None = None
+    because: Decision | None = None
 
 
-class AutoRounds:
+class AutoRounds(StatelessRounds):
     """Strictly on-policy."""
 
     on_policy = True
-    cut_tokens = 0
-    predicts_lengths = False
 
     def __init__(self, settings: ControlSettings) -> None:
         if settings.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
@@ -197,7 +203,7 @@ class AutoRounds:
         verb = "stay with" if chosen == self.current else f"from {self.current} to"
         figures = {f"goodput {name}": value for name, value in goodput.items()} | advice.figures
         figures |= {f"pace {form}": factor for form, factor in paces.items()}
-        self._state.because = Explain(subject="rounds", reason=f"{verb} {chosen}: {reason}", figures=figures)
+        self._state.because = Decision(subject="rounds", reason=f"{verb} {chosen}: {reason}", figures=figures)
         self._state.current = chosen
 
 

@@ -1,58 +1,22 @@
 """How large the next groups are: fixed, straggler-aware (SAGC), or random with given shares.
 
-Contract: asked once for each round with ``size``; told once for each step with ``observe``.
+See ``GroupSizer``: asked for ``size`` once a round, given the groups of a step with ``observe``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from streamrl.base.seeds import derive_seed
+from streamrl.control.fixed_size import FixedSize
+from streamrl.control.model import GroupLengths
+from streamrl.control.round_policy import GroupSizer, SizingDecision
 from streamrl.policies import sagc
 from streamrl.recipe.scheduling import GroupSizing, SizingKind
-
-
-class GroupLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """Completion lengths of one complete group in sampled tokens, by sample number, and which reached the cap."""
-
-    lengths: tuple[int, ...]
-    truncated: tuple[bool, ...]
-
-
-class SizingDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of the next round's groups, why, and figures for metrics (``sizing/...``). ``notify``: the user reads
-    the reason also where the size stays."""
-
-    size: int
-    reason: str
-    figures: dict[str, float]
-    notify: bool = False
-
-
-class GroupSizer(Protocol):
-    """One of the sizing policies. Reward is not an input."""
-
-    @property
-    def size(self) -> int:
-        """Group size of the next round."""
-        ...
-
-    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
-        """All complete groups of one step, before any filter. At most once a step. ``batches``: that it trained."""
-        ...
-
-    def snapshot(self) -> dict[str, object]:
-        """What a resumed run needs."""
-        ...
-
-    def restore(self, state: dict[str, object]) -> None:
-        """The inverse, on a new sizer."""
-        ...
 
 
 def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories: int, seed: int) -> GroupSizer:
@@ -64,29 +28,7 @@ def make_group_sizer(settings: GroupSizing, fixed_size: int, batch_trajectories:
         return StragglerAwareSize(settings, fixed_size, batch_trajectories)
     if settings.kind is SizingKind.RANDOM:
         return RandomSize(settings, batch_trajectories, seed)
-    return FixedSize(fixed_size, settings.straggler_ratio)
-
-
-class FixedSize:
-    """Always the same size. Straggler rates are measured all the same, so that runs can be compared."""
-
-    def __init__(self, size: int, straggler_ratio: float) -> None:
-        self._size = size
-        self._straggler_ratio = straggler_ratio
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def observe(self, groups: Sequence[GroupLengths], batches: int = 1) -> SizingDecision:
-        rate = sagc.straggler_rate(_tables(groups), self._straggler_ratio)
-        return SizingDecision(size=self._size, reason="fixed by the recipe", figures=_figures(self._size, rate))
-
-    def snapshot(self) -> dict[str, object]:
-        return {}
-
-    def restore(self, state: dict[str, object]) -> None:
-        """Nothing to restore: the size is the recipe's."""
+    return FixedSize(fixed_size)
 
 
 class _Draws(msgspec.Struct, frozen=True, kw_only=True):

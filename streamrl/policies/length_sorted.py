@@ -1,4 +1,4 @@
-"""SortedRL's rounds (arXiv 2603.23414, section 3; refs/sortedrl.md 1.9): a cohort of prompts, cut when a batch is
+"""SortedRL's rounds (arXiv 2603.23414, section 3): a cohort of prompts, cut when a batch is
 ready.
 
 A cohort of n batches of prompts is loaded at once and oversubscribes the engines. The batch takes what is ready first,
@@ -10,9 +10,22 @@ or its own length predicts that its completions are short, it is launched earlie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from streamrl.base.types import DropReason
-from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
+from streamrl.buffers.rollout_buffer import PromptRef
+from streamrl.control.round_policy import (
+    Candidate,
+    GroupObserved,
+    Launch,
+    Observation,
+    Remainder,
+    RoundView,
+    Source,
+    StatelessRounds,
+)
 from streamrl.control.settings import ControlSettings
+from streamrl.policies.length_prediction import PromptLengthPredictor
 
 SORTED = "sorted"
 
@@ -20,25 +33,36 @@ SORTED = "sorted"
 class LengthSorted(StatelessRounds):
     """On-policy or partial. Groups are admitted whole; with ``single`` each trajectory is a group of its own."""
 
-    predicts_lengths = True
-
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.length_sorted
         self._options = options
         self._batch = settings.batch_trajectories
         self.on_policy = not options.partial
         self.cut_tokens = options.cut_tokens
+        self._sizes = settings.group_sizes
+        self._predictor = PromptLengthPredictor()
 
     def launch(self, view: RoundView) -> Launch | None:
         if not view.at_barrier:
             return None
-        if view.held:
-            return Launch(groups=view.held, source=Source.HELD, size=0, round_kind=SORTED)
-        size = 1 if self._options.single else view.group_size
+        size = self._size(view)
+        if view.paused:
+            return Launch(groups=view.paused, source=Source.PAUSED, size=0, group_size=size, round_kind=SORTED)
         if view.queued:
-            room = self._in_flight_limit() - view.untrained_trajectories
-            groups = min(view.queued, room // size)
-            return Launch(groups=groups, source=Source.QUEUE, size=size, round_kind=SORTED) if groups > 0 else None
+            varies = len(self._sizes) > 1
+            queued = sum(ref.group_size == size for ref in view.queue) if varies else view.queued
+            each = 1 if self._options.single else size
+            groups = min(queued, (self._in_flight_limit() - view.untrained_trajectories) // each)
+            if groups <= 0:
+                return None
+            return Launch(
+                groups=groups,
+                source=Source.QUEUE,
+                size=each,
+                group_size=size,
+                queued_at=size if varies else 0,
+                round_kind=SORTED,
+            )
         if view.untrained or view.exhausted:
             return None
         # To the end of a batch: a cohort that opens in the middle of one (groups were dropped) must not span one more.
@@ -46,6 +70,15 @@ class LengthSorted(StatelessRounds):
         prompts = max(trajectories // view.group_size, 1)
         copies = view.group_size if self._options.single else 1
         return Launch(groups=prompts, source=Source.COHORT, size=0, round_kind="", copies=copies)
+
+    def _size(self, view: RoundView) -> int:
+        """Of the next groups. A cohort keeps its group size until it is trained: at another one its last prompts, which
+        are long, would weigh more or less than its first, and it would be more batches, or fewer, than it was drawn
+        for."""
+        waiting = [ref.group_size for ref in view.queue]
+        if len(self._sizes) == 1 or not waiting or (view.round_kind and view.group_size in waiting):
+            return view.group_size
+        return view.group_size if view.round_kind and view.untrained else waiting[0]
 
     def _in_flight_limit(self) -> int:
         oversubscription = self._options.oversubscription
@@ -57,11 +90,32 @@ class LengthSorted(StatelessRounds):
         return view.leaves_time_for_others(candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
-        return Remainder.HOLD if self._options.partial else Remainder.REQUEUE
+        return Remainder.PAUSE if self._options.partial else Remainder.REQUEUE
 
     @property
     def losing(self) -> DropReason:
         return DropReason.CUT
+
+    def sorted_queue(self, queue: Sequence[PromptRef]) -> Sequence[PromptRef]:
+        """Shortest prediction first, prompts that were launched before last. Stable."""
+        predict = self._predictor.predict
+        lengths = {ref.prompt_id: predict(ref.prompt_id, ref.tokens) for ref in queue}
+        return sorted(queue, key=lambda ref: (ref.attempt, lengths[ref.prompt_id]))
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from each group how long its prompt's completions are."""
+        if isinstance(seen, GroupObserved):
+            longest = seen.cut_at if seen.cut else max(seen.lengths)
+            self._predictor.observe(seen.prompt_id, seen.prompt_tokens, longest, cut=seen.cut)
+
+    def snapshot(self) -> dict[str, object]:
+        """What was learnt of lengths."""
+        return self._predictor.snapshot()
+
+    def restore(self, state: dict[str, object]) -> None:
+        """The inverse; what another policy learnt is no use here."""
+        if "buckets" in state:
+            self._predictor.restore(state)
 
     def slots(self) -> int:
         return self._options.cohort_batches * self._batch

@@ -1,4 +1,5 @@
-"""Round policies by name. A new one is a file of its own, or a class of the user's (``rollout.policy``)."""
+"""Control of a recipe: the round policies by name, and the core with the policies that it asks. A new round policy is a
+file of its own, or a class of the user's (``rollout.policy``)."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ from collections.abc import Callable
 
 from streamrl.base.errors import RecipeError
 from streamrl.control.continuous import ContinuousRounds
+from streamrl.control.machine import Control
+from streamrl.control.model import Snapshot
 from streamrl.control.round_policy import RoundPolicy
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
 from streamrl.policies.auto import AutoRounds
+from streamrl.policies.deterministic import DeterministicControl
+from streamrl.policies.group_sizing import make_group_sizer
 from streamrl.policies.length_sorted import LengthSorted
 from streamrl.policies.tail_batching import TailBatching
 from streamrl.recipe.scheduling import RoundKind
@@ -37,5 +42,16 @@ def make_round_policy(settings: ControlSettings) -> RoundPolicy:
     policy: RoundPolicy = made(settings)
     missing = [name for name in _ASKED if not hasattr(policy, name)]
     if missing:
-        raise RecipeError([f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see rounds/policy.py'])
+        raise RecipeError(
+            [f'rollout.policy: "{settings.policy}" has no {", ".join(missing)}: see streamrl/control/round_policy.py']
+        )
     return policy
+
+
+def make_control(settings: ControlSettings, snapshot: Snapshot | None = None) -> Control:
+    """Control that decides as ``settings`` say, from the beginning or from ``snapshot``. Raises ``ValueError`` or
+    ``StreamRLError`` where the settings, or they and the snapshot, do not fit together."""
+    policy = make_round_policy(settings)
+    sizer = make_group_sizer(settings.group_sizing, settings.group_size, settings.batch_trajectories, settings.seed)
+    made = DeterministicControl if settings.deterministic else Control
+    return made(settings, policy, sizer, snapshot)

@@ -1,35 +1,39 @@
-"""RollPacker's tail batching (arXiv 2509.21009, section 4): most rounds race, and the losers have a round of their own.
+"""RollPacker's tail batching (arXiv 2509.21009, section 4): most rounds race, and the prompts that lose have their own.
 
 A short round launches ``prompt_oversampling`` times the prompts of a batch with ``response_oversampling`` times their
-responses, keeps the first responses of a prompt that are *rewarded*, and the first prompts that are complete. Prompts
-that lose join a queue; when a batch of them waits, a long round trains exactly those, without a race. So 1 /
-(prompt_oversampling - 1) short rounds are followed by a long one, and every prompt is trained.
+responses, keeps the first responses of a prompt that are *rewarded*, and the first prompts that are complete. The
+others are deferred: they join a queue, and when a batch of them waits, a long round trains exactly those, without a
+race. So 1 / (prompt_oversampling - 1) short rounds are followed by a long one, and every prompt is trained.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from streamrl.base.types import DropReason
 from streamrl.control.round_policy import Candidate, Launch, Remainder, RoundView, Source, StatelessRounds
 from streamrl.control.settings import ControlSettings
-from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts, SizingKind, tail_batching_slots
+from streamrl.recipe.scheduling import SAME_NOISE, DeferredPrompts, tail_batching_slots
 
 SHORT, LONG = "short", "long"
-"""Kinds of round of a race: the race itself, and the one that trains the prompts which it deferred."""
+"""Kinds of rounds."""
+
+WAITING_IN_ALL = 1.5
+"""Once so many times the batches of a long round wait in all, those of one size have theirs, though they fill fewer: a
+small long round waits for its longest completion as well, but one that never comes leaves long prompts untrained."""
 
 
 class TailBatching(StatelessRounds):
-    """On-policy unless losers are resumed from their tokens."""
+    """On-policy unless deferred prompts are resumed from their tokens."""
 
     def __init__(self, settings: ControlSettings) -> None:
         options = settings.tail_batching
         self._options = options
         self._batch = settings.batch_trajectories
-        fixed = settings.group_sizing.kind is SizingKind.FIXED
-        self._sizes = (settings.group_size,) if fixed else settings.group_sizing.sizes
-        self._parks = options.deferred_prompts is DeferredPrompts.RESUME
-        self.on_policy = not self._parks
+        self._sizes = settings.group_sizes
+        self._pauses = options.deferred_prompts is DeferredPrompts.RESUME
+        self.on_policy = not self._pauses
         self.replays = options.deferred_prompts in SAME_NOISE
 
     def launch(self, view: RoundView) -> Launch | None:
@@ -37,82 +41,107 @@ class TailBatching(StatelessRounds):
             return None
         if view.round_kind:
             return self._go_on(view)
-        batch = view.batch_trajectories // view.group_size
-        waiting = self._waiting(view)
+        due = self._size_due(view)
+        size = due or view.group_size
+        batch, waiting = view.batch_trajectories // size, self._waiting(view, size)
         batches = self._options.long_round_batches
-        if view.steps_left == 1 or view.long_due:  # their last chance, however few batches they are; or their turn
+        if view.steps_left == 1 or due:  # their last chance, however few batches they are; or their turn
             batches = max(1, min(batches, waiting // batch))
         whole = self._whole_batches(min(waiting, batch * batches), batch)
-        # Parked losers have tokens of older versions: a long round comes early where the staleness bound asks for it.
-        due = self._parks and bool(view.due) and view.due[0][0] <= view.trainer_version
-        if waiting >= batch * batches or (waiting and (due or view.exhausted)):
-            return self._long(view, whole)
-        # Parked losers may have ended meanwhile: they are in the batch, or ready for the next.
+        # Paused ones have tokens of older versions: a long round comes early where the staleness bound asks for it.
+        stale = self._pauses and bool(view.due) and view.due[0][0] <= view.trainer_version
+        if waiting >= batch * batches or (waiting and (stale or view.exhausted)):
+            return self._long(view, whole, size)
+        # Paused ones may have ended meanwhile: they are in the batch, or ready for the next.
         # Counted in places, too: those may be of another size.
-        missing = math.ceil(view.seats / view.group_size) - view.untrained
+        missing = math.ceil(view.seats / size) - view.untrained
         wanted = max(
             math.ceil(self._options.prompt_oversampling * batch) - view.joined - view.untrained, missing - waiting
         )
         if wanted > 0:
-            return self._race(view, wanted, Source.FRESH)
-        return self._long(view, whole) if waiting else None
+            return self._race(view, wanted)
+        return self._long(view, whole, size) if waiting else None
+
+    def _size_due(self, view: RoundView) -> int:
+        """The group size of the long round that can open now, where sizes vary; 0: none can. The size of which most
+        wait, where those are the batches of a long round, or at least one batch and ``WAITING_IN_ALL`` times as many
+        wait in all.
+
+        Deferred prompts are trained at the size at which they raced. Were it whatever is chosen meanwhile, long
+        prompts, which lose, would weigh more than short ones in a run whose sizes follow the lengths."""
+        if len(self._sizes) == 1:
+            return 0
+        counts = Counter(ref.group_size for ref in view.queue)
+        waiting = {size: size * counts[size] for size in self._sizes}
+        batch = view.batch_trajectories
+        batches = 1 if view.steps_left == 1 else self._options.long_round_batches
+        in_all, wanted = sum(waiting.values()), batch * batches
+        if in_all < wanted:
+            return 0
+        enough = batch if in_all >= WAITING_IN_ALL * wanted else wanted
+        full = [size for size in self._sizes if waiting[size] >= enough and counts[size] >= batch // size]
+        return max(full, key=lambda size: waiting[size], default=0)
 
     def _whole_batches(self, groups: int, batch: int) -> int:
         """Of so many groups those that a long round trains; more would race in it."""
-        return groups if self._parks or groups < batch else groups - groups % batch
+        return groups if self._pauses or groups < batch else groups - groups % batch
 
-    def _waiting(self, view: RoundView) -> int:
-        return view.held if self._parks else view.queued
+    def _waiting(self, view: RoundView, size: int) -> int:
+        """Deferred prompts that a long round of groups of ``size`` could train; any once the source has no others."""
+        if self._pauses:
+            return view.paused
+        if not self._queued_at(view, size):
+            return view.queued
+        return sum(ref.group_size == size for ref in view.queue)
+
+    def _queued_at(self, view: RoundView, size: int) -> int:
+        return 0 if len(self._sizes) == 1 or view.exhausted else size
 
     def _go_on(self, view: RoundView) -> Launch | None:
         """Groups that were dropped are refilled, so that the round can fill its batch."""
-        coming = view.untrained - view.unseated
-        missing = math.ceil(view.seats / view.group_size) - coming
+        size = view.group_size
+        missing = math.ceil(view.seats / size) - view.untrained
         if view.round_kind == SHORT and not view.exhausted:
-            racing = math.ceil(self._options.prompt_oversampling * (view.target // view.group_size))
+            racing = math.ceil(self._options.prompt_oversampling * (view.target // size))
             wanted = max(racing - view.joined - view.untrained, missing)
-            return self._race(view, wanted, Source.FRESH) if wanted > 0 else None
+            return self._race(view, wanted) if wanted > 0 else None
         if missing <= 0:
             return None
-        waiting = self._waiting(view)
+        waiting = self._waiting(view, size)
         if waiting:
-            return self._long(view, min(missing, waiting))
-        groups, source = self._queue_first(view, missing, Source.FRESH)
-        return Launch(groups=groups, source=source, size=view.group_size, round_kind=LONG)
+            return self._long(view, min(missing, waiting), size)
+        groups, source = self._fresh(view, missing)
+        return Launch(groups=groups, source=source, size=size, round_kind=LONG)
 
-    def _queue_first(self, view: RoundView, groups: int, source: Source) -> tuple[int, Source]:
-        """Parked losers are held. A queue is there when the run was forked from one that queued them."""
-        if self._parks and view.queued:
-            return min(groups, view.queued), Source.QUEUE
-        return groups, source
+    def _fresh(self, view: RoundView, groups: int) -> tuple[int, Source]:
+        """From the source, but where deferred prompts are paused: then a queue was left by the run that this one was
+        forked from, and goes first."""
+        return view.queue_first(groups) if self._pauses else (groups, Source.FRESH)
 
-    def _race(self, view: RoundView, groups: int, source: Source) -> Launch:
-        groups, source = self._queue_first(view, groups, source)
+    def _race(self, view: RoundView, groups: int) -> Launch:
+        groups, source = self._fresh(view, groups)
+        size = math.ceil(self._options.response_oversampling * view.group_size)
+        return Launch(groups=groups, source=source, size=size, keep=view.group_size, round_kind=SHORT)
+
+    def _long(self, view: RoundView, groups: int, size: int) -> Launch:
+        batches = max(1, groups * size // view.batch_trajectories)
         return Launch(
             groups=groups,
-            source=source,
-            size=math.ceil(self._options.response_oversampling * view.group_size),
-            keep=view.group_size,
-            round_kind=SHORT,
-        )
-
-    def _long(self, view: RoundView, groups: int) -> Launch:
-        batches = max(1, groups * view.group_size // view.batch_trajectories)
-        return Launch(
-            groups=groups,
-            source=Source.HELD if self._parks else Source.QUEUE,
-            size=view.group_size,
+            source=Source.PAUSED if self._pauses else Source.QUEUE,
+            size=size,
+            group_size=size,
+            queued_at=self._queued_at(view, size),
             round_kind=LONG,
             target=batches * view.batch_trajectories,
         )
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        if not self._parks:
+        if not self._pauses:
             return True
         return view.leaves_time_for_others(candidate)
 
     def remainder(self, view: RoundView) -> Remainder:
-        return Remainder.HOLD if self._parks else Remainder.REQUEUE
+        return Remainder.PAUSE if self._pauses else Remainder.REQUEUE
 
     @property
     def losing(self) -> DropReason:

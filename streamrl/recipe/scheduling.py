@@ -112,7 +112,7 @@ class TailBatching(Section, frozen=True):
         Positive, doc("batches of deferred prompts that one long round trains at once, in as many steps")
     ] = 1
     domain_column: Annotated[
-        str, advanced("a prompt column; every round keeps the dataset's shares of its values (see domains)")
+        str, advanced("a prompt column; prompts are drawn so that its values have the shares of domains")
     ] = ""
     domains: Annotated[dict[str, PositiveFloat], advanced("the share of each value of domain_column")] = {}
 

@@ -161,25 +161,6 @@ def races(recipe: Recipe) -> Broken:
             "tail_batching.domains",
             "needs domain_column and domains: name the column of the prompts and the share of each of its values",
         )
-    if tail.domains and tail.deferred_prompts is DeferredPrompts.RESUME:
-        yield Problem(
-            "tail_batching.deferred_prompts",
-            '"resume" does not keep the shares of domains: set "replay" or "regenerate"',
-        )
-    yield from _domains_have_seats(recipe)
-
-
-def _domains_have_seats(recipe: Recipe) -> Broken:
-    """A share that comes to less than one group would never be trained."""
-    domains, sizing = recipe.tail_batching.domains, recipe.group_sizing
-    largest = recipe.rollout.group_size if sizing.kind is SizingKind.FIXED else max(sizing.sizes)
-    groups = recipe.rollout.batch_trajectories // largest
-    for name, share in domains.items():
-        if share / sum(domains.values()) * groups < 1:
-            yield Problem(
-                f"tail_batching.domains.{name}",
-                f"{share:g} is less than one of the {groups} groups of a batch: raise it, or rollout.prompts_per_batch",
-            )
 
 
 @rule("rollout.rounds", "tail_batching", "length_sorted", "objective")

@@ -9,14 +9,49 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
-from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
+from streamrl.base.types import Prompt, Record
 from streamrl.base.whole_files import leave_beside, make_directory, write_durable, write_link
+from streamrl.buffers.prompt_shelf import PromptShelf
+from streamrl.comm.wire import OneFrameCodec
+from streamrl.control.model import Snapshot, prompts_needed
 from streamrl.recipe.sections import Checkpoint
 from streamrl.run.trainer_ranks import TrainerRanks
 
 LATEST = "latest"
 SCORES = "scores.json"
 SCORE_PREFIX = "eval/held_out/avg@"
+FORK_POINT = "control.msgpack"
+"""File of a checkpoint with what another run needs of control to go on from it."""
+
+
+class ForkPoint(Record, frozen=True):
+    """All of control as it was at a checkpoint, with the prompts that it names."""
+
+    control: Snapshot
+    prompts: tuple[Prompt, ...]
+
+
+def _fork_codec() -> OneFrameCodec[ForkPoint]:
+    return OneFrameCodec(ForkPoint)
+
+
+def fork_point(control: Snapshot, shelf: PromptShelf) -> dict[str, bytes]:
+    """The file by its name."""
+    prompts = tuple(shelf[prompt_id] for prompt_id in sorted(prompts_needed(control.state)))
+    return {FORK_POINT: _fork_codec().encode(ForkPoint(control=control, prompts=prompts))}
+
+
+def read_fork_point(checkpoint: Path) -> ForkPoint | None:
+    """What ``checkpoint`` has of control; None where it was written without. Raises ``StreamRLError`` for a file that
+    this version cannot read."""
+    path = checkpoint / FORK_POINT
+    if not path.exists():
+        return None
+    try:
+        return _fork_codec().decode(path.read_bytes())
+    except WireError as error:
+        raise StreamRLError(f"{path} cannot be read: {error}; resume from another checkpoint") from error
 
 
 def to_forget(

@@ -32,7 +32,6 @@ from streamrl.base.stage_messages import (
 from streamrl.base.types import (
     DropReason,
     ScoredTrajectory,
-    TrajectoryId,
 )
 from streamrl.base.waits import Waits
 from streamrl.buffers.prompt_shelf import PromptShelf, PromptSource
@@ -40,19 +39,17 @@ from streamrl.buffers.scored_payloads import ScoredPayloads
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
+from streamrl.control.machine import Control
+from streamrl.control.model import RunState, prompts_needed
 from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.evaluate.evaluation import Evaluation, HeldOut
 from streamrl.journal.catching_up import CaughtUp, catch_up, close_of
-from streamrl.journal.control_file import control_file
-from streamrl.journal.kept_state import KeptControl
 from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
-from streamrl.journal.snapshot import take_snapshot
 from streamrl.observe.report.alarms import Alarms
 from streamrl.observe.report.run_report import RunReport
 from streamrl.recipe.scheduling import RoundKind
+from streamrl.run.checkpoints import fork_point
 from streamrl.run.trainer_ranks import TrainerRanks, announcement
 from streamrl.sync.weight_sync import PushReport, WeightSync
 
@@ -60,11 +57,11 @@ MEASURING_INTERVAL_S = 0.25
 
 
 class Controller:
-    """Runs one ``ControlState`` against a trainer, a weight sync and the two stages. ``run`` once."""
+    """Runs one ``Control`` against a trainer, a weight sync and the two stages. ``run`` once."""
 
     def __init__(
         self,
-        settings: ControlSettings,
+        control: Control,
         *,
         prompts: PromptSource,
         held_out: HeldOut,
@@ -84,10 +81,9 @@ class Controller:
         shelf: PromptShelf,
         journal: RunJournal,
         start_version: int = 0,
-        kept: KeptControl | None = None,
         recovered: RecoveredRun | None = None,
     ) -> None:
-        self.state = recovered.state if recovered else ControlState(settings)
+        self._control = control
         self._prompts = prompts
         self._held_out = held_out
         self._trainer = trainer
@@ -104,9 +100,8 @@ class Controller:
         self._waits = waits or Waits()
         self._elastic = elastic
         # For others it would only make the log of a run of days longer.
-        self._tells_load = settings.rounds is RoundKind.CUSTOM
+        self._tells_load = control.settings.rounds is RoundKind.CUSTOM
         self._start_version = start_version
-        self._kept = kept.snapshot if kept else None
         self._shelf = shelf
         self._journal = journal
         self._recovered = recovered
@@ -117,6 +112,11 @@ class Controller:
         self._measuring = anyio.CancelScope()
         no_end = float("inf")  # but for the slots, and one answer for each kind of order
         self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](no_end)
+
+    @property
+    def state(self) -> RunState:
+        """Of control."""
+        return self._control.state
 
     def stop(self, reason: str) -> None:
         """Ask for a drain. May be called at any time from the event loop, also twice, also when the run has ended."""
@@ -149,7 +149,7 @@ class Controller:
             children.start_soon(self._measure_engines)
             children.start_soon(self._elastic.run)
             if self._recovered is None:
-                self._tell.send_nowait(on.RunBegan(version, self._kept, self.state.settings.steps))
+                self._tell.send_nowait(on.RunBegan(version, self._control.settings.steps))
             else:
                 await self._report.resumed(self._recovered, caught_up, self._start_version, anchor.state_hash)
                 for action in await self._go_on(self._recovered, caught_up):
@@ -174,35 +174,35 @@ class Controller:
         version, state = caught_up.policy_version, self.state
         kind = state.round_kind if version > state.trainer_version else ""
         self._payloads.restore(recovered.payloads())
-        steps = state.settings.steps  # by the recipe, which may say another number now
+        steps = self._control.settings.steps  # by the recipe, which may say another number now
         if state.draining or state.finished or state.steps != steps:
             await self._handle(on.RunContinued(steps=steps))
         if version > state.trainer_version:
             await self._handle(on.BatchTrained(batch_id=state.batch.batch_id, policy_version=version))
-        if (evaluated := state.due.evaluating) is not None and evaluated != version:
+        if (evaluated := state.evaluating) is not None and evaluated != version:
             await self._warn_given_up(evaluated, f"its controller died, and engines hold version {version} now")
             await self._handle(on.EvaluationDone(policy_version=evaluated))
         if version > state.live_version:
             self._report.trained_before(version, recovered.batch_of(version), caught_up.reports, kind)
-        again = recovered.outstanding.again(state)
-        for batch in recovered.outstanding.trained_since(-1):
+        again = self._control.orders_again()
+        for batch in recovered.trained:
             self._payloads.forget(trajectory for group in batch.groups for trajectory in group.ids)
         return again
 
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
         """Journal ``event`` and let control decide."""
         elapsed_s = self._report.elapsed()
-        self._journal.told(event, self.state, elapsed_s)
+        self._journal.told(event, self._control, elapsed_s)
         if isinstance(event, on.StopRequested):
             self._elastic.give_up()
         if isinstance(event, on.TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
             step = self.state.trainer_version + 1
             if warning := self._alarms.reward_failed(step, event.message):
                 await self._report.warned(step, warning)
-        actions = self.state.handle(event)
-        await self._journal.handled(event, actions, self.state)
+        actions = self._control.handle(event)
+        await self._journal.handled(event, self._control)
         if isinstance(event, on.BatchTrained):
-            self._shelf.forget_others(lambda: self._journal.outstanding.prompts_needed(self.state))
+            self._shelf.forget_others(lambda: prompts_needed(self.state))
         return actions
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
@@ -212,30 +212,30 @@ class Controller:
                 children.start_soon(self._draw, action.count)
             case do.LaunchGroup():
                 await self._launch(action, orders, children)
-            case do.CancelGroup():
-                self._forget(action.ids, action.reason)
-                await orders.send(CancelTrajectories(ids=action.ids))
-            case do.ForgetTrajectories():
-                self._forget(action.ids, action.reason)
-            case do.CutTrajectories():
-                await orders.send(HoldTrajectories(ids=action.ids))
-            case do.ResumeTrajectories():
+            case do.Drop():
+                self._report.dropped(action.ids, action.reason)
+                self._payloads.forget(action.ids)
+                if action.abort:
+                    await orders.send(CancelTrajectories(ids=action.ids))
+            case do.Pause():
+                if action.ids:
+                    await orders.send(HoldTrajectories(ids=action.ids))
+                else:  # before anything is submitted: what a running engine takes would be sampled by the old weights
+                    await self._sync.pause()
+            case do.Resume():
                 await orders.send(ContinueTrajectories(ids=action.ids))
-            case do.HoldEngines():
-                # Before anything is submitted: what a running engine takes would be sampled by the old weights.
-                await self._sync.pause()
-            case do.Explain():
+            case do.Decision():
                 await self._report.decided(action, self.state.trainer_version + 1)
             case do.TrainGroupNow():
                 await self._trainer.train_group(self._payloads.to_train(action))
             case do.StepOptimizer():
                 await self._journal.settled()  # what is trained must never be sampled again
                 gather = await self._trainer.close_batch(close_of(action))
-                self._report.batch_closed(self.state.round_kind)
+                self._report.batch_closed(action.round_kind)
                 self._elastic.batch_closed()
                 children.start_soon(self._step, action, gather, self._payloads.close_batch())
             case do.PublishWeights():
-                children.start_soon(self._publish, action.policy_version)
+                children.start_soon(self._publish, action)
             case do.Evaluate():
                 self._evaluation = Evaluation(
                     self._held_out, action.policy_version, limit=action.limit, seed=self._seed
@@ -245,11 +245,11 @@ class Controller:
                 if self._evaluation is not None:
                     await self._evaluation.cancel(orders)
             case do.WriteCheckpoint():
-                beside = control_file(take_snapshot(self.state), self._shelf) | dict(self._beside())
+                beside = fork_point(self._control.snapshot(), self._shelf) | dict(self._beside())
                 children.start_soon(self._checkpoint, action.policy_version, beside)
-            case do.StopRun():
-                raise RewardFailureLimit(action.message)
-            case do.FinishRun():
+            case do.End():
+                if action.error:
+                    raise RewardFailureLimit(action.reason)
                 return action.reason
         return ""
 
@@ -261,8 +261,9 @@ class Controller:
                 await self._report.progress(self.state, self._evaluation)
                 continue
             self._report.came_back(item)
-            if not isinstance(item, TrajectoryHeld):
-                self._elastic.ended(item)
+            if isinstance(item, TrajectoryHeld):
+                continue
+            self._elastic.ended(item)
             if (event := self._payloads.take(item, self.state.buffer)) is not None:
                 await self._tell.send(event)
 
@@ -280,21 +281,16 @@ class Controller:
 
     async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder], children: TaskGroup) -> None:
         prompt = self._shelf[action.ids[0].prompt_id]
-        group = self.state.buffer.groups[action.group_id]
-        self._report.launched(action, group.round_kind, len(prompt.token_ids))
+        self._report.launched(action, len(prompt.token_ids))
         version, tokens = action.policy_version, len(prompt.token_ids)
-        await self._elastic.launched(group.round_kind, action.ids, tokens, version, children)
+        await self._elastic.launched(action.round_kind, action.ids, tokens, version, children)
         for trajectory in action.ids:
-            # Of the noise and not of the group: a loser that is replayed draws what it drew before.
-            seed = derive_seed(self._seed, prompt.prompt_id, action.noise, trajectory.sample)
+            # Not of the group: a prompt whose launch is replayed draws what it drew before.
+            seed = derive_seed(self._seed, prompt.prompt_id, action.seed_base, trajectory.sample)
             done = self._recovered.take_done(trajectory) if self._recovered else None
             await orders.send(
                 LaunchTrajectory(id=trajectory, prompt=prompt, group_size=len(action.ids), seed=seed, done=done)
             )
-
-    def _forget(self, ids: Sequence[TrajectoryId], reason: DropReason) -> None:
-        self._report.dropped(ids, reason)
-        self._payloads.forget(ids)
 
     async def _step(
         self,
@@ -316,7 +312,8 @@ class Controller:
         self._report.batch_trained(action.policy_version, batch, reports[0].metrics)
         await self._tell.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 
-    async def _publish(self, policy_version: int) -> None:
+    async def _publish(self, action: do.PublishWeights) -> None:
+        policy_version = action.policy_version
         self._report.publishing()
         push = self._live_push
         if push is None or push.policy_version != policy_version:
@@ -325,12 +322,11 @@ class Controller:
             await self._trainer.acknowledge(policy_version)
         else:  # live since this controller began; only what was held for it waits
             await self._sync.resume()
-        await self._elastic.begin_round(last=self._is_last(policy_version))
+        await self._elastic.begin_round(last=action.last)
         await self._audit(policy_version)
         metrics = await self._report.step_finished(push, self.state, self._elastic.figures)
         for message in self._alarms.check(policy_version, metrics):
             await self._report.warned(policy_version, message)
-            await self._tell.send(on.AlarmRaised(step=policy_version, message=message))
         if (timed := self._report.round_timed(policy_version)) is not None:
             await self._tell.send(timed)
         await self._tell.send(on.WeightsLive(policy_version=policy_version))
@@ -342,10 +338,6 @@ class Controller:
                 measured = self._report.engines_measured(self._load())
                 if self._tells_load:
                     await self._tell.send(measured)
-
-    def _is_last(self, policy_version: int) -> bool:
-        """Whether nothing will be sampled for training by ``policy_version``."""
-        return self.state.stopping is not None or policy_version >= self.state.steps
 
     async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
         with self._waits.waiting_for(f"the evaluation of version {evaluation.policy_version}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,7 +15,7 @@ import msgspec
 from streamrl.base.messages import EngineReady
 from streamrl.base.run_events import RunEvent, RunWarning
 from streamrl.base.types import Prompt, token_array
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, engine_sizes, set_chooser
 from streamrl.elastic.freeing import Freeing
 from streamrl.elastic.hosts import EngineHosts
@@ -28,7 +29,8 @@ from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, trace_header
 from streamrl.plan.topology import prepared_sets
-from streamrl.prompts.prompts import open_prompts
+from streamrl.prompts.mixed_prompts import MixedPrompts
+from streamrl.prompts.prompts import PromptSource, open_prompts
 from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
@@ -177,7 +179,7 @@ def elastic_engines(
     engines = recipe.engines
     frees = engines.release is not ReleaseKind.NEVER
 
-    async def decided(decision: Explain, step: int, shown: bool) -> None:
+    async def decided(decision: Decision, step: int, shown: bool) -> None:
         journal.decided(decision, report.elapsed())
         if shown:
             await report.decided(decision, step)
@@ -196,6 +198,15 @@ def elastic_engines(
         start_timeout_s=engines.start_timeout_s,
         recovered=parts.lost_engines,
     )
+
+
+def training_prompts(recipe: Recipe, parts: Parts, *, start: int) -> PromptSource:
+    """The prompts that are trained on. ``start``: so many were drawn by earlier lives of the run."""
+    source, mix = recipe.prompts, recipe.tail_batching
+    opened = partial(
+        open_prompts, source.train, parts.tokenizer, seed=recipe.run.seed, shuffle=source.shuffle, max_tokens=None
+    )
+    return MixedPrompts(opened(), mix.domain_column, mix.domains, start) if mix.domains else opened(start=start)
 
 
 async def read_held_out(recipe: Recipe, parts: Parts) -> HeldOut:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from streamrl.base.stage_messages import RewardOutcome, TrajectoryHeld, TrajectoryLost
+from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import DropReason, RewardFailure, ScoredTrajectory
 from streamrl.control import events as on
 
 
-def event_of(item: RewardOutcome) -> on.TrajectoryCut | on.TrajectoryFailed | on.TrajectoryScored:
-    """The event that tells control of ``item``."""
-    if isinstance(item, TrajectoryHeld):
-        return on.TrajectoryCut(id=item.id, tokens=item.tokens)
+def event_of(item: EndedOutcome) -> on.TrajectoryFailed | on.TrajectoryScored:
+    """The event that reports ``item`` to control."""
     if isinstance(item, TrajectoryLost):
         reason = DropReason.CANCELLED if item.cancelled else DropReason.ENGINE_FAILED
         return on.TrajectoryFailed(id=item.id, reason=reason, message=item.reason, tokens=item.tokens)

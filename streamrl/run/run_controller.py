@@ -55,7 +55,7 @@ from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOut
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.control import events as on
+from streamrl.control.actions import Decision
 from streamrl.control.settings import control_settings
 from streamrl.elastic.hosts import engine_hosts
 from streamrl.engines.slots import EngineSlot
@@ -63,11 +63,11 @@ from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.journal.run_journal import JournalledOutcomes
 from streamrl.judge.link import JudgeLink
 from streamrl.observe.report.alarms import Alarms, alarm_rules
+from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.reporter import Reporter
 from streamrl.observe.sinks import JsonlSink, PublishSink
 from streamrl.plan.topology import Topology, metrics_endpoint, prepared_sets
 from streamrl.processes.reward_workers import change_rewards, open_reward_stage
-from streamrl.prompts.prompts import open_prompts
 from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.canary import canary_bounds
 from streamrl.recipe.scheduling import RoundKind
@@ -87,8 +87,9 @@ from streamrl.run.controller_parts import (
     open_weight_sync,
     read_held_out,
     run_report,
+    training_prompts,
 )
-from streamrl.run.run_record import open_record
+from streamrl.run.run_record import RunRecord, open_record
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.supervise.supervisor_orders import ParentMessage
 from streamrl.supervise.watchdog import Watchdog
@@ -183,8 +184,7 @@ async def _run_stages(
     rollout = await open_rollout(recipe, parts, held_out)
     settings = control_settings(recipe)
     record = await open_record(recipe, settings, run_directory, start_version)
-    source, shuffle, seed = recipe.prompts.train, recipe.prompts.shuffle, recipe.run.seed
-    prompts = open_prompts(source, parts.tokenizer, seed=seed, shuffle=shuffle, max_tokens=None, start=record.drawn)
+    prompts = training_prompts(recipe, parts, start=record.control.state.prompts.drawn)
     sync = await open_weight_sync(recipe, parts, rollout)
     saved, places = run_directory / "checkpoints", {"limit": recipe.evaluation.limit, "held": start_version}
     keeper = CheckpointKeeper(parts.trainer, saved, recipe.checkpoint, forget=_remove_directory, **places)
@@ -193,7 +193,7 @@ async def _run_stages(
     audit = WeightAudit(parts.pool.serving_engines, run_directory / "audits.jsonl", recipe.weights.audit_interval)
     report = run_report(recipe, run_directory, parts, rollout, reward, record.recovered)
     controller = Controller(
-        settings,
+        record.control,
         prompts=prompts,
         held_out=held_out,
         trainer=parts.trainer,
@@ -212,14 +212,13 @@ async def _run_stages(
         shelf=record.shelf,
         journal=record.journal,
         start_version=start_version,
-        kept=record.kept,
         recovered=record.recovered,
     )
     parts.watch.follow(
         controller.state, rollout.statistics, parts.pool.load, reward.in_flight, parts.trainer.answers, report.waits
     )
     # Everything in flight fits into the windows, so control never waits for a stage to take an order.
-    window = 2 * controller.state.slots.capacity + held_out.in_flight + 64
+    window = 2 * record.control.rules.slots + held_out.in_flight + 64
     orders_ends: Ends[RolloutOrder] = memory_stream(window)
     trajectories_ends: Ends[RolloutOutcome] = memory_stream(window)
     scored_ends: Ends[RewardOutcome] = memory_stream(window)
@@ -230,7 +229,7 @@ async def _run_stages(
             stages.start_soon(sync.run)
             stages.start_soon(rollout.run, orders_ends[1], JournalledOutcomes(record.journal, trajectories_ends[0]))
             stages.start_soon(reward.run, trajectories_ends[1], scored_ends[0])
-            stages.start_soon(change_rewards, topology, attached, run_directory, attached_to(controller))
+            stages.start_soon(change_rewards, topology, attached, run_directory, _note_rewards(record, report))
             reason = await controller.run(orders_ends[0], scored_ends[1])
             await parts.emit(RunFinished(reason=reason, step=controller.state.live_version))
             stages.cancel_scope.cancel()
@@ -293,11 +292,14 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
     return batches, reports
 
 
-def attached_to(controller: Controller) -> Callable[[int, tuple[str, ...], str], None]:
-    """Return what reports to ``controller`` that other functions score from now on, in turn with what they scored."""
-    return lambda version, rewards, change: controller.notify(
-        on.RewardsAttached(reward_version=version, rewards=rewards, change=change)
-    )
+def _note_rewards(record: RunRecord, report: RunReport) -> Callable[[int, tuple[str, ...], str], None]:
+    """Return what writes into the journal that other functions score from now on."""
+
+    def note(version: int, rewards: tuple[str, ...], change: str) -> None:
+        reason = f"{change}: version {version} is {', '.join(rewards)}"
+        record.journal.decided(Decision(subject="rewards", reason=reason), report.elapsed())
+
+    return note
 
 
 def _start_beside(stages: anyio.abc.TaskGroup, recipe: Recipe, run_directory: Path, controller: Controller) -> None:

@@ -10,31 +10,33 @@ import msgspec
 
 from streamrl.base.errors import RecipeError
 from streamrl.buffers.prompt_shelf import PromptShelf
+from streamrl.control.machine import Control, fork
+from streamrl.control.model import Snapshot
 from streamrl.control.settings import ControlSettings
-from streamrl.journal.control_file import read_control_file
-from streamrl.journal.kept_state import KeptControl
 from streamrl.journal.log import Journal
 from streamrl.journal.log_errors import JournalRefused, another_run
 from streamrl.journal.recovered_run import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import RunJournal
 from streamrl.learning.state.durable_files import newest_checkpoint, surviving
 from streamrl.plan.topology import JOURNAL_DIRECTORY
+from streamrl.policies.deterministic import check_order
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.sections import JournalKind, Recipe
+from streamrl.run.checkpoints import read_fork_point
 from streamrl.run.run_directory import NOT_RESUMED
 
 METRICS = "metrics.jsonl"
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """``recovered``: what an earlier life left; ``kept``: what the checkpoint kept that the run was forked from;
-    ``drawn``: prompts that the source has given."""
+    """``control``: from the beginning, from the checkpoint that the run was forked from, or as an earlier life left it
+    (``recovered``)."""
 
+    control: Control
     journal: RunJournal
     shelf: PromptShelf
-    drawn: int
     file: Journal | None = None
     recovered: RecoveredRun | None = None
-    kept: KeptControl | None = None
 
     async def run(self) -> None:
         """Write the journal until cancelled. Raises ``JournalFailed``."""
@@ -57,17 +59,19 @@ async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: 
 
 
 def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
-    shelf = PromptShelf(settings.tail_batching.domain_column, settings.tail_batching.domains)
+    shelf = PromptShelf()
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
     journal = RunJournal(file, lambda: shelf.prompts, recovered)
     if recovered is not None:
         shelf.put(recovered.prompts.values())
-        return RunRecord(journal, shelf, recovered.state.supply.drawn_prompts, file, recovered)
+        return RunRecord(recovered.control, journal, shelf, file, recovered)
     resumed = recipe.checkpoint.resume_from
-    kept = read_control_file(surviving(Path(resumed))) if resumed else None
-    shelf.put(kept.prompts if kept else ())
-    drawn = kept.snapshot.drawn if kept else start_version * recipe.rollout.prompts_per_batch
-    return RunRecord(journal, shelf, drawn, file, kept=kept)
+    point = read_fork_point(surviving(Path(resumed))) if resumed else None
+    control = make_control(settings, fork(point.control, settings) if point else None)
+    if point is None:
+        control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch
+    shelf.put(point.prompts if point else ())
+    return RunRecord(control, journal, shelf, file)
 
 
 def _open_journal(
@@ -76,7 +80,12 @@ def _open_journal(
     if recipe.run.journal is JournalKind.NONE:
         return None, None
     file = Journal(run_directory / JOURNAL_DIRECTORY, fsync=recipe.run.journal is JournalKind.FSYNC)
-    recovered = recovered_run(file.found, settings, held)
+
+    def restore(snapshot: Snapshot) -> Control:
+        check_order(snapshot, deterministic=settings.deterministic)
+        return make_control(settings, snapshot)
+
+    recovered = recovered_run(file.found, restore, held)
     if recovered is None and _has_checkpoints(run_directory):  # after a power cut, where it is not flushed
         raise JournalRefused(_without_journal(run_directory))
     return file, recovered

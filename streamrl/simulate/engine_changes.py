@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.base.messages import EngineLoad
 from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.elastic.freeing import Freeing, OpenRequest, ServingEngine
 from streamrl.elastic.sets import EngineSet, SetChooser, faster_steps
 from streamrl.engines.step_cost import StepCost
@@ -83,7 +83,7 @@ class SimulatedFreeing:
         self.launched = self._freeing.launched
         self.freed = 0
 
-    def ended(self, identity: TrajectoryId, tokens: int, now: float) -> Explain | None:
+    def ended(self, identity: TrajectoryId, tokens: int, now: float) -> Decision | None:
         """A trajectory was scored. Why engines were freed, where they were."""
         self._freeing.ended(identity, tokens)
         if not self._freeing.is_due:
@@ -129,7 +129,7 @@ class SimulatedSets:
         self._chooser = SetChooser(sets, steps=steps, switch_s=model.engines.switch_s, cost=cost)
         self.ended = self._chooser.ended
 
-    def launched(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Explain | None:
+    def launched(self, round_kind: str, ids: Sequence[TrajectoryId], policy_version: int) -> Decision | None:
         """A group is about to be submitted. Why another set serves it, where one does."""
         rollout, engines = self._rollout, self._model.engines
         if self._chooser.is_between_rounds:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from streamrl.buffers.accounting import Accounting
+from streamrl.buffers.rollout_buffer import Accounting
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.sagc import LengthTable, straggler_rate
 from streamrl.recipe.scheduling import SMALLEST_SIZE

@@ -134,7 +134,7 @@ class SimulatedRollout:
         for identity in action.ids:
             request = Request(identity, prompt, tokens, lengths[identity.sample], now)
             request.first_version = version
-            request.noise = action.noise
+            request.noise = action.seed_base
             if self.deferred is not None:
                 self.deferred.verify(request)
             requests[identity] = request
@@ -193,7 +193,7 @@ class SimulatedRollout:
             request.engine = -1
         return ended
 
-    def cancel(self, action: do.CancelGroup) -> None:
+    def cancel(self, action: do.Drop) -> None:
         """Stop them and forget them, wherever they are."""
         for identity in action.ids:
             request = self.requests.pop(identity, None)
@@ -202,15 +202,12 @@ class SimulatedRollout:
                 if self.deferred is not None:
                     self.deferred.add(request)
 
-    def cut(self, action: do.CutTrajectories) -> list[on.TrajectoryCut]:
+    def cut(self, action: do.Pause) -> None:
         """Stop those that have not ended, and keep their tokens."""
-        stopped: list[on.TrajectoryCut] = []
         for identity in action.ids:
             request = self.requests.get(identity)
             if request is not None and request.engine >= 0:  # otherwise it ended: its reward is on the way
                 self._take_off(request)
-                stopped.append(on.TrajectoryCut(id=identity, tokens=int(request.sampled)))
-        return stopped
 
     def _take_off(self, request: Request) -> None:
         request.stopped = True
@@ -223,7 +220,7 @@ class SimulatedRollout:
             request.engine = -1
             self.aborted = True
 
-    def go_on(self, action: do.ResumeTrajectories, live_version: int) -> None:
+    def go_on(self, action: do.Resume, live_version: int) -> None:
         """Submit what was cut again, with its tokens. Trajectories that ended meanwhile are left alone."""
         for identity in action.ids:
             old = self.requests.get(identity)

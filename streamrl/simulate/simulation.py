@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.base.seeds import derive_seed
 from streamrl.base.types import FinishReason
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
 from streamrl.policies.auto import candidate_settings
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.simulate.agenda import Agenda, Kind
@@ -83,32 +82,6 @@ def simulate_candidates(
     }
 
 
-class SimulatedPrompts:
-    """``p0``, ``p1``, ... of ``tokens`` each; domains by chance with the recipe's ``shares``, as in a shuffled file."""
-
-    def __init__(self, tokens: int, shares: dict[str, float], seed: int) -> None:
-        self._tokens = tokens
-        self._shares = shares
-        self._seed = seed
-        self._next = 0
-
-    def draw(self, count: int) -> on.PromptsDrawn:
-        """Draw the next ``count``."""
-        numbers = range(self._next, self._next + count)
-        self._next += count
-        domains = tuple(self._domain_of(number) for number in numbers) if self._shares else ()
-        ids = tuple(f"p{number}" for number in numbers)
-        return on.PromptsDrawn(prompt_ids=ids, prompt_tokens=(self._tokens,) * count, domains=domains)
-
-    def _domain_of(self, number: int) -> str:
-        point = derive_seed(self._seed, "domain", number) / 2**63 * sum(self._shares.values())
-        for name, share in self._shares.items():
-            point -= share
-            if point < 0:
-                return name
-        return next(reversed(self._shares))
-
-
 class Simulation:
     """One run: the core, and the world that it decides about."""
 
@@ -123,7 +96,7 @@ class Simulation:
         engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
         advice: on.RoundsAdvised | None = None,
     ) -> None:
-        self.core = ControlState(settings)
+        self.core = make_control(settings)
         self.model = model
         self.agenda = Agenda()
         verifies = settings.tail_batching.verifies
@@ -150,31 +123,27 @@ class Simulation:
             self._switch = SimulatedSets(self.rollout, model, engines.sets, settings.steps)
         self._answers: deque[on.ControlEvent] = deque()
         self._telling = False
-        self._prompts = SimulatedPrompts(model.engines.prompt_tokens, settings.tail_batching.domains, seed)
+        self._next_prompt = 0
         self._measured_s = 0.0
         self._carry_out: dict[type[do.ControlAction], Callable[[Any], None]] = {
             do.DrawPrompts: self._draw,
             do.LaunchGroup: self._launch,
-            do.CancelGroup: self.rollout.cancel,
-            do.CutTrajectories: lambda action: self._answers.extend(self.rollout.cut(action)),
-            do.ResumeTrajectories: lambda action: self.rollout.go_on(action, self.core.live_version),
-            do.HoldEngines: lambda action: self.rollout.pause(),
-            do.Explain: lambda action: self.ledger.explained(action.subject),
+            do.Drop: self._drop,
+            do.Pause: lambda action: self.rollout.cut(action) if action.ids else self.rollout.pause(),
+            do.Resume: lambda action: self.rollout.go_on(action, self.core.state.live_version),
+            do.Decision: lambda action: self.ledger.explained(action.subject),
             do.TrainGroupNow: self._train,
             do.StepOptimizer: self._step,
-            do.ForgetTrajectories: self._forget,
             do.PublishWeights: self._publish,
             do.Evaluate: self._evaluate,
             do.CancelEvaluation: lambda action: None,  # EvaluationDone is on its way
             do.WriteCheckpoint: self._checkpoint,
-            do.StopRun: self._stop,
-            do.FinishRun: self._finish,
+            do.End: self._end,
         }
 
     def run(self, warm_up: int = 0, progress: Callable[[int], None] | None = None) -> SimulationReport:
         """To the end. Once."""
-        self._warm_up, self._progress = warm_up, progress
-        agenda, rollout = self.agenda, self.rollout
+        self._warm_up, self._progress, agenda, rollout = warm_up, progress, self.agenda, self.rollout
         measures = self.core.settings.rounds is RoundKind.CUSTOM
         self._tell(on.RunBegan())
         rollout.settle()
@@ -192,13 +161,12 @@ class Simulation:
                 self._measured_s = agenda.now
                 self._tell(rollout.measure())
             rollout.settle()
-        return self.ledger.report(self.finished, self.core.accounting())
+        return self.ledger.report(self.finished, self.core.state.accounting())
 
     def _stands_still(self) -> None:
         raise StreamRLError(
-            f"the simulation stands still at {self.agenda.now:.3f} s, version {self.core.live_version} of "
-            f"{self.core.settings.steps}: {self.core.accounting().in_flight} trajectories in flight and nothing to "
-            "wait for; that is a bug of the round policy"
+            f"the simulation stands still at {self.agenda.now:.3f} s, version {self.core.state.live_version} of "
+            f"{self.core.settings.steps}: nothing to wait for; that is a bug of the round policy"
         )
 
     # ---- what happens ------------------------------------------------------------------------------
@@ -220,7 +188,7 @@ class Simulation:
         if request.stopped:  # cancelled by what ended at the same instant
             return
         now = self.agenda.now
-        request.newest_version = self.core.live_version
+        request.newest_version = self.core.state.live_version
         ends = self._rewards.ends_at(now)
         if ends <= now:
             self._scored(request)
@@ -265,14 +233,17 @@ class Simulation:
     # ---- what control orders -----------------------------------------------------------------------
 
     def _draw(self, action: do.DrawPrompts) -> None:
-        self._answers.append(self._prompts.draw(action.count))
+        first, self._next_prompt = self._next_prompt, self._next_prompt + action.count
+        ids = tuple(f"p{number}" for number in range(first, self._next_prompt))
+        tokens = (self.model.engines.prompt_tokens,) * action.count
+        self._answers.append(on.PromptsDrawn(prompt_ids=ids, prompt_tokens=tokens))
 
     def _launch(self, action: do.LaunchGroup) -> None:
         ids = action.ids
         prompt = int(ids[0].prompt_id[1:])
-        lengths = self._lengths.draw(prompt, action.noise, ids[-1].sample + 1, action.policy_version)
-        self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.live_version)
-        kind = self.core.buffer.groups[action.group_id].round_kind
+        lengths = self._lengths.draw(prompt, action.seed_base, ids[-1].sample + 1, action.policy_version)
+        self.ledger.launched(prompt, ids[0].attempt, lengths, self.core.state.live_version)
+        kind = action.round_kind
         if self._release is not None:
             self._release.launched(kind, ids)
         if self._switch is not None:
@@ -281,7 +252,10 @@ class Simulation:
                 self.ledger.explained(because.subject)
         self.rollout.launch(action, prompt, lengths)
 
-    def _forget(self, action: do.ForgetTrajectories) -> None:
+    def _drop(self, action: do.Drop) -> None:
+        if action.abort:
+            self.rollout.cancel(action)
+            return
         for identity in action.ids:
             request = self.rollout.requests.pop(identity, None)
             if request is not None:
@@ -289,8 +263,8 @@ class Simulation:
 
     def _train(self, action: do.TrainGroupNow) -> None:
         requests = [self.rollout.requests.pop(identity) for identity in action.ids]
-        kind = self.core.buffer.groups[action.group_id].round_kind
-        tokens = self.ledger.joined(requests, self.core.trainer_version, kind)
+        kind = action.round_kind
+        tokens = self.ledger.joined(requests, self.core.state.trainer_version, kind)
         trainer, slowdown = self._trainer, self.model.trainer.rollout_slowdown
         trainer.take(self.agenda.now, len(requests), tokens)
         if slowdown > 1 and trainer.idle_at > self.agenda.now:
@@ -349,9 +323,8 @@ class Simulation:
         done = on.CheckpointDone(policy_version=action.policy_version)
         self.agenda.call_after(self.model.trainer.checkpoint_s, lambda: self._tell(done))
 
-    def _stop(self, action: do.StopRun) -> None:
-        version = self.core.trainer_version
-        raise StreamRLError(f"control stopped the simulated run at version {version}: {action.message}")
-
-    def _finish(self, action: do.FinishRun) -> None:
+    def _end(self, action: do.End) -> None:
+        if action.error:
+            version = self.core.state.trainer_version
+            raise StreamRLError(f"control stopped the simulated run at version {version}: {action.reason}")
         self.finished = action.reason

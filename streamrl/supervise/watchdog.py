@@ -30,7 +30,7 @@ from streamrl.base.run_events import StallSeen
 from streamrl.base.run_process import RUN_MARKER
 from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
-from streamrl.control.state import ControlState
+from streamrl.control.model import RunState
 from streamrl.observe.report.run_waits import RunWaits
 from streamrl.plan.topology import Role
 from streamrl.recipe.sections import Launch, Recipe
@@ -91,7 +91,7 @@ class Watchdog:
 
     def follow(
         self,
-        state: ControlState,
+        state: RunState,
         rollout: Callable[[], RolloutStatistics],
         load: Callable[[], EngineLoad],
         scoring: Callable[[], int],
@@ -104,16 +104,16 @@ class Watchdog:
 
         def progress() -> dict[str, object]:
             sampled, counts = rollout(), state.accounting()
-            saving = state.due.checkpointing
+            saving = state.pending.checkpoint
             return {
                 "tokens": (sampled.generated_tokens, load().generated_tokens),
                 "sampled": sampled.finished,
                 "scoring": scoring(),
                 "groups": (counts.issued, counts.trained, sum(counts.dropped.values()), state.batch.samples),
-                "prompts": state.supply.drawn_prompts,
+                "prompts": state.prompts.drawn,
                 "trainer": trainer(),
-                "versions": (state.trainer_version, state.live_version, state.publishing),
-                "due": (state.due.evaluating, saving, bytes_below(checkpoints) if saving is not None else 0),
+                "versions": (state.trainer_version, state.live_version, state.pending.push),
+                "due": (state.evaluating, saving, bytes_below(checkpoints) if saving is not None else 0),
             }
 
         def bottleneck() -> str:

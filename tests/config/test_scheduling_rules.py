@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.control.settings import control_settings
-from streamrl.control.state import ControlState
 from streamrl.learning.threads import trainer_threads
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.objective import Algorithm
 from streamrl.recipe.scheduling import (
     DeferredPrompts,
@@ -88,9 +88,9 @@ FITTING: dict[str, dict[str, object]] = {
 def test_what_fits_is_accepted_and_the_core_has_the_slots_that_the_recipe_counts(name: str) -> None:
     made = recipe(**FITTING[name])
     assert broken_rules(made) == []
-    state = ControlState(control_settings(made))
-    assert state.slots.capacity == made.max_in_flight
-    assert state.policy.on_policy == made.on_policy
+    rules = make_control(control_settings(made)).rules
+    assert rules.slots == made.max_in_flight
+    assert rules.policy.on_policy == made.on_policy
 
 
 ONE = (EngineShape(count=1),)
@@ -111,7 +111,7 @@ def test_a_dead_engine_is_started_again_unless_sets_of_engines_change(
 def test_a_policy_of_the_users_is_a_file() -> None:
     made = recipe(rollout=Rollout(rounds=RoundKind.CUSTOM, policy=f"{EXAMPLE}:EarlyRace"))
     assert broken_rules(made) == []
-    assert type(ControlState(control_settings(made)).policy).__name__ == "EarlyRace"
+    assert type(make_control(control_settings(made)).rules.policy).__name__ == "EarlyRace"
 
 
 def test_the_cores_of_a_freed_engine_are_for_training() -> None:

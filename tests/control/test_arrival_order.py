@@ -6,23 +6,18 @@ from random import Random
 
 import msgspec
 import pytest
-from control_world import control_settings
-from policy_world import domain_of, random_settings
-from recovery_world import through_bytes
-from test_whole_state import ON_POLICY
+from oracle.control_walks import ON_POLICY, random_settings
+from oracle.control_world import control_settings, through_bytes
 
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import DropReason, FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
-from streamrl.journal.outstanding import Outstanding
-from streamrl.journal.whole_state import keep_whole, restore_whole
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.rewards import FailurePolicy
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 
-Told = on.ControlEvent
 DECISIONS = (do.LaunchGroup, do.TrainGroupNow, do.StepOptimizer, do.PublishWeights, do.DrawPrompts, do.Evaluate)
 
 
@@ -33,17 +28,17 @@ class AnyOrder:
         self.settings = settings
         self.random = random
         self.prompts = prompts
-        self.state, self.outstanding = ControlState(settings), Outstanding()
+        self.control = make_control(settings)
         self.drawn = 0
         self.live = 0
-        self.pending: list[tuple[int, Told]] = []  # not before this version is live
-        self.noise: dict[int, int] = {}
-        self.told: list[Told] = []
+        self.pending: list[tuple[int, on.ControlEvent | TrajectoryId]] = []  # not before this version is live
+        self.seed_base: dict[int, int] = {}
+        self.told: list[on.ControlEvent] = []
         self.decisions: list[do.ControlAction] = []
         self.ended: str = ""
 
-    def outcome(self, trajectory: TrajectoryId) -> Told:
-        draw = Random(derive_seed(trajectory.prompt_id, self.noise[trajectory.group_id], trajectory.sample))
+    def outcome(self, trajectory: TrajectoryId) -> on.ControlEvent:
+        draw = Random(derive_seed(trajectory.prompt_id, self.seed_base[trajectory.group_id], trajectory.sample))
         tokens = draw.choice([1, 2, 3, 5, 8, 8, 20, 60])
         if draw.random() < 0.03:
             policy = draw.choice([FailurePolicy.DROP_SAMPLE, FailurePolicy.DROP_GROUP])
@@ -62,21 +57,19 @@ class AnyOrder:
     def obey(self, action: do.ControlAction) -> None:
         match action:
             case do.LaunchGroup():
-                self.noise[action.group_id] = action.noise
-                self.pending += [(action.policy_version, on.TrajectoryCut(id=i, tokens=0)) for i in action.ids]
-            case do.CancelGroup():
+                self.seed_base[action.group_id] = action.seed_base
+                self.pending += [(action.policy_version, i) for i in action.ids]
+            case do.Drop() if action.abort:
                 gone = {i for i in action.ids if self.random.random() < 0.5}  # of the others a late result comes
-                self.pending = [p for p in self.pending if getattr(p[1], "id", None) not in gone]
+                self.pending = [p for p in self.pending if p[1] not in gone]
             case do.DrawPrompts():
                 count = min(action.count, self.prompts - self.drawn)
                 numbers = range(self.drawn, self.drawn + count)
                 self.drawn += count
-                asks = self.settings.tail_batching.domain_column
                 answer = on.PromptsDrawn(
                     prompt_ids=tuple(f"p{n}" for n in numbers),
                     exhausted=count < action.count,
                     prompt_tokens=tuple(10 + n % 7 for n in numbers),
-                    domains=tuple(domain_of(n) for n in numbers) if asks else (),
                 )
                 self.pending.append((0, answer))
             case do.StepOptimizer():
@@ -88,29 +81,24 @@ class AnyOrder:
                 self.pending.append((0, on.EvaluationDone(policy_version=action.policy_version)))
             case do.WriteCheckpoint():
                 self.pending.append((0, on.CheckpointDone(policy_version=action.policy_version)))
-            case do.FinishRun():
+            case do.End():
                 self.ended = action.reason
-            case do.StopRun():
-                self.ended = action.message
 
-    def tell(self, event: Told) -> None:
+    def tell(self, event: on.ControlEvent) -> None:
         self.told.append(event)
-        self.outstanding.told(event)
-        actions = self.state.handle(event)
-        self.outstanding.ordered(actions)
+        actions = self.control.handle(event)
         self.decisions += [action for action in actions if isinstance(action, DECISIONS)]
         for action in actions:
             self.obey(action)
 
     def crash(self) -> None:
         """Nothing is left but what was told."""
-        state, outstanding = ControlState(self.settings), Outstanding()
+        replayed = make_control(self.settings)
         for event in self.told:
-            outstanding.told(event)
-            outstanding.ordered(state.handle(event))
-        self.state, self.outstanding = restore_whole(self.settings, through_bytes(keep_whole(state, outstanding)))
-        self.pending, self.drawn = [], self.state.supply.drawn_prompts
-        for action in self.outstanding.again(self.state):
+            replayed.handle(event)
+        self.control = make_control(self.settings, through_bytes(replayed.snapshot()))
+        self.pending, self.drawn = [], self.control.state.prompts.drawn
+        for action in self.control.orders_again():
             self.obey(action)
 
     def run(self, crashes: float) -> list[do.ControlAction]:
@@ -124,8 +112,8 @@ class AnyOrder:
             chosen = self.random.choice(ready)
             self.pending.remove(chosen)
             event = chosen[1]
-            if isinstance(event, on.TrajectoryCut):  # stands for one that runs
-                event = self.outcome(event.id)
+            if isinstance(event, TrajectoryId):  # one that runs
+                event = self.outcome(event)
             if isinstance(event, on.WeightsLive):
                 self.live = event.policy_version
             self.tell(event)
@@ -162,17 +150,17 @@ def test_the_shortest_win_a_race_whoever_arrives_first_and_none_before_all_have_
         group_size=1,
         deterministic=True,
     )
-    state = ControlState(settings)
+    control = make_control(settings)
     tokens = {0: 9, 1: 4, 2: 7, 3: 4}
     for event in (on.RunBegan(), on.PromptsDrawn(prompt_ids=("p0", "p1", "p2", "p3"))):
-        state.handle(event)
+        control.handle(event)
     for group in (0, 3, 2):
-        assert state.handle(whole(group, tokens[group])) == []
-    assert state.handle(whole(3, 60)) == [], "told twice"
-    actions = state.handle(whole(1, tokens[1]))
+        assert control.handle(whole(group, tokens[group])) == []
+    assert control.handle(whole(3, 60)) == [], "told twice"
+    actions = control.handle(whole(1, tokens[1]))
     assert [a.group_id for a in actions if isinstance(a, do.TrainGroupNow)] == [1, 3]
-    assert [a.ids[0].group_id for a in actions if isinstance(a, do.CancelGroup)] == [0, 2]
-    assert isinstance(actions[-1], do.ForgetTrajectories) and state.accounting().in_flight == 2
+    assert [a.ids[0].group_id for a in actions if isinstance(a, do.Drop) and a.abort] == [0, 2]
+    assert control.state.accounting().in_flight == 2
 
 
 def whole(group: int, tokens: int) -> on.TrajectoryScored:
@@ -188,23 +176,23 @@ def whole(group: int, tokens: int) -> on.TrajectoryScored:
 
 def test_rounds_that_are_not_on_policy_are_refused() -> None:
     with pytest.raises(ValueError, match="continuous at staleness 1"):
-        ControlState(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, deterministic=True))
+        make_control(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, deterministic=True))
 
 
 def test_times_that_are_measured_are_told_to_no_policy() -> None:
     for deterministic, told in ((False, 2), (True, 0)):
-        state = ControlState(control_settings(deterministic=deterministic))
+        control = make_control(control_settings(deterministic=deterministic))
         seen: list[object] = []
-        state.policy.observe = seen.append  # type: ignore[method-assign]
-        state.handle(on.RunBegan())
-        state.handle(on.RoundTimed(policy_version=1, rollout_s=1.0, training_s=1.0, push_s=1.0))
-        state.handle(on.EnginesMeasured(running=3.0, waiting=0, token_s=0.1, kv_usage=0.1, preemptions=0))
+        control.rules.policy.observe = seen.append  # type: ignore[method-assign]
+        control.handle(on.RunBegan())
+        control.handle(on.RoundTimed(policy_version=1, rollout_s=1.0, training_s=1.0, push_s=1.0))
+        control.handle(on.EnginesMeasured(running=3.0, waiting=0, token_s=0.1, kv_usage=0.1, preemptions=0))
         assert len(seen) == told
 
 
 def test_what_was_answered_and_does_not_count_yet_is_not_asked_for_again() -> None:
     settings = control_settings(deterministic=True, batch_groups=1, group_size=1, checkpoint_every=1)
-    state, outstanding = ControlState(settings), Outstanding()
+    control = make_control(settings)
     for event in (
         on.RunBegan(),
         on.PromptsDrawn(prompt_ids=("p0",)),
@@ -212,10 +200,8 @@ def test_what_was_answered_and_does_not_count_yet_is_not_asked_for_again() -> No
         on.BatchTrained(batch_id=0, policy_version=1),
         on.WeightsLive(policy_version=1),
     ):
-        outstanding.told(event)
-        outstanding.ordered(state.handle(event))
+        control.handle(event)
     draws, saves = do.DrawPrompts(count=1), do.WriteCheckpoint(policy_version=1)
-    assert outstanding.again(state) == [saves, draws]
-    outstanding.told(on.CheckpointDone(policy_version=1))
-    assert state.handle(on.CheckpointDone(policy_version=1)) == [], "prompts come first"
-    assert outstanding.again(state) == [draws]
+    assert control.orders_again() == [saves, draws]
+    assert control.handle(on.CheckpointDone(policy_version=1)) == [], "prompts come first"
+    assert control.orders_again() == [draws]

@@ -10,6 +10,7 @@ import anyio
 import msgspec
 import pytest
 
+from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control.events import RoundsAdvised, RoundTimed
 from streamrl.control.round_policy import RoundView
 from streamrl.control.settings import ControlSettings
@@ -76,8 +77,9 @@ class Rounds:
     def view(self) -> RoundView:
         return RoundView(
             trainer_version=self.version, live_version=self.version, batch_trajectories=64, group_size=8, target=64,
-            seats=64, joined=0, batch_closed=False, round_kind="", untrained=0, untrained_trajectories=0, held=0,
-            queued=self.queued, exhausted=False, free_slots=10_000, steps_left=10_000 - self.version,
+            seats=64, joined=0, batch_closed=False, round_kind="", untrained=0, untrained_trajectories=0, paused=0,
+            queue=(PromptRef(prompt_id="p"),) * self.queued,
+            exhausted=False, free_slots=10_000, steps_left=10_000 - self.version,
             when_stale=StalePolicy.WAIT, due=(),
         )  # fmt: skip
 

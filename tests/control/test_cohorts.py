@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from control_world import control_settings
-from policy_world import PolicyWorld
+from oracle.control_world import World, control_settings
 
 from streamrl.control import actions as do
 from streamrl.recipe.scheduling import GroupSizing, LengthSorted, RoundKind, SizingKind
@@ -16,7 +15,7 @@ SIZES = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4, 8), shares=(1.0, 1.0, 1
 def test_where_sizes_vary_a_cohort_keeps_the_one_that_it_was_drawn_for() -> None:
     """Its last prompts, which are long, would weigh more or less than its first ones; at a larger size they would be
     more batches than it promises."""
-    world = PolicyWorld(control_settings(batch_groups=2, group_size=8, steps=48, group_sizing=SIZES, **SORTED))
+    world = World(control_settings(batch_groups=2, group_size=8, steps=48, group_sizing=SIZES, **SORTED))
     world.begin()
     world.run_to_end()
     steps = [action for action in world.answers if isinstance(action, do.StepOptimizer)]
@@ -33,7 +32,7 @@ def test_prompts_that_are_predicted_to_be_short_are_launched_first() -> None:
     chosen = control_settings(
         rounds=RoundKind.LENGTH_SORTED, length_sorted=rounds, batch_groups=4, group_size=1, steps=36
     )
-    world = PolicyWorld(chosen)
+    world = World(chosen)
     world.begin()
     while world.finished is None:
         if not world.goes_on():
@@ -47,5 +46,5 @@ def test_prompts_that_are_predicted_to_be_short_are_launched_first() -> None:
 
 
 def tokens_of(prompt_id: str) -> int:
-    """As ``PolicyWorld`` draws them."""
+    """As ``World`` draws them."""
     return 10 + int(prompt_id[1:]) % 7

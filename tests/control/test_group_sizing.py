@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.control.fixed_size import FixedSize
+from streamrl.control.model import GroupLengths
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.policies import sagc
 from streamrl.policies.group_sizing import (
-    FixedSize,
-    GroupLengths,
     GroupSizer,
     RandomSize,
     StragglerAwareSize,
@@ -107,8 +107,13 @@ def test_a_group_straggles_when_its_longest_is_twice_its_median(lengths: list[in
     assert sagc.straggler_rate([np.array([lengths], dtype=float)], 2.0) == float(straggles)
 
 
+def by_chance(size: int) -> RandomSize:
+    """A sizer that only measures."""
+    return RandomSize(GroupSizing(kind=SizingKind.RANDOM, sizes=(size,), shares=(1.0,), straggler_ratio=2.0), 8, 0)
+
+
 def test_a_truncated_member_makes_its_group_straggle_whatever_the_lengths() -> None:
-    sizer = FixedSize(4, straggler_ratio=2.0)
+    sizer = by_chance(4)
     rate = "sizing/straggler_rate"
     assert sizer.observe([group(10, 10, 10, 10, truncated=[3])]).figures[rate] == 1
     # Where most reach the cap, longest and median are equal, and the step is at its slowest.
@@ -119,7 +124,7 @@ def test_a_truncated_member_makes_its_group_straggle_whatever_the_lengths() -> N
 
 def test_groups_too_small_to_show_a_straggler_are_not_judged() -> None:
     # (1, 1000) and (1, 1, 1000): of two the longest is never twice the median, however long.
-    decision = FixedSize(2, straggler_ratio=2.0).observe([group(1, 1000), group(1, 1, 1000)])
+    decision = by_chance(2).observe([group(1, 1000), group(1, 1, 1000)])
     assert decision.figures == {"sizing/size": 2.0}
     sizer = StragglerAwareSize(sagc_settings(), 8, BATCH)
     before = sizer.snapshot()
@@ -526,7 +531,7 @@ def test_every_kind_is_made_and_its_figures_are_registered() -> None:
     assert isinstance(make_group_sizer(random_settings(), 6, 96, seed=0), RandomSize)
     aware = make_group_sizer(sagc_settings(), 8, 96, seed=0)
     assert isinstance(aware, StragglerAwareSize) and aware.size == 8
-    for sizer in (fixed, aware):
+    for sizer in (by_chance(8), aware):
         decision = sizer.observe(straggling(8, 2))
         assert decision.figures["sizing/straggler_rate"] == 1
         assert decision.figures["sizing/size"] == decision.size == sizer.size

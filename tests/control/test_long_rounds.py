@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from control_world import control_settings
 from msgspec.structs import replace
-from policy_world import PolicyWorld
+from oracle.control_world import World, control_settings
 
-from streamrl.buffers.rollout_buffer import PromptTicket
+from streamrl.buffers.rollout_buffer import PromptRef
 from streamrl.control import actions as do
-from streamrl.control.prompt_queue import DomainShares, LoserQueues
+from streamrl.control.launch import view as view_of
 from streamrl.control.settings import ControlSettings
 from streamrl.policies.tail_batching import LONG, SHORT
 from streamrl.policies.tail_batching import TailBatching as TailBatchingRounds
@@ -26,10 +25,10 @@ def race(groups: int, steps: int, **options: object) -> ControlSettings:
 
 
 def samples_of_steps(settings: ControlSettings) -> list[int]:
-    world = PolicyWorld(settings)
+    world = World(settings)
     world.begin()
     world.run_to_end()
-    assert not len(world.core.supply.queue) or settings.steps % 9, "the last cycle left prompts behind"
+    assert not world.state.prompts.queue or settings.steps % 9, "the last cycle left prompts behind"
     return [action.samples for action in world.answers if isinstance(action, do.StepOptimizer)]
 
 
@@ -46,8 +45,10 @@ def test_the_last_step_trains_those_who_would_wait_for_a_round_that_never_comes(
 def test_a_long_round_takes_whole_batches_once_the_source_is_empty() -> None:
     """Twelve more than it trains would race in it."""
     settings = race(16, 50, prompt_oversampling=1.5, long_round_batches=4)
-    view = PolicyWorld(settings).core.launching.view()
-    view = replace(view, live_version=view.trainer_version, queued=28, exhausted=True)
+    world = World(settings)
+    view = view_of(world.state, world.core.rules)
+    queue = tuple(PromptRef(prompt_id=str(number)) for number in range(28))
+    view = replace(view, live_version=view.trainer_version, queue=queue, exhausted=True)
     launch = TailBatchingRounds(settings).launch(view)
     assert launch is not None and (launch.round_kind, launch.groups, launch.target) == (LONG, 16, 16)
 
@@ -68,23 +69,23 @@ def test_who_lost_is_trained_in_groups_of_the_size_at_which_it_lost(long_round_b
         group_sizing=SIZES,
         seed=3,
     )
-    world = PolicyWorld(settings)
+    world = World(settings)
     trained: Counter[int] = Counter()
     seen = -1
     world.begin()
-    while world.core.trainer_version < 80:
+    while world.state.trainer_version < 80:
         world.check()
-        core, batch = world.core, world.core.batch
-        trained.update(group.keep for group in core.buffer.groups.values() if group.queued)
-        waiting = Counter(ticket.group_size for ticket in core.supply.queue.tickets())
+        state, batch = world.state, world.state.batch
+        trained.update(group.keep for group in state.buffer.groups() if group.queued)
+        waiting = Counter(ref.group_size for ref in state.prompts.queue)
         trajectories = {size: waiting[size] * size for size in SIZES.sizes}
-        if batch.round_kind == SHORT and not batch.closed:
+        if batch.round_kind == SHORT and not state.batch_closed:
             assert max(trajectories.values()) < 16 * long_round_batches, "a long round of their size is due"
             in_all = sum(trajectories.values())
             assert in_all < 24 * long_round_batches or max(trajectories.values()) < 16, "they wait for their size"
-        elif batch.round_kind == LONG and batch.batch_id != seen and core.steps - core.trainer_version > 1:
+        elif batch.round_kind == LONG and batch.batch_id != seen and state.steps - state.trainer_version > 1:
             seen = batch.batch_id
-            trajectories[batch.group_size] += sum(core.buffer.groups[i].keep for i in core.buffer.untrained)
+            trajectories[batch.group_size] += sum(group.keep for group in state.buffer.untrained.values())
             whole = trajectories[batch.group_size] >= 16 * long_round_batches
             assert whole or sum(trajectories.values()) >= 24 * long_round_batches, "it came early, and is small"
         if not world.goes_on():
@@ -92,24 +93,28 @@ def test_who_lost_is_trained_in_groups_of_the_size_at_which_it_lost(long_round_b
     assert set(trained) == set(SIZES.sizes)
 
 
-def test_once_no_more_prompts_come_those_of_every_size_fill_a_batch_together() -> None:
-    domains = DomainShares({})
-    queues = LoserQueues(domains, (2, 4))
-    for number, size in enumerate((2, 4, 2, 0)):
-        queues.append(PromptTicket(prompt_id=str(number), group_size=size))
-    assert [ticket.prompt_id for ticket in queues.tickets()] == ["0", "2", "3", "1"], "of no known size: the first one"
-    assert [queues.due(4, 2), queues.due(6, 1), queues.due(5, 2), queues.due(9, 1), queues.due(4, 3)] == [0, 2, 0, 0, 0]
-    assert len({ticket.prompt_id for ticket in iter(queues.take_any, None)}) == 4
-
-
 def test_a_size_has_its_long_round_when_it_fills_one_or_half_as_much_again_waits_in_all() -> None:
-    queues = LoserQueues(DomainShares({}), (2, 4))
-    for number, size in enumerate((2, 4, 2, 2, 2, 4)):
-        queues.append(PromptTicket(prompt_id=str(number), group_size=size))
-    assert queues.due(4, 2) == 2, "8 of size 2 fill two batches of 4; of two equals the smaller size"
-    assert queues.due(5, 2) == 2, "none fills 10, but 16 wait in all"
-    assert queues.due(4, 3) == 0, "16 in all are less than 1.5 times 12"
-    queues.append(PromptTicket(prompt_id="6", group_size=4))
-    assert queues.due(4, 3) == 4, "20 are not"
-    assert queues.due(14, 1) == 0, "a batch of one size at least"
-    assert LoserQueues(DomainShares({}), (2,)).due(1, 1) == 0
+    sizes = GroupSizing(kind=SizingKind.RANDOM, sizes=(2, 4), shares=(1.0, 1.0), dwell=1)
+
+    def due(waiting: list[int], batch: int, long_round_batches: int) -> int:
+        tail = TailBatching(prompt_oversampling=1.5, long_round_batches=long_round_batches)
+        settings = control_settings(
+            rounds=RoundKind.TAIL_BATCHING,
+            batch_groups=batch // 4,
+            group_size=4,
+            steps=90,
+            tail_batching=tail,
+            group_sizing=sizes,
+        )
+        world = World(settings)
+        queue = tuple(PromptRef(prompt_id=str(n), group_size=size) for n, size in enumerate(waiting))
+        view = replace(view_of(world.state, world.core.rules), live_version=0, queue=queue)
+        launch = TailBatchingRounds(settings).launch(view)
+        return launch.size if launch is not None and launch.round_kind == LONG else 0
+
+    assert due([2, 4, 2, 2, 2, 4], 4, 2) == 2, "8 of size 2 fill two batches of 4; of two equals the smaller size"
+    assert due([2, 4, 2, 2, 2, 4], 8, 1) == 2
+    assert due([2, 4, 2, 2, 2], 8, 1) == 2, "12 in all are 1.5 times 8, and 8 wait of size 2"
+    assert due([2, 4, 2], 8, 1) == 0, "too few"
+    assert due([2, 2, 2, 4, 4], 4, 3) == 0, "14 in all are less than 1.5 times 12"
+    assert due([2, 2, 2, 4, 4, 4], 4, 3) == 4, "18 are not, and most wait of size 4"

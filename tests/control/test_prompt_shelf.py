@@ -1,10 +1,7 @@
-"""The prompts that control may ask for are there, and not many more. Which those are: ``recovery_world``."""
+"""The prompts that control may ask for are there, and not many more. Which those are: ``oracle.control_world``."""
 
 from __future__ import annotations
 
-import pytest
-
-from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt, token_array
 from streamrl.buffers.prompt_shelf import FEW_PROMPTS, PromptShelf
 from streamrl.control.events import PromptsDrawn
@@ -15,7 +12,7 @@ def prompts(first: int, count: int) -> list[Prompt]:
 
 
 def test_what_nobody_needs_is_forgotten_and_asked_for_rarely() -> None:
-    shelf, asked = PromptShelf("", {}), []
+    shelf, asked = PromptShelf(), []
 
     def needed() -> set[str]:
         asked.append(len(shelf.prompts))
@@ -33,7 +30,7 @@ def test_what_nobody_needs_is_forgotten_and_asked_for_rarely() -> None:
 
 
 def test_all_stay_where_all_are_needed() -> None:
-    shelf, asked = PromptShelf("", {}), 0
+    shelf, asked = PromptShelf(), 0
 
     def needed() -> set[str]:
         nonlocal asked
@@ -44,9 +41,3 @@ def test_all_stay_where_all_are_needed() -> None:
         shelf.put(prompts(first, 100))
         shelf.forget_others(needed)
     assert len(shelf.prompts) >= 64 * FEW_PROMPTS and asked < 10
-
-
-def test_a_domain_that_the_recipe_does_not_name_is_refused() -> None:
-    shelf = PromptShelf("kind", {"math": 1.0})
-    with pytest.raises(RecipeError, match='has "math": add it there'):
-        shelf.drawn(prompts(0, 1), exhausted=False)

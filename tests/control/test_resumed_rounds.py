@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from policy_world import PolicyWorld, control_settings
+from oracle.control_world import World, control_settings
 
 from streamrl.base.seeds import derive_seed
 from streamrl.base.types import TrajectoryId
@@ -17,20 +17,22 @@ Draw = tuple[str, int, int]
 STEPS = 8
 
 
-def length_of(world: PolicyWorld, trajectory: TrajectoryId) -> int:
+def length_of(world: World, trajectory: TrajectoryId) -> int:
     """What the seeds give: the prompt, the noise and the sample decide it, as in the engine."""
-    noise = world.of_group[trajectory.group_id].noise
+    noise = world.of_group[trajectory.group_id].seed_base
     return 1 + derive_seed(trajectory.prompt_id, noise, trajectory.sample) % 1000
 
 
-def drive(world: PolicyWorld, until: Callable[[PolicyWorld], bool]) -> dict[int, list[Draw]]:
+def drive(world: World, until: Callable[[World], bool]) -> dict[int, list[Draw]]:
     """The shortest ends first. What each batch trained: (prompt, noise, sample)."""
     batches: dict[int, list[Draw]] = {}
     while world.finished is None and not until(world):
         closed = world.to_step
         if closed is not None and closed.batch_id not in batches:
             ids = [t for group in world.batches[closed.batch_id] for t in group]
-            batches[closed.batch_id] = sorted((t.prompt_id, world.of_group[t.group_id].noise, t.sample) for t in ids)
+            batches[closed.batch_id] = sorted(
+                (t.prompt_id, world.of_group[t.group_id].seed_base, t.sample) for t in ids
+            )
         if not world.goes_on():
             first = min(world.sampled, key=lambda t: length_of(world, t))
             world.score(first, float(first.sample), length_of(world, first))
@@ -46,7 +48,7 @@ def test_copies_of_a_prompt_are_not_copied_again() -> None:
         checkpoint_every=1,
         length_sorted=LengthSorted(cohort_batches=2, single=True),
     )
-    killed = PolicyWorld(settings)
+    killed = World(settings)
     killed.begin()
     drive(killed, lambda world: world.checkpoint is not None)
     resumed = killed.killed_and_resumed()

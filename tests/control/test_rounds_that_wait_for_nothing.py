@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from control_world import World, control_settings
+from oracle.control_world import World, control_settings
 
-from streamrl.control import state as control_state
+from streamrl.control.fixed_size import FixedSize
+from streamrl.control.machine import Control
+from streamrl.control.model import Snapshot
 from streamrl.control.round_policy import Candidate, Launch, RoundView, Source
 from streamrl.control.settings import ControlSettings
 from streamrl.control.synchronous import SynchronousRounds
@@ -36,6 +38,9 @@ class LetsNobodyJoin(SynchronousRounds):
         return False
 
 
+POLICIES = {policy.__name__: policy for policy in (LaunchesNoGroups, HasOneSlot, LetsNobodyJoin)}
+
+
 @pytest.fixture(autouse=True)
 def no_endless_loop() -> Iterator[None]:
     """``handle`` is synchronous: a loop without an end is only stopped from outside."""
@@ -44,16 +49,18 @@ def no_endless_loop() -> Iterator[None]:
     signal.alarm(0)
 
 
-def world_of(policy: type[SynchronousRounds], monkeypatch: pytest.MonkeyPatch) -> World:
-    def made(settings: ControlSettings) -> SynchronousRounds:
-        return policy(settings)
-
-    monkeypatch.setattr(control_state, "make_round_policy", made)
-    return World(control_settings(policy=f"rounds.py:{policy.__name__}"))
+class PolicyOfTheUser(World):
+    def control(self, settings: ControlSettings, snapshot: Snapshot | None) -> Control:
+        policy = POLICIES[settings.policy.partition(":")[2]](settings)
+        return Control(settings, policy, FixedSize(settings.group_size), snapshot)
 
 
-def test_a_launch_of_no_groups_means_nothing_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = world_of(LaunchesNoGroups, monkeypatch)
+def world_of(policy: type[SynchronousRounds]) -> World:
+    return PolicyOfTheUser(control_settings(policy=f"rounds.py:{policy.__name__}"))
+
+
+def test_a_launch_of_no_groups_means_nothing_now() -> None:
+    world = world_of(LaunchesNoGroups)
     world.begin()
     world.run_to_end()
     assert world.finished == "finished"
@@ -73,11 +80,11 @@ def test_parked_groups_that_fall_due_are_resumed_before_younger_ones() -> None:
         chance, world = random.Random(number), World(settings)
         world.begin()
         while world.finished is None and world.stopped is None:
-            late = sorted(world.stopped_at)
+            late = sorted(world.paused)
             if late and chance.random() < 0.25:
                 world.score(chance.choice(late), float(chance.random() < 0.5), 3)
             elif not world.goes_on():
-                assert world.sampled, f"seed {number}: {world.core.buffer.held_groups} groups are parked for ever"
+                assert world.sampled, f"seed {number}: {len(world.state.buffer.paused)} groups are paused for ever"
                 world.score(chance.choice(world.sampled), float(chance.random() < 0.5), 3)
         world.check_end()
         assert world.finished == "finished"
@@ -99,7 +106,7 @@ def test_a_long_round_of_several_batches_may_drop_as_many_times_more() -> None:
         while world.finished is None and world.stopped is None:
             if not world.goes_on():
                 first = world.sampled[0]
-                says_nothing = world.core.round_kind == "long" and dropped < limit
+                says_nothing = world.state.round_kind == "long" and dropped < limit
                 for sample in [t for t in world.sampled if t.group_id == first.group_id]:
                     world.score(sample, 0.0 if says_nothing else float(sample.sample), 3)
                 dropped += says_nothing
@@ -108,10 +115,8 @@ def test_a_long_round_of_several_batches_may_drop_as_many_times_more() -> None:
 
 
 @pytest.mark.parametrize("policy", [HasOneSlot, LetsNobodyJoin])
-def test_rounds_that_wait_for_nothing_end_the_run(
-    policy: type[SynchronousRounds], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = world_of(policy, monkeypatch)
+def test_rounds_that_wait_for_nothing_end_the_run(policy: type[SynchronousRounds]) -> None:
+    world = world_of(policy)
     world.begin()
     world.run_to_end()
     assert world.stopped is not None and f"rounds.py:{policy.__name__}" in world.stopped

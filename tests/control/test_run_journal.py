@@ -6,15 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from control_world import control_settings
+from oracle.control_world import control_settings
 
 from streamrl.base.types import Prompt, token_array
 from streamrl.control.events import CheckpointDone, RunBegan
-from streamrl.control.state import ControlState
 from streamrl.journal import run_journal
 from streamrl.journal.journal_records import JournalCodec, JournalPrompts
 from streamrl.journal.log import Journal, read_journal
 from streamrl.journal.run_journal import RunJournal
+from streamrl.policies.round_policies import make_control
 
 
 @pytest.mark.asyncio
@@ -32,13 +32,14 @@ async def test_prompts_of_any_size_are_kept_in_records_of_bounded_size(
     file = Journal(tmp_path / "journal", fsync=False)
     writing = asyncio.get_running_loop().create_task(file.run())
     shelf: list[Prompt] = []
-    state = ControlState(control_settings())
+    control = make_control(control_settings())
     journal = RunJournal(file, lambda: shelf)
-    journal.told(RunBegan(), state, 0.0)
-    await journal.handled(RunBegan(), state.handle(RunBegan()), state)
+    journal.told(RunBegan(), control, 0.0)
+    control.handle(RunBegan())
+    await journal.handled(RunBegan(), control)
     if again:
         shelf += drawn
-        journal.told(CheckpointDone(policy_version=0), state, 1.0)
+        journal.told(CheckpointDone(policy_version=0), control, 1.0)
     else:
         journal.drawn(drawn)
     await file.close()

@@ -32,7 +32,6 @@ from streamrl.base.types import (
 from streamrl.control.actions import LaunchGroup
 from streamrl.control.events import PromptsDrawn, RunBegan
 from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
@@ -40,6 +39,7 @@ from streamrl.observe.report.step_metrics import discard_metrics, length_metrics
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader, TrajectoryTrace, read_trace
 from streamrl.observe.report.wait_reason import WaitReason
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.sync.weight_sync import PushReport
 
@@ -318,7 +318,7 @@ class Story:
             clock=self.clock,
             recovering=recovering,
         )
-        self.state = ControlState(
+        self.control = make_control(
             ControlSettings(
                 steps=9,
                 batch_groups=2,
@@ -348,7 +348,9 @@ class Story:
     async def step(self, version: int, kind: str, batch: list[ScoredTrajectory]) -> dict[str, float]:
         """Rollout 2 s at 4 running and 2 s at 1; training 3 s; 0.5 s of waiting; a push of 0.5 s."""
         ids = tuple(s.trajectory.id for s in batch)
-        self.report.launched(LaunchGroup(group_id=0, ids=ids, policy_version=version - 1, noise=0), kind, 3)
+        self.report.launched(
+            LaunchGroup(group_id=0, ids=ids, policy_version=version - 1, seed_base=0, round_kind=kind), 3
+        )
         self.runs(2.0, 4.0)
         self.runs(2.0, 1.0)
         for member in batch:
@@ -369,7 +371,7 @@ class Story:
             changed_share=0.1,
             reanchored=0,
         )
-        return await self.report.step_finished(push, self.state, {})
+        return await self.report.step_finished(push, self.control.state, {})
 
 
 def batch_of(groups: int, size: int, tokens: int, first: int = 0) -> list[ScoredTrajectory]:
@@ -382,7 +384,7 @@ async def test_a_step_is_told_as_it_was(tmp_path: Path) -> None:
     story = Story(trace)
     story.report.began()
     extra = identity(7, 0)
-    story.report.launched(LaunchGroup(group_id=7, ids=(extra,), policy_version=0, noise=0), "short", 3)
+    story.report.launched(LaunchGroup(group_id=7, ids=(extra,), policy_version=0, seed_base=0, round_kind="short"), 3)
     story.report.came_back(Scored(outcome=scored(extra, 50, reward=0.25)))
     story.report.dropped([extra], DropReason.LOST_RACE)
     metrics = await story.step(1, "short", batch_of(2, 2, 20))
@@ -456,10 +458,10 @@ def test_engines_are_measured_since_the_last_time(tmp_path: Path) -> None:
 
 def test_a_run_that_is_restored_and_one_without_engines_wait_for_recovery() -> None:
     story = Story(recovering=True)
-    story.state.handle(RunBegan())
-    story.state.handle(PromptsDrawn(prompt_ids=("a", "b"), exhausted=False))
+    story.control.handle(RunBegan())
+    story.control.handle(PromptsDrawn(prompt_ids=("a", "b"), exhausted=False))
     waits = story.report.waits
-    waits.look(story.state)
+    waits.look(story.control.state)
     assert waits.waits_for()[0] is WaitReason.RECOVERY
     story.report.began()
     waits.look()

@@ -9,18 +9,19 @@ from random import Random
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipeline"))
-from control_world import control_settings
-from policy_world import COMBINATIONS, PolicyWorld, random_run
+from oracle.control_walks import COMBINATIONS, random_run
+from oracle.control_world import World, control_settings
 from scripted_parts import SimulatedRun
 
 from streamrl.base.run_events import StepFinished
 from streamrl.base.types import FinishReason, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
-from streamrl.control.state import ControlState
+from streamrl.control.model import RunState
 from streamrl.observe.metrics.all_metrics import unregistered
 from streamrl.observe.report.run_waits import RunWaits
 from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reason
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import RoundKind
 
 BUSY = ShellView(sampling=8, capacity=16)
@@ -30,17 +31,18 @@ class Course:
     """A core with what it launched; prompts come when they are asked for."""
 
     def __init__(self, **settings: object) -> None:
-        self.core = ControlState(control_settings(**settings))
+        self.control = make_control(control_settings(**settings))
+        self.core = self.control.state
         self.running: list[TrajectoryId] = []
         self.drawn = 0
 
     def tell(self, event: on.ControlEvent) -> None:
-        for action in self.core.handle(event):
+        for action in self.control.handle(event):
             if isinstance(action, do.LaunchGroup):
                 self.running.extend(action.ids)
 
     def draw(self) -> None:
-        numbers = range(self.drawn, self.drawn + self.core.supply.asked)
+        numbers = range(self.drawn, self.drawn + self.core.pending.draw)
         self.drawn = numbers.stop
         self.tell(on.PromptsDrawn(prompt_ids=tuple(f"p{n}" for n in numbers)))
 
@@ -48,7 +50,7 @@ class Course:
         """Trajectories end until the batch is full."""
         batch = self.core.batch
         while batch.seats > 0:
-            if self.core.supply.asked:
+            if self.core.pending.draw:
                 self.draw()
             ended = self.running.pop(0)
             version = self.core.live_version
@@ -110,7 +112,7 @@ def test_a_full_batch_waits_for_what_keeps_it_from_closing() -> None:
 def test_an_evaluation_beside_the_rollout_holds_nothing_up() -> None:
     world = Course(evaluate_at_start=True)
     world.tell(on.RunBegan())
-    assert world.core.due.evaluating == 0
+    assert world.core.evaluating == 0
     assert reason(world, ShellView(sampling=8, capacity=8)) is WaitReason.PROMPTS
     world.fill()
     world.tell(on.BatchTrained(batch_id=0, policy_version=1))
@@ -142,46 +144,47 @@ def test_every_run_waits_for_something_with_a_name_at_every_instant(name: str, s
         assert unregistered(list(shares)) == []
 
 
-class Watched(PolicyWorld):
+class Watched(World):
     """Looks after every event, with a shell that shows anything."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         self.now_s = 0.0
         self.lives: list[RunWaits] = []
         self.random = Random(7)
-        self.core_of_life: ControlState | None = None
+        self.core_of_life: RunState | None = None
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
 
-    def tell(self, event: on.ControlEvent) -> None:
-        if self.core_of_life is not self.core:
-            self.core_of_life = self.core
+    def tell(self, event: on.ControlEvent) -> list[do.ControlAction]:
+        if self.core_of_life is not self.state:
+            self.core_of_life = self.state
             self.lives.append(RunWaits(lambda: self.now_s, self._shell))
-        super().tell(event)
+        actions = super().tell(event)
         self.now_s += self.random.expovariate(1.0)
-        self.lives[-1].look(self.core)
+        self.lives[-1].look(self.state)
         found, _ = self.lives[-1].waits_for()
-        assert_fits(self.core, found)
+        assert_fits(self.state, found)
+        return actions
 
     def _shell(self) -> ShellView:
         return ShellView(sampling=self.random.randrange(20), scoring=self.random.randrange(5), capacity=16, engines=1)
 
 
-def assert_fits(state: ControlState, found: WaitReason) -> None:
+def assert_fits(state: RunState, found: WaitReason) -> None:
     """Said the other way round than the classifier has it: what each reason promises must be open."""
-    open_members = any(group.open and not group.held for group in state.buffer.untrained.values())
+    open_members = any(group.open and not group.paused for group in state.buffer.untrained.values())
     match found:
         case WaitReason.TRAINING:
-            assert state.batch.closed
+            assert state.batch_closed
         case WaitReason.PUSH:
-            assert state.publishing is not None
+            assert state.pending.push is not None
         case WaitReason.EVALUATION:
-            assert state.due.evaluating is not None
+            assert state.evaluating is not None
         case WaitReason.CHECKPOINT:
-            assert state.due.checkpointing is not None
+            assert state.pending.checkpoint is not None
         case WaitReason.PROMPTS:
-            assert state.supply.asked
+            assert state.pending.draw
         case WaitReason.SAMPLING | WaitReason.TAIL | WaitReason.REWARD:
-            assert open_members and not state.batch.closed and state.batch.seats > 0
+            assert open_members and not state.batch_closed and state.batch.seats > 0
         case WaitReason.SHUTDOWN:
             assert state.finished
         case WaitReason.ENGINE_START:

@@ -13,7 +13,7 @@ from streamrl.base.messages import EngineLoad, WeightAnnouncement
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, Scored, TrajectoryLost
 from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import ElasticEngines, EngineSizes
 from streamrl.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines.pool import LOST, EnginePool
@@ -68,7 +68,7 @@ class Rounds:
         )
         self.version = -1
         self.finished: list[FinishedTrajectory] = []
-        self.looks: list[Explain] = []
+        self.looks: list[Decision] = []
 
     def lose(self, name: str) -> None:
         """Its host dies, and recovery says so."""
@@ -79,7 +79,7 @@ class Rounds:
     async def share_cores(self, freed: int) -> None:
         self.cores.append(freed)
 
-    async def decided(self, decision: Explain, step: int, shown: bool) -> None:
+    async def decided(self, decision: Decision, step: int, shown: bool) -> None:
         assert shown <= bool(self.elastic.freed)
         self.looks.append(decision)
 

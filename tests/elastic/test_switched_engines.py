@@ -13,7 +13,7 @@ from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineLoad
 from streamrl.base.stage_messages import TrajectoryLost
 from streamrl.base.types import TrajectoryId
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines
 from streamrl.elastic.sets import EngineSet, SetChooser, SetPlan
 
@@ -32,7 +32,7 @@ class World:
         self.state = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
         self.never: anyio.Event | None = None
         self.starting = anyio.Event()
-        self.decisions: list[Explain] = []
+        self.decisions: list[Decision] = []
         self.chooser = SetChooser([WIDE, DEEP], steps=steps, switch_s=12.0)
         self.elastic = ElasticEngines(
             self,  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ class World:
             clock=lambda: self.now,
         )
 
-    async def decided(self, decision: Explain, step: int, shown: bool) -> None:
+    async def decided(self, decision: Decision, step: int, shown: bool) -> None:
         assert shown
         self.decisions.append(decision)
 
@@ -94,7 +94,7 @@ class World:
     def kv_tokens(self, name: str) -> int:
         return 5_500
 
-    async def round(self, version: int, seconds: float, preemptions: int) -> Explain | None:
+    async def round(self, version: int, seconds: float, preemptions: int) -> Decision | None:
         """Why another set served it."""
         ids = [TrajectoryId(prompt_id="p", group_id=version, sample=n) for n in range(8)]
         before = len(self.decisions)

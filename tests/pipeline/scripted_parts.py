@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -53,9 +54,10 @@ from streamrl.base.types import (
 from streamrl.buffers.prompt_shelf import PromptShelf
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
-from streamrl.control.actions import Explain
+from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
-from streamrl.control.state import ControlSettings, ControlState
+from streamrl.control.machine import Control
+from streamrl.control.settings import ControlSettings
 from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, EngineSizes
 from streamrl.elastic.freeing import Freeing
 from streamrl.elastic.sets import EngineSet, SetChooser
@@ -70,6 +72,7 @@ from streamrl.journal.summary import RunSummary, summarize
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, TraceHeader
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 from streamrl.run.controller import Controller
@@ -119,8 +122,8 @@ def _let_die(journal: RunJournal, events: int) -> None:
     """Let the controller die when it journals one event more than ``events``."""
     told, count = journal.told, itertools.count()
 
-    def told_or_die(event: ControlEvent, state: ControlState, elapsed_s: float) -> None:
-        told(event, state, elapsed_s)
+    def told_or_die(event: ControlEvent, control: Control, elapsed_s: float) -> None:
+        told(event, control, elapsed_s)
         if next(count) >= events:
             raise Killed
 
@@ -374,7 +377,7 @@ class SimulatedRun:
             trainer = TrainerRanks(streams)
             await trainer.ready()
             parts.start_soon(trainer.run)
-            shelf = PromptShelf(self.settings.tail_batching.domain_column, self.settings.tail_batching.domains)
+            shelf = PromptShelf()
             file, recovered = self._open_journal()
             writer = anyio.CancelScope()
             if file is not None:
@@ -382,7 +385,7 @@ class SimulatedRun:
             journal = RunJournal(file, lambda: shelf.prompts, recovered)
             if recovered is not None:
                 shelf.put(recovered.prompts.values())
-                self._prompts.go_on(recovered.state.supply.drawn_prompts)
+                self._prompts.go_on(recovered.state.prompts.drawn)
             _let_die(journal, self.events_to_live)
 
             async def emit(event: RunEvent) -> None:
@@ -393,8 +396,9 @@ class SimulatedRun:
 
             sync = self.sync = WeightSync(pool.attached, trainer.publish_anchor, in_flight=self._in_flight, timeout_s=5)
             report = RunReport(emit, rollout.statistics, 64, clock=self.clock.now)
+            control = make_control(self.settings) if recovered is None else recovered.control
             self.controller = Controller(
-                self.settings,
+                control,
                 prompts=self._prompts,
                 held_out=HeldOut(
                     prompts=await CountedPrompts().draw(self._held_out),
@@ -440,11 +444,11 @@ class SimulatedRun:
         if not self._kept:
             return None, None
         file = Journal(self.directory / "journal", fsync=False)
-        return file, recovered_run(file.found, self.settings, self.ranks[0].version)
+        return file, recovered_run(file.found, partial(make_control, self.settings), self.ranks[0].version)
 
     def summary(self) -> RunSummary:
         """What its journal says."""
-        summary = summarize(read_journal(self.directory / "journal").records(0), self.settings)
+        summary = summarize(read_journal(self.directory / "journal").records(0), partial(make_control, self.settings))
         assert summary is not None
         return summary
 
@@ -455,7 +459,7 @@ class SimulatedRun:
     def _make_elastic(
         self, pool: EnginePool, sync: WeightSync, trainer: TrainerRanks, journal: RunJournal, report: RunReport
     ) -> ElasticEngines:
-        async def decided(decision: Explain, step: int, shown: bool) -> None:
+        async def decided(decision: Decision, step: int, shown: bool) -> None:
             journal.decided(decision, report.elapsed())
             if shown:
                 await report.decided(decision, step)

@@ -18,10 +18,11 @@ from streamrl.base.run_events import StallSeen
 from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
 from streamrl.control.events import RunBegan
+from streamrl.control.machine import Control
 from streamrl.control.settings import ControlSettings
-from streamrl.control.state import ControlState
 from streamrl.observe.report.run_waits import RunWaits
 from streamrl.observe.report.wait_reason import ShellView
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.recipe.sections import (
     Engines,
@@ -57,7 +58,7 @@ QUICK = Recipe(
 )
 
 
-def control() -> ControlState:
+def control() -> Control:
     settings = ControlSettings(
         steps=3,
         batch_groups=2,
@@ -69,9 +70,9 @@ def control() -> ControlState:
         max_failed_share=1.0,
         failure_window=8,
     )
-    state = ControlState(settings)
-    state.handle(RunBegan())
-    return state
+    made = make_control(settings)
+    made.handle(RunBegan())
+    return made
 
 
 class Clock:
@@ -89,7 +90,7 @@ class Trial:
         self.seen: list[StallSeen] = []
         self.tokens = self.answers = 0
         self.watch = Watchdog(recipe, run_directory, self.emit, **({"clock": clock} if clock else {}))
-        self.state = control()
+        self.state = control().state
         self.waits = RunWaits(anyio.current_time if clock is None else clock, ShellView)
         self.waits.look(self.state)
 

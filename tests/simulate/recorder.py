@@ -32,17 +32,17 @@ class Recorder(Simulation):
         self.engine_lines: list[EnginesLine] = []
         self._told_s = 0.0
         self._generated_then = 0.0
-        cancel = self._carry_out[do.CancelGroup]
+        cancel = self._carry_out[do.Drop]
 
-        def cancelled(action: do.CancelGroup) -> None:
+        def cancelled(action: do.Drop) -> None:
             requests = [self.rollout.requests.get(identity) for identity in action.ids]
             cancel(action)
-            for request in filter(None, requests):
+            for request in filter(None, requests) if action.abort else ():
                 known = self.trajectories.get(request.id)
                 line = known if known is not None else self._line(request, "")
                 self.trajectories[request.id] = msgspec.structs.replace(line, outcome="lost_race")
 
-        self._carry_out[do.CancelGroup] = cancelled
+        self._carry_out[do.Drop] = cancelled
 
     def _sampled(self, request: Request) -> None:
         now = self.agenda.now

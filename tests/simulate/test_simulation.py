@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections import Counter
 from typing import Any
 
 import msgspec
@@ -54,7 +53,7 @@ def test_every_policy_ends_accounted_for_and_within_its_staleness(name: str) -> 
     model = with_part(model, "push", seconds=0.02, pause_s=0.01)
     simulation = Simulation(msgspec.structs.replace(chosen, steps=30), model, ModelledLengths(model.lengths))
     report = simulation.run()
-    accounting = simulation.core.accounting()
+    accounting = simulation.core.state.accounting()
     assert report.finished == "finished" and report.steps == 30
     assert accounting.balanced and accounting.in_flight == 0
     assert report.trajectories == accounting.trained
@@ -213,18 +212,18 @@ def test_requests_spread_over_many_engines() -> None:
     assert min(generated) > 0.5 * sum(generated) / 16
 
 
-def trained_groups(simulation: Simulation) -> list[list[tuple[str, list[int]]]]:
-    """Of each batch: the domain and the lengths of every group, as control hands them to the trainer."""
-    batches: dict[int, list[tuple[str, list[int]]]] = {}
+def trained_groups(simulation: Simulation) -> list[list[list[int]]]:
+    """Of each batch: the lengths of every group, as control hands them to the trainer."""
+    batches: dict[int, list[list[int]]] = {}
     handle = simulation.core.handle
 
     def watched(event: on.ControlEvent) -> list[do.ControlAction]:
         actions = handle(event)
         for action in actions:
             if isinstance(action, do.TrainGroupNow):
-                group = simulation.core.buffer.groups[action.group_id]
+                group = simulation.core.state.buffer.find(action.group_id)
                 lengths = [member.tokens for member in group.members.values()]
-                batches.setdefault(action.batch_id, []).append((group.ticket.domain, lengths))
+                batches.setdefault(action.batch_id, []).append(lengths)
         return actions
 
     simulation.core.handle = watched  # type: ignore[method-assign]
@@ -237,27 +236,14 @@ def test_a_step_counts_the_groups_of_its_own_batch() -> None:
     chosen = control_settings(steps=60, **POLICIES["continuous"])
     model = with_part(TINY, "push", seconds=0.1)
     simulation = Simulation(chosen, model, ModelledLengths(model.lengths))
-    batches = [[lengths for _, lengths in batch] for batch in trained_groups(simulation)]
-    rows = list(simulation.ledger.report("", simulation.core.accounting()).recent)
+    batches = trained_groups(simulation)
+    rows = list(simulation.ledger.report("", simulation.core.state.accounting()).recent)
     assert [row.groups for row in rows] == [len(batch) for batch in batches] == [4] * 60
     assert [row.longest for row in rows] == [max(map(max, batch)) for batch in batches]
     assert [row.trained_tokens for row in rows] == [sum(map(sum, batch)) for batch in batches]
     rate = [sum(max(group) >= min(2 * statistics.median(group), 400) for group in batch) / 4 for batch in batches]
-    report = simulation.ledger.report("", simulation.core.accounting())
+    report = simulation.ledger.report("", simulation.core.state.accounting())
     assert report.straggler_rate == pytest.approx(statistics.mean(rate))
-
-
-def test_domains_are_drawn_with_the_shares_of_the_recipe_and_every_batch_keeps_them() -> None:
-    shares = {"easy": 2.0, "hard": 1.0}
-    racing = TailBatching(domain_column="domain", domains=shares)
-    chosen = control_settings(batch_groups=6, steps=30, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
-    batches = []
-    for _ in range(2):
-        simulation = Simulation(chosen, TINY, ModelledLengths(TINY.lengths), seed=5)
-        batches.append(trained_groups(simulation))
-    assert batches[0] == batches[1], "the same seed"
-    for batch in batches[0]:
-        assert Counter(domain for domain, _ in batch) == {"easy": 4, "hard": 2}
 
 
 def test_bubbles_are_measured_against_a_batch_whatever_the_rounds_have_in_flight() -> None:

@@ -24,9 +24,9 @@ from streamrl.base.run_events import (
 )
 from streamrl.base.stage_messages import RewardOutcome, RolloutStatistics, Scored
 from streamrl.base.types import DropReason, ScoredTrajectory, TrajectoryId
-from streamrl.control.actions import Explain, LaunchGroup
+from streamrl.control.actions import Decision, LaunchGroup
 from streamrl.control.events import EnginesMeasured, RoundTimed
-from streamrl.control.state import ControlState
+from streamrl.control.model import RunState
 from streamrl.evaluate.evaluation import Evaluation
 from streamrl.evaluate.sample_files import TrainingSamples
 from streamrl.journal.catching_up import CaughtUp
@@ -145,12 +145,12 @@ class RunReport:
 
     # ---- trajectories ----------------------------------------------------------------------------
 
-    def launched(self, action: LaunchGroup, round_kind: str, prompt_tokens: int) -> None:
-        """A group was ordered, as part of a round of ``round_kind``."""
+    def launched(self, action: LaunchGroup, prompt_tokens: int) -> None:
+        """A group was ordered."""
         self._trajectories.launched(
             action.ids,
             self.elapsed(),
-            round_kind=round_kind,
+            round_kind=action.round_kind,
             prompt_tokens=prompt_tokens,
             policy_version=action.policy_version,
         )
@@ -245,9 +245,7 @@ class RunReport:
         """The version that was trained last is pushed now."""
         self._publishing_at = self._clock()
 
-    async def step_finished(
-        self, push: PushReport, state: ControlState, engines: Mapping[str, float]
-    ) -> dict[str, float]:
+    async def step_finished(self, push: PushReport, state: RunState, engines: Mapping[str, float]) -> dict[str, float]:
         """Every engine holds the version that the step made. ``engines``: figures of the sets of engines, if there are
         several. Returns what was reported."""
         now = self._clock()
@@ -303,12 +301,12 @@ class RunReport:
         """An alarm was raised by the metrics of ``step``."""
         await self._emit(RunWarning(step=step, message=message))
 
-    async def decided(self, decision: Explain, step: int) -> None:
+    async def decided(self, decision: Decision, step: int) -> None:
         """Control changed how it works, from ``step`` on."""
         subject, figures = decision.subject, decision.figures
         await self._emit(RunDecided(step=step, subject=subject, reason=decision.reason, figures=figures))
 
-    async def progress(self, state: ControlState, evaluation: Evaluation | None) -> None:
+    async def progress(self, state: RunState, evaluation: Evaluation | None) -> None:
         """How far the open round is, or the evaluation when all else waits for it; at most a few times a second."""
         now = self._clock()
         self.waits.look(state)
@@ -316,11 +314,11 @@ class RunReport:
             return
         self._progressed_at = now
         phase, finished, wanted = "rollout", state.batch.samples, state.batch.target
-        if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer.groups):
+        if evaluation is not None and (state.live_version < state.trainer_version or not state.buffer):
             phase, finished, wanted = "evaluation", len(evaluation.outcomes), evaluation.wanted
-        elif state.publishing is not None:
+        elif state.pending.push is not None:
             phase = "weights"
-        elif state.batch.closed:
+        elif state.batch_closed:
             phase = "training"
         step = min(state.trainer_version + 1, state.steps)
         await self._emit(RunProgress(step=step, phase=phase, finished=finished, wanted=wanted))

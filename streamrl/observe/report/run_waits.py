@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streamrl.control.state import ControlState
+from streamrl.control.model import RunState
 from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reason
 
 
@@ -15,12 +15,12 @@ class RunWaits:
     def __init__(self, clock: Callable[[], float], shell: Callable[[], ShellView]) -> None:
         self._clock = clock
         self._shell = shell
-        self._state: ControlState | None = None
+        self._state: RunState | None = None
         self._reason = WaitReason.ENGINE_START
         self._since_s = self._looked_s = clock()
         self._seconds: dict[WaitReason, float] = {}
 
-    def look(self, state: ControlState | None = None) -> None:
+    def look(self, state: RunState | None = None) -> None:
         """Ask what the run waits for; of the state that was given last where there is none."""
         self._state = state or self._state
         now = self._clock()

@@ -8,9 +8,8 @@ from statistics import fmean, pstdev
 
 from streamrl.base.types import FinishReason, ScoredTrajectory
 from streamrl.buffers.slots import staleness
-from streamrl.control.state import ControlState
+from streamrl.control.model import RunState
 from streamrl.observe.report.trajectory_stats import FirstLengths, SampledLength, StepWindow, percentile
-from streamrl.recipe.scheduling import SizingKind
 
 UNSEEN = 0.05
 """``length/unbiased_mean`` is told where lengths that nobody has seen whole cannot add more than this share to it."""
@@ -158,16 +157,15 @@ def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, flo
     return metrics | {"perf/wasted_tok_ratio": sum(wasted.values()) / max(ended_tokens, 1)}
 
 
-def control_metrics(state: ControlState) -> dict[str, float]:
+def control_metrics(state: RunState) -> dict[str, float]:
     """What is under way and what was dropped so far, in trajectories, and what sized the groups."""
     accounting = state.accounting()
-    sizing = state.lengths.sizing_figures if state.settings.group_sizing.kind is not SizingKind.FIXED else {}
     return {
         "async/inflight": float(accounting.in_flight),
         "async/queue_depth": float(len(state.buffer.ready)),
         "async/dropped_ratio": sum(accounting.dropped.values()) / max(accounting.issued, 1),
         **{f"async/dropped_{reason}_total": float(count) for reason, count in accounting.dropped.items()},
-        **sizing,
+        **state.sizing_figures,
     }
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from streamrl.control.state import ControlState
+    from streamrl.control.model import RunState
 
 TAIL_SHARE = 0.25
 """Fewer running requests than this share of what the engines can run are a tail: most of them stand idle."""
@@ -49,13 +49,13 @@ class ShellView(msgspec.Struct, frozen=True, kw_only=True):
     recovering: bool = False
 
 
-def wait_reason(state: ControlState, shell: ShellView) -> WaitReason:
+def wait_reason(state: RunState, shell: ShellView) -> WaitReason:
     """The one thing that the run waits for."""
     if shell.recovering:
         return WaitReason.RECOVERY
     if state.live_version < 0:
         return WaitReason.ENGINE_START
-    if state.batch.closed:
+    if state.batch_closed:
         return WaitReason.TRAINING
     if state.finished or state.ending:
         return _gate(state) or WaitReason.SHUTDOWN
@@ -63,30 +63,30 @@ def wait_reason(state: ControlState, shell: ShellView) -> WaitReason:
         return _gate(state) or WaitReason.CONTROL
     if _can_be_sampled(state):
         return _rollout(state, shell)
-    return _gate(state) or (WaitReason.PROMPTS if state.supply.asked else WaitReason.CONTROL)
+    return _gate(state) or (WaitReason.PROMPTS if state.pending.draw else WaitReason.CONTROL)
 
 
-def _gate(state: ControlState) -> WaitReason | None:
+def _gate(state: RunState) -> WaitReason | None:
     """What keeps a full batch from being closed, or a run that ends from ending."""
-    if state.publishing is not None:
+    if state.pending.push is not None:
         return WaitReason.PUSH
-    if state.due.evaluating is not None and (state.live_version < state.trainer_version or state.ending):
+    if state.pending.evaluation is not None and (state.live_version < state.trainer_version or state.ending):
         return WaitReason.EVALUATION
-    return WaitReason.CHECKPOINT if state.due.checkpointing is not None else None
+    return WaitReason.CHECKPOINT if state.pending.checkpoint is not None else None
 
 
-def _can_be_sampled(state: ControlState) -> bool:
+def _can_be_sampled(state: RunState) -> bool:
     """Whether groups are under way that the live version samples; others wait in paused engines for the next one."""
     buffer = state.buffer
-    under_way = len(buffer.untrained) - len(buffer.ready) - buffer.held_groups
+    under_way = len(buffer.untrained) - len(buffer.ready) - len(buffer.paused)
     return under_way > 0 and buffer.versions()[0][0] <= state.live_version
 
 
-def _rollout(state: ControlState, shell: ShellView) -> WaitReason:
+def _rollout(state: RunState, shell: ShellView) -> WaitReason:
     if shell.engines == 0:
         return WaitReason.RECOVERY
     few = shell.sampling < TAIL_SHARE * shell.capacity
-    if few and state.supply.asked:
+    if few and state.pending.draw:
         return WaitReason.PROMPTS
     if not shell.sampling:  # neither one nor the other: they are on their way to the engines
         return WaitReason.REWARD if shell.scoring else WaitReason.SAMPLING

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
+import msgspec
 import pytest
-from control_world import World, control_settings
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from oracle.control_walks import COMBINATIONS, ON_POLICY, CrashWorld, TwinWorld, random_run, random_settings
+from oracle.control_world import World, control_settings
 
+from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import Scored
 from streamrl.base.types import (
     FinishReason,
@@ -23,130 +27,74 @@ from streamrl.base.types import (
 )
 from streamrl.control import events as on
 from streamrl.control.settings import control_settings as settings_of
+from streamrl.policies.deterministic import check_order
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
-from streamrl.recipe.scheduling import DeferredPrompts, LengthSorted, RoundKind, StalePolicy, TailBatching
+from streamrl.recipe.scheduling import LengthSorted, RoundKind, StalePolicy
 from streamrl.run.outcome_events import event_of
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
-ROUNDS: dict[str, dict[str, object]] = {
-    "synchronous": {},
-    "continuous": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 1},
-    "continuous at 3": {"rounds": RoundKind.CONTINUOUS, "max_staleness": 3},
-    "tail batching": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(prompt_oversampling=1.5)},
-    "both axes": {
-        "rounds": RoundKind.TAIL_BATCHING,
-        "tail_batching": TailBatching(response_oversampling=1.5, deferred_prompts=DeferredPrompts.REGENERATE),
-    },
-    "losers resumed": {
-        "rounds": RoundKind.TAIL_BATCHING,
-        "tail_batching": TailBatching(prompt_oversampling=1.5, deferred_prompts=DeferredPrompts.RESUME),
-        "max_staleness": 9,
-    },
-    "elastic": {"rounds": RoundKind.TAIL_BATCHING, "tail_batching": TailBatching(long_round_batches=2)},
-    "sorted": {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": LengthSorted(cohort_batches=2)},
-    "sorted, limited": {
-        "rounds": RoundKind.LENGTH_SORTED,
-        "length_sorted": LengthSorted(cohort_batches=3, oversubscription=1.5, cut_tokens=12),
-    },
-    "sorted, single": {
-        "rounds": RoundKind.LENGTH_SORTED,
-        "length_sorted": LengthSorted(cohort_batches=2, single=True),
-    },
-    "partial": {
-        "rounds": RoundKind.LENGTH_SORTED,
-        "length_sorted": LengthSorted(cohort_batches=3, partial=True),
-        "max_staleness": 2,
-    },
-}
+
+
+@pytest.mark.parametrize(("composition", "sizing"), COMBINATIONS)
+def test_random_runs_end_with_everything_accounted_for(composition: str, sizing: str) -> None:
+    """Also where control is encoded and restored, and where the controller is killed at any event."""
+    TwinWorld.random, crashes = Random(1), CrashWorld.crashes
+    events = sum(len(random_run(Random(seed), composition, sizing).log) for seed in range(3))
+    assert events > 30, "the runs were too short to mean anything"
+    twins = random_run(Random(1), composition, sizing, world_of=TwinWorld)
+    assert isinstance(twins, TwinWorld) and twins.twins
+    for seed in range(3):
+        world = random_run(Random(seed), composition, sizing, world_of=CrashWorld)
+        assert isinstance(world, CrashWorld)
+        world.crash(Random(seed))  # also after its end
+        world.check_end()
+    assert CrashWorld.crashes > crashes + 3, "hardly a crash"
+
+
+@pytest.mark.parametrize(("composition", "sizing"), ON_POLICY)
+def test_deterministic_runs_are_restored_and_go_on_after_crashes(composition: str, sizing: str) -> None:
+    TwinWorld.random = Random(3)
+    random_run(Random(3), composition, sizing, world_of=TwinWorld, deterministic=True)
+    random_run(Random(7), composition, sizing, world_of=CrashWorld, deterministic=True)
 
 
 class ControlMachine(RuleBasedStateMachine):
-    """Random worlds: any policy, any interleaving of scores, failures, late results, steps, pushes and stops."""
+    """Any combination, any interleaving; what fails is shrunk to the fewest events."""
 
     @initialize(
-        rounds=st.sampled_from(list(ROUNDS)),
-        when_stale=st.sampled_from(list(StalePolicy)),
-        dynamic=st.booleans(),
-        presubmit=st.booleans(),
-        groups=st.integers(1, 4),
-        size=st.integers(1, 3),
-        steps=st.integers(1, 5),
-        every=st.integers(0, 2),
-        at_end=st.booleans(),
-        prompts=st.none() | st.integers(0, 25),
+        combination=st.sampled_from(COMBINATIONS),
+        choices=st.randoms(use_true_random=False),
+        prompts=st.none() | st.integers(0, 60),
         start=st.sampled_from([0, 0, 1, 4]),
     )
-    def start(
-        self,
-        rounds: str,
-        when_stale: StalePolicy,
-        dynamic: bool,
-        presubmit: bool,
-        groups: int,
-        size: int,
-        steps: int,
-        every: int,
-        at_end: bool,
-        prompts: int | None,
-        start: int,
-    ) -> None:
-        chosen: dict[str, object] = {
-            "when_stale": when_stale,
-            "dynamic_sampling": dynamic and size > 1,
-            "presubmit": presubmit,
-            "batch_groups": groups,
-            "group_size": size,
-            "steps": steps,
-            "evaluate_every": every,
-            "evaluate_limit": 3 * int(at_end),
-            "evaluate_at_start": bool(every),
-            "evaluate_at_end": at_end,
-            "checkpoint_every": every,
-            "checkpoint_at_end": at_end,
-        }
-        self.world = World(control_settings(**chosen, **ROUNDS[rounds]), prompts, start)
+    def begin(self, combination: tuple[str, str], choices: Random, prompts: int | None, start: int) -> None:
+        self.world = World(random_settings(*combination, choices), prompts, start)
         self.world.begin()
 
-    @precondition(lambda self: self.world.draw is not None)
-    @rule()
-    def draw(self) -> None:
-        self.world.answer_draw()
-
     @precondition(lambda self: self.world.sampled)
-    @rule(choice=st.randoms(use_true_random=False), reward=st.sampled_from([0.0, 1.0]), late=st.integers(0, 2))
-    def score(self, choice: object, reward: float, late: int) -> None:
-        trajectory = choice.choice(self.world.sampled)  # type: ignore[attr-defined]
-        self.world.score(trajectory, reward, tokens=5, late=late)
+    @rule(choices=st.randoms(use_true_random=False), times=st.integers(1, 6))
+    def score(self, choices: Random, times: int) -> None:
+        for _ in range(times):
+            if self.world.sampled:
+                self.world.score_any(choices, self.world.sampled)
+                self.world.check()
 
-    @precondition(lambda self: self.world.stopped_at)
-    @rule(choice=st.randoms(use_true_random=False))
-    def score_what_ended_before_it_was_stopped(self, choice: object) -> None:
-        self.world.score(choice.choice(sorted(self.world.stopped_at)), 1.0, tokens=5)  # type: ignore[attr-defined]
+    @rule(choices=st.randoms(use_true_random=False), place=st.integers(0, 9))
+    def move(self, choices: Random, place: int) -> None:
+        moves = self.world.moves(choices)
+        if moves:
+            moves[place % len(moves)][1]()
 
-    @precondition(lambda self: self.world.sampled)
-    @rule(choice=st.randoms(use_true_random=False), policy=st.sampled_from(["", "", "drop_group"]))
-    def fail(self, choice: object, policy: str) -> None:
-        self.world.fail(choice.choice(self.world.sampled), policy)  # type: ignore[attr-defined]
+    @rule(choices=st.randoms(use_true_random=False))
+    def measure(self, choices: Random) -> None:
+        self.world.measure(choices)
 
-    @precondition(lambda self: self.world.to_step is not None)
+    @precondition(lambda self: self.world.checkpoint is not None)
     @rule()
-    def step(self) -> None:
-        self.world.step()
-
-    @precondition(lambda self: self.world.to_publish is not None)
-    @rule()
-    def go_live(self) -> None:
-        self.world.go_live()
-
-    @precondition(lambda self: self.world.to_evaluate is not None)
-    @rule()
-    def evaluate(self) -> None:
-        self.world.evaluate()
-
-    @precondition(lambda self: self.world.to_save is not None)
-    @rule()
-    def save(self) -> None:
-        self.world.save()
+    def kill_and_resume(self) -> None:
+        self.world = self.world.killed_and_resumed()
+        self.world.begin()
 
     @rule(never=st.integers(0, 30))
     def stop(self, never: int) -> None:
@@ -170,13 +118,25 @@ ControlMachine.TestCase.settings = settings(
 TestControlMachine = pytest.mark.timeout(300)(ControlMachine.TestCase)
 
 
+def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> None:
+    chosen = control_settings()
+    snapshot = make_control(chosen).snapshot()
+    with pytest.raises(StreamRLError, match="schema 99"):
+        make_control(chosen, msgspec.structs.replace(snapshot, schema=99))
+    with pytest.raises(StreamRLError, match="deterministic = true: resume with its own recipe"):
+        check_order(snapshot, deterministic=True)
+    snapshot.state.slots.in_use = 5
+    with pytest.raises(ValueError, match="5 slots were in use, and this recipe has 4"):
+        make_control(chosen, snapshot)
+
+
 def test_a_synchronous_run_trains_each_trajectory_on_policy() -> None:
     world = World(control_settings())
     world.begin()
     world.run_to_end()
     assert world.finished == "finished"
-    assert world.core.accounting() == world.core.accounting()
-    assert (world.core.accounting().issued, world.core.accounting().trained) == (12, 12)
+    assert world.state.accounting() == world.state.accounting()
+    assert (world.state.accounting().issued, world.state.accounting().trained) == (12, 12)
     assert set(world.staleness) == {0}
 
 
@@ -242,7 +202,7 @@ def test_a_straggler_is_dropped_or_drawn_again_when_the_recipe_says_so(when_stal
         if world.draw is not None:
             world.answer_draw()
     assert straggler not in world.running
-    assert world.core.accounting().dropped == {"stale": 1}
+    assert world.state.accounting().dropped == {"stale": 1}
     again = [t for t in world.issued if t.prompt_id == straggler.prompt_id and t.attempt == 1]
     assert len(again) == (1 if when_stale is StalePolicy.REGENERATE else 0)
     world.run_to_end()
@@ -257,8 +217,8 @@ def test_dynamic_sampling_refills_groups_without_signal() -> None:
         world.score(trajectory, 1.0, 1)
     assert world.draw == 1, "the dropped group is refilled inside the round"
     world.run_to_end()
-    assert world.core.accounting().dropped == {"zero_variance": 2}
-    assert world.core.accounting().trained == 4
+    assert world.state.accounting().dropped == {"zero_variance": 2}
+    assert world.state.accounting().trained == 4
 
 
 def test_groups_that_never_have_signal_end_the_run_with_a_reason() -> None:
@@ -300,7 +260,7 @@ def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_
     a, b, *_ = sorted(world.running)
     world.score(a, 1.0, 3)
     world.fail(b, "drop_group")
-    assert world.core.accounting().dropped == {"reward_failed": 3}
+    assert world.state.accounting().dropped == {"reward_failed": 3}
     world.run_to_end()
     assert world.trained[a] == 0
     assert world.finished == "finished"
@@ -321,7 +281,7 @@ def test_a_run_that_a_failed_reward_ended_goes_on_as_if_it_had_not(stops: str) -
     world.score(a, 1.0, 1)
     world.fail(b, "stop" if stops == "policy" else "")
     assert "planted" in str(world.stopped)
-    assert world.core.accounting().dropped == {"reward_failed": 2}
+    assert world.state.accounting().dropped == {"reward_failed": 2}
     world.core.handle(on.RunContinued())
     assert not world.batches, "one that is left alone has no baseline"
 
@@ -336,7 +296,7 @@ def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
     world.score(c, 0.0, 1)
     assert world.batches == {0: [(a, c)]}
     world.run_to_end()
-    assert world.core.accounting().dropped == {"reward_failed": 1}
+    assert world.state.accounting().dropped == {"reward_failed": 1}
 
 
 def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in_time() -> None:
@@ -349,8 +309,8 @@ def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in
     assert world.draw is None, "three failures of three groups are not room for a fifth one"
     world.run_to_end()
     world.check_end()
-    assert world.core.accounting().dropped["reward_failed"] == 3
-    assert world.core.slots.in_use == 0
+    assert world.state.accounting().dropped["reward_failed"] == 3
+    assert world.state.slots.in_use == 0
 
 
 def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
@@ -362,7 +322,7 @@ def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
     world.score(b, 1.0, 1)
     assert world.draw == 1
     world.run_to_end()
-    assert world.core.accounting().dropped == {"reward_failed": 2}
+    assert world.state.accounting().dropped == {"reward_failed": 2}
 
 
 def test_a_lone_survivor_is_trained_where_the_objective_compares_no_siblings() -> None:
@@ -373,7 +333,7 @@ def test_a_lone_survivor_is_trained_where_the_objective_compares_no_siblings() -
         world.fail(trajectory)
     (survivor,) = world.running
     world.score(survivor, 1.0, 5)
-    assert world.core.accounting().dropped == {"reward_failed": 2}
+    assert world.state.accounting().dropped == {"reward_failed": 2}
     world.step()
     assert world.trained[survivor] == 1
 
@@ -407,7 +367,7 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compar
     first, second = world.running
     score_apart(world, first, {"right": 1.0, "short": 0.0})
     score_apart(world, second, {"right": 0.0, "short": 1.0})
-    assert world.core.accounting().dropped == {}
+    assert world.state.accounting().dropped == {}
     assert world.to_step is not None
 
     world = World(control_settings(dynamic_sampling=True, batch_groups=1, steps=1))
@@ -416,7 +376,7 @@ def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compar
     first, second = world.running
     score_apart(world, first, {"right": 1.0})
     score_apart(world, second, {"right": 1.0, "rare": 1.0})  # nobody to compare its second reward with
-    assert world.core.accounting().dropped == {"zero_variance": 2}
+    assert world.state.accounting().dropped == {"zero_variance": 2}
 
 
 def test_an_exhausted_source_trains_the_smaller_last_batch_and_ends() -> None:
@@ -424,7 +384,7 @@ def test_an_exhausted_source_trains_the_smaller_last_batch_and_ends() -> None:
     world.begin()
     world.run_to_end()
     assert world.finished == "prompts exhausted"
-    assert world.core.accounting().trained == 6
+    assert world.state.accounting().trained == 6
 
 
 def test_a_stop_lets_the_closed_batch_go_live_and_drops_the_rest() -> None:
@@ -440,7 +400,7 @@ def test_a_stop_lets_the_closed_batch_go_live_and_drops_the_rest() -> None:
     world.go_live()
     world.save()
     assert world.finished == "interrupted"
-    assert world.core.accounting().dropped == {"drained": 4}
+    assert world.state.accounting().dropped == {"drained": 4}
 
 
 @pytest.mark.parametrize("rounds", [RoundKind.SYNCHRONOUS, RoundKind.CONTINUOUS])
@@ -484,7 +444,7 @@ def test_a_run_goes_on_from_the_version_of_its_checkpoint() -> None:
     assert world.to_evaluate == (4, 0)
     world.run_to_end()
     world.check_end()
-    assert (world.finished, world.trainer_version, world.core.accounting().trained) == ("finished", 6, 8)
+    assert (world.finished, world.trainer_version, world.state.accounting().trained) == ("finished", 6, 8)
     assert {t.group_id for t in world.trained} == {8, 9, 10, 11}
 
 
@@ -512,19 +472,3 @@ def test_a_batch_that_is_complete_waits_for_the_checkpoint_of_the_version_before
     assert (world.to_save, world.to_step) == (1, None)
     world.save()
     assert world.to_step is not None
-
-
-def test_a_late_result_of_a_cancelled_trajectory_changes_nothing() -> None:
-    world = World(control_settings())
-    world.begin()
-    world.answer_draw()
-    late = min(world.running)
-    world.tell(on.StopRequested(reason="interrupted"))
-    before = world.core.accounting()
-    world.core.finished = False
-    world.core.handle(
-        on.TrajectoryScored(
-            id=late, reward=1.0, tokens=1, finish_reason=FinishReason.STOP, oldest_version=0, newest_version=0
-        )
-    )
-    assert world.core.accounting() == before

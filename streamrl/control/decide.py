@@ -1,0 +1,216 @@
+"""What is to be done after an event: ``decide(state, policy)``.
+
+In this order: drop what became stale, hand ready groups to training, settle a full batch and close it, publish,
+launch, end. An event costs time in proportion to the group that it is about, and to nothing else that is in flight.
+"""
+
+from __future__ import annotations
+
+from streamrl.base.types import DropReason, TrajectoryId
+from streamrl.buffers.rollout_buffer import oldest_first
+from streamrl.buffers.slots import last_version
+from streamrl.control import actions as do
+from streamrl.control.apply import (
+    Actions,
+    drop_group,
+    end,
+    observe_deferred,
+    order_checkpoint,
+    order_evaluation,
+)
+from streamrl.control.launch import launch, view
+from streamrl.control.model import Batch, RunState, next_attempt, requeue_interrupted
+from streamrl.control.round_policy import Candidate, Remainder, Rules
+from streamrl.recipe.scheduling import StalePolicy
+
+MAX_DROPPED_BATCHES = 20
+"""So many batches' worth of groups dropped without one optimizer step end the run."""
+
+
+def decide(state: RunState, rules: Rules, out: Actions) -> None:
+    """Append to ``out`` what is to be done now, in order, and record it in ``state``."""
+    if state.live_version < 0:
+        return
+    if state.ending:
+        wind_down(state, rules, out)
+        return
+    drop_stale(state, rules, out)
+    fill(state, rules, out)
+    close(state, rules, out)
+    publish(state, out)
+    launch(state, rules, out)
+    if _starved(state):
+        state.starved = True
+        wind_down(state, rules, out)
+        return
+    why = _dropped_too_many(state, rules) or _deadlock(state, rules)
+    if why:
+        end(state, do.End(reason=why, error=True), out)
+
+
+def drop_stale(state: RunState, rules: Rules, out: Actions) -> None:
+    """End groups whose oldest token no batch may train any more, whatever the policy promised."""
+    # The open batch is trained by trainer_version; once it is closed the next chance is one version later.
+    now = state.trainer_version + int(state.batch_closed)
+    for group in state.buffer.older_than(now - rules.settings.max_staleness):
+        drop_group(state, group, DropReason.STALE, out)
+        if rules.settings.when_stale is StalePolicy.REGENERATE:
+            state.prompts.waiting.insert(0, next_attempt(group, None))
+
+
+def fill(state: RunState, rules: Rules, out: Actions) -> None:
+    """Hand ready groups to training while the batch has seats."""
+    while _fill_once(state, rules, out):
+        pass  # of mixed sizes one may be refused that has room when the seats of others are taken
+
+
+def _fill_once(state: RunState, rules: Rules, out: Actions) -> bool:
+    """Whether a group joined."""
+    batch, buffer = state.batch, state.buffer
+    if state.batch_closed or batch.seats <= 0 or not buffer.ready:
+        return False
+    joined = False
+    seen = view(state, rules)
+    for group in sorted((buffer.untrained[group_id] for group_id in buffer.ready), key=oldest_first):
+        if batch.seats <= 0:
+            break
+        candidate = Candidate(
+            group_id=group.group_id,
+            trajectories=group.keep,
+            tokens=group.tokens,
+            deadline=last_version(group.oldest_version, rules.settings.max_staleness),
+        )
+        if not rules.policy.may_join(seen, candidate):
+            continue
+        buffer.batch(group)
+        batch.take(group)
+        joined, seen = True, view(state, rules)
+        out.append(
+            do.TrainGroupNow(
+                batch_id=batch.batch_id, group_id=group.group_id, ids=group.ids, round_kind=group.round_kind
+            )
+        )
+        if rules.policy.cut_tokens and batch.tokens >= rules.policy.cut_tokens:
+            batch.target = batch.filled
+    return joined
+
+
+def close(state: RunState, rules: Rules, out: Actions) -> None:
+    """Settle a full batch, and let the trainer step once it may."""
+    batch = state.batch
+    # An exhausted source ends with one smaller batch rather than losing what was sampled.
+    nothing_comes = state.prompts.empty and not state.pending.draw and not state.buffer.untrained
+    if state.batch_closed or not batch.groups or (batch.seats > 0 and not nothing_comes):
+        return
+    _settle(state, rules, out)
+    # A delta is made against the last acknowledged version: the next step waits until that one is live.
+    # A checkpoint is of the version that the trainer holds; it could not step while it writes anyway.
+    if state.live_version < state.trainer_version or state.pending.checkpoint is not None:
+        return
+    nothing_runs = all(group.paused for group in state.buffer.untrained.values())
+    state.pending.step = do.StepOptimizer(
+        batch_id=batch.batch_id,
+        policy_version=state.trainer_version + 1,
+        groups=len(batch.groups),
+        samples=batch.samples,
+        trained_tokens=batch.tokens,
+        engines_idle=state.pending.evaluation is None and nothing_runs,
+        round_kind=state.round_kind,
+        last=state.trainer_version + 1 >= state.steps,
+    )
+    out.append(state.pending.step)
+    drop_stale(state, rules, out)
+
+
+def _settle(state: RunState, rules: Rules, out: Actions) -> None:
+    """The batch is full: defer, pause or keep the groups that are not in it, as the policy says."""
+    if len(state.buffer.untrained) == len(state.buffer.paused):
+        return
+    remainder = rules.policy.remainder(view(state, rules))
+    others = [g for g in state.buffer.untrained.values() if not g.paused]
+    if remainder is Remainder.PAUSE:
+        stopped: list[TrajectoryId] = []
+        for group in others:
+            if group.open:
+                stopped.extend(group.open_ids)
+                state.buffer.pause(group)
+        if stopped:
+            out.append(do.Pause(ids=tuple(stopped)))
+    elif remainder is Remainder.REQUEUE:
+        longest = max((g.longest for g in state.buffer.groups()), default=0)
+        for group in others:
+            observe_deferred(group, longest, rules)
+            drop_group(state, group, rules.policy.losing, out)
+            state.prompts.queue.append(next_attempt(group, group.seed_base if rules.policy.replays else None))
+            state.prompts.unsorted = True
+
+
+def publish(state: RunState, out: Actions) -> None:
+    """Make the trainer's version live. Weights never change under an evaluation: its figure belongs to one version."""
+    pending = state.pending
+    if pending.push is None and pending.evaluation is None and state.live_version < state.trainer_version:
+        pending.push = state.trainer_version
+        out.append(do.PublishWeights(policy_version=state.trainer_version, last=state.ending))
+
+
+def wind_down(state: RunState, rules: Rules, out: Actions) -> None:
+    """Nothing new is trained: let a closed batch finish and go live, drop the rest, evaluate, save, end."""
+    reason = DropReason.DRAINED if state.stop_reason is not None or state.starved else DropReason.CANCELLED
+    open_batch = () if state.batch_closed else tuple(state.buffer.batched.values())
+    for group in sorted((*open_batch, *state.buffer.untrained.values()), key=lambda g: g.group_id):
+        drop_group(state, group, reason, out)
+        requeue_interrupted(state, group)  # for a run that goes on from the last checkpoint
+    if not state.batch_closed:
+        state.batch = Batch(batch_id=state.batch.batch_id, target=rules.settings.batch_trajectories)
+    publish(state, out)
+    if state.batch_closed or state.live_version < state.trainer_version or state.busy:
+        return
+    if rules.settings.evaluate_at_end:
+        order_evaluation(state, state.live_version, 0, out)
+    if rules.settings.checkpoint_at_end:
+        order_checkpoint(state, state.live_version, out)
+    if not state.busy:
+        end(state, do.End(reason=_reason(state)), out)
+
+
+def _reason(state: RunState) -> str:
+    if state.stop_reason is not None:
+        return state.stop_reason
+    return "prompts exhausted" if state.starved else "finished"
+
+
+# ---- ends that nobody asked for -------------------------------------------------------------------
+
+
+def _starved(state: RunState) -> bool:
+    idle = not state.buffer and not state.batch_closed and state.pending.push is None
+    nothing_comes = state.prompts.empty and not state.pending.draw
+    return nothing_comes and idle and state.live_version == state.trainer_version
+
+
+def _dropped_too_many(state: RunState, rules: Rules) -> str:
+    groups = state.batch.target // (state.batch.group_size or rules.settings.group_size)
+    if state.dropped_in_a_row <= MAX_DROPPED_BATCHES * max(groups, rules.settings.batch_groups):
+        return ""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(state.buffer.dropped.items()))
+    return (
+        f"{state.dropped_in_a_row} groups in a row were dropped without one optimizer step "
+        f"(trajectories dropped so far: {reasons}). With dynamic sampling this means that every prompt is "
+        "always or never solved: choose prompts of other difficulty, a larger group_size, or "
+        "dynamic_sampling = false"
+    )
+
+
+def _deadlock(state: RunState, rules: Rules) -> str:
+    """Why no event can come; empty when one may. Paused groups count as under way: some may be scored now."""
+    buffer, pending = state.buffer, state.pending
+    under_way = buffer.paused or len(buffer.untrained) > len(buffer.ready)
+    if under_way or state.batch_closed or pending.push is not None or pending.draw or state.busy:
+        return ""
+    seen = view(state, rules)
+    return (
+        f"the rounds ({rules.settings.policy or rules.settings.rounds}) wait for nothing: no trajectory runs, "
+        f"{seen.seats} of {seen.target} places of the batch are free, {len(buffer.ready)} groups are ready, "
+        f"{seen.queued} prompts queue and {seen.free_slots} slots are free; "
+        "correct what launch, may_join or slots answer"
+    )

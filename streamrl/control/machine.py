@@ -1,0 +1,96 @@
+"""The core of control: ``handle(event) -> actions``, which is ``apply`` and then ``decide``.
+
+The same core runs the real pipeline and the simulator, and the journal of a run rebuilds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from streamrl.control.actions import ControlAction
+from streamrl.control.apply import apply
+from streamrl.control.decide import decide
+from streamrl.control.events import ControlEvent, RunContinued
+from streamrl.control.model import Batch, RunState, Snapshot, requeue_interrupted
+from streamrl.control.pending import orders_again
+from streamrl.control.round_policy import GroupSizer, RoundPolicy, Rules
+from streamrl.control.settings import ControlSettings
+
+
+class Control:
+    """Everything that decides: the state of the run and the policies that it asks. One instance a run."""
+
+    def __init__(
+        self, settings: ControlSettings, policy: RoundPolicy, sizer: GroupSizer, snapshot: Snapshot | None = None
+    ) -> None:
+        """Raises ``StreamRLError`` for a snapshot of another schema, ``ValueError`` where more slots were in use than
+        there are by ``settings``."""
+        self.rules = Rules(settings, policy, sizer)
+        self.state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_trajectories))
+        if snapshot is not None:
+            snapshot.check()
+            self.state = snapshot.state
+            policy.restore(snapshot.policy)
+            sizer.restore(snapshot.sizer)
+            if self.state.slots.in_use > self.rules.slots:
+                raise ValueError(
+                    f"{self.state.slots.in_use} slots were in use, and this recipe has {self.rules.slots}: resume with "
+                    "its own"
+                )
+
+    @property
+    def settings(self) -> ControlSettings:
+        """The part of the recipe that decides."""
+        return self.rules.settings
+
+    def handle(self, event: ControlEvent) -> list[ControlAction]:
+        """Take one event, decide, and return what is to be done, in order."""
+        out: list[ControlAction] = []
+        self._take(event, out)
+        return out
+
+    def _take(self, event: ControlEvent, out: list[ControlAction]) -> None:
+        state, rules = self.state, self.rules
+        if state.finished and not isinstance(event, RunContinued):
+            return
+        if apply(state, event, rules, out) and not state.finished:
+            decide(state, rules, out)
+
+    def orders_again(self) -> list[ControlAction]:
+        """What was ordered and not answered (``pending``), for a shell with nothing in flight."""
+        return orders_again(self.state)
+
+    def snapshot(self) -> Snapshot:
+        """All of control, to be encoded before the next event."""
+        return Snapshot(
+            state=self.state,
+            policy=_builtins(self.rules.policy.snapshot()),
+            sizer=_builtins(self.rules.sizer.snapshot()),
+        )
+
+
+def fork(snapshot: Snapshot, settings: ControlSettings) -> Snapshot:
+    """Where another run begins that goes on from a checkpoint with this snapshot: what was under way is sampled anew,
+    what was deferred still waits, what policies learnt stays."""
+    snapshot.check()
+    before = snapshot.state
+    state = RunState(steps=settings.steps, batch=Batch(batch_id=0, target=settings.batch_trajectories))
+    state.next_group_id = before.next_group_id
+    state.prompts.drawn = before.prompts.drawn
+    for group in before.buffer.groups():
+        requeue_interrupted(state, group)
+    state.prompts.waiting += before.prompts.waiting
+    sizes = settings.group_sizes
+    state.prompts.queue = [
+        ref if ref.group_size in sizes else msgspec.structs.replace(ref, group_size=sizes[0])
+        for ref in (*state.prompts.queue, *before.prompts.queue)
+    ]
+    return Snapshot(state=state, policy=snapshot.policy, sizer=snapshot.sizer)
+
+
+def _builtins(learnt: dict[str, object]) -> dict[str, Any]:
+    """A copy: a policy of the user's may go on changing what it gave."""
+    copied: dict[str, Any] = msgspec.to_builtins(learnt)
+    return copied

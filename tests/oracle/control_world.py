@@ -1,0 +1,538 @@
+"""The oracle of control: a world around the pure core that answers in any order, with a ledger of its own.
+
+Engines, rewards and trainer are sets of things that may happen next. What was dropped while it ran still comes back
+once; rewards fail while their engine is stopped; engines are lost; runs are killed and resumed from a checkpoint. After
+every event ``check`` compares what control says with the ledger: every trajectory, group and prompt ends once, with a
+reason (accounting); nothing that is trained is too old (staleness); and a run always ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from streamrl.base.types import DropReason, FinishReason, TrajectoryId
+from streamrl.control import actions as do
+from streamrl.control import events as on
+from streamrl.control.machine import Control, fork
+from streamrl.control.model import RunState, Snapshot, prompts_needed
+from streamrl.control.settings import ControlSettings
+from streamrl.policies.deterministic import DeterministicControl
+from streamrl.policies.round_policies import make_control
+from streamrl.recipe.scheduling import DeferredPrompts, RoundKind, SizingKind, StalePolicy
+
+TAIL, SORTED, CONTINUOUS = RoundKind.TAIL_BATCHING, RoundKind.LENGTH_SORTED, RoundKind.CONTINUOUS
+AFTER_FAILURE = ("", "", "drop_group")  # what a recipe may want when a reward failed
+
+
+def control_settings(**changes: object) -> ControlSettings:
+    defaults: dict[str, object] = {
+        "steps": 3,
+        "batch_groups": 2,
+        "group_size": 2,
+        "rounds": RoundKind.SYNCHRONOUS,
+        "max_staleness": 0,
+        "when_stale": StalePolicy.WAIT,
+        "dynamic_sampling": False,
+        "max_failed_share": 1.0,
+        "failure_window": 8,
+    }
+    return ControlSettings(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+def through_bytes(snapshot: Snapshot) -> Snapshot:
+    """As it is read back from the disk."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot)
+
+
+class Checkpoint(msgspec.Struct, kw_only=True):
+    """What a checkpoint has of control, and what the ledger of the world said when it was written."""
+
+    version: int
+    control: Snapshot
+    attempts: dict[str, list[do.LaunchGroup]]
+    over: set[str]
+
+
+class World:
+    """``prompts``: that the source has from its beginning (None: endless); ``start``: the version that it begins with;
+    ``resumed_from``: the checkpoint of a run that was killed.
+
+    ``running``, ``paused``: trajectories that are sampled or stopped, with their launch version; ``returning``: dropped
+    while they ran, so that their result is still on the way. ``log``, ``answers``: events so far, and all actions.
+    """
+
+    def __init__(
+        self,
+        chosen: ControlSettings,
+        prompts: int | None = None,
+        start: int = 0,
+        resumed_from: Checkpoint | None = None,
+    ) -> None:
+        self.settings, self.prompts, self.resumed_from = chosen, prompts, resumed_from
+        kept = None if resumed_from is None else fork(resumed_from.control, chosen)
+        self.first = None if kept is None else msgspec.msgpack.encode(kept)
+        self.core = self.control(chosen, kept)
+        self.start = self.trainer_version = self.live_version = resumed_from.version if resumed_from else start
+        self.next_prompt = self.core.state.prompts.drawn
+        self.prompts_left = None if prompts is None else prompts - self.next_prompt
+        self.written: Checkpoint | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.log: list[on.ControlEvent] = []
+        self.answers: list[do.ControlAction] = []
+        # the stages
+        self.running: dict[TrajectoryId, int] = {}
+        self.paused: dict[TrajectoryId, int] = {}
+        self.returning: dict[TrajectoryId, int] = {}
+        self.scored: set[TrajectoryId] = set()
+        self.oldest: dict[TrajectoryId, int] = {}
+        self.batches: dict[int, list[tuple[TrajectoryId, ...]]] = {}
+        self.draw: int | None = None
+        self.to_step: do.StepOptimizer | None = None
+        self.to_publish: int | None = None
+        self.to_evaluate: tuple[int, int] | None = None
+        self.to_save: int | None = None
+        self.paused_for: int | None = None
+        self.drained = False
+        self.finished: str | None = None
+        self.stopped: str | None = None
+        # the ledger
+        self.launched: list[do.LaunchGroup] = []
+        self.of_group: dict[int, do.LaunchGroup] = {}
+        self.members: dict[int, set[TrajectoryId]] = {}
+        self.living: Counter[str] = Counter()
+        self.attempts = {p: list(a) for p, a in resumed_from.attempts.items()} if resumed_from else {}
+        self.over = set(resumed_from.over) if resumed_from else set()
+        pool = self.core.state.prompts
+        self.drawn_again = {ref.prompt_id for ref in (*pool.queue, *pool.waiting) if ref.seed_base is None}
+        self.content = prompts_needed(self.core.state)
+        self.issued: set[TrajectoryId] = set()
+        self.trained: Counter[TrajectoryId] = Counter()
+        self.failed: dict[TrajectoryId, DropReason] = {}
+        self.staleness: list[int] = []
+        self.due: set[tuple[int, int]] = set()
+        self.evaluated: list[tuple[int, int]] = []
+        self.saved: list[int] = []
+
+    def control(self, settings: ControlSettings, snapshot: Snapshot | None) -> Control:
+        """What decides."""
+        return make_control(settings, snapshot)
+
+    @property
+    def state(self) -> RunState:
+        return self.core.state
+
+    @property
+    def over_now(self) -> bool:
+        """The run has ended."""
+        return self.finished is not None or self.stopped is not None
+
+    @property
+    def sampled(self) -> list[TrajectoryId]:
+        """Those that may end now: engines do not sample while they are paused."""
+        return sorted(t for t, version in self.running.items() if version <= self.live_version)
+
+    # ---- control ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        if self.settings.evaluate_at_start and self.start < self.settings.steps:
+            self.falls_due(0)
+        self.tell(on.RunBegan(policy_version=self.start, steps=self.settings.steps))
+
+    def tell(self, event: on.ControlEvent) -> list[do.ControlAction]:
+        """Let control take ``event``, and obey."""
+        self.log.append(event)
+        self.drained = self.drained or isinstance(event, on.StopRequested)
+        if isinstance(event, on.PromptsDrawn):
+            self.content.update(event.prompt_ids)
+        actions = self.core.handle(event)
+        self.answers.extend(actions)
+        self.after(event, actions)
+        for action in actions:
+            self.obey(action)
+        if any(isinstance(action, do.WriteCheckpoint) for action in actions):
+            self.written = self.take_checkpoint()
+        return actions
+
+    def after(self, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
+        """Control took ``event``; ``actions`` were not obeyed yet. Prompts that it does not need are forgotten. A
+        failure that waited (deterministic rounds) ended with its group, or counts now."""
+        self.content &= prompts_needed(self.state)
+        dropped = {i for a in actions if isinstance(a, do.Drop) for i in a.ids}
+        for trajectory in [t for t in self.failed if self.state.buffer.member(t) is None]:
+            reason = self.failed.pop(trajectory)
+            if trajectory not in dropped:
+                self._leaves(trajectory, reason)
+
+    def take_checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            version=self.trainer_version,
+            control=through_bytes(self.core.snapshot()),
+            attempts={prompt: list(launches) for prompt, launches in self.attempts.items()},
+            over=set(self.over),
+        )
+
+    def killed_and_resumed(self) -> World:
+        """A new run that goes on from the last checkpoint that is complete."""
+        assert self.checkpoint is not None
+        return type(self)(self.settings, self.prompts, resumed_from=self.checkpoint)
+
+    def obey(self, action: do.ControlAction) -> None:
+        match action:
+            case do.DrawPrompts():
+                assert self.draw is None
+                self.draw = action.count
+            case do.LaunchGroup():
+                self._launch(action)
+            case do.Drop():
+                self._drop(action)
+            case do.Pause(ids=()):
+                self._pause_engines(action.policy_version)
+            case do.Pause():
+                for trajectory in action.ids:
+                    self.paused[trajectory] = self.running.pop(trajectory)
+            case do.Resume():
+                for trajectory in action.ids:
+                    self.running[trajectory] = self.paused.pop(trajectory)
+            case do.Decision():
+                assert action.reason
+            case do.TrainGroupNow():
+                assert self.to_step is None, "group handed to a closed batch"
+                assert set(action.ids) <= self.scored, "untrained reward"
+                self.batches.setdefault(action.batch_id, []).append(action.ids)
+            case do.StepOptimizer():
+                assert self.to_step is None
+                assert self.to_save is None, "the trainer leaves the version that is being saved"
+                assert (action.batch_id, action.policy_version) == (self.trainer_version, self.trainer_version + 1)
+                self.to_step = action
+            case do.PublishWeights():
+                assert self.to_publish is None, "two pushes at once"
+                assert self.to_evaluate is None, "weights change under an evaluation"
+                self.to_publish = action.policy_version
+            case do.Evaluate():
+                assert self.to_publish is None, "weights change under an evaluation"
+                assert self.to_evaluate is None, "two evaluations at once"
+                assert action.policy_version == self.live_version and not self.drained
+                self.to_evaluate = (action.policy_version, action.limit)
+            case do.CancelEvaluation():
+                assert self.drained
+                if self.to_evaluate is not None:  # else it is over, and its answer waits (deterministic rounds)
+                    assert action.policy_version == self.to_evaluate[0]
+                    self.due.discard(self.to_evaluate)  # dropped, and said so
+            case do.WriteCheckpoint():
+                assert self.to_save is None and action.policy_version == self.trainer_version
+                self.to_save = action.policy_version
+            case do.End():
+                if action.error:
+                    self.stopped = action.reason
+                else:
+                    self.finished = action.reason
+
+    def _launch(self, action: do.LaunchGroup) -> None:
+        ids = action.ids
+        prompt, attempt = ids[0].prompt_id, ids[0].attempt
+        assert prompt in self.content, "its prompt was forgotten"
+        assert {(t.prompt_id, t.attempt, t.group_id) for t in ids} == {(prompt, attempt, action.group_id)}
+        assert [t.sample for t in ids] == list(range(len(ids)))
+        assert action.group_id >= self.start * self.settings.batch_groups
+        assert not set(ids) & self.issued, "identity used twice"
+        ahead = action.policy_version > self.live_version
+        assert not ahead or self.paused_for == action.policy_version, "sampled by a version that is not live"
+        before = self.attempts.setdefault(prompt, [])
+        if not self.settings.length_sorted.single:
+            assert not self.living[prompt], "two groups of one prompt at once"
+            assert prompt not in self.over, "launched again after it had ended"
+            assert attempt == len(before), "an attempt is missing or used twice"
+            races = self.settings.rounds in (TAIL, RoundKind.AUTO)
+            if before and races and self.settings.tail_batching.deferred_prompts is DeferredPrompts.REPLAY:
+                same = action.seed_base == before[-1].seed_base
+                # What was under way when the run was killed is drawn anew.
+                assert same or prompt in self.drawn_again, "a replayed prompt draws from other seeds"
+                self.drawn_again.discard(prompt)
+            elif before:
+                assert action.seed_base not in {launch.seed_base for launch in before}, "the same seeds again"
+        before.append(action)
+        self.launched.append(action)
+        self.of_group[action.group_id] = action
+        self.members[action.group_id] = set(ids)
+        self.living[prompt] += 1
+        self.issued.update(ids)
+        self.running |= dict.fromkeys(ids, action.policy_version)
+
+    def _pause_engines(self, version: int) -> None:
+        assert self.paused_for is None and not self.running, "what runs under the old weights is paused"
+        assert self.to_evaluate is None, "an evaluation would wait for the step"
+        made = self.trainer_version + int(self.to_step is not None)
+        assert version == made, "engines paused for a version that nobody makes"
+        assert self.to_step is not None or isinstance(self.core, DeterministicControl)
+        self.paused_for = version
+
+    def _drop(self, action: do.Drop) -> None:
+        for trajectory in action.ids:
+            if trajectory in self.running or trajectory in self.paused:
+                assert action.abort, "dropped while it runs, and nobody stops it"
+                self.returning[trajectory] = self.running.get(trajectory, self.paused.get(trajectory, 0))
+            self._leaves(trajectory, action.reason)
+            self.running.pop(trajectory, None)
+            self.paused.pop(trajectory, None)
+            self.scored.discard(trajectory)
+
+    def _leaves(self, trajectory: TrajectoryId, reason: DropReason | None) -> None:
+        """``trajectory`` ended; ``reason`` None: it was trained. With its last member a group ends."""
+        members = self.members.get(trajectory.group_id)
+        if members is None or trajectory not in members:
+            return  # a late result of what had ended
+        members.remove(trajectory)
+        if members:
+            return
+        del self.members[trajectory.group_id]
+        self.living[trajectory.prompt_id] -= 1
+        # What the end of a run ends stays in its last checkpoint, and is sampled anew where it goes on.
+        with_the_run = reason in (DropReason.DRAINED, DropReason.CANCELLED)
+        if with_the_run:
+            self.drawn_again.add(trajectory.prompt_id)
+        deferred = reason in (DropReason.LOST_RACE, DropReason.CUT)
+        regenerated = reason is DropReason.STALE and self.settings.when_stale is StalePolicy.REGENERATE
+        if not (with_the_run or deferred or regenerated):
+            self.over.add(trajectory.prompt_id)
+
+    # ---- what the world may do -------------------------------------------------------------------
+
+    def goes_on(self) -> bool:
+        """Do the one thing that is due, at source, engines or trainer; False: only results can come."""
+        if self.draw is not None:
+            self.answer_draw()
+        elif self.to_publish is not None:
+            self.go_live()
+        elif self.to_evaluate is not None:
+            self.evaluate()
+        elif self.to_save is not None:
+            self.save()
+        elif self.to_step is not None:
+            self.step()
+        else:
+            return False
+        return True
+
+    def answer_draw(self) -> None:
+        assert self.draw is not None
+        count = self.draw if self.prompts_left is None else min(self.draw, self.prompts_left)
+        exhausted = count < self.draw
+        if self.prompts_left is not None:
+            self.prompts_left -= count
+        numbers = range(self.next_prompt, self.next_prompt + count)
+        self.next_prompt += count
+        self.draw = None
+        tokens = tuple(10 + number % 7 for number in numbers)
+        names = tuple(f"p{number}" for number in numbers)
+        self.tell(on.PromptsDrawn(prompt_ids=names, exhausted=exhausted, prompt_tokens=tokens))
+
+    def score(
+        self, trajectory: TrajectoryId, reward: float, tokens: int, late: int = 0, truncated: bool = False
+    ) -> None:
+        launched = next(p.pop(trajectory) for p in (self.running, self.paused, self.returning) if trajectory in p)
+        oldest = min(launched + late, self.live_version)  # queued in a pause: first token under newer weights
+        self.oldest[trajectory] = oldest
+        if trajectory in self.members.get(trajectory.group_id, ()):
+            self.scored.add(trajectory)
+        self.tell(
+            on.TrajectoryScored(
+                id=trajectory,
+                reward=reward,
+                tokens=tokens,
+                finish_reason=FinishReason.LENGTH if truncated else FinishReason.STOP,
+                oldest_version=oldest,
+                newest_version=self.live_version,
+            )
+        )
+
+    def score_any(self, random: Random, among: list[TrajectoryId]) -> None:
+        """One of them ends with some reward and length."""
+        tokens = random.choice([1, 2, 3, 5, 8, 20, 60])
+        trajectory = random.choice(among)
+        self.score(trajectory, random.choice([0.0, 1.0]), tokens, random.choice([0, 0, 0, 1]), truncated=tokens == 60)
+
+    def fail(self, trajectory: TrajectoryId, policy: str = "", reason: DropReason = DropReason.REWARD_FAILED) -> None:
+        for place in (self.running, self.paused, self.returning):
+            place.pop(trajectory, None)
+        self.failed[trajectory] = reason
+        self.tell(on.TrajectoryFailed(id=trajectory, reason=reason, message="planted", tokens=2, policy=policy))
+
+    def lose_an_engine(self, random: Random) -> None:
+        """Half of what runs ends at once."""
+        for trajectory in [t for t in self.sampled if random.random() < 0.5]:
+            if trajectory in self.running and not self.over_now:
+                self.fail(trajectory, reason=DropReason.ENGINE_FAILED)
+
+    def late_result(self, random: Random) -> None:
+        """What was dropped while it ran comes back once, as a result or as an end, and changes nothing."""
+        trajectory = random.choice(sorted(self.returning))
+        before, answered = self.state.accounting(), len(self.answers)
+        if random.random() < 0.5:
+            self.score(trajectory, 1.0, tokens=9)
+        else:
+            self.fail(trajectory, reason=DropReason.CANCELLED)
+        assert self.state.accounting() == before, "a late result changed the accounting"
+        late = [a for a in self.answers[answered:] if not (isinstance(a, do.Drop) and not a.abort)]
+        assert not late, "a late result was acted upon"
+
+    def measure(self, random: Random) -> None:
+        """Engines and clocks report. Now and then the tail looks costly, so that ``auto`` has something to change."""
+        busy = float(len(self.running))
+        token_s = random.choice([0.001, 0.001, 0.0001 * (1 + busy)])
+        self.tell(on.EnginesMeasured(running=busy, waiting=0, token_s=token_s, kv_usage=0.3, preemptions=0))
+        rollout_s = random.choice([0.06, 0.06, 0.5])
+        self.tell(on.RoundTimed(policy_version=self.trainer_version, rollout_s=rollout_s, training_s=0.01, push_s=0.01))
+
+    def step(self) -> None:
+        order = self.to_step
+        assert order is not None
+        groups = self.batches.pop(order.batch_id)
+        self._check_batch(order, groups)
+        for trajectory in [t for ids in groups for t in ids]:
+            self._leaves(trajectory, None)
+            self.staleness.append(self.trainer_version - self.oldest[trajectory])
+            self.trained[trajectory] += 1
+            self.scored.discard(trajectory)
+        self.to_step = None
+        self.trainer_version = order.policy_version
+        self.tell(on.BatchTrained(batch_id=order.batch_id, policy_version=order.policy_version))
+
+    def go_live(self) -> None:
+        assert self.to_publish is not None
+        self.live_version, self.to_publish = self.to_publish, None
+        if self.paused_for == self.live_version:
+            self.paused_for = None
+        every, at_end = self.settings.evaluate_every, self.settings.evaluate_at_end
+        if every and self.live_version % every == 0 and not (at_end and self.live_version == self.settings.steps):
+            self.falls_due(self.settings.evaluate_limit)
+        self.tell(on.WeightsLive(policy_version=self.live_version))
+
+    def falls_due(self, limit: int) -> None:
+        if not self.drained:
+            self.due.add((self.live_version, limit))
+
+    def evaluate(self) -> None:
+        assert self.to_evaluate is not None
+        done, self.to_evaluate = self.to_evaluate, None
+        assert done[0] == self.live_version, "the figure belongs to another version"
+        self.evaluated.append(done)
+        self.tell(on.EvaluationDone(policy_version=done[0]))
+
+    def save(self) -> None:
+        assert self.to_save == self.trainer_version, "the checkpoint holds another version"
+        self.checkpoint = self.written
+        self.saved.append(self.trainer_version)
+        self.to_save = None
+        self.tell(on.CheckpointDone(policy_version=self.trainer_version))
+
+    def moves(self, random: Random) -> list[tuple[int, Callable[[], None]]]:
+        """(weight, what may happen now)."""
+        possible: list[tuple[int, Callable[[], None]]] = []
+        if self.draw is not None:
+            possible.append((20, self.answer_draw))
+        if self.sampled:
+            possible.append((60, lambda: self.score_any(random, self.sampled)))
+            possible.append((2, lambda: self.fail(random.choice(self.sampled), random.choice(AFTER_FAILURE))))
+            possible.append((1, lambda: self.lose_an_engine(random)))
+        if self.paused:
+            possible.append((4, lambda: self.score_any(random, sorted(self.paused))))
+            possible.append((1, lambda: self.fail(random.choice(sorted(self.paused)))))
+        if self.returning:
+            possible.append((6, lambda: self.late_result(random)))
+        answers = ((self.to_step, self.step), (self.to_publish, self.go_live), (self.to_save, self.save))
+        possible += [
+            (10, answer) for order, answer in (*answers, (self.to_evaluate, self.evaluate)) if order is not None
+        ]
+        return possible
+
+    def anything_else(self, random: Random) -> None:
+        """What a checker adds to a walk."""
+
+    def run_to_end(self, limit: int = 20_000) -> None:
+        """Whatever is possible happens, oldest first: the run must end."""
+        for _ in range(limit):
+            if self.over_now:
+                return
+            if self.goes_on():
+                continue
+            if self.sampled:
+                trajectory = self.sampled[0]
+                self.score(trajectory, reward=float(trajectory.sample), tokens=3)
+            else:
+                raise AssertionError(f"nothing can happen and the run has not ended: {self.state.accounting()}")
+        raise AssertionError("the run does not end")
+
+    # ---- what must hold --------------------------------------------------------------------------
+
+    def _check_batch(self, order: do.StepOptimizer, groups: list[tuple[TrajectoryId, ...]]) -> None:
+        settings, on_policy = self.settings, self.core.rules.policy.on_policy
+        assert len(groups) == order.groups and sum(map(len, groups)) == order.samples
+        batches = settings.tail_batching.long_round_batches if settings.rounds is TAIL else 1
+        # Off-policy rounds may have groups of several sizes: the last one to join may take more than the seats left.
+        mixes = not on_policy and settings.group_sizing.kind is not SizingKind.FIXED
+        excess = max(settings.group_sizing.sizes) - 1 if mixes else 0
+        assert order.samples <= batches * settings.batch_trajectories + excess, "more than a batch"
+        seats = sum(len(self.of_group[ids[0].group_id].ids) for ids in groups if ids[0].group_id in self.of_group)
+        ended_early = self.state.prompts.exhausted or settings.length_sorted.cut_tokens
+        assert seats >= settings.batch_trajectories or ended_early, "less than a batch"
+        for ids in groups:
+            # Of a race of responses the kept ones are the first that were rewarded; all others have left.
+            assert set(ids) == self.members[ids[0].group_id], "part of a group was trained"
+        if on_policy:
+            stale = [t for ids in groups for t in ids if self.oldest[t] != self.trainer_version]
+            assert not stale, "an on-policy round trains what an older version sampled"
+
+    def check(self) -> None:
+        if isinstance(self.core, DeterministicControl) and on.BatchTrained in self.core.waiting_answers:
+            return  # the ledger is ahead of what counts
+        state, settings = self.state, self.settings
+        accounting = state.accounting()
+        assert accounting.balanced, accounting
+        assert accounting.issued == len(self.issued)
+        assert accounting.trained == sum(self.trained.values())
+        assert all(count == 1 for count in self.trained.values()), "trained twice"
+        assert all(s <= settings.max_staleness for s in self.staleness), self.staleness
+        if settings.when_stale is StalePolicy.WAIT:
+            assert "stale" not in accounting.dropped, "WAIT bounds staleness by construction and wastes nothing"
+        groups = list(state.buffer.groups())
+        used = sum(group.size for group in groups) + sum(state.slots.consumed.values())
+        assert accounting.in_flight <= state.slots.in_use == used <= self.core.rules.slots
+        assert self.live_version <= self.trainer_version
+        waiting = {i for i in self.scored if state.buffer.member(i) is not None}
+        assert waiting >= {i for g in groups for i in g.ids if i not in g.open_ids}, "scored, and nobody scored it"
+        if settings.rounds in (TAIL, SORTED) and not settings.length_sorted.single and not state.prompts.exhausted:
+            assert all(group.keep == group.prompt.group_size for group in groups if group.queued), (
+                "trained at another size than its cohort, or than it was deferred at"
+            )
+
+    def check_end(self) -> None:
+        self.check()
+        assert "wait for nothing" not in str(self.stopped)
+        self._check_replay()
+        if self.finished is None:
+            return
+        assert self.state.accounting().in_flight == 0
+        assert not self.members, f"groups that never ended: {sorted(self.members)}"
+        assert self.live_version == self.trainer_version
+        if self.settings.evaluate_at_end and self.start < self.settings.steps:
+            self.falls_due(0)
+        missed = self.due - set(self.evaluated)
+        assert not missed, f"neither done nor dropped: {missed}"
+        assert len(set(self.evaluated)) == len(self.evaluated), "evaluated twice"
+        assert len(set(self.saved)) == len(self.saved), "saved twice"
+        if self.settings.checkpoint_at_end and self.start < self.settings.steps:
+            assert self.saved[-1] == self.trainer_version
+        if self.state.starved and not self.drained:
+            left = sorted({f"p{n}" for n in range(self.next_prompt)} - self.over)
+            assert not left, f"prompts that were drawn and neither trained nor dropped: {left}"
+
+    def _check_replay(self) -> None:
+        """The log rebuilds the run: the same events give the same actions."""
+        first = None if self.first is None else msgspec.msgpack.decode(self.first, type=Snapshot)
+        again = self.control(self.settings, first)
+        answers = [action for event in self.log for action in again.handle(event)]
+        assert answers == self.answers, "a replay decides differently"
