@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from process_tree import describe
 
-OWN_PROCESS = re.compile(r"streamrl\.processes[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
+OWN_PROCESS = re.compile(r"streamrl\.app[. ](?P<role>\w+)(?:.*--index[ =](?P<index>\d+))?")
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_CHILD_SUBREAPER = 36
 

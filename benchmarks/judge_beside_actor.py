@@ -123,7 +123,7 @@ def process_of(run: TrainingRun, role: str) -> int:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if words[1:4] == ["-m", "streamrl.processes", role]:
+        if words[1:4] == ["-m", "streamrl.app", role]:
             return int(process.pid)
     return 0
 

@@ -371,7 +371,7 @@ sys.exit("\\n".join(failed) or 0)
 
 def modules_without_torch() -> list[str]:
     """Every module outside of the places where torch and vllm are at home; a trainer process is at home too."""
-    at_home = (*CONFINED["torch"], "streamrl/processes/trainer_process.py")
+    at_home = (*CONFINED["torch"], "streamrl/learning/")
     paths = [path for path in FILES if not name_of(path).startswith(at_home)]
     return [name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths]
 

@@ -32,9 +32,9 @@ TAPPED = {
 
 def _role() -> str:
     arguments = sys.orig_argv
-    if "streamrl.processes" not in arguments:
+    if "streamrl.app" not in arguments:
         return ""
-    role = arguments[arguments.index("streamrl.processes") + 1 :][:1]
+    role = arguments[arguments.index("streamrl.app") + 1 :][:1]
     index = arguments[arguments.index("--index") + 1] if "--index" in arguments else "0"
     return f"{role[0]}-{index}" if role and role[0] != "controller" else "".join(role)
 

@@ -23,6 +23,8 @@ from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
 from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
+from streamrl.app import pipeline as run_module
+from streamrl.app import roles, run_controller
 from streamrl.comm import zmq_stream
 from streamrl.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines import engine_host
@@ -30,11 +32,11 @@ from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.simulated.engine import SimulationOptions
 from streamrl.engines.step_cost import StepCost
 from streamrl.journal import log
+from streamrl.learning import trainer as trainer_module
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.sinks import PublishSink
 from streamrl.plan import topology as topology_module
 from streamrl.plan.preflight import preflight, resumed
-from streamrl.processes import controller_process, engine_process, reward_process, trainer_process
 from streamrl.prompts import prompts as prompts_module
 from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.load import load_recipe
@@ -42,8 +44,6 @@ from streamrl.remote.control_socket import serving_control
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.signature import inspect_reward
-from streamrl.run import pipeline as run_module
-from streamrl.run import run_controller as pipeline
 from streamrl.run.run_directory import RunLock, refuse_changes
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise import child_process, clean_up, supervisor
@@ -54,7 +54,7 @@ from streamrl.vllm.options import installed_device
 if TYPE_CHECKING:
     from campaigns.faults.world import World
 
-_ROLES = (pipeline, controller_process, reward_process, supervisor)  # imported before anything is looked for
+_ROLES = (run_controller, supervisor)  # imported before anything is looked for
 _HANDLE = ControlState.handle
 _PLAN = topology_module.plan_topology
 _GREETING = zmq_stream._greeting
@@ -265,7 +265,7 @@ def _parts(world: World, put: Any) -> None:
         rank, directory = options
         return SimulatedTrainer(world, rank, world.shape.ranks, Path(directory) if directory else None)
 
-    put(engine_process, "engine_options", lambda recipe, index, sockets, **_: Named(f"engine-{index}"))
-    put(engine_process, "_vllm", engine)
-    put(trainer_process, "trainer_options", trainer_options)
-    put(trainer_process, "TorchTrainer", trainer)
+    put(roles, "engine_options", lambda recipe, index, sockets, **_: Named(f"engine-{index}"))
+    put(roles, "_vllm", engine)
+    put(trainer_module, "trainer_options", trainer_options)
+    put(trainer_module, "TorchTrainer", trainer)

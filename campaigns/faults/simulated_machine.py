@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from campaigns.faults.virtual_time import PROCESS, SimulatedProcess
+from streamrl.app.roles import role_main
 from streamrl.base.errors import StreamRLError
 from streamrl.plan.topology import ProcessPlan
 from streamrl.supervise import child
-from streamrl.supervise.child import ChildContext, Terminated, role_main
+from streamrl.supervise.child import ChildContext, Terminated
 from streamrl.supervise.child_process import ChildProcess
 from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, leaves, reason_of, write_reason
 
@@ -92,7 +93,7 @@ class Machine:
     # ---- processes -------------------------------------------------------------------------------------
 
     def start(self, plan: ProcessPlan, run_directory: Path, *, resumes: bool) -> SimulatedPopen:
-        """A role of the run, as ``python -m streamrl.processes`` would start it."""
+        """A role of the run, as ``python -m streamrl.app`` would start it."""
         world = self.world
         assert world.topology is not None
         context = ChildContext(

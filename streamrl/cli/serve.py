@@ -6,11 +6,11 @@ import logging
 import sys
 from typing import Annotated, Literal
 
+from streamrl.app.external import serve_external
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recipe_file
 from streamrl.observe.terminal.printable import log_to
 from streamrl.plan.topology import Role
 from streamrl.recipe.load import load_recipe
-from streamrl.remote.external import serve_external
 from streamrl.supervise.child import Terminated
 
 

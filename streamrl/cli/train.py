@@ -13,6 +13,7 @@ from typing import Annotated
 import anyio
 import anyio.abc
 
+from streamrl.app.pipeline import Pipeline, recipe_of_run
 from streamrl.base.run_events import RunFinished, RunStarted, StartProgress
 from streamrl.cli.command import Argument, Command, Overrides, RecipePath, RunPath, recipe_file
 from streamrl.cli.dry_run import dry_run
@@ -23,7 +24,6 @@ from streamrl.plan.topology import Role, plan_topology
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.rules.transport_rules import insecure_notice
-from streamrl.run.pipeline import Pipeline, recipe_of_run
 
 DRAIN_S = 600.0
 """How long a drain may take: the open step and a checkpoint. Whoever cannot wait sends the signal again."""

@@ -187,7 +187,7 @@ async def groups_from_engine(recipe: Recipe, prompts: Sequence[Prompt], samples:
 
     Raises ``RecipeError`` for a model that cannot be used, ``EngineError`` when it does not start or dies.
     """
-    from streamrl.processes.engine_process import engine_of
+    from streamrl.app.roles import engine_of
 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     at_once = min(_MOST_AT_ONCE, len(prompts) * samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -18,11 +17,7 @@ from streamrl.base.messages import PauseMode
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.judge.gate import JudgeGate, gate_policy
 from streamrl.judge.messages import JudgeEvent, JudgeOrder, JudgeReady
-from streamrl.judge.options import judge_options
-from streamrl.plan.topology import judge_socket
 from streamrl.recipe.judge import Judge, YieldKind
-from streamrl.run.controller_streams import controller_streams
-from streamrl.supervise.child import ChildContext
 
 if TYPE_CHECKING:
     from streamrl.vllm.engine import VllmEngine
@@ -30,20 +25,6 @@ if TYPE_CHECKING:
 REPORT_S = 0.5
 
 Move = Callable[[], Awaitable[None]]
-
-
-async def run_judge_process(context: ChildContext) -> None:
-    """Answer until the controller says that nobody will ask any more."""
-    options = judge_options(context.recipe, context.socket_directory)
-    os.environ.update(options.environment)  # vLLM reads it when it is imported
-    from streamrl.vllm.engine import VllmEngine
-
-    name = context.plan.name
-    path = judge_socket(context.topology)
-    assert path is not None
-    streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
-    async with streams as (orders, reports):
-        await serve_judge(VllmEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)
 
 
 async def serve_judge(

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,29 +49,13 @@ class ChildContext(msgspec.Struct, frozen=True, kw_only=True):
 RoleMain = Callable[[ChildContext], Awaitable[None]]
 
 
-ROLES = {
-    Role.CONTROLLER: "streamrl.processes.controller_process:run_controller_process",
-    Role.ENGINE: "streamrl.processes.engine_process:run_engine_process",
-    Role.TRAINER: "streamrl.processes.trainer_process:run_trainer_process",
-    Role.REWARD: "streamrl.processes.reward_process:run_reward_process",
-    Role.JUDGE: "streamrl.judge.server:run_judge_process",
-}
-"""What each process runs."""
-
-
 class Terminated(Exception):
     """SIGTERM ended this process: an order that was obeyed, not an error."""
 
 
-def main() -> NoReturn:
-    """Run the role that the command line of ``python -m streamrl.processes`` names, leave."""
-    plan, directory, resumes = parse_arguments()
-    leave(plan, directory, lambda: run_role(load_context(plan, directory, resumes=resumes)))
-
-
 def parse_arguments() -> tuple[ProcessPlan, Path, bool]:
     """What a child of the supervisor was started as, the directory of the run, and whether it resumes the run."""
-    parser = argparse.ArgumentParser(prog="python -m streamrl.processes")
+    parser = argparse.ArgumentParser(prog="python -m streamrl.app")
     parser.add_argument("role", type=Role, choices=list(Role))
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--run-directory", type=Path, required=True)
@@ -126,8 +109,8 @@ def load_context(plan: ProcessPlan, run_directory: Path, *, resumes: bool = Fals
     )
 
 
-def run_role(context: ChildContext) -> None:
-    """Run the role's coroutine to its end. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
+def run_role(context: ChildContext, main: RoleMain) -> None:
+    """Run the role's coroutine ``main``. Raises ``Terminated`` on SIGTERM, ``StreamRLError`` without usable keys."""
     # Also for what this process starts: vLLM's workers pull weights themselves.
     os.environ.update(transport_environment(context.recipe, context.plan.role))
     if context.plan.gpus:  # before anything opens a device; numbered as NVML does
@@ -135,14 +118,7 @@ def run_role(context: ChildContext) -> None:
         os.environ[CUDA_DEVICES] = ",".join(context.plan.gpus)
     if notice := insecure_notice(context.recipe):
         log.warning("%s", notice)
-    anyio.run(_until_terminated, role_main(context.plan.role), context, backend_options={"use_uvloop": True})
-
-
-def role_main(role: Role) -> RoleMain:
-    """The coroutine of ``role``; only what that role needs is imported."""
-    module, _, function = ROLES[role].partition(":")
-    main: RoleMain = getattr(import_module(module), function)
-    return main
+    anyio.run(_until_terminated, main, context, backend_options={"use_uvloop": True})
 
 
 async def _until_terminated(main: RoleMain, context: ChildContext) -> None:

@@ -51,7 +51,7 @@ class Supervisor:
         socket_directory: Path,
         python: str = sys.executable,
         *,
-        entry: Sequence[str] = ("-P", "-m", "streamrl.processes"),
+        entry: Sequence[str] = ("-P", "-m", "streamrl.app"),
         restarts: int = 20,
         others_end_s: float = 30.0,
         resumes: bool = False,

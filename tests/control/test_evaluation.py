@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
+from streamrl.app.controller_parts import read_held_out
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.base.stage_messages import (
     CancelTrajectories,
@@ -37,7 +38,6 @@ from streamrl.evaluate.evaluation_metrics import evaluation_metrics, pass_at_k, 
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.load import load_recipe
-from streamrl.run.controller_parts import read_held_out
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 

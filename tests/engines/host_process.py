@@ -8,10 +8,10 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from streamrl.app.roles import controller_streams
 from streamrl.base.messages import EngineEvent, EngineOrder
 from streamrl.engines.engine_host import serve_engine
 from streamrl.plan.topology import Topology
-from streamrl.run.controller_streams import controller_streams
 from streamrl.vllm.engine import VllmEngine
 from streamrl.vllm.options import EngineOptions
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import anyio
 
+from streamrl.app.roles import controller_streams
 from streamrl.base.messages import EngineEvent, EngineOrder, EngineReady, Generate
 from streamrl.base.run_process import die_with_parent
 from streamrl.base.types import Completion
@@ -25,7 +26,6 @@ from streamrl.engines.engine_host import serve_engine
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.step_cost import StepCost
 from streamrl.plan.topology import Role, read_topology
-from streamrl.run.controller_streams import controller_streams
 from streamrl.supervise.child import leave, parse_arguments
 
 POISON = 666

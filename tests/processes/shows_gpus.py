@@ -13,8 +13,8 @@ import sys
 
 import anyio
 
+from streamrl.app import roles
 from streamrl.plan.topology import Role
-from streamrl.processes import engine_process
 from streamrl.rewards.environment import passed_environment
 from streamrl.supervise import child
 from streamrl.vllm.options import EngineOptions
@@ -23,9 +23,9 @@ from streamrl.vllm.options import EngineOptions
 async def show(context: child.ChildContext) -> None:
     shares: list[float] = []
     if context.plan.role is Role.ENGINE:
-        engine_process._vllm = lambda options: note(options, shares)  # type: ignore[assignment, return-value]
+        roles._vllm = lambda options: note(options, shares)  # type: ignore[assignment, return-value]
         with contextlib.suppress(NotStarted):
-            await engine_process.run_engine_process(context)
+            await roles.run_engine(context)
     environment = passed_environment(context.recipe.rewards) if context.plan.role is Role.REWARD else dict(os.environ)
     script = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER'))"
     seen = (await anyio.run_process([sys.executable, "-c", script], env=environment)).stdout.decode()
@@ -45,9 +45,8 @@ def note(options: EngineOptions, shares: list[float]) -> None:
 
 
 def main() -> None:
-    child.role_main = lambda role: show
     plan, directory, resumes = child.parse_arguments()
-    child.leave(plan, directory, lambda: child.run_role(child.load_context(plan, directory, resumes=resumes)))
+    child.leave(plan, directory, lambda: child.run_role(child.load_context(plan, directory, resumes=resumes), show))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from pathlib import Path
 import anyio
 import pytest
 
+from streamrl.app import external
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
 from streamrl.plan.topology import RENDEZVOUS, Role
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Training, Transport, TransportKind
-from streamrl.remote import external
 from streamrl.supervise.child import ChildContext
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -30,7 +30,7 @@ RECIPE = Recipe(
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ChildContext]:
     """What would be run, under torchrun as rank 1 of 2."""
     contexts: list[ChildContext] = []
-    monkeypatch.setattr(external, "run_role", contexts.append)
+    monkeypatch.setattr(external, "run_role", lambda context, main: contexts.append(context))
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     return contexts
@@ -53,8 +53,9 @@ def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
 ) -> None:
     """The one that is whole, of that very run: ``latest`` may name another one before the trainer has read it."""
     pytest.importorskip("torch")
+    from streamrl.app import roles
+    from streamrl.learning import trainer as trainer_module
     from streamrl.learning.options import TrainerOptions
-    from streamrl.processes import trainer_process
 
     begun: list[str] = []
 
@@ -65,7 +66,7 @@ def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
         begun.append(options.resume_from)
         raise Begun
 
-    monkeypatch.setattr(trainer_process, "TorchTrainer", begin)
+    monkeypatch.setattr(trainer_module, "TorchTrainer", begin)
     run, latest = tmp_path / "run-1", tmp_path / "latest"
     for name, damaged in (("step-000002", False), ("step-000004", True)):
         checkpoint = run / "checkpoints" / name
@@ -79,7 +80,7 @@ def test_a_rank_of_a_run_that_goes_on_begins_from_its_newest_checkpoint(
     external.serve_external(Role.TRAINER, RECIPE, None, None)
     for context in served:
         with pytest.raises(Begun):
-            anyio.run(trainer_process.run_trainer_process, context)
+            anyio.run(roles.run_trainer, context)
     assert begun == [str(run / "checkpoints" / "step-000002"), ""]
     assert served[0].run_directory == run
 

@@ -17,13 +17,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from test_supervisor import STAND_IN, until
 
-import streamrl.run.pipeline
+import streamrl.app.pipeline
+from streamrl.app.pipeline import Pipeline
 from streamrl.base.errors import ProcessDied
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
-from streamrl.run.pipeline import Pipeline
 from streamrl.supervise.crash.crash_bundle import read_manifest
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.watchdog import ask_for_stacks
@@ -39,9 +39,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """The demo's, with stand-ins for its processes. They serve, but for the engine, which fails when it is told to."""
     recipe = load_recipe(DEMO, [f"run.directory={tmp_path / 'runs'}", "engines.advanced.restarts=0"])
     monkeypatch.setenv("HF_TOKEN", CANARY)
-    monkeypatch.setattr(streamrl.run.pipeline, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))
-    monkeypatch.setattr(streamrl.run.pipeline, "preflight", lambda *_: None)
-    make = streamrl.run.pipeline._make_run_directory
+    monkeypatch.setattr(streamrl.app.pipeline, "Supervisor", partial(Supervisor, entry=(str(STAND_IN),)))
+    monkeypatch.setattr(streamrl.app.pipeline, "preflight", lambda *_: None)
+    make = streamrl.app.pipeline._make_run_directory
 
     def with_behaviour(*arguments: object) -> Path:
         directory = make(*arguments)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
             (directory / "behaviour" / name).write_text("raise" if name == "engine-0" else "serve")
         return directory
 
-    monkeypatch.setattr(streamrl.run.pipeline, "_make_run_directory", with_behaviour)
+    monkeypatch.setattr(streamrl.app.pipeline, "_make_run_directory", with_behaviour)
     return recipe
 
 
@@ -97,7 +97,7 @@ async def test_a_bundle_that_cannot_be_written_hides_no_failure(
     def full(*_: object, **__: object) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(streamrl.run.pipeline, "write_crash_bundle", full)
+    monkeypatch.setattr(streamrl.app.pipeline, "write_crash_bundle", full)
     async with Pipeline(recipe) as pipeline:
         (pipeline.run_directory / "go").touch()
         with pytest.raises(ProcessDied) as died:

@@ -14,6 +14,8 @@ import msgspec
 import pytest
 from trials import until
 
+from streamrl.app import external
+from streamrl.app.pipeline import Pipeline
 from streamrl.base.errors import RecipeError
 from streamrl.cli.main import main
 from streamrl.plan import gpus
@@ -22,8 +24,6 @@ from streamrl.plan.preflight import preflight
 from streamrl.plan.topology import Role, plan_topology
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.remote import external
-from streamrl.run.pipeline import Pipeline
 from streamrl.supervise.child import ChildContext
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.vllm.options import installed_device
@@ -239,7 +239,7 @@ def test_shared_memory_that_is_too_small_for_several_gpus_is_refused(
 
 def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[ChildContext] = []
-    monkeypatch.setattr(external, "run_role", served.append)
+    monkeypatch.setattr(external, "run_role", lambda context, main: served.append(context))
     by_hand = ["transport.kind=tcp", "transport.engines=external", "transport.training=external"]
     sixteen = recipe("engines.count=16", "training.ranks=2", *by_hand)
     for index in (0, 7, 8, 15):
@@ -254,8 +254,9 @@ def test_hosts_of_processes_started_by_hand_are_filled_in_order(cuda: Any, monke
 
 def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("torch")
+    from streamrl.app import roles
+    from streamrl.learning import trainer as trainer_module
     from streamrl.learning.options import TrainerOptions
-    from streamrl.processes import trainer_process
 
     devices: list[str] = []
 
@@ -266,7 +267,7 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.M
         devices.append(options.device)
         raise Begun
 
-    monkeypatch.setattr(trainer_process, "TorchTrainer", begin)
+    monkeypatch.setattr(trainer_module, "TorchTrainer", begin)
     made = recipe("training.device=cuda:3")
     for topology in (plan_topology(made, tmp_path), gpus.gpu_placement(made).placed(plan_topology(made, tmp_path))):
         plan = next(one for one in topology.processes if one.role is Role.TRAINER)
@@ -274,5 +275,5 @@ def test_a_rank_takes_the_only_gpu_that_it_sees(cuda: Any, monkeypatch: pytest.M
             plan=plan, recipe=made, topology=topology, run_directory=tmp_path, socket_directory=tmp_path
         )
         with pytest.raises(Begun):
-            anyio.run(trainer_process.run_trainer_process, context)
+            anyio.run(roles.run_trainer, context)
     assert devices == ["cuda:3", "cuda"] and plan.gpus == ("3",)

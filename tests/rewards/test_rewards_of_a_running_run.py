@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import psutil
 import pytest
 from msgspec import structs
 
+from streamrl.app.pipeline import carry_out
+from streamrl.app.reward_workers import change_rewards, open_reward_stage
 from streamrl.base.errors import RecipeError
 from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
@@ -26,13 +29,11 @@ from streamrl.cli.main import main
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.plan.preflight import preflight, resumed
 from streamrl.plan.topology import Topology, control_socket, plan_topology, rewards_endpoint
-from streamrl.processes.reward_workers import change_rewards, open_reward_stage
 from streamrl.recipe.rewards import AdaptiveTimeout, Reward
 from streamrl.recipe.sections import Recipe, ResumedRewards
 from streamrl.remote.control_socket import serving_control
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.time_limits import LearntLimits
-from streamrl.run.control_operations import ControlOperations
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage
 
@@ -93,12 +94,11 @@ class LiveRun:
 
         self.stage, self.attached = await open_reward_stage(self.recipe, self.topology, self.run_directory, reply)
         self.start_worker()
-        operations = ControlOperations(self.attachments)
         socket_path = control_socket(self.topology)
         try:
             async with (
                 anyio.create_task_group() as tasks,
-                serving_control(socket_path, self.run_directory, operations.carry_out),
+                serving_control(socket_path, self.run_directory, partial(carry_out, self.attachments)),
             ):
                 tasks.start_soon(self.stage.run, self._incoming, self._scored)
                 tasks.start_soon(change_rewards, self.topology, self.attached, self.run_directory, note)

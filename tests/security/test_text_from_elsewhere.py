@@ -73,9 +73,9 @@ def test_no_text_forges_a_line_of_a_log() -> None:
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     log = logging.Logger("streamrl")
     log.addHandler(handler)
-    log.warning("a reward said %s", "no\nCRITICAL streamrl.run.pipeline: all is well\r\x1b[2K")
+    log.warning("a reward said %s", "no\nCRITICAL streamrl.app.pipeline: all is well\r\x1b[2K")
     lines = stream.getvalue().splitlines()
-    assert lines == ["WARNING streamrl: a reward said no", "  CRITICAL streamrl.run.pipeline: all is well\\r\\x1b[2K"]
+    assert lines == ["WARNING streamrl: a reward said no", "  CRITICAL streamrl.app.pipeline: all is well\\r\\x1b[2K"]
     log.warning("x" * (10 * LONGEST_RECORD))
     assert len(stream.getvalue()) < 2 * LONGEST_RECORD
     assert f"({9 * LONGEST_RECORD + len('WARNING streamrl: ')} more characters)" in stream.getvalue()

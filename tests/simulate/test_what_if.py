@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.app.run_controller import control_settings as settings_of
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.main import main
 from streamrl.observe.report.trajectory_trace import (
@@ -26,7 +27,6 @@ from streamrl.observe.report.trajectory_trace import (
 from streamrl.recipe.load import check_recipe, load_recipe
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
-from streamrl.run.run_controller import control_settings as settings_of
 from streamrl.simulate.cluster import DEMO, HEAVY, ClusterModel
 from streamrl.simulate.lengths import ModelledLengths
 from streamrl.simulate.what_if import CURRENT, Advice, Budget, Search, World, eta_of, grid, recipe_fragment

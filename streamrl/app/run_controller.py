@@ -24,7 +24,7 @@ Every trajectory that control launches comes back on ``scored`` exactly once: as
 Control ends ``orders``; each stage ends its output when its input ended; ranks and engines end when their orders end.
 
 A supervisor without torch is the parent of the controller, the engine hosts, the trainer ranks and the reward workers
-(``streamrl.run.pipeline.Pipeline``). This module is what the controller process runs.
+(``streamrl.app.pipeline.Pipeline``). This module is what the controller process runs.
 """
 
 from __future__ import annotations
@@ -41,6 +41,18 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from streamrl.app.controller_parts import (
+    Emit,
+    Parts,
+    elastic_engines,
+    open_engines,
+    open_rollout,
+    open_weight_sync,
+    read_held_out,
+    run_report,
+    training_prompts,
+)
+from streamrl.app.reward_workers import change_rewards, open_reward_stage
 from streamrl.base.concurrent_calls import BegunEarly
 from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.base.run_events import (
@@ -67,7 +79,6 @@ from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.reporter import Reporter
 from streamrl.observe.sinks import JsonlSink, PublishSink
 from streamrl.plan.topology import Topology, metrics_endpoint, prepared_sets
-from streamrl.processes.reward_workers import change_rewards, open_reward_stage
 from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.canary import canary_bounds
 from streamrl.recipe.scheduling import RoundKind
@@ -78,19 +89,9 @@ from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
-from streamrl.run.controller_parts import (
-    Emit,
-    Parts,
-    elastic_engines,
-    open_engines,
-    open_rollout,
-    open_weight_sync,
-    read_held_out,
-    run_report,
-    training_prompts,
-)
 from streamrl.run.run_record import RunRecord, open_record
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
+from streamrl.supervise.child import ChildContext
 from streamrl.supervise.supervisor_orders import ParentMessage
 from streamrl.supervise.watchdog import Watchdog
 from streamrl.sync.verify import WeightAudit
@@ -101,6 +102,11 @@ ADVISER = "streamrl.simulate.adviser:advise"
 """Predicts kinds of rounds beside a run whose rounds are ``auto``."""
 
 Ends = tuple[SendStream[T], ReceiveStream[T]]
+
+
+async def run_controller_process(context: ChildContext) -> None:
+    """Run the controller until the run is complete, or drained after SIGTERM."""
+    await run_controller(context.recipe, context.topology, context.run_directory, resumes=context.resumes)
 
 
 async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path, *, resumes: bool = False) -> None:

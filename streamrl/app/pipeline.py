@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,12 +32,12 @@ from streamrl.plan.preflight import going_on, preflight, resumed
 from streamrl.plan.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import JournalKind, Recipe
+from streamrl.remote.control_protocol import ControlAnswer, ControlOperation
 from streamrl.remote.control_socket import serving_control
-from streamrl.remote.reward_changes import RewardReply
+from streamrl.remote.reward_changes import ListRewards, RewardReply
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, rewards_file
-from streamrl.run.control_operations import ControlOperations
 from streamrl.run.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
@@ -158,9 +159,8 @@ class Pipeline:
                 entered.callback(stream.close)
             tasks = await entered.enter_async_context(anyio.create_task_group())
             await entered.enter_async_context(self._supervisor)
-            operations = ControlOperations(self._rewards)
             await entered.enter_async_context(
-                serving_control(control_socket(topology), self.run_directory, operations.carry_out)
+                serving_control(control_socket(topology), self.run_directory, partial(carry_out, self._rewards))
             )
             tasks.start_soon(self._watch)
             tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
@@ -274,6 +274,12 @@ class Pipeline:
     async def _change_rewards(self, endpoint: str) -> None:
         with self._changing:
             await self._rewards.run(endpoint)
+
+
+async def carry_out(rewards: RewardAttachments, operation: ControlOperation) -> ControlAnswer:
+    """An operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` where what is asked for is wrong):
+    then nothing was done."""
+    return await rewards.attached() if isinstance(operation, ListRewards) else await rewards.change(operation)
 
 
 def recipe_of_run(run_directory: Path, overrides: Sequence[str] = ()) -> Recipe:

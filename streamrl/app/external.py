@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.app.roles import role_main
 from streamrl.base.errors import RecipeError
 from streamrl.plan.gpus import gpu_placement
 from streamrl.plan.topology import RENDEZVOUS, Role, plan_topology
@@ -75,7 +76,8 @@ def serve_external(role: Role, recipe: Recipe, index: int | None = None, run_dir
                 run_directory=(run_directory or Path(recipe.run.directory)).resolve(),
                 socket_directory=socket_directory,
                 resumes=run_directory is not None,
-            )
+            ),
+            role_main(role),
         )
     finally:
         shutil.rmtree(socket_directory, ignore_errors=True)

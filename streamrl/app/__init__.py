@@ -1,0 +1,4 @@
+"""What puts a run together: the way in from Python, the controller's process, what each other process does.
+
+With ``cli`` the only folder that knows everybody; nothing else imports it.
+"""

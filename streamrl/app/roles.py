@@ -1,0 +1,155 @@
+"""What each process of a run does, by role. Only what a role needs is imported when it begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from streamrl.base.messages import EngineEvent, EngineOrder, TrainingEvent, TrainingOrder
+from streamrl.base.run_process import RUN_MARKER
+from streamrl.base.stage_messages import RewardOrder, RewardResult
+from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
+from streamrl.engines.engine_host import WatchedEngine, serve_engine
+from streamrl.judge.messages import JudgeEvent, JudgeOrder
+from streamrl.plan.topology import RENDEZVOUS, ProcessPlan, Role, Topology, judge_socket
+from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
+from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.supervise.child import ChildContext, RoleMain
+from streamrl.vllm.options import EngineOptions, engine_options
+
+ROLES = {
+    Role.CONTROLLER: "streamrl.app.run_controller:run_controller_process",
+    Role.ENGINE: "streamrl.app.roles:run_engine",
+    Role.TRAINER: "streamrl.app.roles:run_trainer",
+    Role.REWARD: "streamrl.app.roles:run_reward",
+    Role.JUDGE: "streamrl.app.roles:run_judge",
+}
+
+
+def role_main(role: Role) -> RoleMain:
+    """The coroutine that a process of ``role`` runs."""
+    module, _, function = ROLES[role].partition(":")
+    main: RoleMain = getattr(import_module(module), function)
+    return main
+
+
+@asynccontextmanager
+async def controller_streams(
+    topology: Topology, name: str, orders: tuple[str, Any], events: tuple[str, Any]
+) -> AsyncIterator[tuple[ZmqReceiveStream[Any], ZmqSendStream[Any]]]:
+    """Open the two streams of the process ``name`` to the controller: its orders, and what it says. Each is given as
+    (stream, type of its items)."""
+    (orders_stream, order_type), (events_stream, event_type) = orders, events
+    orders_at, events_at = topology.endpoint(name, orders_stream), topology.endpoint(name, events_stream)
+    async with (
+        zmq_sender(event_type, events_at, bind=False, name=f"{name}.{events_stream}") as sender,
+        zmq_receiver(order_type, orders_at, bind=False, name=f"{name}.{orders_stream}") as receiver,
+    ):
+        yield receiver, sender
+
+
+# ---- engine ----------------------------------------------------------------------------------------
+
+
+async def run_engine(context: ChildContext) -> None:
+    """Serve one engine, vLLM's or a simulated one, until the orders end."""
+    engine = engine_of(context.recipe, context.plan, context.socket_directory)
+    name = context.plan.name
+    streams = controller_streams(context.topology, name, ("orders", EngineOrder), ("completions", EngineEvent))
+    await serve_engine(engine, streams)
+
+
+def engine_of(recipe: Recipe, plan: ProcessPlan, sockets: Path) -> WatchedEngine:
+    """The engine of ``plan`` in this process, not started yet."""
+    options = engine_options(recipe, plan.index, sockets, gpu_memory_utilization=plan.gpu_memory_utilization)
+    return _simulated(options, sockets) if recipe.engines.kind is EngineKind.SIMULATED else _vllm(options)
+
+
+def _vllm(options: EngineOptions) -> WatchedEngine:
+    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    from streamrl.vllm.engine import VllmEngine
+
+    return VllmEngine(options)
+
+
+def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
+    """Neither vllm nor torch is imported. Engines of a run share the mirror of the weights as real ones do."""
+    from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
+    from streamrl.engines.simulated.text import sentences_of
+    from streamrl.engines.simulated.weights import SimulatedWeights
+    from streamrl.prompts.tokenizer import load_tokenizer
+    from streamrl.weights.pull.node_mirror import shared_mirror
+
+    tokenizer = load_tokenizer(options.model_path)
+    chosen = SimulationOptions(
+        name=options.name,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        kv_tokens=max(options.cache_blocks - 1, 0) * options.block_tokens,
+        tokenizer_digest=tokenizer.digest,
+    )
+    mirror = shared_mirror(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
+    weights = SimulatedWeights(Path(options.model_path), mirror)
+    return SimulatedEngine(chosen, text=sentences_of(tokenizer), weights=weights)
+
+
+# ---- trainer, rewards, judge -----------------------------------------------------------------------
+
+
+async def run_trainer(context: ChildContext) -> None:
+    """Train as one rank until the batches end. A run that resumes goes on from its newest checkpoint."""
+    from streamrl.learning.state.durable_files import newest_checkpoint
+    from streamrl.learning.trainer import TorchTrainer, trainer_options
+    from streamrl.stages.training import run_training
+
+    name, endpoint, recipe = context.plan.name, context.topology.endpoint, context.recipe
+    newest = newest_checkpoint(context.run_directory) if context.resumes else None
+    options = trainer_options(
+        recipe,
+        context.plan.index,
+        recipe.run.name,
+        endpoint(name, "weights"),
+        rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / 'rendezvous'}",
+        resume_from=str(newest or ""),
+    )
+    if context.plan.gpus:
+        options = msgspec.structs.replace(options, device="cuda")  # the only one that it sees
+    trainer = TorchTrainer(options)
+    streams = controller_streams(context.topology, name, ("batches", TrainingOrder), ("reports", TrainingEvent))
+    async with streams as (batches, reports):
+        await run_training(trainer, batches, reports)
+
+
+async def run_reward(context: ChildContext) -> None:
+    """Score with the user's functions, in a process that can be killed, until the orders end."""
+    from streamrl.rewards.worker import run_reward_worker
+
+    os.environ[JUDGE_SOCKET] = str(judge_socket(context.topology) or "")
+    os.environ[JUDGE_MODEL] = context.recipe.judge.model
+    name = context.plan.name
+    streams = controller_streams(context.topology, name, ("orders", RewardOrder), ("results", RewardResult))
+    async with streams as (orders, results):
+        await run_reward_worker(context.recipe, context.plan.index, orders, results)
+
+
+async def run_judge(context: ChildContext) -> None:
+    """Answer questions of rewards with the run's own judge until the controller says that no more will come."""
+    from streamrl.judge.options import judge_options
+
+    options = judge_options(context.recipe, context.socket_directory)
+    os.environ.update(options.environment)  # vLLM reads it when it is imported
+    from streamrl.judge.server import serve_judge
+    from streamrl.vllm.engine import VllmEngine
+
+    name = context.plan.name
+    path = judge_socket(context.topology)
+    assert path is not None
+    streams = controller_streams(context.topology, name, ("orders", JudgeOrder), ("reports", JudgeEvent))
+    async with streams as (orders, reports):
+        await serve_judge(VllmEngine(options), context.recipe.judge, path, orders, reports, sleeps=options.sleeps)
