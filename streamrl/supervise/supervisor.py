@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -248,11 +249,12 @@ class Supervisor:
 
     def _remove_stale_sockets(self) -> None:
         """All that ended processes left beside the sockets of this one, where ranks met and engines shared, too."""
-        for path in self.socket_directory.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            elif not path.name.startswith(OWN_SOCKETS):
-                path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # ``kill`` removes the whole directory meanwhile
+            for path in self.socket_directory.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif not path.name.startswith(OWN_SOCKETS):
+                    path.unlink(missing_ok=True)
 
     async def _end_rest_of(self, child: ChildProcess) -> None:
         """Kill what is left of its session and every orphan of the run."""
