@@ -41,8 +41,8 @@ from streamrl.weights.manifest import (
     encode_manifest,
 )
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.publish.serving import ServedPart, ServingThread
-from streamrl.weights.pull import fetch as fetching
+from streamrl.weights.publish.server import PublisherServer, ServedPart
+from streamrl.weights.pull import decoding
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 
@@ -156,21 +156,21 @@ def push_delta(setting: Setting, threads: int) -> tuple[Timed, int]:
 
 
 def push_raw(setting: Setting) -> tuple[Timed, int]:
-    server = ServingThread("tcp://127.0.0.1:*", "raw")
+    server = PublisherServer("tcp://127.0.0.1:*", "raw")
     server.start()
-    vars(fetching)["decode_patch"] = decode_raw
+    vars(decoding)["decode_patch"] = decode_raw
     try:
         mirror, timed = setting.mirror(), Timed()
         announced = publish_raw(setting, server)
         timed.took("diff and encode")
         receive(setting, mirror, announced, timed)
     finally:
-        vars(fetching)["decode_patch"] = decode_patch
+        vars(decoding)["decode_patch"] = decode_patch
         server.close()
     return timed, announced.sources[0].payload_bytes
 
 
-def publish_raw(setting: Setting, server: ServingThread) -> WeightAnnouncement:
+def publish_raw(setting: Setting, server: PublisherServer) -> WeightAnnouncement:
     part_hash, entries, patches = setting.old_hash, [], []
     units = [
         shard.piece(start, min(UNIT_ELEMENTS, shard.count - start))
@@ -189,7 +189,7 @@ def publish_raw(setting: Setting, server: ServingThread) -> WeightAnnouncement:
     chunks = [payload[start : start + CHUNK_BYTES] for start in range(0, len(payload), CHUNK_BYTES)]
     table = tuple(ChunkEntry(digest_of(chunk), len(chunk)) for chunk in chunks)
     part_hash %= MODULUS
-    manifest = Manifest(FORMAT_VERSION, "link", 0, 1, 0, setting.old_hash, part_hash, tuple(entries), table)
+    manifest = Manifest(FORMAT_VERSION, "link", 0, 1, 0, setting.old_hash, "", part_hash, tuple(entries), table)
     encoded = encode_manifest(manifest)
     server.serve([ServedPart(1, digest_of(encoded), encoded, chunks)])
     total = sum(shard.count for shard in setting.shards)
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    fetching.DECODING_THREADS = options.threads
+    decoding.DECODING_THREADS = options.threads
     warm = Setting(1 << 28 >> 2, options.density)  # large enough for compiled code, which is loaded once
     push_delta(warm, options.threads)
     setting = Setting(math.ceil(options.parameters), options.density)

@@ -71,7 +71,7 @@ BUGS = (
     ),
     Bug(
         "weights.requests",
-        "weights.push.serving",
+        "weights.publish.server",
         "if not 0 <= request.chunk < len(part.chunks):",
         "if request.chunk < 0:",
     ),

@@ -29,8 +29,8 @@ from streamrl.prompts.prompt_tables import TableRows, find_table_files
 from streamrl.prompts.tokenizer import ChatError, load_tokenizer
 from streamrl.recipe.load import load_recipe
 from streamrl.simulate.cluster import DEMO, dump_cluster, load_cluster
-from streamrl.weights.publish import checkpoint_bits
-from streamrl.weights.publish.checkpoint_bits import map_checkpoint
+from streamrl.weights.publish import checkpoint_base
+from streamrl.weights.publish.checkpoint_base import map_checkpoint
 
 _RECIPES = Path(__file__).resolve().parent.parent.parent / "examples"
 _MORE_OF_A_RECIPE = b"""
@@ -344,11 +344,11 @@ def _map(path: Path, content: bytes) -> str:
         return np.empty(count, wanted)
 
     HeldPath.hold(path.name, content)
-    before, checkpoint_bits._map_bits = checkpoint_bits._map_bits, within
+    before, checkpoint_base._map_bits = checkpoint_base._map_bits, within
     try:
         map_checkpoint(HeldPath(path))
     finally:
-        checkpoint_bits._map_bits = before
+        checkpoint_base._map_bits = before
     write(path, content)
     for tensor in map_checkpoint(path).values():
         tensor.bits.sum()

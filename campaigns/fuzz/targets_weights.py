@@ -23,12 +23,9 @@ from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
 from streamrl.weights.pull import node_mirror
 from streamrl.weights.pull.node_memory import Holder, Segment
-from streamrl.weights.pull.received_part import ReceivedPart
 from streamrl.weights.requests import (
     ChunkReply,
-    FoldReply,
     GetChunk,
-    GetFold,
     GetManifest,
     ManifestReply,
     NotServed,
@@ -62,11 +59,9 @@ def requests() -> Target:
     world = transfers.world()
     digests = [sample.part.manifest_digest for sample in world.samples]
     asked: list[Any] = [GetChunk(digest, number) for digest in digests for number in (0, 1)]
-    asked += [GetFold(digest, 0) for digest in digests]
     heads = [
         ManifestReply(digests[0]),
         ChunkReply(digests[0], 2),
-        FoldReply(digests[0], digests[1]),
         NotServed("", "no"),
     ]
 
@@ -86,7 +81,7 @@ def requests() -> Target:
 
 def manifests() -> Target:
     """Manifests as a broken or hostile publisher would sign them: broken below the zstd frame, or as they are."""
-    parts = [part for sample in transfers.world().samples for part in (sample.part, sample.folded) if part is not None]
+    parts = [sample.part for sample in (*transfers.world().samples, transfers.world().late)]
     plain = [zstandard.decompress(part.manifest) for part in parts]
     compressor = zstandard.ZstdCompressor(level=1)
 
@@ -107,13 +102,12 @@ def manifests() -> Target:
 def transferred() -> Target:
     """One broken reply in the midst of a transfer of a small delta; honest replies follow, and complete it."""
     sample = transfers.world().samples[1]
-    source = sample.announced.sources[0]
     payload = b"".join(sample.part.chunks)
     every = list(transfers.replies_of(sample))
     honest = every[:4]
 
     def run(frames: Sequence[bytes]) -> str:
-        part = ReceivedPart(source, sample.announced)
+        part = transfers.receiving(sample)
         part.take(honest[0])
         for _ in range(2):
             part.take(list(frames))
@@ -122,7 +116,7 @@ def transferred() -> Target:
             part.take(frames)
             list(part.requests(512))
         assert part.complete, part.describe()
-        assert b"".join(encoded for *_, encoded in part.patch_bytes()) == payload, "a broken chunk was kept"
+        assert b"".join(encoded for *_, encoded in part.oldest.patch_bytes()) == payload, "a broken chunk was kept"
         return "whole"
 
     made = [message(seed(head, MSGPACK), seed(body, PLAIN)) for head, body in honest]
@@ -130,7 +124,7 @@ def transferred() -> Target:
 
 
 def whole_transfers() -> Target:
-    """``weight_frames``: broken replies, folds and hostile manifests, decoded and staged against the state hash.
+    """``weight_frames``: broken replies, chains and hostile manifests, decoded and staged against the state hash.
     Its cases are made from the number in the frame; nothing else is mutated."""
     return Target(
         name="weights.transfers",

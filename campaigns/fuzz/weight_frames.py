@@ -35,11 +35,12 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish import publisher as publishing
-from streamrl.weights.publish.serving import ServedPart, ServingThread
-from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch, _Decoding
+from streamrl.weights.publish.server import PublisherServer, ServedPart
+from streamrl.weights.pull.decoding import Decoding
+from streamrl.weights.pull.fetch import FetchedVersion
 from streamrl.weights.pull.mirror import CheckpointMirror
-from streamrl.weights.pull.received_part import ReceivedPart
-from streamrl.weights.requests import ChunkReply, FoldReply, GetChunk, GetFold, ManifestReply, encoder
+from streamrl.weights.pull.received_part import ReceivedChain
+from streamrl.weights.requests import ChunkReply, GetChunk, GetManifest, ManifestReply, encoder
 
 SECONDS_A_CASE = 20.0
 CASES_AT_ONCE = 2000
@@ -49,42 +50,23 @@ Bits = dict[str, np.ndarray]
 
 
 class Sample(msgspec.Struct, frozen=True, eq=False):
-    """A version that was published: what announces it, what carries it, what it must become; the same as a delta that
-    was asked for (``folded``; not of an anchor)."""
+    """A version that was published: what announces it, what carries it, what it must become. ``earlier``: the version
+    that it is made on, where the receiver lacks that one."""
 
     announced: WeightAnnouncement
     part: ServedPart
     manifest: Manifest
     bits: Bits
-    folded: ServedPart | None = None
+    earlier: ServedPart | None = None
 
 
 class World(msgspec.Struct, frozen=True, eq=False):
-    """A receiver at version 0, and what may come to it."""
+    """A receiver at version 0, and what may come to it. ``late``: a version two after what it holds."""
 
     mirror: CheckpointMirror
     samples: Sequence[Sample]
-    server: ServingThread
-
-
-class Folded:
-    """Serves what was folded beforehand; of one version it is never ready."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
-
-    def part_of(self, request: GetFold) -> ServedPart | None:
-        for sample in self._samples:
-            if sample.part.manifest_digest == request.manifest_digest and request.base_version == 0:
-                return sample.folded
-        raise WeightError("not kept")
-
-    def served(self, digest: str) -> ServedPart | None:
-        folds = (sample.folded for sample in self._samples)
-        return next((fold for fold in folds if fold is not None and fold.manifest_digest == digest), None)
-
-    def keep(self, digests: object) -> None:
-        """Everything is."""
+    late: Sample
+    server: PublisherServer
 
 
 @cache
@@ -97,29 +79,40 @@ def _make_world() -> World:
     random = np.random.default_rng(0)
     shards = [ShardSpec(name, dtype, shape, 0, int(np.prod(shape))) for name, (dtype, shape) in TENSORS.items()]
     held = {s.name: _near_zero(random, s) for s in shards}
-    publisher = publishing.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
     mirror, samples = CheckpointMirror(), []
     for version, density in enumerate((1.0, 0.02, 0.3, 1.0)):
-        moved = {name: np.where(random.random(b.size) < density, b + 1, b).astype(b.dtype) for name, b in held.items()}
-        published = publisher.publish(version, moved)
-        announced = WeightAnnouncement(
-            policy_version=version,
-            base_version=published.base_version,
-            state_hash=published.state_hash,
-            sources=(published.source,),
-        )
-        part = publisher._served[-1]
-        manifest = decode_manifest(part.manifest, part.manifest_digest, "")
-        folded = publisher._fold(GetFold(part.manifest_digest, 0)) if version else None
-        sample = Sample(announced, part, manifest, moved, folded)
-        if not version:
-            mirror.advance(mirror.stage(fetched_of(sample, receive(sample, replies_of(sample)), mirror)))
-            publisher.acknowledge(0)
-            held = moved
-        samples.append(sample)
-    server = ServingThread("ipc:///nowhere", "fuzzed", folds=Folded(samples))
-    server.serve([sample.part for sample in samples])
-    return World(mirror, samples, server)
+        publisher = publishing.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
+        moved = held if not version else _moved(random, held, density)
+        published = publisher.publish(0, held)
+        if version:
+            published = publisher.publish(version, moved)
+        samples.append(_sample(publisher, version, published, moved))
+    mirror.advance(mirror.stage(fetched_of(samples[0], receive(samples[0], replies_of(samples[0])), mirror)))
+    publisher = publishing.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
+    publisher.publish(0, held)
+    between = _moved(random, held, 0.02)
+    earlier = _sample(publisher, 4, publisher.publish(4, between), between)
+    moved = _moved(random, between, 0.02)
+    newer = _sample(publisher, 5, publisher.publish(5, moved), moved)
+    late = msgspec.structs.replace(newer, earlier=earlier.part)
+    server = PublisherServer("ipc:///nowhere", "fuzzed")
+    server.serve([sample.part for sample in (*samples, earlier, newer)])
+    return World(mirror, samples, late, server)
+
+
+def _moved(random: np.random.Generator, bits: Bits, density: float) -> Bits:
+    return {name: np.where(random.random(b.size) < density, b + 1, b).astype(b.dtype) for name, b in bits.items()}
+
+
+def _sample(publisher: publishing.WeightPublisher, version: int, published: publishing.Published, bits: Bits) -> Sample:
+    announced = WeightAnnouncement(
+        policy_version=version,
+        base_version=published.base_version,
+        state_hash=published.state_hash,
+        sources=(published.source,),
+    )
+    part = publisher._server._parts[published.source.manifest_digest]
+    return Sample(announced, part, decode_manifest(part.manifest, part.manifest_digest, ""), bits)
 
 
 def _near_zero(random: np.random.Generator, shard: ShardSpec) -> np.ndarray:
@@ -137,7 +130,7 @@ def honest_replies(which: int) -> list[list[bytes]]:
 def replies_of(sample: Sample) -> Iterator[list[bytes]]:
     """What an honest publisher answers, the manifest first."""
     digest = sample.part.manifest_digest
-    server = ServingThread("ipc:///nowhere", "honest")
+    server = PublisherServer("ipc:///nowhere", "honest")
     server.serve([sample.part])
     asked: tuple[dict[str, object], ...] = (
         {"type": "GetManifest"},
@@ -148,22 +141,29 @@ def replies_of(sample: Sample) -> Iterator[list[bytes]]:
         yield [encoder.encode(reply), bytes(payload)]
 
 
-def receive(sample: Sample, replies: Iterator[list[bytes]]) -> ReceivedPart:
-    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+def receiving(sample: Sample) -> ReceivedChain:
+    """Nothing has come yet; chunks are asked for as soon as the manifest is here."""
+    chain = ReceivedChain(sample.announced.sources[0], sample.announced, {})
+    chain.fetch()
+    return chain
+
+
+def receive(sample: Sample, replies: Iterator[list[bytes]]) -> ReceivedChain:
+    part = receiving(sample)
     for frames in replies:
         part.take(frames)
         list(part.requests(1 << 20))
     return part
 
 
-def fetched_of(sample: Sample, part: ReceivedPart, mirror: CheckpointMirror) -> FetchedVersion:
-    """Decode what a complete part holds, as ``fetch`` does."""
-    assert part.manifest is not None
-    patches: list[ShardPatch] = []
-    decoding = _Decoding(None if sample.announced.base_version is None else mirror)
-    for patch in part.patch_bytes():
-        patches += decoding._decode(*patch)
-    manifest = part.manifest
+def fetched_of(sample: Sample, chain: ReceivedChain, mirror: CheckpointMirror) -> FetchedVersion:
+    """Decode what a complete chain holds, as ``fetch`` does."""
+    manifest = chain.oldest.manifest
+    assert manifest is not None
+    decoding = Decoding(None if manifest.base_version is None else mirror)
+    decoding.offer(chain)
+    patches = decoding.finish([chain])
+    decoding.cancel()
     size, run_id = manifest.payload_bytes, manifest.run_id
     return FetchedVersion(sample.announced, manifest.base_version, manifest.base_part_hash, patches, size, run_id)
 
@@ -213,7 +213,7 @@ def reply_case(random: np.random.Generator) -> str:
     order = [*replies[:broken], frames, *replies[broken:]]
     if random.random() < 0.3:
         order = [order[i] for i in random.permutation(len(order))]
-    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+    part = receiving(sample)
     for frames in (*order, *replies):
         part.take(frames)
         list(part.requests(CHUNK))
@@ -224,8 +224,9 @@ def reply_case(random: np.random.Generator) -> str:
 def request_case(random: np.random.Generator) -> str:
     everything = world()
     sample = everything.samples[int(random.integers(len(everything.samples)))]
-    kind, digest = GetChunk if random.random() < 0.6 else GetFold, sample.part.manifest_digest
-    request = encoder.encode(kind(digest, int(random.integers(-1, 9))))
+    digest = sample.part.manifest_digest
+    asked = GetChunk(digest, int(random.integers(-1, 9))) if random.random() < 0.8 else GetManifest(digest)
+    request = encoder.encode(asked)
     broken = mutated(random, request, random.bytes(len(request)))
     frames = [[broken], [request], [broken, request]][int(random.choice(3, p=[0.8, 0.1, 0.1]))]
     reply, payload = everything.server._answer(frames)
@@ -248,32 +249,42 @@ def patch_case(random: np.random.Generator) -> str:
     return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tensors), payload)
 
 
-def fold_case(random: np.random.Generator) -> str:
-    """A folded delta of which one reply is broken, or whose manifest is wrong behind a valid digest."""
-    samples = world().samples[1:]
-    sample = samples[int(random.integers(len(samples)))]
-    fold, digest = sample.folded, sample.part.manifest_digest
-    assert fold is not None
-    manifest, fold_digest = fold.manifest, fold.manifest_digest
+def late_case(random: np.random.Generator) -> str:
+    """Two versions at once, of which one reply is broken, or the earlier one wrong behind a valid digest."""
+    sample = world().late
+    earlier, digest = sample.earlier, sample.part.manifest_digest
+    assert earlier is not None
+    manifest, chunks = earlier.manifest, list(earlier.chunks)
+    newer, announced = sample.part.manifest, sample.announced
     if hostile := random.random() < 0.5:
-        manifest = mutated(random, manifest, sample.part.manifest)
-        fold_digest = digest_of(manifest)
+        manifest = mutated(random, manifest, newer)
+        changed = msgspec.structs.replace(sample.manifest, base_digest=digest_of(manifest))
+        newer = encode_manifest(changed)
+        digest = digest_of(newer)
+        (source,) = announced.sources
+        source = msgspec.structs.replace(source, manifest_digest=digest)
+        announced = msgspec.structs.replace(announced, sources=(source,))
+    before = digest_of(manifest)
     honest = [
-        [encoder.encode(ManifestReply(digest)), sample.part.manifest],
-        [encoder.encode(FoldReply(digest, fold_digest)), manifest],
-        *([encoder.encode(ChunkReply(fold_digest, i)), bytes(chunk)] for i, chunk in enumerate(fold.chunks)),
+        [encoder.encode(ManifestReply(digest)), newer],
+        [encoder.encode(ManifestReply(before)), manifest],
+        *([encoder.encode(ChunkReply(before, i)), bytes(chunk)] for i, chunk in enumerate(chunks)),
+        *([encoder.encode(ChunkReply(digest, i)), bytes(chunk)] for i, chunk in enumerate(sample.part.chunks)),
     ]
     number, which = int(random.integers(1, len(honest))), int(random.integers(2))
     broken = list(honest[number])
     broken[which] = mutated(random, broken[which], honest[0][which])
-    part = ReceivedPart(sample.announced.sources[0], sample.announced)
-    part.take(honest[0])
-    part.fold_from(0)
-    for frames in (*honest[1:], *([] if hostile else [broken]), *honest[1:]):
-        part.take(frames)
-        list(part.requests(CHUNK))
-    assert hostile or part.complete, part.describe()
-    return judge(sample, part)
+    chain = ReceivedChain(announced.sources[0], announced, {})
+    chain.take(honest[0])
+    chain.extend()
+    for frames in (honest[1], *([] if hostile else [broken]), honest[1]):
+        chain.take(frames)
+    chain.fetch()
+    for frames in (*honest[2:], *honest[2:]):
+        list(chain.requests(CHUNK))
+        chain.take(frames)
+    assert hostile or chain.complete, chain.describe()
+    return judge(msgspec.structs.replace(sample, announced=announced), chain)
 
 
 def manifest_case(random: np.random.Generator) -> str:
@@ -322,10 +333,10 @@ def hostile_bytes(sample: Sample, manifest: bytes, chunks: Sequence[bytes | memo
     return judge(made, receive(made, replies_of(made)))
 
 
-def judge(sample: Sample, part: ReceivedPart) -> str:
+def judge(sample: Sample, part: ReceivedChain) -> str:
     """Stage what came: the true weights, or refused."""
     everything = world()
-    if part.manifest is None or not part.complete:
+    if part.oldest.manifest is None or not part.complete:
         return "incomplete"
     staged = everything.mirror.stage(fetched_of(sample, part, everything.mirror))
     for name, expected in sample.bits.items():
@@ -337,7 +348,7 @@ def judge(sample: Sample, part: ReceivedPart) -> str:
     return "equal"
 
 
-CASES = (reply_case, reply_case, patch_case, patch_case, manifest_case, request_case, fold_case)
+CASES = (reply_case, reply_case, patch_case, patch_case, manifest_case, request_case, late_case)
 
 
 def run_case(seed: int, number: int) -> str:

@@ -304,12 +304,14 @@ class StepReport(Message, frozen=True):
 
 
 class AnchorPublished(Message, frozen=True):
-    """Answer to ``PublishAnchor``."""
+    """Answer to ``PublishAnchor``. ``base_version``: None where it is complete. The first answer may be a delta:
+    on the checkpoint that engines load (-1), or on the version before it."""
 
     rank: int
     policy_version: int
     state_hash: int
     source: WeightSource
+    base_version: int | None = None
 
 
 class CheckpointSaved(Message, frozen=True):

@@ -71,7 +71,8 @@ class TorchTrainer:
         self._options = options
         self._device = process_group.choose_device(options)
         self._policy_version = self._skipped_steps = 0
-        self._published_once = False
+        self._published: Published | None = None
+        self._anchors_asked = False
         # The batch before this one and so on: with the open one they are the cohort.
         self._cohort: deque[Moments] = deque(maxlen=max(1, options.objective.cohort_batches) - 1)
         self._threads = options.threads
@@ -327,22 +328,25 @@ class TorchTrainer:
     # ---- weights and checkpoints -----------------------------------------------------------------
 
     def _publish(self, policy_version: int) -> Published:
-        self._published_once = True
-        return publish(self._publisher, policy_version, self._weights)
+        self._published = publish(self._publisher, policy_version, self._weights)
+        return self._published
 
     def publish_anchor(self, policy_version: int) -> AnchorPublished:
-        """Publish the current version complete. Raises ``StreamRLError`` for another version."""
+        """Publish the current version complete; the first time as it is published, which may be a delta on the
+        checkpoint that engines load. Raises ``StreamRLError`` for another version."""
         if policy_version != self._policy_version:
             raise StreamRLError(
                 f"anchor of version {policy_version} was asked for; the trainer holds {self._policy_version}"
             )
-        if self._published_once:
-            published = self._publisher.publish_anchor(policy_version)
+        first, self._anchors_asked = not self._anchors_asked, True
+        if first:
+            published = self._published or self._publish(policy_version)
         else:
-            published = self._publish(policy_version)
+            published = self._publisher.publish_anchor(policy_version)
         return AnchorPublished(
             rank=self._options.rank,
             policy_version=policy_version,
+            base_version=published.base_version,
             state_hash=published.state_hash,
             source=published.source,
         )

@@ -123,7 +123,7 @@ class TrainerRanks:
         answers = await gather()
         return WeightAnnouncement(
             policy_version=policy_version,
-            base_version=None,
+            base_version=answers[0].base_version,
             state_hash=sum(a.state_hash for a in answers) % HASH_MODULUS,
             sources=tuple(a.source for a in answers),
         )

@@ -15,7 +15,7 @@ import zstandard
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.comm.decoded_size import SPARE_BYTES, takes_more
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 CHECKPOINT_VERSION = -1
 """Base version of a delta that is made on the checkpoint files both sides began with: no published version."""
 CHUNK_BYTES = 1 << 20
@@ -86,8 +86,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank publishes for one version. The payload is the patches of ``tensors``, one after another,
     cut into ``chunks``. A delta lists only tensors that changed; an anchor (``base_version`` None) lists all.
 
-    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``shards``: all that the
-    rank publishes, with a delta on the checkpoint only: whoever reads it cannot know that from earlier versions.
+    ``base_part_hash`` and ``part_hash``: the rank's part of the state hash before and after. ``base_digest``: of the
+    manifest of the base version (empty: there is none), for receivers that lack it too. ``shards``: all that the rank
+    publishes, with a delta on the checkpoint only: its reader cannot know that from earlier versions.
     """
 
     format_version: int
@@ -96,6 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy_version: int
     base_version: int | None
     base_part_hash: int
+    base_digest: str
     part_hash: int
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[ChunkEntry, ...]

@@ -1,6 +1,9 @@
-"""What a receiver asks a publisher, and what it gets. One request is one credit: it is answered once.
+"""What a receiver asks a publisher, what it gets, and the sockets for it. One request is one credit: it is answered
+once.
 
-A reply has two frames: the encoded header, and the bytes asked for (empty for ``NotServed``).
+A reply has two frames: the encoded header, and the bytes asked for (empty for ``NotServed``). The ZeroMQ context is not
+shared with the streams: the trainer publishes from a plain thread, and the receiver lives in vLLM's worker process,
+which uses ZeroMQ itself.
 """
 
 from __future__ import annotations
@@ -8,9 +11,15 @@ from __future__ import annotations
 from typing import TypeVar
 
 import msgspec
+import zmq
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.base.messages import WeightAnnouncement
+from streamrl.comm.socket_options import make_socket
+from streamrl.comm.zmq_sockets import transport_of
+from streamrl.remote.guarded_sockets import GuardedContext
+
+WeightContext = GuardedContext
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
@@ -26,16 +35,6 @@ class GetChunk(msgspec.Struct, frozen=True, tag=True):
     chunk: int
 
 
-class GetFold(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the version with this manifest digest once more, as one delta on ``base_version``.
-
-    ``base_version`` may be ``manifest.CHECKPOINT_VERSION``: on the checkpoint that publisher and engine began with.
-    """
-
-    manifest_digest: str
-    base_version: int
-
-
 class ManifestReply(msgspec.Struct, frozen=True, tag=True):
     """Header of the frame with the manifest."""
 
@@ -49,14 +48,6 @@ class ChunkReply(msgspec.Struct, frozen=True, tag=True):
     chunk: int
 
 
-class FoldReply(msgspec.Struct, frozen=True, tag=True):
-    """Header of the frame with the manifest of a folded delta. ``fold_digest`` is that manifest's digest, which its
-    chunks are asked for by; empty while the delta is being made: ask again."""
-
-    manifest_digest: str
-    fold_digest: str
-
-
 class NotServed(msgspec.Struct, frozen=True, tag=True):
     """The publisher does not hold what was asked for (any more)."""
 
@@ -64,8 +55,8 @@ class NotServed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = GetManifest | GetChunk | GetFold
-Reply = ManifestReply | ChunkReply | FoldReply | NotServed
+Request = GetManifest | GetChunk
+Reply = ManifestReply | ChunkReply | NotServed
 Kind = TypeVar("Kind")
 
 REQUEST_LIMIT = 4096
@@ -95,3 +86,9 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Kind], frame: bytes | memoryview) 
         return decoder.decode(frame)
     except UNDECODABLE as error:
         raise WeightError(f"not a message of this version: {error}") from error
+
+
+def pull_socket(context: WeightContext, kind: int, endpoint: str, *, max_frame_bytes: int) -> zmq.Socket[bytes]:
+    """A socket that drops what is unsent when it is closed, and whose peer is cut off above ``max_frame_bytes``."""
+    transport_of(endpoint)
+    return make_socket(context, kind, endpoint=endpoint, max_frame_bytes=max_frame_bytes)

@@ -24,7 +24,7 @@ from streamrl.base.messages import SaveCheckpoint
 from streamrl.learning import process_group
 from streamrl.learning.options import TrainerOptions
 from streamrl.learning.state import checkpoint
-from streamrl.learning.state.device_split import DeviceReader
+from streamrl.learning.state.device_split import DeviceTensors
 from streamrl.learning.state.optimizer import MasterOptimizer
 from streamrl.learning.state.published_weights import FullWeights
 from streamrl.learning.trainer import TorchTrainer
@@ -128,14 +128,14 @@ def publish_odd(rank: int, ranks: int) -> None:
     """What FSDP gave this rank goes to engines alike from host memory and from a device (which is a CPU here)."""
     weights = odd_weights(3, ranks)
     publishers = [
-        WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=weights.shard_specs, reader=reader)
-        for reader in (None, DeviceReader())
+        WeightPublisher("ipc:///nowhere", run_id="odd", rank=rank, shards=weights.shard_specs, source=source)
+        for source in (None, DeviceTensors())
     ]
     for version in range(3):
         for publisher, given in zip(publishers, (weights.bits(), weights.values()), strict=True):
             publisher.publish(version, given)
             publisher.acknowledge(version)
-        assert len({publisher._served[-1].manifest_digest for publisher in publishers}) == 1
+        assert len({publisher._chain.newest_digest for publisher in publishers}) == 1
         weights.masters.load(weights.masters.whole() * 1.01)
 
 

@@ -16,7 +16,7 @@ from synthetic_updates import adam_step, draw_weights
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.learning.options import TrainerOptions
-from streamrl.learning.state.device_split import DeviceReader, encode_on_device
+from streamrl.learning.state.device_split import DeviceTensors, encode_on_device
 from streamrl.learning.state.published_weights import FullWeights, PublishedWeights
 from streamrl.learning.state.publishing import publish, start_publisher
 from streamrl.weights import manifest
@@ -26,7 +26,6 @@ from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
-from streamrl.weights.requests import GetFold
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -113,9 +112,9 @@ def announce(version: int, parts: list[Published]) -> WeightAnnouncement:
 
 
 def assert_same_frames(one: WeightPublisher, other: WeightPublisher) -> None:
-    first, second = one._served[-1], other._served[-1]
-    assert first.manifest == second.manifest
-    assert [bytes(chunk) for chunk in first.chunks] == [bytes(chunk) for chunk in second.chunks]
+    for first, second in zip(one._chain, other._chain, strict=True):
+        assert first.manifest == second.manifest
+        assert [bytes(chunk) for chunk in first.chunks] == [bytes(chunk) for chunk in second.chunks]
 
 
 @pytest.mark.usefixtures("small_units")
@@ -124,7 +123,7 @@ def assert_same_frames(one: WeightPublisher, other: WeightPublisher) -> None:
 def test_a_publisher_beside_a_device_sends_the_same_frames(
     device: str, ranks: int, tmp_path: Path, closed: ExitStack
 ) -> None:
-    """Of every rank's shards, in whatever order versions are acknowledged; and they arrive."""
+    """Of every rank's shards, whether versions are acknowledged or not; and they arrive."""
     shards: list[list[ShardSpec]] = []
     for rank in range(ranks):
         rows = [(n, s, -(-int(np.prod(s)) // ranks), int(np.prod(s))) for n, s in SHAPES.items()]
@@ -132,8 +131,8 @@ def test_a_publisher_beside_a_device_sends_the_same_frames(
         shards.append([ShardSpec(n, "bfloat16", s, start, stop - start) for n, s, start, stop in edges])
     there, here = [], []
     for rank in range(ranks):
-        options = {"run_id": "run", "rank": rank, "shards": shards[rank], "history_bytes": 1 << 20}
-        there.append(WeightPublisher(f"ipc://{tmp_path}/{rank}", **options, reader=DeviceReader()))
+        options = {"run_id": "run", "rank": rank, "shards": shards[rank], "chain_bytes": 1 << 20}
+        there.append(WeightPublisher(f"ipc://{tmp_path}/{rank}", **options, source=DeviceTensors()))
         here.append(WeightPublisher("ipc:///nowhere", **options))
     for publisher in there:
         publisher.start()
@@ -159,8 +158,6 @@ def test_a_publisher_beside_a_device_sends_the_same_frames(
     for host, beside in zip(here, there, strict=True):
         assert beside.publish_anchor(5).state_hash == host.publish_anchor(5).state_hash
         assert_same_frames(beside, host)
-        folds = [p._fold(GetFold(p._served[-1].manifest_digest, 3)) for p in (beside, host)]
-        assert folds[0].manifest == folds[1].manifest
 
 
 @pytest.mark.usefixtures("small_units")
@@ -184,12 +181,12 @@ def test_weights_on_a_device_are_published_from_there(
             publisher.acknowledge(version)
         assert_same_frames(*publishers)
         weights.masters.load(weights.masters.whole() * 1.002)
-    assert isinstance(publishers[0]._reader, DeviceReader)
-    assert not isinstance(publishers[1]._reader, DeviceReader)
+    assert isinstance(publishers[0]._source, DeviceTensors)
+    assert not isinstance(publishers[1]._source, DeviceTensors)
 
 
 def test_what_is_no_shard_of_float32_values_is_refused() -> None:
-    reader, shard = DeviceReader(), ShardSpec("w", "bfloat16", (4,), 0, 4)
+    reader, shard = DeviceTensors(), ShardSpec("w", "bfloat16", (4,), 0, 4)
     for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)):
         with pytest.raises(WeightError, match=r"'w' \(bfloat16\) was given as \d elements of torch"):
             reader.checked(wrong, shard)

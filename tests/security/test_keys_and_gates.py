@@ -342,12 +342,12 @@ def test_the_death_of_the_gate_ends_who_serves_metrics_or_weights(
     )
     if kind == "weights":
         serving.start()
-        context = serving._thread._context
+        context = serving._server._context
     else:
         context = serving._context
     break_gate(context.gate, monkeypatch)
     assert knock(partner, serving.endpoint, with_keys(keys, admits, serves), 200) != "HANDSHAKE_SUCCEEDED"
-    context.gate._thread.join(5)
+    context.gate._server.join(5)
     with pytest.raises(StreamRLError, match="nobody decides any more"):
         if kind == "metrics":
             serving.publish("run", {})

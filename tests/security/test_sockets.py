@@ -13,8 +13,7 @@ import zmq
 from streamrl.comm.zmq_sockets import create_socket
 from streamrl.observe.telemetry import LARGEST_MESSAGE, LARGEST_SUBSCRIPTION, TelemetryPublisher, TelemetrySubscriber
 from streamrl.remote.guarded_sockets import GuardedContext
-from streamrl.weights.pull.pull_socket import pull_socket
-from streamrl.weights.requests import REQUEST_LIMIT
+from streamrl.weights.requests import REQUEST_LIMIT, pull_socket
 
 
 @contextmanager

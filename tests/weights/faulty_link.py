@@ -15,6 +15,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
+from streamrl.weights.publish.server import ServedPart
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
 
@@ -114,6 +115,11 @@ def announcement(version: int, published: Published) -> WeightAnnouncement:
         state_hash=published.state_hash,
         sources=(published.source,),
     )
+
+
+def served(publisher: WeightPublisher, announced: WeightAnnouncement) -> ServedPart:
+    """What the publisher serves of an announced version."""
+    return publisher._server._parts[announced.sources[0].manifest_digest]
 
 
 class FaultyLink:

@@ -166,11 +166,13 @@ async def running_engine(directory: Path, dtype: str, **more: Any) -> AsyncItera
 
 
 @contextmanager
-def publisher_of(shapes: Shapes, socket_directory: Path, checkpoint: Path | None = None) -> Iterator[WeightPublisher]:
+def publisher_of(
+    shapes: Shapes, socket_directory: Path, checkpoint: Path | None = None, **options: Any
+) -> Iterator[WeightPublisher]:
     """One rank that publishes all tensors. ``checkpoint``: what the engines load."""
     shards = [ShardSpec(name, "bfloat16", shape, 0, int(np.prod(shape))) for name, shape in shapes.items()]
     endpoint = f"ipc://{socket_directory}/weights"
-    publisher = WeightPublisher(endpoint, run_id="run", rank=0, shards=shards, checkpoint=checkpoint)
+    publisher = WeightPublisher(endpoint, run_id="run", rank=0, shards=shards, checkpoint=checkpoint, **options)
     publisher.start()
     try:
         yield publisher
@@ -215,7 +217,7 @@ class Push:
         return done
 
     def sent_as_announced(self, announcement: WeightAnnouncement) -> bool:
-        """Whether the last commit got those bytes, and not a folded delta."""
+        """Whether the last commit got those bytes, and none of an earlier version."""
         return self.staged_bytes == announcement.sources[0].payload_bytes
 
     async def checksums(self) -> dict[str, str]:

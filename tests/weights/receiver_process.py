@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import MODULUS
-from streamrl.weights.pull import fetch
+from streamrl.weights.pull import decoding
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
 from streamrl.weights.vllm.weight_transaction import WeightTransaction
 
@@ -66,7 +66,7 @@ def main(point: str, paths: Sequence[str]) -> None:
         if last[0] and now == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    decode, advance = fetch.decode_patch, CheckpointMirror.advance
+    decode, advance = decoding.decode_patch, CheckpointMirror.advance
 
     def watched_decode(*arguments: object) -> object:
         reached("decoding")
@@ -77,7 +77,7 @@ def main(point: str, paths: Sequence[str]) -> None:
         reached("advancing")
         advance(mirror, staged)
 
-    fetch.decode_patch, CheckpointMirror.advance = watched_decode, watched_advance  # type: ignore[assignment,method-assign]
+    decoding.decode_patch, CheckpointMirror.advance = watched_decode, watched_advance  # type: ignore[assignment,method-assign]
     model = ArrayModel(reached)
     receiver = WeightTransaction(lambda live, writes: None)
     for number, path in enumerate(paths):

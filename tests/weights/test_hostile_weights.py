@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 import zstandard
 
-from campaigns.fuzz.weight_frames import Sample, hostile, replies_of, run_cases, world
+from campaigns.fuzz.weight_frames import Sample, hostile, receiving, replies_of, run_cases, world
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec import codec
 from streamrl.weights.codec.codec import decode_patch
 from streamrl.weights.codec.symbols import encode_symbols
 from streamrl.weights.manifest import decode_manifest
-from streamrl.weights.pull import fetch as fetching
-from streamrl.weights.pull.received_part import ReceivedPart
+from streamrl.weights.pull import decoding
+from streamrl.weights.pull.decoding import ShardPatch
+from streamrl.weights.pull.fetch import FetchedVersion
 from streamrl.weights.work_units import listed_units
-from tests.weights.faulty_link import Frames, SmallPush, changed, flip
+from tests.weights.faulty_link import Frames, SmallPush, changed, flip, served
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def push(tmp_path: Path) -> Iterator[SmallPush]:
 
 def small_delta(push: SmallPush) -> tuple[Sample, list[Frames]]:
     announced = push.publish(1, changed(push.bits, 1, density=0.01))
-    part = push.publisher._served[-1]
+    part = served(push.publisher, announced)
     manifest = decode_manifest(part.manifest, part.manifest_digest, "")
     sample = Sample(announced, part, manifest, {})
     return sample, list(replies_of(sample))
@@ -52,7 +53,7 @@ def test_every_bit_of_a_small_delta_may_flip_on_its_way(push: SmallPush) -> None
     for number, frames in enumerate(replies):
         for which, frame in enumerate(frames):
             for bit in range(8 * len(frame)):
-                part = ReceivedPart(sample.announced.sources[0], sample.announced)
+                part = receiving(sample)
                 broken = [flip(frame, bit) if which == i else frames[i] for i in range(2)]
                 for passed in (*replies[:number], broken):
                     try:
@@ -63,7 +64,11 @@ def test_every_bit_of_a_small_delta_may_flip_on_its_way(push: SmallPush) -> None
                     for passed in replies[number:]:
                         part.take(passed)
                     assert part.complete, (number, which, bit)
-                    assert b"".join(encoded for *_, encoded in part.patch_bytes()) == payload, (number, which, bit)
+                    assert b"".join(encoded for *_, encoded in part.oldest.patch_bytes()) == payload, (
+                        number,
+                        which,
+                        bit,
+                    )
                 flips += 1
     assert flips > 3000
 
@@ -75,15 +80,15 @@ def test_every_bit_of_a_small_patch_may_be_wrong_behind_valid_digests(push: Smal
     outcomes: Counter[str] = Counter()
     for bit in range(8 * len(payload)):
         wrong = flip(payload, bit)
-        patches: list[fetching.ShardPatch] = []
+        patches: list[ShardPatch] = []
         start = 0
         try:
             for unit, entries in listed_units(sample.manifest.tensors):
                 encoded = memoryview(wrong)[start : start + entries[0].payload_bytes]
-                patches += fetching._Decoding(push.mirror)._decode(unit, entries, encoded)
+                patches += decoding.Decoding(push.mirror).decode([(unit, entries, encoded)])
                 start += len(encoded)
             base_hash = sample.manifest.base_part_hash
-            fetched = fetching.FetchedVersion(sample.announced, 0, base_hash, patches, len(payload), "run")
+            fetched = FetchedVersion(sample.announced, 0, base_hash, patches, len(payload), "run")
             for name, patch in push.mirror.stage(fetched).patches.items():
                 became = push.mirror.bits(name).copy()
                 became[patch.positions] = patch.new_bits
@@ -149,14 +154,14 @@ def test_no_position_of_a_wrong_decoder_is_used(
 ) -> None:
     """The check behind the codec: were it wrong, the receiver would refuse what it decodes to."""
 
-    def wrong(encoded: object, bits: object, count: int, tensor: str, base: np.ndarray) -> object:
+    def wrong(encoded: object, dtype: str, count: int, tensor: str, base: np.ndarray) -> object:
         if tensor == "head":
-            return decode_patch(encoded, bits, count, tensor, base)  # type: ignore[arg-type]
+            return decode_patch(encoded, dtype, count, tensor, base)  # type: ignore[arg-type]
         return codec.WeightPatch(np.array(positions, dtype=np.int64), base[:2] ^ base.dtype.type(1))
 
     new = {**push.bits, "norm": push.bits["norm"] ^ (np.arange(40) < 2).astype(np.uint16)}
     announced = push.publish(1, new)
-    monkeypatch.setattr(fetching, "decode_patch", wrong)
+    monkeypatch.setattr(decoding, "decode_patch", wrong)
     with pytest.raises(WeightError, match=r"'norm and 1 more' has positions that do not rise within 3040 elements"):
         push.fetch(announced)
 

@@ -23,9 +23,9 @@ from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.pull.fetch import ShardPatch, _Decoding
+from streamrl.weights.pull.decoding import Decoding, ShardPatch
 from streamrl.weights.work_units import WorkUnit, listed_units
-from tests.weights.faulty_link import SmallPush
+from tests.weights.faulty_link import SmallPush, served
 
 Bits = dict[str, np.ndarray]
 
@@ -73,13 +73,13 @@ def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(data: st.DataObj
     anchor = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(manifest, "UNIT_ELEMENTS", 300)
-        decoding = _Decoding(None if anchor else Held(shards, old))  # type: ignore[arg-type]
+        decoding = Decoding(None if anchor else Held(shards, old))  # type: ignore[arg-type]
         listed, arrived = [], []
         for unit, entries, encoded in sent(shards, None if anchor else old, new):
             ((again, found),) = listed_units(entries)
             assert again == unit
             listed += entries
-            arrived += decoding._decode(unit, found, memoryview(encoded))
+            arrived += decoding.decode([(unit, found, memoryview(encoded))])
         decoded = decode_manifest_of(listed)
     assert decoded.tensors == tuple(listed)
     assert_become(shards, {} if anchor else old, new, arrived)
@@ -88,7 +88,7 @@ def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(data: st.DataObj
 def decode_manifest_of(entries: Sequence[TensorEntry]) -> Manifest:
     size = sum(entry.payload_bytes for entry in entries)
     chunks = (manifest.ChunkEntry("", size),)
-    encoded = encode_manifest(Manifest(manifest.FORMAT_VERSION, "run", 0, 1, 0, 0, 0, tuple(entries), chunks))
+    encoded = encode_manifest(Manifest(manifest.FORMAT_VERSION, "run", 0, 1, 0, 0, "", 0, tuple(entries), chunks))
     return decode_manifest(encoded, digest_of(encoded), "here")
 
 
@@ -143,9 +143,10 @@ def test_what_did_not_change_beside_what_did_is_not_staged(tmp_path: Path) -> No
     try:
         push.begin()
         new = {**push.bits, "norm": push.bits["norm"] ^ np.uint16(1)}
-        staged = push.mirror.stage(push.fetch(push.publish(1, new)))
+        announced = push.publish(1, new)
+        staged = push.mirror.stage(push.fetch(announced))
         assert list(staged.patches) == ["norm"]
-        listed = decode_manifest(push.publisher._served[-1].manifest, push.publisher._served[-1].manifest_digest, "")
+        listed = decode_manifest(served(push.publisher, announced).manifest, announced.sources[0].manifest_digest, "")
         assert [(entry.shard.name, entry.changed_elements, entry.joined) for entry in listed.tensors] == [
             ("norm", 40, False),
             ("layer", 0, True),
@@ -163,7 +164,7 @@ def test_the_names_of_many_tensors_do_not_outweigh_their_changes() -> None:
     made.publish(0, {name: old for name, (old, _) in steps.items()})
     made.acknowledge(0)
     delta = made.publish(1, {name: new for name, (_, new) in steps.items()})
-    assert len(made._served[-1].manifest) < 1.0 * delta.source.changed_elements
+    assert len(made._server._parts[delta.source.manifest_digest].manifest) < 1.0 * delta.source.changed_elements
 
 
 def test_a_manifest_that_unfolds_beyond_its_limit_is_refused_before_it_does() -> None:

@@ -21,7 +21,7 @@ from streamrl.weights.pull.node_memory import Holder, SharedMemory
 from streamrl.weights.pull.node_mirror import NodeMirror
 from streamrl.weights.requests import GetChunk, decode_request
 from tests.weights.faulty_link import TENSORS, Bits, FaultyLink, SmallPush, changed, random_bits
-from tests.weights.test_folded_deltas import save_checkpoint
+from tests.weights.test_chain import save_checkpoint
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -53,7 +53,7 @@ class Machine:
 
 @pytest.fixture
 def push(tmp_path: Path) -> Iterator[SmallPush]:
-    made = SmallPush(tmp_path, history_bytes=0)
+    made = SmallPush(tmp_path, chain_bytes=0)
     made.bits = random_bits(0)
     yield made
     made.close()
@@ -142,7 +142,7 @@ def test_a_late_worker_that_fetches_first_does_it_for_all(machine: Machine) -> N
             assert np.array_equal(worker.model.bits(name), expected)
 
 
-def test_a_version_that_nobody_committed_is_not_built_on(machine: Machine) -> None:
+def test_a_version_that_nobody_committed_is_no_obstacle(machine: Machine) -> None:
     push = machine.push
     first, second = machine.worker(), machine.worker()
     machine.commit(push.publish(0, push.bits), first, second)
@@ -151,7 +151,7 @@ def test_a_version_that_nobody_committed_is_not_built_on(machine: Machine) -> No
     assert not first.stage(given_up).error
     bits = changed(push.bits, 2)
     announced = push.publish(2, bits)
-    assert announced.base_version == 0
+    assert announced.base_version == 1
     machine.commit(announced, first, second)
     for worker in (first, second):
         for name, expected in bits.items():
@@ -337,10 +337,7 @@ def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
     }
     (machine.directory / "state").write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(state, **gone)))
     begins = machine.worker()
-    begins.transaction.begin_stage(push.publish(1, push.bits))
-    begins.transaction._staging.take()
-    assert "holds no published version yet and needs an anchor" in begins.transaction.stage_report().error
-    machine.commit(push.anchor(1), begins)
+    machine.commit(push.publish(1, push.bits), begins)
     for name, expected in push.bits.items():
         assert np.array_equal(begins.model.bits(name), expected)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from campaigns.fuzz.weight_frames import replies_of, world
-from streamrl.weights.publish.reply_queue import ReplyQueue
-from streamrl.weights.pull.received_part import ReceivedPart
+from campaigns.fuzz.weight_frames import receiving, replies_of, world
+from streamrl.weights.publish.server import ReplyQueue
 
 
 def test_peers_take_turns_and_a_request_waits_once() -> None:
@@ -28,7 +27,7 @@ def test_what_is_under_way_stays_within_the_credit() -> None:
     sample = world().samples[2]
     manifest, *chunks = replies_of(sample)
     sizes = [len(frames[1]) for frames in chunks]
-    part = ReceivedPart(sample.announced.sources[0], sample.announced)
+    part = receiving(sample)
     assert len(list(part.requests(0))) == 1
     assert not list(part.requests(0)), "the manifest is under way"
     part.take(manifest)

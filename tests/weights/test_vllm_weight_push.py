@@ -16,9 +16,8 @@ import pytest
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.publish.serving import ServedPart
+from streamrl.weights.publish.server import ServedPart
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -86,25 +85,21 @@ def engine_variables(monkeypatch: pytest.MonkeyPatch, socket_directory: Path) ->
 
 @pytest.mark.asyncio
 async def test_pushes_into_a_running_engine(tmp_path: Path, engine_variables: Callable[..., None]) -> None:
-    """Tied Qwen2 in float32: anchor and deltas with requests in flight, then everything that must be refused; a second
-    engine, which loads the old checkpoint, gets one delta over all of it."""
+    """Tied Qwen2 in float32: deltas with requests in flight, then everything that must be refused, and an anchor; a
+    second engine, which loads the old checkpoint, takes all deltas since as one."""
     engine_variables()
     directory = tmp_path / "model"
     bits, shapes = write_model(directory, ARCHITECTURES["qwen2-tied-biases"])
-    with publisher_of(shapes, tmp_path) as publisher:
+    with publisher_of(shapes, tmp_path, checkpoint=directory, chain_bytes=1 << 30) as publisher:
         async with running_engine(directory, "float32") as llm, asyncio.TaskGroup() as tasks:
             push = Push(llm, publisher)
             bits = await push_while_sampling(push, tasks, bits, shapes)
             bits = await refuse_what_does_not_fit(push, bits, shapes)
-            greedy = list((await sample(llm, 40)).token_ids)
-        publisher._checkpoint = CheckpointBase(directory)
         async with running_engine(directory, "float32") as restarted:
             push = Push(restarted, publisher)
-            cumulative = push.publish_anchor(8)
-            await push.commit(cumulative)
-            assert push.staged_bytes < cumulative.sources[0].payload_bytes, "it got a delta on its checkpoint"
+            bits = changed(bits, 9)
+            await push.commit(push.publish(9, bits))
             assert await checksums_of(push) == expected_checksums(bits, shapes, "float32")
-            assert list((await sample(restarted, 40)).token_ids) == greedy
 
 
 async def push_while_sampling(push: Push, tasks: asyncio.TaskGroup, bits: Bits, shapes: Shapes) -> Bits:
@@ -115,7 +110,7 @@ async def push_while_sampling(push: Push, tasks: asyncio.TaskGroup, bits: Bits, 
     for version in range(5):
         bits = changed(bits, version) if version else changed(bits, 99, density=0.5)
         announcement = push.publish(version, bits)
-        assert announcement.base_version == (version - 1 if version else None)
+        assert announcement.base_version == version - 1, "the first is a delta on the checkpoint"
         done = await push.commit(announcement)
         assert push.sent_as_announced(announcement)
         assert done.state_hash == announcement.state_hash
@@ -152,11 +147,12 @@ async def refuse_what_does_not_fit(push: Push, bits: Bits, shapes: Shapes) -> Bi
 
     before_seven = bits
     too_early = push.publish(7, changed(bits, 7))
+    # It holds 4: it takes the delta to 5 too.
     await push.commit(announcement)
+    assert not push.sent_as_announced(announcement)
     assert await checksums_of(push) == expected_checksums(bits, shapes, "float32")
-    # It holds 6 and is told of a delta on 4: it asks for one on 6.
     await push.commit(too_early)
-    assert not push.sent_as_announced(too_early)
+    assert push.sent_as_announced(too_early)
     bits = changed(before_seven, 7)
     assert await checksums_of(push) == expected_checksums(bits, shapes, "float32")
 
@@ -172,11 +168,11 @@ async def refuse_what_does_not_fit(push: Push, bits: Bits, shapes: Shapes) -> Bi
 
 
 def corrupt_last_chunk(publisher: WeightPublisher) -> None:
-    part = publisher._served[-1]
+    *others, part = publisher._chain
     flipped = bytearray(part.chunks[-1])
     flipped[-1] ^= 1
     chunks = [*part.chunks[:-1], memoryview(flipped)]
-    publisher._thread.serve([ServedPart(part.policy_version, part.manifest_digest, part.manifest, chunks)])
+    publisher._server.serve([*others, ServedPart(part.policy_version, part.manifest_digest, part.manifest, chunks)])
 
 
 @pytest.mark.asyncio
@@ -196,7 +192,7 @@ async def test_packed_and_quantised_layers(tmp_path: Path, engine_variables: Cal
                 bits = changed(bits, version, density)
                 announcement = push.publish(version, bits)
                 assert (await push.commit(announcement)).state_hash == announcement.state_hash
-                assert push.sent_as_announced(announcement) == (version > 0), "the first is a delta on the checkpoint"
+                assert push.sent_as_announced(announcement)
                 checksums = await checksums_of(push)
                 assert EMPTY not in checksums.values()
                 expected = expected_checksums(bits, shapes, "bfloat16")

@@ -15,10 +15,22 @@ from streamrl.base.errors import WeightError
 from streamrl.weights import manifest
 from streamrl.weights.codec.codec import decode_patch
 from streamrl.weights.publish import publisher as publishing
+from streamrl.weights.pull import decoding
 from streamrl.weights.pull import fetch as fetching
 from streamrl.weights.pull.fetch import KeptParts
 from streamrl.weights.requests import GetChunk, GetManifest, decode_request, encoder
-from tests.weights.faulty_link import LOST, Cut, Fault, FaultyLink, Frames, SmallPush, changed, flip, random_bits
+from tests.weights.faulty_link import (
+    LOST,
+    Cut,
+    Fault,
+    FaultyLink,
+    Frames,
+    SmallPush,
+    changed,
+    flip,
+    random_bits,
+    served,
+)
 
 FRAMES = 5
 """Replies of the transfer that is broken here: one manifest and four chunks."""
@@ -148,28 +160,6 @@ def test_a_transfer_that_was_given_up_goes_on_where_it_stopped(push: SmallPush, 
     push.assert_holds(1, new)
 
 
-def test_a_gap_that_nobody_can_fill_is_refused_before_its_bytes_are_asked_for_and_what_was_missed_still_comes(
-    push: SmallPush, tmp_path: Path
-) -> None:
-    """Version 2 was acknowledged by the others; this engine slept, and nothing is kept of earlier versions."""
-    push.publisher._versions._history_bytes = 0
-    push.commit(push.publish(1, changed(push.bits, 1)))
-    second = changed(push.bits, 2)
-    missed = push.publish(2, second)
-    push.publisher.acknowledge(2)
-    gap = push.publish(3, changed(second, 3))
-    with FaultyLink(tmp_path, push.publisher.endpoint, lambda number, frames: [frames]) as link:
-        with pytest.raises(WeightError, match=r"delta on version 2.*this engine holds version 1"):
-            push.fetch(link.through(gap))
-        assert not chunks_asked(link.requests)
-    push.assert_holds(1, changed(push.bits, 1))
-    push.commit(missed, acknowledge=False)
-    push.commit(gap)
-    push.assert_holds(3, changed(second, 3))
-    with pytest.raises(WeightError, match="not served"):
-        push.fetch(missed)
-
-
 def test_patches_are_decoded_while_others_still_arrive(
     push: SmallPush, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +172,7 @@ def test_patches_are_decoded_while_others_still_arrive(
         decoded.set()
         return result
 
-    monkeypatch.setattr(fetching, "decode_patch", watched)
+    monkeypatch.setattr(decoding, "decode_patch", watched)
 
     def hold_back(number: int, frames: Frames) -> Sequence[Frames]:
         if number == FRAMES - 1:
@@ -222,7 +212,7 @@ def test_replies_of_another_version_or_run_are_ignored(push: SmallPush, tmp_path
         foreign = other.publish(0, random_bits(9))
         digest = foreign.sources[0].manifest_digest
         header = {"type": "ChunkReply", "manifest_digest": digest, "chunk": 0}
-        stray = [msgspec.msgpack.encode(header), bytes(other.publisher._served[-1].chunks[0])]
+        stray = [msgspec.msgpack.encode(header), bytes(served(other.publisher, foreign).chunks[0])]
         with FaultyLink(tmp_path, push.publisher.endpoint, lambda number, frames: [stray, frames]) as link:
             push.commit(link.through(announced))
         push.assert_holds(1, new)

@@ -18,12 +18,11 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
 from streamrl.weights import manifest
 from streamrl.weights.codec.bits import bit_type
-from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.manifest import CHUNK_BYTES, MODULUS, ShardSpec
 from streamrl.weights.publish import publisher as publisher_module
-from streamrl.weights.publish.published_versions import MAXIMUM_PENDING
+from streamrl.weights.publish.chain import MAXIMUM_LINKS, UNACKNOWLEDGED_LINKS
 from streamrl.weights.publish.publisher import Published, WeightPublisher
-from streamrl.weights.publish.serving import ServedPart, ServingThread
+from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.fetch import FetchedVersion, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
@@ -118,7 +117,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str
 
 
 @pytest.fixture
-def make_ranks(endpoint: Callable[[], str]) -> Iterator[Callable[[int], Ranks]]:
+def make_ranks(endpoint: Callable[[], str]) -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as stack:
 
         def make(ranks: int, **options: Any) -> Ranks:
@@ -155,27 +154,24 @@ def test_a_delta_is_small(make_ranks: Callable[[int], Ranks]) -> None:
     assert sparse.sources[0].changed_elements == pytest.approx(0.001 * sum(b.size for b in bits.values()), rel=0.3)
 
 
-def test_deltas_are_made_against_the_last_acknowledged_version(make_ranks: Callable[[int], Ranks]) -> None:
+def test_each_version_is_made_on_the_one_before_and_what_was_missed_is_taken_too(
+    make_ranks: Callable[[int], Ranks],
+) -> None:
     """Version 1 never reaches the engine; 2 changes some of it back; 3 is made while 2 is unanswered."""
     run, bits = make_ranks(2), random_bits(0)
     run.commit(run.publish(0, bits))
     lost = changed(bits, 1, density=0.2)
-    run.publish(1, lost)
+    assert run.publish(1, lost).base_version == 0
     second = {name: np.where(np.arange(b.size) % 2 == 0, b, lost[name]) for name, b in bits.items()}
     announcement = run.publish(2, second)
-    assert announcement.base_version == 0
+    assert announcement.base_version == 1
     third = {name: np.where(np.arange(b.size) % 3 == 0, b, second[name]) for name, b in bits.items()}
     early = run.publish(3, third)
-    assert early.base_version == 0
-    run.commit(announcement)
+    assert early.base_version == 2
+    assert run.commit(announcement).base_version == 0, "both, as one on what is held"
     run.assert_holds(2, second)
-    assert run.commit(early).base_version == 2, "asked for as a delta on what is held now"
+    assert run.commit(early).base_version == 2
     run.assert_holds(3, third)
-    fourth = changed(third, 4)
-    announcement = run.publish(4, fourth)
-    assert announcement.base_version == 3
-    run.commit(announcement)
-    run.assert_holds(4, fourth)
 
 
 def test_an_engine_that_starts_late_gets_an_anchor(make_ranks: Callable[[int], Ranks]) -> None:
@@ -184,10 +180,10 @@ def test_an_engine_that_starts_late_gets_an_anchor(make_ranks: Callable[[int], R
     bits = changed(bits, 1)
     run.commit(run.publish(1, bits))
     run.mirror = CheckpointMirror()
-    with pytest.raises(WeightError, match="needs an anchor"):
+    with pytest.raises(WeightError, match=r"holds no published version yet.*publish an anchor"):
         run.commit(run.publish(2, bits))
-    run.commit(run.publish_anchor(1))
-    run.assert_holds(1, bits)
+    run.commit(run.publish_anchor(2))
+    run.assert_holds(2, bits)
 
 
 def test_a_delta_for_other_weights_of_the_same_version_is_refused(make_ranks: Callable[[int], Ranks]) -> None:
@@ -196,7 +192,7 @@ def test_a_delta_for_other_weights_of_the_same_version_is_refused(make_ranks: Ca
     run.commit(run.publish(0, bits))
     other.commit(other.publish(0, changed(bits, 9)))
     delta = other.publish(1, changed(bits, 1))
-    with pytest.raises(WeightError, match="is a delta on version 0 with state hash"):
+    with pytest.raises(WeightError, match="it is made on version 0 with state hash"):
         run.commit(delta)
     run.assert_holds(0, bits)
 
@@ -222,9 +218,9 @@ def test_versions_only_grow_and_are_known_when_acknowledged(make_ranks: Callable
     publisher.publish(3, bits)
     with pytest.raises(WeightError, match="version 3 cannot be published: 3 was"):
         publisher.publish(3, bits)
-    with pytest.raises(WeightError, match=r"version 2 was acknowledged; pending are \[3\]"):
-        publisher.acknowledge(2)
-    with pytest.raises(WeightError, match="version 2 cannot be anchored"):
+    with pytest.raises(WeightError, match="version 4 was acknowledged; the newest is 3"):
+        publisher.acknowledge(4)
+    with pytest.raises(WeightError, match="version 2 cannot be anchored: the newest is 3"):
         publisher.publish_anchor(2)
     publisher.acknowledge(3)
     publisher.acknowledge(3)
@@ -289,46 +285,27 @@ def publisher_of(endpoint: str, threads: int) -> Iterator[WeightPublisher]:
         publisher.close()
 
 
-@pytest.mark.parametrize("acknowledged", [1, 2, 3])
-def test_versions_under_way_are_kept_right_when_one_is_acknowledged(
-    make_ranks: Callable[[int], Ranks], acknowledged: int
-) -> None:
-    """Elements that go back to what they were, change twice, or change in one version only."""
-    run, bits = make_ranks(1), random_bits(0)
+def test_what_is_served_is_bounded(make_ranks: Callable[..., Ranks]) -> None:
+    """Newest links stay while no engine has them, whatever they take; others go, the oldest first, beyond their bytes
+    and their number; complete versions when a newer one is acknowledged."""
+    run, bits = make_ranks(1, chain_bytes=1), random_bits(0)
     run.commit(run.publish(0, bits))
-    versions = [bits]
-    for version in (1, 2, 3):
-        new = changed(versions[-1], version, density=0.05)
-        back = np.random.default_rng(version).random(bits["embed"].size) < 0.02
-        new["embed"][back] = bits["embed"][back]
-        new["norm"] = bits["norm"] ^ np.uint16(version % 2)  # a whole tensor that changes and goes back
-        versions.append(new)
-    announced = [run.publish(version, versions[version]) for version in (1, 2, 3)]
-    run.commit(announced[acknowledged - 1])
-    run.assert_holds(acknowledged, versions[acknowledged])
     (publisher,) = run.publishers
-    for version, pending in publisher._versions.pending.items():
-        for unit, spec in enumerate(publisher._units):
-            nothing = WeightPatch(np.zeros(0, np.int64), np.zeros(0, spec.bits))
-            patch = pending.patches.get(unit, nothing)
-            before, after = (spec.join(lambda shard, v=v: versions[v][shard.name]) for v in (acknowledged, version))
-            assert np.array_equal(patch.positions, np.flatnonzero(before != after))
-            assert np.array_equal(patch.values, after[before != after])
-    run.commit(run.publish(4, versions[1]))
-    run.assert_holds(4, versions[1])
-
-
-def test_memory_does_not_grow_while_nothing_is_acknowledged(make_ranks: Callable[[int], Ranks]) -> None:
-    run, bits = make_ranks(1), random_bits(0)
-    run.commit(run.publish(0, bits))
     first = run.publish(1, changed(bits, 1))
-    for version in range(2, 3 + MAXIMUM_PENDING):
+    for version in range(2, 3 + UNACKNOWLEDGED_LINKS):
         newest = run.publish(version, changed(bits, version))
+    assert [part.policy_version for part in publisher._chain] == [*range(3, 3 + UNACKNOWLEDGED_LINKS), 0]
     with pytest.raises(WeightError, match="not served"):
         fetch_version(first)
-    run.commit(newest)
-    with pytest.raises(WeightError, match="does not serve version 2"):
-        fetch_version(run_announcement_of(first, 2))
+    with pytest.raises(WeightError, match=r"no chain of deltas leads from there .*not served"):
+        run.commit(newest)
+    run.commit(run.publish_anchor(newest.policy_version))
+    assert [part.policy_version for part in publisher._chain] == [newest.policy_version] * 2
+    publisher._chain._budget_bytes = 1 << 30
+    for version in range(10, 20 + MAXIMUM_LINKS):
+        run.publish(version, bits)
+        publisher.acknowledge(version)
+    assert len([*publisher._chain]) == MAXIMUM_LINKS
 
 
 def run_announcement_of(announcement: WeightAnnouncement, version: int) -> WeightAnnouncement:
@@ -349,7 +326,7 @@ def test_an_announcement_that_contradicts_the_manifest_is_refused(make_ranks: Ca
 def serve_corrupted(run: Ranks, stack: ExitStack, endpoint: str, *, times: int) -> tuple[WeightAnnouncement, list[int]]:
     """Publish, and serve the same part with a flipped bit in chunk 1 for the first ``times`` requests."""
     announcement = run.publish(0, random_bits(0))
-    served = run.publishers[0]._served[0]
+    (served,) = run.publishers[0]._chain
     asked: list[int] = []
 
     class FlippingChunks(list[memoryview]):
@@ -362,7 +339,7 @@ def serve_corrupted(run: Ranks, stack: ExitStack, endpoint: str, *, times: int) 
                 return memoryview(flipped)
             return chunk
 
-    thread = ServingThread(endpoint, "corrupting")
+    thread = PublisherServer(endpoint, "corrupting")
     stack.callback(thread.close)
     thread.start()
     thread.serve([ServedPart(0, served.manifest_digest, served.manifest, FlippingChunks(served.chunks))])
@@ -459,7 +436,7 @@ def test_shards_must_cover_each_tensor_once(make_ranks: Callable[[int], Ranks]) 
     run = make_ranks(3)
     whole = run.publish(0, random_bits(0))
     without_the_last = announce(0, [Published(s, None, 0) for s in whole.sources[:2]])
-    parts = [run.publishers[r]._versions.part_hash(0) for r in range(2)]
+    parts = [run.publishers[r]._part_hash for r in range(2)]
     honest_hash = announce(0, [Published(s, None, h) for s, h in zip(without_the_last.sources, parts, strict=True)])
     with pytest.raises(WeightError, match="a rank is missing"):
         run.mirror.stage(fetch_version(honest_hash))

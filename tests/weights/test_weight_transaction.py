@@ -20,7 +20,7 @@ from streamrl.weights.pull.mirror import StagedPatch
 from streamrl.weights.vllm.weight_transaction import LiveModel, StageReport, WeightTransaction
 from tests.weights.faulty_link import TENSORS, Bits, SmallPush, changed, random_bits
 from tests.weights.receiver_process import POINTS
-from tests.weights.test_folded_deltas import save_checkpoint
+from tests.weights.test_chain import save_checkpoint
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -313,21 +313,17 @@ def test_an_audit_finds_a_foreign_write_that_no_delta_touches(push: SmallPush) -
     receiver.assert_holds(2, {**bits, "head": bits["head"] ^ 1})
 
 
-@pytest.mark.parametrize("announced_as", ["anchor", "delta"])
-def test_a_restarted_worker_takes_a_delta_on_the_checkpoint_that_it_has_loaded(
-    tmp_path: Path, announced_as: str
-) -> None:
+def test_a_restarted_worker_takes_all_deltas_on_the_checkpoint_that_it_has_loaded(tmp_path: Path) -> None:
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, TENSORS)
     push = SmallPush(tmp_path, checkpoint=path)
     try:
         push.bits = first
-        push.commit(push.publish(0, first))
+        push.publish(0, first)
         new = changed(first, 1)
-        delta = push.publish(1, new)
+        announced = push.publish(1, new)
         restarted = Receiver(push, checkpoint=path)
         restarted.load(first)
-        announced = delta if announced_as == "delta" else push.anchor(1)
         report = restarted.stage(announced)
         assert not report.error
         assert report.payload_bytes < sum(b.nbytes for b in first.values()) / 2
@@ -346,13 +342,13 @@ def test_a_worker_that_did_not_load_the_checkpoint_it_says_needs_an_anchor(tmp_p
     path = save_checkpoint(tmp_path / "model", first, TENSORS)
     push = SmallPush(tmp_path, checkpoint=path)
     try:
-        anchor = push.publish(0, first)
+        delta = push.publish(0, first)
         wrong = Receiver(push, checkpoint=path)
         wrong.load({**first, "norm": first["norm"] ^ (np.arange(40) == 7).astype(np.uint16)})
         with pytest.raises(WeightError, match=r"not those of the checkpoint .*'norm'.*in an audit.*publish an anchor"):
-            wrong.commit(anchor)
+            wrong.commit(delta)
         assert wrong.transaction.live_report().policy_version is None
-        wrong.commit(anchor)
+        wrong.commit(push.anchor(0))
         wrong.assert_holds(0, first)
     finally:
         push.close()
@@ -407,5 +403,5 @@ def test_a_receiver_that_is_killed_disturbs_nobody_and_comes_back_by_an_anchor(
     push.assert_holds(2, new)
     back = run("never", saved(push.publish(3, changed(new, 3))), saved(push.anchor(3)))
     lines = back.stdout.splitlines()
-    assert "needs an anchor" in lines[0], back.stdout + back.stderr
+    assert "publish an anchor" in lines[0], back.stdout + back.stderr
     assert lines[1] == f"holds 3 {push.anchor(3).state_hash} "

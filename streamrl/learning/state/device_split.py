@@ -27,13 +27,12 @@ from streamrl.weights.codec.codec import (
 from streamrl.weights.manifest import ShardSpec
 
 
-class DeviceReader:
-    """Reads float32 values of published bfloat16 bits on their device (``BitReader``). The shadow that they are
-    compared with lies there too, 2 bytes an element, beside the publisher's own in host memory: what is encoded, and
-    what is kept of earlier versions, is made of the few changes there."""
+class DeviceTensors:
+    """Reads float32 values of published bfloat16 bits on their device (a ``TensorSource``). The baseline that they are
+    compared with lies there too, 2 bytes an element, beside the publisher's own in host memory."""
 
     def __init__(self) -> None:
-        self._shadow: dict[int, Tensor] = {}
+        self._baseline: dict[int, Tensor] = {}
 
     def checked(self, given: Any, shard: ShardSpec) -> Tensor:
         """The bits of ``given``, flat float32: int16, and a view of it."""
@@ -49,21 +48,21 @@ class DeviceReader:
         """All elements of a unit, in host memory."""
         return _to_host(_together(parts), bit_type(dtype, "on the device"))
 
-    def changes(self, unit: int, parts: Sequence[Any], shadow: BitArray, dtype: str) -> EncodedPatch | None:
-        """See ``encode_on_device``. The first time, the shadow comes from the host."""
-        new, base = _together(parts), self._shadow.get(unit)
+    def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
+        """See ``encode_on_device``. The first time, the baseline comes from the host."""
+        new, base = _together(parts), self._baseline.get(unit)
         if base is None:
-            base = self._shadow[unit] = _from_host(shadow, new.device).clone()
+            base = self._baseline[unit] = _from_host(baseline, new.device).clone()
         return encode_on_device(new, base, dtype)
 
     @torch.no_grad()
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
         """In proportion to what changed."""
         for unit, patch in patches.items():
-            shadow = self._shadow.get(unit)
-            if shadow is not None and patch.positions is not None:
-                places = torch.from_numpy(patch.positions).to(shadow.device)
-                shadow[places] = _from_host(patch.values, shadow.device)
+            baseline = self._baseline.get(unit)
+            if baseline is not None and patch.positions is not None:
+                places = torch.from_numpy(patch.positions).to(baseline.device)
+                baseline[places] = _from_host(patch.values, baseline.device)
 
 
 @torch.no_grad()

@@ -12,21 +12,21 @@ from streamrl.weights.publish.publisher import Published, WeightPublisher
 def start_publisher(options: TrainerOptions, weights: PublishedWeights) -> WeightPublisher:
     """Serve this rank's shards to engines. Raises ``WeightError`` when the endpoint cannot be bound.
 
-    What changed is found where the weights lie: on a GPU by torch, with a shadow of 2 bytes an element there.
+    What changed is found where the weights lie: on a GPU by torch, with a baseline of 2 bytes an element there.
     """
-    reader = None
+    source = None
     if weights.on_device:
         # Only here: it is torch's way, and slow on a CPU.
-        from streamrl.learning.state.device_split import DeviceReader
+        from streamrl.learning.state.device_split import DeviceTensors
 
-        reader = DeviceReader()
+        source = DeviceTensors()
     publisher = WeightPublisher(
         options.weights_endpoint,
         run_id=options.run_id,
         rank=options.rank,
         shards=weights.shard_specs,
         checkpoint=Path(options.model_path),
-        reader=reader,
+        source=source,
     )
     publisher.start()
     return publisher

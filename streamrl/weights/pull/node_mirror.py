@@ -28,8 +28,8 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS
+from streamrl.weights.pull.decoding import HeldWeights
 from streamrl.weights.pull.fetch import FetchedVersion
-from streamrl.weights.pull.held_weights import HeldWeights
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.pull.node_memory import Segment, SharedMemory, aligned
 

@@ -1,4 +1,4 @@
-"""What has arrived of one rank's part of a version: what to ask for, what to keep, what can be decoded.
+"""What has arrived of one rank's part of one link: what to ask for, what to keep, what can be decoded.
 
 Pure: no socket, no clock, no thread. Whatever frames come, in whatever order and however often, each ends as a verified
 chunk, as another request, or as a ``WeightError``. What is verified stays, so that a transfer goes on where it stopped.
@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
 from streamrl.weights.manifest import CHUNK_BYTES, Manifest, TensorEntry, decode_manifest, digest_of
-from streamrl.weights.requests import (
-    FoldReply,
-    GetChunk,
-    GetFold,
-    GetManifest,
-    ManifestReply,
-    NotServed,
-    Reply,
-    Request,
-    decode_reply,
-)
+from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, NotServed, Reply, Request, decode_reply
 from streamrl.weights.work_units import WorkUnit, listed_units
 
 CHUNK_ATTEMPTS = 3
@@ -37,25 +27,20 @@ since nobody knows what it was the answer to."""
 PATCH_OVERHEAD = 4096
 """Bytes that a patch may be larger than the dense form of its shard, besides a thousandth of it: more is a lie."""
 
+MOST_BYTES_AN_ELEMENT, MOST_PARTS = 4, 1024
+"""Of a chain: complete weights are shorter."""
+
 _MANIFEST = -1  # among the attempts, where chunks are counted from 0
 
 
 class ReceivedPart:
-    """One rank's part of an announced version, as far as it came.
+    """One rank's part of one version, as a delta or complete, as far as it came. ``digest``: of its manifest."""
 
-    ``manifest`` is that of the payload that is fetched: the announced one, or that of a folded delta (``fold_from``).
-    ``fold_refusal``: why there is no folded delta.
-    """
-
-    def __init__(self, source: WeightSource, announced: WeightAnnouncement) -> None:
-        self.source = source
-        self.announced_manifest: Manifest | None = None
+    def __init__(self, digest: str, endpoint: str) -> None:
+        self.digest = digest
         self.manifest: Manifest | None = None
-        self.fold_refusal = ""
-        self._announced = announced
-        self._fold_base: int | None = None
-        self._fold_asked = False
-        self._digest = source.manifest_digest
+        self.problem = ""
+        self._endpoint = endpoint
         self._payload = bytearray()
         self._starts = [0]
         self._units: list[tuple[WorkUnit, tuple[TensorEntry, ...]]] = []
@@ -66,97 +51,50 @@ class ReceivedPart:
         self._verified = bytearray()
         self._leading = 0
         self._failures: Counter[int] = Counter()
-        self._wrong_replies = 0
-        self._last_problem = ""
 
     @property
     def complete(self) -> bool:
         """Whether every chunk is here."""
         return self.manifest is not None and self._leading == len(self.manifest.chunks)
 
-    def begin(self, source: WeightSource, announced: WeightAnnouncement) -> None:
-        """Start, or go on after a transfer that was cut off: what was verified stays, all else is asked for again.
-
-        Raises ``WeightError`` when the manifest that is here is not the announced one.
-        """
-        self.source, self._announced = source, announced
-        self._failures.clear()
-        self._wrong_replies = 0
-        self.lost()
-        if self.announced_manifest is not None:
-            self._refuse_other(self.announced_manifest)
-
-    def fold_from(self, base_version: int | None) -> None:
-        """Fetch the version as one delta on ``base_version`` (None: as it was announced). Its manifest must be here.
-
-        What came of the same payload stays.
-        """
-        assert self.announced_manifest is not None
-        if base_version == self._fold_base and not (base_version is not None and self.fold_refusal):
-            return
-        self._fold_base, self._fold_asked, self.fold_refusal = base_version, False, ""
-        self._forget_payload()
-        if base_version is None:
-            self._fetch(self.announced_manifest, self.source.manifest_digest)
+    @property
+    def asked_bytes(self) -> int:
+        """Bytes of the chunks that were asked for and have not come."""
+        return 0 if self.manifest is None else sum(self.manifest.chunks[c].payload_bytes for c in self._asked)
 
     def lost(self) -> None:
         """Nothing that was asked for will come: ask again. Should it come nevertheless, it is a duplicate."""
         self._waiting.extendleft(reversed(self._asked))
         self._asked.clear()
-        self._manifest_asked = self._fold_asked = False
+        self._manifest_asked = False
 
-    def requests(self, credit_bytes: int) -> Iterator[Request]:
-        """What to ask for now, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
-        if self.announced_manifest is None:
-            if not self._manifest_asked:
-                self._manifest_asked = True
-                yield GetManifest(self.source.manifest_digest)
-            return
-        if self.manifest is None:
-            if self._fold_base is not None and not self._fold_asked and not self.fold_refusal:
-                self._fold_asked = True
-                yield GetFold(self.source.manifest_digest, self._fold_base)
-            return
+    def begin_again(self) -> None:
+        """Another transfer: what was verified stays, all else is asked for again."""
+        self._failures.clear()
+        self.lost()
+
+    def manifest_request(self) -> Iterator[Request]:
+        """Unless it is here or asked for."""
+        if self.manifest is None and not self._manifest_asked:
+            self._manifest_asked = True
+            yield GetManifest(self.digest)
+
+    def chunk_requests(self, free_bytes: int, *, one_at_least: bool) -> Iterator[Request]:
+        """Chunks of at most ``free_bytes`` together."""
+        assert self.manifest is not None
         chunks = self.manifest.chunks
-        free = credit_bytes - sum(chunks[chunk].payload_bytes for chunk in self._asked)
-        while self._waiting and (not self._asked or chunks[self._waiting[0]].payload_bytes <= free):
-            chunk = self._waiting.popleft()
+        while self._waiting and (one_at_least or chunks[self._waiting[0]].payload_bytes <= free_bytes):
+            chunk, one_at_least = self._waiting.popleft(), False
             self._asked[chunk] = None
-            free -= chunks[chunk].payload_bytes
-            yield GetChunk(self._digest, chunk)
-
-    def take(self, frames: Sequence[bytes | memoryview]) -> bool:
-        """One reply. Returns whether it brought something new.
-
-        Raises ``WeightError`` when the source does not serve the part, or keeps sending what does not verify.
-        """
-        reply = self._reply_of(frames)
-        if reply is None:
-            return False
-        if isinstance(reply, NotServed) and self.manifest is None and self._fold_base is not None:
-            self.fold_refusal = reply.reason
-            return True
-        if isinstance(reply, NotServed):
-            raise WeightError(
-                f"{self.source.endpoint} does not serve version {self._announced.policy_version} "
-                f"(manifest {self.source.manifest_digest}): {reply.reason}"
-            )
-        frame = memoryview(frames[1])
-        if isinstance(reply, FoldReply):
-            return self._take_fold(reply.fold_digest, frame)
-        if isinstance(reply, ManifestReply):
-            return self._take_manifest(frame)
-        return reply.manifest_digest == self._digest and self._take_chunk(reply.chunk, frame)
+            free_bytes -= chunks[chunk].payload_bytes
+            yield GetChunk(self.digest, chunk)
 
     def whole_patches(self) -> int:
         """How many patches, in the order of the manifest, are here from their first to their last byte."""
-        if self.manifest is None:
-            return 0
-        return bisect_right(self._ends, self._starts[self._leading])
+        return 0 if self.manifest is None else bisect_right(self._ends, self._starts[self._leading])
 
     def patch_bytes(self) -> Iterator[tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]]:
         """Every patch of the manifest: what it is of, and its place in the payload, whether it is here or not."""
-        assert self.manifest is not None
         view = memoryview(self._payload).toreadonly()
         for (unit, entries), start, end in zip(self._units, (0, *self._ends), self._ends, strict=False):
             yield unit, entries, view[start:end]
@@ -167,92 +105,30 @@ class ReceivedPart:
         if self.manifest is not None:
             count = len(self._verified) - sum(self._verified)
             missing = f"{count} of {len(self.manifest.chunks)} chunks are missing"
-        return f"{missing}; {self._last_problem}" if self._last_problem else missing
+        return f"{missing}; {self.problem}" if self.problem else missing
 
-    # ---- what came ---------------------------------------------------------------------------------
-
-    def _reply_of(self, frames: Sequence[bytes | memoryview]) -> Reply | None:
-        """The header, None when it is rubbish or about something else."""
-        problem = ""
-        try:
-            reply = decode_reply(frames[0]) if len(frames) == 2 else None
-        except WeightError as error:
-            reply, problem = None, str(error)
-        if reply is not None and reply.manifest_digest in (self.source.manifest_digest, self._digest):
-            return reply
-        if reply is not None:
-            problem = f"it answered about {reply.manifest_digest or 'no manifest'}, which was not asked for"
-            if isinstance(reply, NotServed):
-                problem = reply.reason
-        self._wrong_reply(problem or f"a reply has {len(frames)} frames")
-        return None
-
-    def _wrong_reply(self, problem: str) -> None:
-        self._last_problem = problem
-        self._wrong_replies += 1
-        if self._wrong_replies >= WRONG_REPLIES:
-            raise WeightError(f"{self.source.endpoint} does not speak this protocol: {problem}")
-        self.lost()
-
-    def _take_manifest(self, frame: memoryview) -> bool:
-        if self.announced_manifest is not None:
+    def take_manifest(self, frame: memoryview, refuse: Callable[[Manifest], None]) -> bool:
+        """Returns whether it was missing, and is what the digest says. ``refuse``: raises for one that does not fit."""
+        if self.manifest is not None:
             return False
         actual = digest_of(frame)
-        if actual != self.source.manifest_digest:
-            self._failed(_MANIFEST, "the manifest", f"{actual} ({len(frame)} bytes)", self.source.manifest_digest)
+        if actual != self.digest:
             self._manifest_asked = False
+            self._failed(_MANIFEST, "the manifest", f"{actual} ({len(frame)} bytes)", self.digest)
             return False
-        manifest = decode_manifest(frame, self.source.manifest_digest, self.source.endpoint)
-        self._refuse_other(manifest)
-        self._refuse_impossible(manifest, self.source.manifest_digest)
-        self.announced_manifest = manifest
-        self._fetch(manifest, self.source.manifest_digest)
-        return True
-
-    def _take_fold(self, digest: str, frame: memoryview) -> bool:
-        """The manifest of a folded delta. That it leads to the announced version is proven by its part of the hash."""
-        announced = self.announced_manifest
-        if self.manifest is not None or announced is None or self._fold_base is None:
-            return False
-        if not digest:  # it is being made
-            self._fold_asked = False
-            return True
-        actual = digest_of(frame)
-        if actual != digest:
-            self._failed(_MANIFEST, "the manifest of a folded delta", f"{actual} ({len(frame)} bytes)", digest)
-            self._fold_asked = False
-            return False
-        fold = decode_manifest(frame, digest, self.source.endpoint)
-        found = (fold.run_id, fold.rank, fold.policy_version, fold.part_hash, fold.base_version)
-        wanted = (announced.run_id, announced.rank, announced.policy_version, announced.part_hash, self._fold_base)
-        if found != wanted:
-            raise WeightError(
-                f"the folded delta {digest} from {self.source.endpoint} is of (run, rank, version, part of the state "
-                f"hash, base version) {found}; asked for was {wanted}"
-            )
-        self._refuse_impossible(fold, digest)
-        self._fetch(fold, digest)
-        return True
-
-    def _forget_payload(self) -> None:
-        self.manifest = None
-        self._payload, self._starts, self._verified, self._leading = bytearray(), [0], bytearray(), 0
-        self._waiting.clear()
-        self._asked.clear()
-        self._failures.clear()
-
-    def _fetch(self, manifest: Manifest, digest: str) -> None:
-        """Begin with the chunks of a manifest."""
+        manifest = decode_manifest(frame, self.digest, self._endpoint)
+        refuse(manifest)
         for chunk in manifest.chunks:
             self._starts.append(self._starts[-1] + chunk.payload_bytes)
         self._units = list(listed_units(manifest.tensors))
         self._ends = list(accumulate(entries[0].payload_bytes for _, entries in self._units))
-        self._payload = bytearray(self._starts[-1])
         self._verified = bytearray(len(manifest.chunks))
         self._waiting.extend(range(len(manifest.chunks)))
-        self.manifest, self._digest = manifest, digest
+        self.manifest = manifest
+        return True
 
-    def _take_chunk(self, chunk: int, frame: memoryview) -> bool:
+    def take_chunk(self, chunk: int, frame: memoryview) -> bool:
+        """Returns whether it was missing, and is what the manifest says."""
         if self.manifest is None or not 0 <= chunk < len(self._verified) or self._verified[chunk]:
             return False  # a duplicate, or one that nobody asked for
         expected = self.manifest.chunks[chunk]
@@ -264,6 +140,7 @@ class ReceivedPart:
                 del self._asked[chunk]
                 self._waiting.append(chunk)
             return False
+        self._payload = self._payload or bytearray(self._starts[-1])
         self._payload[self._starts[chunk] : self._starts[chunk + 1]] = frame
         self._verified[chunk] = 1
         if chunk in self._asked:
@@ -277,28 +154,158 @@ class ReceivedPart:
     def _failed(self, what: int, name: str, came: str, wanted: str) -> None:
         self._failures[what] += 1
         times = self._failures[what]
-        self._last_problem = f"{name} came {times} times with digest {came}"
+        self.problem = f"{name} came {times} times with digest {came}"
         if times >= CHUNK_ATTEMPTS:
             raise WeightError(
-                f"{name} from {self.source.endpoint} came {times} times with digest {came}; announced was {wanted}"
+                f"{name} from {self._endpoint} came {times} times with digest {came}; announced was {wanted}"
             )
 
-    def _refuse_other(self, manifest: Manifest) -> None:
-        actual = (manifest.rank, manifest.policy_version, manifest.base_version, manifest.payload_bytes)
-        announced = (
-            self.source.rank,
-            self._announced.policy_version,
-            self._announced.base_version,
-            self.source.payload_bytes,
-        )
-        if actual != announced:
+
+class ReceivedChain:
+    """What one rank serves for an announced version: the announced part, and those of earlier versions that it is made
+    on, as far back as the receiver asked. ``parts``: the announced one first. ``kept``: parts of earlier transfers, by
+    digest; what is begun here is put there."""
+
+    def __init__(self, source: WeightSource, announced: WeightAnnouncement, kept: dict[str, ReceivedPart]) -> None:
+        self.source = source
+        self.parts: list[ReceivedPart] = []
+        self.refusal = ""
+        self._announced, self._kept = announced, kept
+        self._fetching = False
+        self._wrong_replies = 0
+        self._problem = ""
+        self._add(source.manifest_digest)
+        if (manifest := self.oldest.manifest) is not None:
+            self._refuse(manifest)
+
+    @property
+    def oldest(self) -> ReceivedPart:
+        """The part that goes back furthest."""
+        return self.parts[-1]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk of every part is here."""
+        return all(part.complete for part in self.parts)
+
+    def extend(self) -> None:
+        """Ask for the version that the oldest part is made on, too. ``refusal``: why it is not to be had."""
+        manifests = [part.manifest for part in self.parts if part.manifest is not None]
+        size = sum(manifest.payload_bytes for manifest in manifests)
+        if not manifests[-1].base_digest:
+            self.refusal = f"no version is served before {manifests[-1].base_version}"
+        elif size > MOST_BYTES_AN_ELEMENT * self.source.total_elements or len(self.parts) > MOST_PARTS:
+            self.refusal = (
+                f"{len(self.parts)} versions take {size} bytes, and lead back to {manifests[-1].base_version}"
+            )
+        else:
+            self._add(manifests[-1].base_digest)
+
+    def fetch(self) -> None:
+        """From now on chunks are asked for."""
+        self._fetching = True
+
+    def lost(self) -> None:
+        """Nothing that was asked for will come: ask again."""
+        for part in self.parts:
+            part.lost()
+
+    def requests(self, credit_bytes: int) -> Iterator[Request]:
+        """What to ask for now, so that no more than ``credit_bytes`` (but one chunk at least) are under way."""
+        if not self.refusal:
+            yield from self.oldest.manifest_request()
+        if not self._fetching or self.oldest.manifest is None:
+            return
+        for part in reversed(self.parts):
+            asked = sum(part.asked_bytes for part in self.parts)
+            yield from part.chunk_requests(credit_bytes - asked, one_at_least=not asked)
+
+    def take(self, frames: Sequence[bytes | memoryview]) -> bool:
+        """One reply. Returns whether it brought something new.
+
+        Raises ``WeightError`` when the source does not serve the part, or keeps sending what does not verify.
+        """
+        reply = self._reply_of(frames)
+        if reply is None:
+            return False
+        part = next(part for part in self.parts if part.digest == reply.manifest_digest)
+        if isinstance(reply, NotServed):
+            if part is not self.parts[0] and part.manifest is None:
+                self.refusal = reply.reason
+                return True
             raise WeightError(
-                f"manifest {self.source.manifest_digest} is for (rank, version, base version, bytes) {actual}; "
-                f"announced was {announced}"
+                f"{self.source.endpoint} does not serve version {self._announced.policy_version} "
+                f"(manifest {part.digest}): {reply.reason}"
             )
+        frame = memoryview(frames[1])
+        if isinstance(reply, ManifestReply):
+            return part.take_manifest(frame, self._refuse)
+        return part.take_chunk(reply.chunk, frame)
 
-    def _refuse_impossible(self, manifest: Manifest, digest: str) -> None:
+    def describe(self) -> str:
+        """What is missing, for an error message."""
+        part = next((part for part in reversed(self.parts) if not part.complete), self.oldest)
+        described = part.describe()
+        return f"{described}; {self._problem}" if self._problem else described
+
+    def _add(self, digest: str) -> None:
+        part = self._kept.get(digest) or ReceivedPart(digest, self.source.endpoint)
+        part.begin_again()
+        self._kept[digest] = part
+        self.parts.append(part)
+
+    def _reply_of(self, frames: Sequence[bytes | memoryview]) -> Reply | None:
+        """The header, None when it is rubbish or about something else."""
+        problem = ""
+        try:
+            reply = decode_reply(frames[0]) if len(frames) == 2 else None
+        except WeightError as error:
+            reply, problem = None, str(error)
+        if reply is not None and any(part.digest == reply.manifest_digest for part in self.parts):
+            return reply
+        if reply is not None:
+            problem = f"it answered about {reply.manifest_digest or 'no manifest'}, which was not asked for"
+            if isinstance(reply, NotServed):
+                problem = reply.reason
+        self._problem = problem or f"a reply has {len(frames)} frames"
+        self._wrong_replies += 1
+        if self._wrong_replies >= WRONG_REPLIES:
+            raise WeightError(f"{self.source.endpoint} does not speak this protocol: {self._problem}")
+        self.lost()
+        return None
+
+    def _refuse(self, manifest: Manifest) -> None:
+        """Raise ``WeightError`` for the manifest of a part that is not what was announced, or what leads there."""
+        if len(self.parts) == 1:
+            actual = (manifest.rank, manifest.policy_version, manifest.base_version, manifest.payload_bytes)
+            announced = (
+                self.source.rank,
+                self._announced.policy_version,
+                self._announced.base_version,
+                self.source.payload_bytes,
+            )
+            if actual != announced:
+                raise WeightError(
+                    f"manifest {self.source.manifest_digest} is for (rank, version, base version, bytes) {actual}; "
+                    f"announced was {announced}"
+                )
+        else:
+            newer = self.parts[-2].manifest
+            assert newer is not None
+            found = (manifest.run_id, manifest.rank, manifest.policy_version, manifest.part_hash)
+            wanted = (newer.run_id, newer.rank, newer.base_version, newer.base_part_hash)
+            if found != wanted:
+                raise WeightError(
+                    f"manifest {self.oldest.digest} from {self.source.endpoint} is of (run, rank, version, part of the "
+                    f"state hash) {found}; version {newer.policy_version} is made on {wanted}"
+                )
+        if manifest.base_version is not None and manifest.base_version >= manifest.policy_version:
+            raise WeightError(f"version {manifest.policy_version} cannot be made on version {manifest.base_version}")
+        self._refuse_impossible(manifest)
+
+    def _refuse_impossible(self, manifest: Manifest) -> None:
         """Before anything is allocated: what a patch may decode to is bounded by what was announced."""
+        digest = self.oldest.digest
         if any(not 0 < chunk.payload_bytes <= CHUNK_BYTES for chunk in manifest.chunks):
             raise WeightError(f"manifest {digest} has a chunk that is empty or over {CHUNK_BYTES} bytes")
         elements = sum(entry.shard.count for entry in manifest.tensors)

@@ -8,10 +8,9 @@ run any event loop, or none.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -21,25 +20,20 @@ from streamrl.comm.socket_options import make_signal
 from streamrl.comm.zmq_sockets import bind, connect, ipc_path_identity, remove_ipc_path
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import KeyRole
-from streamrl.weights.publish.reply_queue import ReplyQueue
-from streamrl.weights.pull.pull_socket import WeightContext, pull_socket
 from streamrl.weights.requests import (
     REQUEST_LIMIT,
     ChunkReply,
-    FoldReply,
-    GetFold,
     GetManifest,
     ManifestReply,
     NotServed,
     Reply,
+    WeightContext,
     decode_request,
     encoder,
+    pull_socket,
 )
 
 _STOP_ENDPOINT = "inproc://stop"
-_FOLD_POLL_MILLISECONDS, _FOLD_PATIENCE = 20, 1.0
-"""While a folded delta is made it is looked for so often; whoever asked for it hears after so many seconds that it is
-not there yet, and that the publisher lives."""
 
 
 class ServedPart(msgspec.Struct, frozen=True, eq=False):
@@ -50,33 +44,17 @@ class ServedPart(msgspec.Struct, frozen=True, eq=False):
     manifest: bytes
     chunks: Sequence[memoryview]
 
-
-class Folds(Protocol):
-    """Folded deltas (``folding.FoldMaker``)."""
-
-    def part_of(self, request: GetFold) -> ServedPart | None:
-        """None while it is being made. Raises ``WeightError`` when it cannot be."""
-        ...
-
-    def served(self, digest: str) -> ServedPart | None:
-        """The one whose manifest has this digest."""
-        ...
-
-    def keep(self, digests: Collection[str]) -> None:
-        """Forget those of versions with other manifest digests."""
-        ...
+    @property
+    def size(self) -> int:
+        """Bytes of all of it."""
+        return len(self.manifest) + sum(len(chunk) for chunk in self.chunks)
 
 
-class ServingThread:
-    """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port).
+class PublisherServer:
+    """Serves a replaceable set of parts at ``endpoint`` (``tcp://host:*`` picks a port), from a thread of its own."""
 
-    ``folds``: makes folded deltas; without it none are served.
-    """
-
-    def __init__(self, endpoint: str, name: str, folds: Folds | None = None) -> None:
+    def __init__(self, endpoint: str, name: str) -> None:
         self.endpoint = endpoint
-        self._folds = folds
-        self._unready: list[tuple[float, bytes, tuple[bytes, ...]]] = []
         self._parts: dict[str, ServedPart] = {}
         self._queue = ReplyQueue()
         self._name = name
@@ -108,11 +86,9 @@ class ServingThread:
         if self._failure is not None:
             raise WeightError(f"weights cannot be served at {self.endpoint}: {self._failure}") from self._failure
 
-    def serve(self, parts: Sequence[ServedPart]) -> None:
+    def serve(self, parts: Iterable[ServedPart]) -> None:
         """Replace what is served. A frame already handed to ZeroMQ is still delivered."""
         self._parts = {part.manifest_digest: part for part in parts}
-        if self._folds is not None:
-            self._folds.keep(self._parts)
 
     def close(self) -> None:
         """Stop serving and release the endpoint. Idempotent."""
@@ -158,34 +134,14 @@ class ServingThread:
             poller.register(gate.ended_fd, zmq.POLLIN)
         while True:
             self._send_all(router)
-            ready = dict(poller.poll(_FOLD_POLL_MILLISECONDS if self._unready else None))
+            ready = dict(poller.poll())
             if stop in ready:
                 return
             if gate is not None and gate.ended_fd in ready:
                 gate.check()
             if router in ready:
                 peer, *frames = router.recv_multipart(zmq.NOBLOCK)
-                self._unready.append((time.monotonic() + _FOLD_PATIENCE, peer, tuple(frames)))
-            self._queue_ready()
-
-    def _queue_ready(self) -> None:
-        """Everything can be answered at once, but for folded deltas that are still being made."""
-        unready, self._unready = self._unready, []
-        for due, peer, frames in unready:
-            if time.monotonic() < due and self._is_being_made(frames):
-                self._unready.append((due, peer, frames))
-            else:
                 self._queue.add(peer, frames)
-
-    def _is_being_made(self, frames: Sequence[bytes]) -> bool:
-        try:
-            request = decode_request(frames[0]) if len(frames) == 1 else None
-        except WeightError:
-            return False  # and is told so
-        if not isinstance(request, GetFold):
-            return False
-        reply, _ = self._answer(frames)
-        return isinstance(reply, FoldReply) and not reply.fold_digest
 
     def _send_all(self, router: zmq.Socket[bytes]) -> None:
         """Answer every request that waits, peer after peer."""
@@ -208,25 +164,42 @@ class ServingThread:
         except WeightError as error:
             return NotServed("", str(error)), b""
         digest = request.manifest_digest
-        part = self._parts.get(digest) or (self._folds.served(digest) if self._folds else None)
+        part = self._parts.get(digest)
         if part is None:
             return NotServed(digest, "this manifest is not served (any more): ask for a newer version"), b""
-        if isinstance(request, GetFold):
-            return self._answer_fold(request)
         if isinstance(request, GetManifest):
             return ManifestReply(digest), part.manifest
         if not 0 <= request.chunk < len(part.chunks):
             return NotServed(digest, f"chunk {request.chunk} of {len(part.chunks)} does not exist"), b""
         return ChunkReply(digest, request.chunk), part.chunks[request.chunk]
 
-    def _answer_fold(self, request: GetFold) -> tuple[Reply, bytes]:
-        digest = request.manifest_digest
-        if self._folds is None or digest not in self._parts:
-            return NotServed(digest, "no folded deltas are served here"), b""
-        try:
-            fold = self._folds.part_of(request)
-        except WeightError as error:
-            return NotServed(digest, str(error)), b""
-        return (
-            (FoldReply(digest, ""), b"") if fold is None else (FoldReply(digest, fold.manifest_digest), fold.manifest)
-        )
+
+class ReplyQueue:
+    """Requests that are not answered yet. Peers take turns, so that none waits for all that another asked.
+
+    A request that waits already is not queued twice: asking again costs nothing. Pure: no socket, no clock.
+    """
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[bytes, dict[tuple[bytes, ...], None]] = OrderedDict()
+
+    def add(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        """``frames``: the request as it came."""
+        self._peers.setdefault(peer, {})[tuple(frames)] = None
+
+    def first(self) -> tuple[bytes, tuple[bytes, ...]] | None:
+        """Peer and request to be answered next; None when nobody waits."""
+        for peer, requests in self._peers.items():
+            return peer, next(iter(requests))
+        return None
+
+    def drop_peer(self) -> None:
+        """The first peer is gone, and with it all that it asked for."""
+        self._peers.popitem(last=False)
+
+    def drop_first(self) -> None:
+        """It was answered: the next peer's turn."""
+        peer, requests = self._peers.popitem(last=False)
+        del requests[next(iter(requests))]
+        if requests:
+            self._peers[peer] = requests

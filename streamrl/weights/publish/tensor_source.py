@@ -1,4 +1,4 @@
-"""How a publisher reads what it is given: bits in memory, or values that lie where only others can read them."""
+"""How a publisher reads what it is given: bits in host memory, or values that lie where only others can read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, encode_patch
 from streamrl.weights.manifest import ShardSpec
 
 
-class BitReader(Protocol):
+class TensorSource(Protocol):
     """Reads what was given for the shards of a rank. ``parts``: what was given for each shard of a unit, cut to it by
     slices. Called from several threads, each with another unit."""
 
@@ -24,16 +24,16 @@ class BitReader(Protocol):
         """All elements of a unit, in host memory."""
         ...
 
-    def changes(self, unit: int, parts: Sequence[Any], shadow: BitArray, dtype: str) -> EncodedPatch | None:
-        """How unit number ``unit`` differs from its shadow; None where it does not. As ``codec.encode_patch``."""
+    def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
+        """How unit number ``unit`` differs from its baseline; None where it does not. As ``codec.encode_patch``."""
         ...
 
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
-        """The shadows of these units have changed."""
+        """The baselines of these units have changed."""
         ...
 
 
-class HostReader:
+class HostTensors:
     """Bits are numpy's."""
 
     def checked(self, given: Any, shard: ShardSpec) -> BitArray:
@@ -42,8 +42,8 @@ class HostReader:
     def complete(self, parts: Sequence[Any], dtype: str) -> BitArray:
         return cast("BitArray", parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def changes(self, unit: int, parts: Sequence[Any], shadow: BitArray, dtype: str) -> EncodedPatch | None:
-        return encode_patch(self.complete(parts, dtype), shadow, dtype)
+    def changes(self, unit: int, parts: Sequence[Any], baseline: BitArray, dtype: str) -> EncodedPatch | None:
+        return encode_patch(self.complete(parts, dtype), baseline, dtype)
 
     def advance(self, patches: Mapping[int, WeightPatch]) -> None:
-        """There is no other shadow."""
+        """There is no other baseline."""

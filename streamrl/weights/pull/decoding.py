@@ -1,0 +1,140 @@
+"""Patches become bits: in threads, each as soon as it is there, and those of several versions as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from streamrl.base.errors import WeightError
+from streamrl.weights.codec.bits import BitArray, PositionArray
+from streamrl.weights.codec.codec import WeightPatch, decode_patch
+from streamrl.weights.manifest import ShardSpec, TensorEntry
+from streamrl.weights.pull.received_part import ReceivedChain
+from streamrl.weights.work_units import WorkUnit
+
+DECODING_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+_EncodedPatch = tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]
+
+
+class HeldWeights(Protocol):
+    """The committed version of the receiver, by which deltas are decoded (``CheckpointMirror`` is one)."""
+
+    policy_version: int | None
+    state_hash: int
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By name: ``dtype`` and ``shape``."""
+        ...
+
+    def bits(self, name: str) -> BitArray:
+        """All elements of a tensor, flat."""
+        ...
+
+
+class ShardPatch(msgspec.Struct, frozen=True, eq=False):
+    """The decoded patch of one shard. Positions are relative to the shard."""
+
+    shard: ShardSpec
+    patch: WeightPatch
+
+
+class Decoding:
+    """Decodes patches in threads (numpy, numba and pcodec let go of the interpreter), while others still arrive."""
+
+    def __init__(self, base: HeldWeights | None) -> None:
+        self.pool = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="weight decoding")
+        self._base = base
+        self._begun: dict[str, list[Future[list[ShardPatch]]]] = {}
+
+    def offer(self, chain: ReceivedChain) -> None:
+        """Begin to decode what is there now. Raises what a patch that is done raised."""
+        if len(chain.parts) > 1:
+            return  # several patches of a unit: when all are there
+        part, begun = chain.oldest, self._begun.setdefault(chain.source.manifest_digest, [])
+        whole = part.whole_patches()
+        if whole > len(begun):
+            for index, patch in enumerate(part.patch_bytes()):
+                if len(begun) <= index < whole:
+                    begun.append(self.pool.submit(self.decode, [patch]))
+        for future in begun:
+            if future.done():
+                future.result()
+
+    def finish(self, chains: Sequence[ReceivedChain]) -> list[ShardPatch]:
+        """All patches, in the order of the manifests; what several versions make of a unit is one."""
+        futures = []
+        for chain in chains:
+            if len(chain.parts) == 1:
+                futures += self._begun[chain.source.manifest_digest]
+                continue
+            units: dict[tuple[ShardSpec, ...], list[_EncodedPatch]] = {}
+            for part in reversed(chain.parts):
+                for patch in part.patch_bytes():
+                    units.setdefault(patch[0].shards, []).append(patch)
+            futures += [self.pool.submit(self.decode, patches) for patches in units.values()]
+        return [patch for future in futures for patch in future.result()]
+
+    def cancel(self) -> None:
+        """What has not begun never will."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def decode(self, encoded: Sequence[_EncodedPatch]) -> list[ShardPatch]:
+        """What patches of one unit, each of a later version than the one before, make of each shard that it is of; of
+        a delta, those that change."""
+        unit = encoded[0][0]
+        bits = None if self._base is None else unit.join(self._base_of)
+        patch = _decoded(*encoded[0], bits) if len(encoded) == 1 else _decoded_in_turn(encoded, bits)
+        patches = [ShardPatch(shard, part) for shard, part in zip(unit.shards, unit.cut(patch), strict=True)]
+        return [decoded for decoded in patches if self._base is None or decoded.patch.values.size]
+
+    def _base_of(self, shard: ShardSpec) -> BitArray:
+        """The bits of the shard that a delta is made on."""
+        assert self._base is not None
+        known = self._base.tensors.get(shard.name)
+        if known is None or (known.dtype, known.shape) != (shard.dtype, shard.shape):
+            raise WeightError(f"{shard.name!r} is published as {shard.dtype} {shard.shape}; this engine holds {known}")
+        return self._base.bits(shard.name)[shard.offset : shard.offset + shard.count]
+
+
+def _decoded_in_turn(encoded: Sequence[_EncodedPatch], base: BitArray | None) -> WeightPatch:
+    """Each patch decoded against what the ones before made; the last value of an element wins."""
+    bits = None if base is None else base.copy()
+    positions: list[PositionArray | None] = []
+    for one in encoded:
+        patch = _decoded(*one, bits)
+        bits = patch.values.copy() if bits is None else bits
+        bits[slice(None) if patch.positions is None else patch.positions] = patch.values
+        positions.append(patch.positions)
+    assert bits is not None
+    listed = [changed for changed in positions if changed is not None]
+    if base is None or len(listed) < len(positions):
+        return WeightPatch(None, bits)
+    changed = np.unique(np.concatenate(listed))
+    return WeightPatch(changed, bits[changed])
+
+
+def _decoded(unit: WorkUnit, entries: Sequence[TensorEntry], encoded: memoryview, base: BitArray | None) -> WeightPatch:
+    """One patch, checked against the manifest."""
+    patch = decode_patch(encoded, unit.dtype, unit.count, unit.name, base)
+    if patch.positions is not None and not _rise_within(patch.positions, unit.count):
+        raise WeightError(f"the patch of {unit.name!r} has positions that do not rise within {unit.count} elements")
+    for part, entry in zip(unit.cut(patch), entries, strict=True):
+        if part.values.size != entry.changed_elements:
+            raise WeightError(
+                f"the patch of {entry.shard.name!r} changes {part.values.size} elements; the manifest says "
+                f"{entry.changed_elements}"
+            )
+    return patch
+
+
+def _rise_within(positions: PositionArray, count: int) -> bool:
+    """No codec here decodes to anything else; a wrong one must not write elsewhere, or twice."""
+    return not positions.size or bool(
+        positions[0] >= 0 and positions[-1] < count and (positions[1:] > positions[:-1]).all()
+    )
