@@ -347,12 +347,12 @@ def test_the_death_of_the_gate_ends_who_serves_metrics_or_weights(
         context = serving._context
     break_gate(context.gate, monkeypatch)
     assert knock(partner, serving.endpoint, with_keys(keys, admits, serves), 200) != "HANDSHAKE_SUCCEEDED"
-    context.gate._server.join(5)
+    context.gate._thread.join(5)
     with pytest.raises(StreamRLError, match="nobody decides any more"):
         if kind == "metrics":
             serving.publish("run", {})
         else:
-            serving._thread._thread.join(5)
+            serving._server._thread.join(5)
             serving.publish(0, {})
     serving.close()
 
