@@ -26,7 +26,8 @@ class PeakBytes(TorchDispatchMode):
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
                 self._follow(local.untyped_storage())
         if len(self._alive) > known:
-            self.peak = max(self.peak, sum(s.nbytes() for ref in list(self._alive.values()) if (s := ref()) is not None))
+            alive = [storage for ref in list(self._alive.values()) if (storage := ref()) is not None]
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
         return result
 
     def _follow(self, storage: Any) -> None:

@@ -81,13 +81,13 @@ async def push_many(
 def count_chunks(publisher: WeightPublisher) -> Counter[bytes]:
     """From now on, how often each chunk is asked for."""
     asked: Counter[bytes] = Counter()
-    answer = publisher._thread._answer
+    answer = publisher._server._answer
 
     def counted(frames: Sequence[bytes]) -> object:
         asked.update(frame for frame in frames if isinstance(decode_request(frame), GetChunk))
         return answer(frames)
 
-    publisher._thread._answer = counted  # type: ignore[assignment,method-assign]
+    publisher._server._answer = counted  # type: ignore[assignment,method-assign]
     return asked
 
 
