@@ -29,8 +29,8 @@ from streamrl.prompts.prompt_tables import TableRows, find_table_files
 from streamrl.prompts.tokenizer import ChatError, load_tokenizer
 from streamrl.recipe.load import load_recipe
 from streamrl.simulate.cluster import DEMO, dump_cluster, load_cluster
-from streamrl.weights.publish import checkpoint_base
-from streamrl.weights.publish.checkpoint_base import map_checkpoint
+from streamrl.weights.publish import loaded_checkpoint
+from streamrl.weights.publish.loaded_checkpoint import map_checkpoint
 
 _RECIPES = Path(__file__).resolve().parent.parent.parent / "examples"
 _MORE_OF_A_RECIPE = b"""
@@ -344,11 +344,11 @@ def _map(path: Path, content: bytes) -> str:
         return np.empty(count, wanted)
 
     HeldPath.hold(path.name, content)
-    before, checkpoint_base._map_bits = checkpoint_base._map_bits, within
+    before, loaded_checkpoint._map_bits = loaded_checkpoint._map_bits, within
     try:
         map_checkpoint(HeldPath(path))
     finally:
-        checkpoint_base._map_bits = before
+        loaded_checkpoint._map_bits = before
     write(path, content)
     for tensor in map_checkpoint(path).values():
         tensor.bits.sum()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_complete, encode_patch
     from streamrl.weights.engine_push import announcement_of, commit, push, stage
     from streamrl.weights.manifest import ShardSpec
-    from streamrl.weights.publish.checkpoint_base import CheckpointBase
+    from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
     from streamrl.weights.publish.publisher import Published, WeightPublisher
     from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
     from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "streamrl.weights.publish.checkpoint_base": ("CheckpointBase",),
+    "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),
     "streamrl.weights.engine_push": ("announcement_of", "commit", "push", "stage"),
     "streamrl.weights.pull.fetch": ("FetchedVersion", "KeptParts", "fetch_version"),

@@ -15,7 +15,7 @@ import pytest
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION, decode_manifest, digest_of, encode_manifest
-from streamrl.weights.publish.checkpoint_base import CheckpointBase
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import ReceivedChain

@@ -19,7 +19,7 @@ from streamrl.base.messages import OrderDone, WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import MODULUS, ShardSpec
-from streamrl.weights.publish.checkpoint_base import CheckpointBase
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 

@@ -34,7 +34,7 @@ from streamrl.weights.manifest import (
     encode_manifest,
 )
 from streamrl.weights.publish.chain import Chain
-from streamrl.weights.publish.checkpoint_base import CheckpointBase
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import HostTensors, TensorSource
 from streamrl.weights.work_units import WorkUnit, work_units

@@ -22,7 +22,7 @@ from streamrl.base.messages import WeightAnnouncement, WeightSource
 from streamrl.comm.zmq_sockets import ConnectionMonitor, connect
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, MODULUS, Manifest, ShardSpec
-from streamrl.weights.publish.checkpoint_base import CheckpointBase, LoadedCheckpoint
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
 from streamrl.weights.pull.decoding import Decoding, HeldWeights, ShardPatch
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
 from streamrl.weights.requests import WeightContext, encoder, pull_socket

@@ -19,7 +19,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
-from streamrl.weights.publish.checkpoint_base import LoadedCheckpoint
+from streamrl.weights.publish.loaded_checkpoint import LoadedCheckpoint
 from streamrl.weights.pull.decoding import HeldWeights, ShardPatch
 from streamrl.weights.pull.fetch import FetchedVersion
 

@@ -19,7 +19,7 @@ import msgspec
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION
-from streamrl.weights.publish.checkpoint_base import CheckpointBase
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.decoding import HeldWeights
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
 from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
