@@ -64,10 +64,6 @@ def group_number(completions):
     return 1.0
 
 
-def group_one_nan(completions):
-    return [float("nan"), *[2.0] * (len(completions) - 1)]
-
-
 def hidden_async(function):
     def inner(*positional, **named):
         return function(*positional, **named)
@@ -157,11 +153,6 @@ async def hangs_async(completion):
     await asyncio.Event().wait()
 
 
-def hangs_sync(completion):
-    RELEASE.wait(30)
-    return 1.0
-
-
 async def swallows_cancellation(completion):
     while not RELEASE.is_set():
         try:
@@ -178,10 +169,6 @@ async def late(completion):
         return 1.0
 
 
-async def blocks_loop(completion):
-    time.sleep(600)  # noqa: ASYNC251 - this is the fault
-
-
 async def holds_interpreter(completion):
     re.match(r"(a+)+b", "a" * 60)
 
@@ -189,12 +176,6 @@ async def holds_interpreter(completion):
 async def blocks_on_z(completion):
     if completion == "z":
         time.sleep(600)  # noqa: ASYNC251 - this is the fault
-    return 1.0
-
-
-def hangs_for_ever(completion):
-    if completion == "z":
-        threading.Event().wait()
     return 1.0
 
 
@@ -290,10 +271,6 @@ def numpy_number(completion):
 
 def fraction(completion):
     return Fraction(1, 4)
-
-
-def biggest(completion):
-    return 1.7e308
 
 
 # ---- what must not touch anybody else: on a completion "z" each does its worst, otherwise it returns the length
@@ -410,11 +387,6 @@ async def fault_swallows(completion):
 # ---- limits, retries, options
 
 
-def sleeps(completion, *, seconds, correct=True):
-    time.sleep(seconds)
-    return float(correct)
-
-
 def tries(completion, *, directory, until):
     """Raises until it was called so often."""
     with open(os.path.join(directory, "calls"), "a") as calls:
@@ -439,10 +411,6 @@ def product(values, *, answer=""):
 
 def visible_environment(completion):
     return {name.lower(): 1.0 for name in os.environ if name.endswith(("_TOKEN", "_KEY"))}
-
-
-def process_id(completion):
-    return os.getpid()
 
 
 KEPT = []
@@ -489,12 +457,6 @@ def fault_writes_to_its_channel():
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.write(descriptor, b"\xff" * 64)
     return 1.0
-
-
-def ends_itself_when_idle(completion):
-    """Ends the process between two calls, whichever it ran."""
-    threading.Timer(0.001, os._exit, [5]).start()
-    return float(len(completion))
 
 
 def leaks_threads(completion):

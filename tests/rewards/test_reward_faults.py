@@ -183,18 +183,6 @@ async def test_calls_of_a_function_that_leaks_all_score(pool: Pool, make_traject
     assert [o.message for o in outcomes if isinstance(o, RewardFailure)] == []
 
 
-async def test_process_that_ends_between_calls_again_and_again_fails_them(
-    pool: Pool, make_trajectory: MakeTrajectory
-) -> None:
-    rewards = await pool.open(Reward(function=f"{KILLERS}:ends_itself_when_idle"), processes=1)
-    async with asyncio.TaskGroup() as life, asyncio.timeout(20):
-        watching = life.create_task(rewards.watch())
-        outcomes = await rewards.score([make_trajectory(sample=i) for i in range(40)])
-        watching.cancel()
-    for outcome in outcomes:
-        assert outcome.calls[0].value == 3.0 if isinstance(outcome, ScoredTrajectory) else outcome.kind is RAISED
-
-
 async def test_what_a_module_prints_while_it_is_imported_is_cut(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: Any
 ) -> None:
@@ -301,27 +289,6 @@ async def test_process_that_never_begins_is_replaced_and_its_calls_are_made_by_a
     assert isinstance(outcome, ScoredTrajectory), outcome
 
 
-async def test_calls_of_a_process_that_has_not_begun_go_to_one_that_has_nothing_to_do(
-    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path
-) -> None:
-    module = threaded_module(tmp_path, second_import="threading.Event().wait()")
-    rewards = await pool.open(Reward(function=f"{module}:plain", timeout_s=0.3), processes=2)
-    async with asyncio.timeout(20):
-        outcomes = await rewards.score([make_trajectory(sample=i) for i in range(6)])
-    assert all(isinstance(outcome, ScoredTrajectory) for outcome in outcomes), outcomes
-
-
-@pytest.mark.parametrize("name", ["plain", "coroutine"])
-async def test_importing_again_takes_nothing_from_the_time_of_a_call(
-    pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, name: str
-) -> None:
-    module = threaded_module(tmp_path, second_import="time.sleep(3)")
-    rewards = await pool.open(Reward(function=f"{module}:{name}", timeout_s=0.3), processes=1)
-    async with asyncio.timeout(20):
-        (outcome,) = await rewards.score([make_trajectory()])
-    assert isinstance(outcome, ScoredTrajectory), outcome
-
-
 async def test_processes_that_never_begin_are_given_up_with_the_reason(
     pool: Pool, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,16 +311,6 @@ async def test_call_that_leaves_its_output_blocked_is_late_and_its_process_is_re
         outcomes = [(await rewards.score([make_trajectory(text)]))[0] for text in ("z", "ab")]
     assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0]
     assert isinstance(outcomes[0], RewardFailure) and outcomes[0].kind is TIMED_OUT
-
-
-async def test_killed_server_is_replaced(pool: Pool, make_trajectory: MakeTrajectory) -> None:
-    rewards = await pool.open(Reward(function=f"{KILLERS}:length"), processes=1)
-    before = await rewards.score([make_trajectory()])
-    assert rewards._pool is not None and rewards._pool._server._process is not None
-    rewards._pool._server._process.kill()
-    async with asyncio.timeout(10):
-        after = await rewards.score([make_trajectory()])
-    assert before[0].calls[0].value == after[0].calls[0].value == 3.0
 
 
 async def test_nothing_is_left_behind_and_shutdown_does_not_wait_for_user_code(

@@ -66,18 +66,6 @@ async def answers_of(recipe: Recipe, *groups: tuple[Trajectory, ...]) -> dict[in
     return answers
 
 
-@pytest.mark.asyncio
-async def test_every_order_is_answered_in_the_order_of_its_trajectories(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
-) -> None:
-    groups = [tuple(make_trajectory("a" * (1 + (i + j) % 5), group=i, sample=j) for j in range(4)) for i in range(20)]
-    answers = await answers_of(make_recipe("async_length", "length", trusted=True), *groups)
-    assert set(answers) == set(range(20))
-    for number, group in enumerate(groups):
-        rewards = [(reward.kind, reward.reward) for reward in answers[number].rewards]
-        assert rewards == [(None, 2 * ((number + t.id.sample) % 5 + 1)) for t in group]
-
-
 async def message_answers(recipe: Recipe, orders: ScoreGroups) -> list[list[GroupScored]]:
     """What a worker sends for one message with many orders, message by message."""
     send_order, taken = memory_stream(1)
@@ -142,27 +130,6 @@ def test_a_message_has_each_prompt_once_and_the_sampled_tokens_only(make_traject
     assert completions[2].token_ids == (sampled + sampled).tobytes()
     codec: WireCodec[RewardOrder] = WireCodec(RewardOrder)
     assert codec.decode(codec.encode(message)) == message
-
-
-def test_siblings_that_were_read_from_a_journal_share_a_prompt_again(make_trajectory: MakeTrajectory) -> None:
-    siblings = [make_trajectory("ab", sample=sample, tests="x" * 9) for sample in range(3)]
-    message = score_message([*siblings, make_trajectory("ab", sample=3, tests="y" * 9)])
-    assert [prompt.columns["tests"][0] for prompt in message.prompts] == ["x", "y"]
-    assert [c.prompt for c in message.groups[0].completions] == [0, 0, 0, 1]
-
-
-@pytest.mark.asyncio
-async def test_completion_is_the_text_of_the_trained_segments(
-    make_recipe: MakeRecipe, make_trajectory: MakeTrajectory
-) -> None:
-    base = make_trajectory(answer="abab")
-    turns = (
-        Segment(token_ids=token_array([3, 4]), trained=True),
-        Segment(token_ids=token_array([5, 5, 5]), trained=False),
-        Segment(token_ids=token_array([3, 4, 1]), trained=True),
-    )
-    answers = await answers_of(make_recipe("match", trusted=True), (msgspec.structs.replace(base, segments=turns),))
-    assert [reward.reward for reward in answers[0].rewards] == [1.0]
 
 
 @pytest.mark.asyncio

@@ -21,7 +21,6 @@ from streamrl.base.types import (
     Prompt,
     RewardFailure,
     RewardFailureKind,
-    ScoredTrajectory,
     Segment,
     Trajectory,
     TrajectoryId,
@@ -208,32 +207,6 @@ def test_an_answer_without_a_score_is_not_kept(judge, server: Server, tmp_path: 
     assert len(server.calls) == 3
 
 
-def test_a_kept_answer_that_cannot_be_read_is_asked_for_anew(judge, server: Server, tmp_path: Path) -> None:
-    cache = str(tmp_path / "answers.sqlite")
-    server.answers = [(200, "Grade: 5"), (200, "Score: 8")]
-    assert run(judge(cache=cache, score=r"Grade: (\d+)"), "4") == [0.5]
-    assert run(judge(cache=cache), "4") == run(judge(cache=cache), "4") == [0.8]
-    assert len(server.calls) == 2
-
-
-def test_a_failure_is_not_kept(judge, server: Server) -> None:
-    server.answers = [(400, "no"), (200, "Score: 5")]
-    reward = judge()
-    assert isinstance(run(reward, "4")[0], JudgeError)
-    assert run(reward, "4") == [0.5]
-
-
-def test_the_cache_forgets_the_oldest(tmp_path: Path) -> None:
-    from streamrl.judge.client import AnswerCache
-
-    cache = AnswerCache("", 100)
-    for number in range(512):
-        cache.add(str(number), "a")
-    assert cache.find("411") is None
-    assert cache.find("412") == "a"
-    cache.close()
-
-
 def test_a_busy_server_is_asked_again(judge, server: Server, monkeypatch) -> None:
     monkeypatch.setattr("streamrl.judge.client._FIRST_WAIT_S", 0.001)
     server.answers = [(429, "busy"), (503, "starting"), (200, "Score: 9")]
@@ -362,14 +335,6 @@ def test_a_fault_of_the_server_is_a_failure_and_never_a_value(server: Server, fa
     server.answers = list(answers)
     for outcome in scored(2, endpoint=f"{server.root}/v1"):
         assert_failed(outcome, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, message)
-
-
-@pytest.mark.usefixtures("soon")
-def test_one_that_fails_costs_its_siblings_nothing(server: Server) -> None:
-    server.answers = [(500, "oops"), (200, "Score: 5"), (500, "oops"), (200, "Score: 5")]
-    first, second = scored(2, endpoint=f"{server.root}/v1", concurrency=1, retries=0)
-    assert_failed(first, RewardFailureKind.RAISED, FailurePolicy.DROP_GROUP, "answered 500")
-    assert isinstance(second, ScoredTrajectory) and second.reward == 0.5
 
 
 @pytest.mark.usefixtures("soon")

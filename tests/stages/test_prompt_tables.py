@@ -112,11 +112,6 @@ async def test_the_same_rows_give_the_same_prompts_ids_and_order_from_any_source
     assert await draw(SOURCES[kind](tmp_path), tokenizer, 30, start=70) == expected[70:]
 
 
-def test_a_good_table_has_no_problems(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    for write in SOURCES.values():
-        assert check_prompts(write(tmp_path), tokenizer, {"exact": ("answer", "tests")}) == []
-
-
 def test_a_missing_column_is_one_problem_of_the_table_and_names_what_is_there(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -192,15 +187,6 @@ def test_one_split_needs_no_name_and_one_configuration_no_path(tokenizer: Tokeni
     write_saved(splits / "test")
     (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert open_prompts(f"{splits}?split=test", tokenizer, seed=0, shuffle=False).size == 40
-
-
-def test_no_temporary_file_is_left_by_parquet(tokenizer: Tokenizer, tmp_path: Path, monkeypatch) -> None:
-    import tempfile
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    open_prompts(str(write_parquet(tmp_path / "rows.parquet")), tokenizer, seed=0, shuffle=False)
-    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 # ---- columns of other names ----------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -165,16 +163,6 @@ async def draw_all(source: PromptSource, *counts: int) -> list[list[Prompt]]:
 # ---- tokenizer -----------------------------------------------------------------------------------
 
 
-def test_tokenizer_encodes_with_its_post_processor_and_decodes_without_special_tokens(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("ab")
-    assert ids == token_array([3, 4, 5])
-    assert ids.typecode == "i"
-    assert tokenizer.decode(token_array([4, 5, 1])) == "ab"
-    assert tokenizer.decode(token_array([4, 5, 1]), skip_special=False) == "ab<eos>"
-    assert tokenizer.eos_token_ids == (1,)
-    assert tokenizer.vocabulary_size == len(SPECIAL) + len(LETTERS)
-
-
 def test_truncation_and_padding_of_the_file_are_off_and_not_in_the_digest(tokenizer: Tokenizer, tmp_path: Path) -> None:
     cut = tokenizer_json(
         truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
@@ -187,12 +175,6 @@ def test_truncation_and_padding_of_the_file_are_off_and_not_in_the_digest(tokeni
     indented = load_tokenizer(write_model(tmp_path / "indented", json.dumps(json.loads(tokenizer_json()), indent=2)))
     assert indented.digest == tokenizer.digest
     assert load_tokenizer(write_model(tmp_path / "changed", tokenizer_json(decoder=None))).digest != tokenizer.digest
-
-
-def test_generation_config_names_the_end_tokens_first(tmp_path: Path) -> None:
-    directory = write_model(tmp_path / "m")
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert load_tokenizer(directory).eos_token_ids == (1, 2)
 
 
 def test_missing_files_are_named_with_the_remedy(tmp_path: Path) -> None:
@@ -269,14 +251,6 @@ async def test_cancelled_draw_loses_nothing(tokenizer: Tokenizer, write_rows) ->
         drawing.cancel()
     (drawn,) = await draw_all(source, 5)
     assert texts(drawn) == [f"p{i}" for i in range(5)]
-
-
-@pytest.mark.asyncio
-async def test_bad_row_of_a_file_names_its_line(tokenizer: Tokenizer, write_rows) -> None:
-    path = write_rows({"prompt": "a"}, "{oh no")
-    source = open_prompts(str(path), tokenizer, seed=0, shuffle=False)
-    with pytest.raises(StreamRLError, match="line 2 is not a JSON object"):
-        await draw_all(source, 2)
 
 
 def test_check_finds_every_problem_of_a_file(tokenizer: Tokenizer, write_rows) -> None:
@@ -443,28 +417,6 @@ async def test_iterator_that_never_returns_does_not_keep_anybody(tokenizer: Toke
     started = time.monotonic()
     await source.aclose()
     assert time.monotonic() - started < 5
-
-
-def test_iterator_that_returns_after_the_end_is_closed_then(
-    tokenizer: Tokenizer, module: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its thread ends, too, without a word on tasks that were destroyed."""
-
-    async def draw_and_close() -> None:
-        source = open_prompts(f"{module}:waits", tokenizer, seed=0, shuffle=True)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await source.draw(1)
-        await source.aclose()
-
-    asyncio.run(draw_and_close())
-    (thread,) = (thread for thread in threading.enumerate() if thread.name.endswith(":waits"))
-    (tmp_path / "go").touch()
-    thread.join(5)
-    gc.collect()
-    assert not thread.is_alive()
-    assert (tmp_path / "closed").exists()
-    assert not caplog.text
 
 
 @pytest.mark.asyncio
