@@ -10,17 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from campaigns.faults.campaign import plan_of, run_seed, shrink
+from campaigns.faults.campaign import catch, plan_of, run_seed, shrink
 from campaigns.faults.fault_plan import Fault, Phase, cells
-from campaigns.faults.planted_in_world import PLANTED, catch
+from campaigns.faults.planted import PLANTED
 from campaigns.faults.virtual_time import NothingCanHappen, SimulatedProcess, VirtualLoop
 from campaigns.faults.world_shape import draw_shape
 
 FIRST_SEED = 1_000
-SECONDS = 60.0
+SECONDS = 25.0
 FEWEST_WORLDS = 10
 QUICK_BUGS = (
-    *("a drop is not counted", "a reward is rounded", "a commit is not verified", "completions are mixed up"),
+    "a reward is rounded",
+    "completions are mixed up",
+    "a group is handed out twice",
     "faults that do nothing",
 )
 
@@ -66,15 +68,13 @@ def test_a_run_whose_faults_do_not_fire_has_shown_nothing() -> None:
 @pytest.mark.parametrize("name", QUICK_BUGS)
 def test_a_planted_bug_is_caught(name: str) -> None:
     [bug] = [bug for bug in PLANTED if bug.name == name]
-    found = catch(bug, 30)
-    assert found.seeds, f"{name}: 30 worlds did not notice"
+    assert catch(bug, 30)[0], f"{name}: 30 worlds did not notice"
 
 
 @pytest.mark.timeout(120)
 def test_a_failing_seed_shrinks_to_what_matters() -> None:
     [bug] = [bug for bug in PLANTED if bug.name == "a decoder raises what nobody expects"]
-    found = catch(bug, 30)
-    seed = found.seeds - 1
+    seed = catch(bug, 30)[0] - 1
     with bug.planted():
         faults, _, outcome = shrink(seed)
     assert outcome.violations and outcome.history
@@ -83,7 +83,7 @@ def test_a_failing_seed_shrinks_to_what_matters() -> None:
 
 
 def test_every_planted_bug_has_a_name_of_its_own_and_cells_cover_all_components() -> None:
-    assert len({bug.name for bug in PLANTED}) == len(PLANTED) >= 40
+    assert len({bug.name for bug in PLANTED}) == len(PLANTED)
     assert {component for component, _, _ in cells()} == {
         *("controller", "engine", "trainer", "reward", "network", "disk", "tree")
     }

@@ -1,15 +1,13 @@
 """Every decoder takes any bytes: a value or its one declared error, in bounded time and memory.
 
-A few thousand executions a target here; the campaign is ``python campaigns/fuzz/campaign.py``.
+A few hundred executions a target here; the campaign is ``python campaigns/fuzz/campaign.py``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ import msgspec
 import pytest
 
 from campaigns.fuzz import execution
-from campaigns.fuzz.bombs import bombs
-from campaigns.fuzz.decoders import every_target
-from campaigns.fuzz.execution import Target, check_seeds, input_of, run_inputs, run_one, run_slice
-from campaigns.fuzz.regressions import REGRESSIONS
+from campaigns.fuzz.campaign import every_target
+from campaigns.fuzz.execution import Target, check_seeds, input_of, run_inputs, run_slice
 from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, message, seed
 from streamrl.base.errors import RecipeError
 from streamrl.base.stage_messages import (
@@ -38,13 +34,8 @@ from streamrl.comm.wire import WireCodec
 from streamrl.prompts.prompt_tables import find_table_files
 
 
-@pytest.fixture(scope="module")
-def targets() -> Iterator[dict[str, Target]]:
-    with tempfile.TemporaryDirectory(prefix="streamrl-fuzz-", dir="/dev/shm") as scratch:  # written at each execution
-        yield every_target(Path(scratch))
-
-
-def test_no_decoder_is_surprised(targets: dict[str, Target]) -> None:
+def test_no_decoder_is_surprised() -> None:
+    targets = every_target()
     refused = 0
     for target in targets.values():
         check_seeds(target)
@@ -54,19 +45,6 @@ def test_no_decoder_is_surprised(targets: dict[str, Target]) -> None:
         refused += sum(count for outcome, count in found.outcomes.items() if outcome.startswith("refused"))
     executions = sum(target.quick for target in targets.values())
     assert 0.2 * executions < refused < 0.9 * executions, "mutations are too tame, or too wild"
-
-
-def test_what_was_found_once_stays_mended(targets: dict[str, Target]) -> None:
-    for name in sorted({name for name, *_ in REGRESSIONS}):
-        inputs = [frames for target, _, frames in REGRESSIONS if target == name]
-        assert (fault := run_inputs(targets[name], inputs).fault) is None, fault
-
-
-def test_nothing_small_becomes_large(targets: dict[str, Target]) -> None:
-    dropped = bombs()
-    for name in sorted({name for name, *_ in dropped}):
-        inputs = [frames for target, _, frames in dropped if target == name]
-        assert (fault := run_inputs(targets[name], inputs).fault) is None, fault.reason
 
 
 def test_what_honest_peers_send_is_never_too_large() -> None:
@@ -97,7 +75,7 @@ def test_splits_of_a_dataset_lie_in_its_directory(name: str, tmp_path: Path) -> 
         find_table_files(tmp_path)
 
 
-# ---- what tells a fault is tested itself ---------------------------------------------------------------
+# ---- what sees a fault is tested itself ----------------------------------------------------------------
 
 
 def of(run: Callable[[Sequence[bytes]], str]) -> Target:
@@ -122,10 +100,6 @@ def grow(frames: Sequence[bytes]) -> str:
     return str(len(b"x" * (40 << 20 if frames[0][:1] == b"a" else 1)))
 
 
-def reserve(frames: Sequence[bytes]) -> str:
-    return str(len(bytearray(2 << 30 if frames[0][:1] == b"a" else 1)))
-
-
 def leave(frames: Sequence[bytes]) -> str:
     return os._exit(0) if frames[0][:1] == b"a" else "fine"
 
@@ -142,7 +116,6 @@ def mean_another(frames: Sequence[bytes]) -> str:
         (spin, "hang", "processor time"),
         (raise_another, "crash", "IndexError: surprise"),
         (grow, "memory", "the peak grew by"),
-        (reserve, "crash", "MemoryError"),
         (leave, "crash", "exit code 0"),
         (mean_another, "meaning", "it means something else"),
     ],
@@ -158,67 +131,19 @@ def test_a_fault_is_seen_and_runs_again(
     assert (fault.kind, fault.frames[0][:1]) == (kind, b"a")
     assert words in fault.reason
     assert fault.frames == input_of(target, fault.number)
-    again = run_one(target, fault.frames).fault
+    again = run_inputs(target, [fault.frames]).fault
     assert again is not None and again.kind == kind
-    assert run_one(target, [b"b"]).fault is None
-
-
-def test_whoever_is_suspected_wrongly_is_looked_at_alone() -> None:
-    """A block that keeps a little each time is no fault; only the second look tells it from one that grew at once."""
-    kept: list[bytes] = []
-
-    def keep(frames: Sequence[bytes]) -> str:
-        kept.append(b"x" * (64 << 10))
-        return "fine"
-
-    target = of(keep)
-    found = run_slice(target, 0, 300)
-    assert (found.fault, found.watched, found.outcomes) == (None, True, {"fine": 300})
-    assert not run_slice(target, 0, 20).watched
+    assert run_inputs(target, [[b"b"]]).fault is None
 
 
 def test_mutations_know_the_structure() -> None:
     """The places of all values are found, and nearly every mutation changes something."""
     packed = b"\x82\xa1a\x93\x01\xcd\x01\x00\xc0\xa1b\xc7\x01\x01i"
-    assert [packed[a:b] for a, b in seed(packed, MSGPACK).spans][2:6] == [
-        b"\x93\x01\xcd\x01\x00\xc0",
-        b"\x01",
-        b"\xcd\x01\x00",
-        b"\xc0",
-    ]
+    assert {b"\x93\x01\xcd\x01\x00\xc0", b"\x01", b"\xcd\x01\x00", b"\xc0"} <= {
+        packed[a:b] for a, b in seed(packed, MSGPACK).spans
+    }
     text = b'{"a": [1, "x\\"]"], "b": null}\n{"c": -1.5e3}\n'
     assert {b'[1, "x\\"]"]', b"null", b"-1.5e3", b'"x\\"]"'} <= {text[a:b] for a, b in seed(text, JSON).spans}
     target = of(grow)
     inputs = {b"|".join(input_of(target, number)) for number in range(300)}
     assert len(inputs) > 150
-
-
-def test_a_state_file_says_where_a_campaign_goes_on(tmp_path: Path) -> None:
-    from campaigns.fuzz import campaign as fuzz_decoders
-
-    state = {"streams.items": fuzz_decoders.Done(scheme=execution.SCHEME)}
-    state["streams.items"].take(execution.Slice(0, 400, {"accepted": 100, "refused: x": 300}, 0.5, 0))
-    fuzz_decoders.write_state(tmp_path / "state.json", state)
-    (read,) = fuzz_decoders.read_state(tmp_path / "state.json").values()
-    assert (read.executions, read.rate, read.outcomes) == (400, 800.0, {"accepted": 100, "refused: x": 300})
-    assert read.next_slice(600) == 600
-    read.go_on_with(execution.SCHEME + 1)
-    assert (read.executions, read.earlier, read.rate, read.next_slice(5000)) == (400, 400, 0.0, 2000)
-
-
-def test_slices_of_one_target_run_at_once_and_are_counted_in_order(tmp_path: Path) -> None:
-    from argparse import Namespace
-
-    from campaigns.fuzz import campaign as fuzz_decoders
-
-    def slow_at_first(frames: Sequence[bytes]) -> str:
-        time.sleep(0.0005 if len(frames[0]) % 2 else 0.0)
-        return f"accepted {len(frames[0])}"
-
-    target = of(slow_at_first)
-    alone = run_slice(target, 0, 6500)
-    state: dict[str, fuzz_decoders.Done] = {}
-    options = Namespace(seconds=60.0, executions=6500, jobs=3, finish=True, go_on=False, state=tmp_path / "state.json")
-    assert fuzz_decoders.campaign([target], state, options) == []
-    done = state[target.name]
-    assert (done.executions, done.slices, done.outcomes) == (6500, 4, alone.outcomes)

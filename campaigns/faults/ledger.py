@@ -2,7 +2,7 @@
 
 Taps: what engines sampled and by which weights, what the user's function returned, what each trainer rank was given and
 closed, what was published and committed, and, for the accounting, the orders of control. A violation names its
-invariant (design, section 5; ``refs/reliability.md``, section 3).
+invariant (docs/fault_simulation.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def stamp_of(state_hash: int) -> float:
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """``invariant``: ``I1`` ...; ``time_s``: when it was seen."""
+    """``invariant``: a word (docs/fault_simulation.md); ``time_s``: when it was seen."""
 
     invariant: str
     text: str
@@ -126,7 +126,7 @@ class Ledger:
     def restored(self, state: ControlState, whole: bytes) -> None:
         """Another life begins with what was written down."""
         if whole not in self.bases:
-            self.violated("I10", "control was restored to a state that it never was in")
+            self.violated("restore", "control was restored to a state that it never was in")
             return
         state.__dict__["_ledger_in_world"] = self.bases[whole].copy()
 
@@ -139,7 +139,7 @@ class Ledger:
                 ledger.consumed[event.policy_version] = sum(len(ledger.group_of[g]) for g in groups)
             case on.WeightsLive():
                 if event.policy_version <= ledger.live:
-                    self.violated("I8", f"version {event.policy_version} went live after {ledger.live}")
+                    self.violated("versions", f"version {event.policy_version} went live after {ledger.live}")
                 ledger.live = event.policy_version
                 for version in [v for v in ledger.consumed if v <= event.policy_version]:
                     ledger.outstanding -= ledger.consumed.pop(version)
@@ -154,23 +154,23 @@ class Ledger:
         match action:
             case do.LaunchGroup():
                 if ledger.stopping:
-                    self.violated("I15", f"group {action.group_id} was launched after a stop was asked for")
+                    self.violated("drain", f"group {action.group_id} was launched after a stop was asked for")
                 if twice := ledger.issued.intersection(action.ids):
-                    self.violated("I2", f"{sorted(map(str, twice))} were issued twice")
+                    self.violated("once", f"{sorted(map(str, twice))} were issued twice")
                 ledger.issued.update(action.ids)
                 ledger.group_of[action.group_id] = action.ids
                 ledger.outstanding += len(action.ids)
                 if ledger.outstanding > state.slots.capacity:
-                    self.violated("I12", f"{ledger.outstanding} outstanding of {state.slots.capacity} slots")
+                    self.violated("slots", f"{ledger.outstanding} outstanding of {state.slots.capacity} slots")
             case do.CancelGroup() | do.ForgetTrajectories():
                 self._ended(ledger, action.ids)
             case do.TrainGroupNow():
                 ids = set(action.ids)
                 alive = {t for t in ledger.group_of.get(action.group_id, ()) if t not in ledger.ended}
                 if ids != alive:
-                    self.violated("I4", f"group {action.group_id} is trained as {len(ids)} of {len(alive)} alive")
+                    self.violated("groups", f"group {action.group_id} is trained as {len(ids)} of {len(alive)} alive")
                 if ids & (ledger.ended | ledger.trained):
-                    self.violated("I2", f"group {action.group_id} had ended and is trained")
+                    self.violated("once", f"group {action.group_id} had ended and is trained")
                 ledger.batched[action.batch_id] |= ids
                 ledger.in_batch[action.group_id] = action.ids
 
@@ -182,13 +182,13 @@ class Ledger:
             if trajectory in ledger.ended or trajectory not in ledger.issued:
                 continue  # a late result of what had ended
             if trajectory in ledger.trained:
-                self.violated("I2", f"{trajectory} was trained and then dropped")
+                self.violated("once", f"{trajectory} was trained and then dropped")
                 continue
             for batch_id, batch in ledger.batched.items():
                 if trajectory in batch:  # a drain ends what is in a batch that is still open
                     batch.discard(trajectory)
                     if batch_id in ledger.closed:
-                        self.violated("I2", f"{trajectory} is in closed batch {batch_id} and was dropped")
+                        self.violated("once", f"{trajectory} is in closed batch {batch_id} and was dropped")
             ledger.ended.add(trajectory)
             group = ledger.group_of[trajectory.group_id]
             if all(t in ledger.ended for t in group):
@@ -201,13 +201,13 @@ class Ledger:
         theirs = (said.issued, said.trained, dropped)
         if mine != theirs or said.issued != said.trained + dropped + said.in_flight:
             self.violated(
-                "I1",
+                "accounting",
                 f"issued, trained, dropped are {mine}; control says {theirs} and {said.in_flight} in flight",
             )
 
         lingering = [g for g in state.buffer.groups if self._is_over(ledger, g)]
         if lingering:
-            self.violated("I11", f"the buffer keeps {len(lingering)} groups that have ended: {lingering[:3]}")
+            self.violated("memory", f"the buffer keeps {len(lingering)} groups that have ended: {lingering[:3]}")
 
     def _is_over(self, ledger: ControlLedger, group_id: int) -> bool:
         return all(t in ledger.trained or t in ledger.ended for t in ledger.group_of.get(group_id, ()))
@@ -218,10 +218,10 @@ class Ledger:
         """An item of ``sender``'s life came in at ``endpoint``, where ``kept`` wait to be taken."""
         newest = self._newest_life.get((endpoint, sender.name), 0)
         if sender.incarnation < newest:
-            self.violated("I16", f"{endpoint} took an item of {sender} after one of its life {newest}")
+            self.violated("lives", f"{endpoint} took an item of {sender} after one of its life {newest}")
         self._newest_life[endpoint, sender.name] = sender.incarnation
         if kept > window:
-            self.violated("I11", f"{endpoint} keeps {kept} items, and its window is {window}")
+            self.violated("memory", f"{endpoint} keeps {kept} items, and its window is {window}")
 
     def life_heard(self, receiver: str, sender: str) -> int:
         """The newest life of ``sender`` of which an item came in at a stream of ``receiver``."""
@@ -239,7 +239,7 @@ class Ledger:
         prompt = request.token_ids[: max(given, 0)].tobytes()
         if self.prompt_of.setdefault(ids[0].prompt_id if ids else whole, prompt) != prompt:
             self.violated(
-                "I17", f"{engine} is asked for {request.request_id} with {given} tokens as its prompt, another"
+                "tokens", f"{engine} is asked for {request.request_id} with {given} tokens as its prompt, another"
             )
 
     def sampled_by(self, engine: str, request_id: str, completion: Completion) -> None:
@@ -251,16 +251,18 @@ class Ledger:
     def token_by(self, engine: str, claimed: int, live_hash: int) -> None:
         """An engine samples under the label ``claimed`` with weights of ``live_hash``."""
         if live_hash not in self.hash_of.get(claimed, ()):
-            self.violated("I7", f"{engine} samples as version {claimed} with weights that were not published as it")
+            self.violated(
+                "weights", f"{engine} samples as version {claimed} with weights that were not published as it"
+            )
 
     def committed(self, engine: str, version: int) -> None:
         """An engine's life holds ``version`` now. ``engine`` names the life."""
         before = self.engine_version.get(engine, -1)
         if version < before:
-            self.violated("I8", f"{engine} went from version {before} back to {version}")
+            self.violated("versions", f"{engine} went from version {before} back to {version}")
         quiet = self._faults_until < self._committed_at.get(engine, -1.0)
         if version in self.early and before == version - 1 and quiet:
-            self.violated("I7", f"version {version} was acknowledged before {engine}, which served, held it")
+            self.violated("weights", f"version {version} was acknowledged before {engine}, which served, held it")
         self.engine_version[engine], self._committed_at[engine] = version, self._clock()
         self.held.add(version)
 
@@ -292,7 +294,7 @@ class Ledger:
         ordered = self.control.in_batch.get(group.group_id)
         ids = tuple(s.id for s in group.samples)
         if ordered is None or set(ordered) != set(ids):
-            self.violated("I4", f"group {group.group_id} reached trainer-{rank} as {len(ids)} samples")
+            self.violated("groups", f"group {group.group_id} reached trainer-{rank} as {len(ids)} samples")
         for sample in group.samples:
             self._check_sample(sample, version)
         self.open_batches[rank, life].extend(group.samples)
@@ -304,18 +306,18 @@ class Ledger:
         self.trained_tokens += count
         parts = self.sampled.get(str(sample.id), set())
         if not _is_joined(tokens.tobytes(), stamps.tobytes(), parts):
-            self.violated("I17", f"{sample.id} is trained on tokens that no engine sampled for it")
+            self.violated("tokens", f"{sample.id} is trained on tokens that no engine sampled for it")
         if sample.reward not in self.returned.get(tokens.tobytes(), ()):
-            self.violated("I5", f"{sample.id} has reward {sample.reward}, which was never returned for it")
+            self.violated("rewards", f"{sample.id} has reward {sample.reward}, which was never returned for it")
         versions = [self.version_of.get(stamp, -1) for stamp in set(stamps)]
         if min(versions) != sample.oldest_version or max(versions) != sample.newest_version:
             self.violated(
-                "I8",
+                "versions",
                 f"{sample.id} says versions {sample.oldest_version} to {sample.newest_version}, its tokens say "
                 f"{min(versions)} to {max(versions)}",
             )
         if version - min(versions) > self._max_staleness:
-            self.violated("I3", f"{sample.id}: a token of version {min(versions)} is trained by {version}")
+            self.violated("staleness", f"{sample.id}: a token of version {min(versions)} is trained by {version}")
 
     def closed(self, rank: int, life: int, close: CloseBatch, version: int, ranks: int) -> None:
         """A rank steps; when all have, the version is trained, and never by another batch."""
@@ -324,15 +326,15 @@ class Ledger:
         self.held.discard(made)
         self.early.discard(made)
         if made != version + 1:
-            self.violated("I2", f"trainer-{rank} holds {version} and is told to make {made}")
+            self.violated("once", f"trainer-{rank} holds {version} and is told to make {made}")
         self.closing[made][rank] = tuple(f"{s.id}:{s.reward}:{digest_of(s.token_ids.tobytes())}" for s in samples)
         if len(self.closing[made]) < ranks:
             return
         names = tuple(sorted(name for part in self.closing.pop(made).values() for name in part))
         if self.batches.setdefault(made, names) != names:
-            self.violated("I9", f"version {made} was trained by another batch before")
+            self.violated("resume", f"version {made} was trained by another batch before")
         if len(names) != close.samples:
-            self.violated("I4", f"version {made} is to be of {close.samples} samples and {len(names)} were trained")
+            self.violated("groups", f"version {made} is to be of {close.samples} samples and {len(names)} were trained")
         self.max_version = max(self.max_version, made)
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -342,14 +344,16 @@ class Ledger:
         control = self.control
         left = control.issued - control.trained - control.ended
         if left:
-            self.violated("I1", f"{len(left)} trajectories never ended: {sorted(map(str, left))[:5]}")
+            self.violated("accounting", f"{len(left)} trajectories never ended: {sorted(map(str, left))[:5]}")
         given = Counter(name.split(":", 1)[0] for names in self.batches.values() for name in names)
         if twice := [name for name, count in given.items() if count > 1]:
-            self.violated("I2", f"trained in two batches: {twice[:5]}")
+            self.violated("once", f"trained in two batches: {twice[:5]}")
         if set(given) != set(map(str, control.trained)):
-            self.violated("I1", f"ranks trained {len(given)} trajectories, control counts {len(control.trained)}")
+            self.violated(
+                "accounting", f"ranks trained {len(given)} trajectories, control counts {len(control.trained)}"
+            )
         if steps is not None and self.max_version != steps:
-            self.violated("I13", f"the run ended with version {self.max_version} of {steps}")
+            self.violated("progress", f"the run ended with version {self.max_version} of {steps}")
 
 
 def _is_joined(tokens: bytes, stamps: bytes, parts: set[tuple[bytes, bytes]]) -> bool:

@@ -117,10 +117,12 @@ class Machine:
                         world.note("dies", plan.name, reason.kind, reason.message)
                     world.error = world.error or error
                     if BEYOND_WINDOW in reason.message:  # which no fault can make of messages in order
-                        world.ledger.violated("I12", f"{plan.name} died of {reason.message}")
+                        world.ledger.violated("slots", f"{plan.name} died of {reason.message}")
                     undeclared = [leaf for leaf in leaves(error) if not isinstance(leaf, DECLARED)]
                     if undeclared and not world.over:
-                        world.ledger.violated("I19", f"{plan.name} died of {undeclared[0]!r}, which nothing declares")
+                        world.ledger.violated(
+                            "errors", f"{plan.name} died of {undeclared[0]!r}, which nothing declares"
+                        )
                     write_reason(run_directory, plan.name, reason)
                 return code
             return 0
@@ -131,7 +133,7 @@ class Machine:
         """A process that runs ``main``, which returns its exit code."""
         loop = self.world.loop
         if self.living(name) is not None:
-            self.world.ledger.violated("I16", f"{name} is started while an earlier life of it goes on")
+            self.world.ledger.violated("lives", f"{name} is started while an earlier life of it goes on")
         incarnation = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         process = SimulatedProcess(name, incarnation)
         pid = process.pid = FIRST_PID + len(self.by_pid)

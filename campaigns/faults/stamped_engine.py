@@ -67,7 +67,9 @@ class StampedEngine(SimulatedEngine):
             world.leave(phase)
         world.ledger.sampled_by(self.name, request.request_id, completion)
         if phase is Phase.EVALUATION and len(set(completion.behavior_logprobs)) > 1:
-            world.ledger.violated("I8", f"{self.name} sampled {request.request_id} of an evaluation by two versions")
+            world.ledger.violated(
+                "versions", f"{self.name} sampled {request.request_id} of an evaluation by two versions"
+            )
         return completion
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
@@ -127,7 +129,7 @@ def _stamped_sample(self: Any, policy_version: int) -> None:
     live = engine.live_hash
     engine.world.ledger.token_by(engine.name, policy_version, live)
     if engine.committing:
-        engine.world.ledger.violated("I8", f"{engine.name} sampled a token while it committed")
+        engine.world.ledger.violated("versions", f"{engine.name} sampled a token while it committed")
     self.stamps += [stamp_of(live)] * (self.sampled - before)
 
 

@@ -68,11 +68,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class World:
-    """``run`` once. ``keep_history``: what happened, line by line, for people; ``stacks_at``: and where
-    every task is at that time."""
+    """``run`` once. ``keep_history``: what happened, line by line."""
 
-    def __init__(self, shape: Shape, plan: list[Fault], *, keep_history: bool = False, stacks_at: float = 0.0) -> None:
-        self._stacks_at = stacks_at
+    def __init__(self, shape: Shape, plan: list[Fault], *, keep_history: bool = False) -> None:
         self.shape = shape
         self.random = Random(shape.seed)
         self.loop = VirtualLoop()
@@ -217,8 +215,6 @@ class World:
     async def _live(self) -> None:
         self._ended = self.loop.create_future()
         self.operator.start()
-        if self._stacks_at:
-            self.loop.call_at(self._stacks_at, self._write_stacks)
         look = self.loop.call_later(LOOK_EVERY_S, self._look)
         await self._ended
         look.cancel()
@@ -245,14 +241,6 @@ class World:
         if not self._ended.done():
             self.loop.call_later(LOOK_EVERY_S, self._look)
 
-    def _write_stacks(self) -> None:
-        for popen in self.machine.lives.values():
-            if popen.code is not None or popen.process is None:
-                continue
-            for task in sorted(popen.process.tasks, key=hash):
-                frames = [f"{frame.f_code.co_name}:{frame.f_lineno}" for frame in waiting_frames(task)]
-                self.history.append(f"  {popen.process}: {' > '.join(frames)}")
-
     def _outcome(self) -> Outcome:
         self.operator.judge_end()
         kind, message = self.operator.result or ("failed", "")
@@ -277,13 +265,3 @@ class World:
 def order_type(function: Any) -> type:
     """Of the order that a rank's thread carries out."""
     return type(next(iter(function.__defaults__ or ()), None))
-
-
-def waiting_frames(task: asyncio.Task[Any]) -> Iterator[Any]:
-    """From the task's own coroutine to the innermost that waits."""
-    waiting: Any = task.get_coro()
-    while waiting is not None:
-        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
-        if frame is not None:
-            yield frame
-        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)

@@ -97,7 +97,7 @@ class Operator:
             kind = "finished"  # it was asked to stop when all was done
         left = [name for name, popen in world.machine.lives.items() if popen.code is None and name != PARENT]
         if left:
-            world.ledger.violated("I14", f"the run has ended ({kind}) and left {', '.join(left)} behind")
+            world.ledger.violated("residue", f"the run has ended ({kind}) and left {', '.join(left)} behind")
         self._judge(kind, message)
         if kind == "finished" or world.ledger.violations:
             self.result = kind, message
@@ -119,7 +119,7 @@ class Operator:
             return
         kind, message = self.result
         if kind == "stuck":
-            world.ledger.violated("I13", f"the run is stuck: {message}")
+            world.ledger.violated("progress", f"the run is stuck: {message}")
         elif message not in ("finished", "drained"):
             world.ledger.check_end(None)  # it ended because nothing is left to draw
         else:
@@ -131,20 +131,20 @@ class Operator:
         fired = self._world.faults.fired[self._faults_before :]
         kinds = {cell.split("/")[1] for cell in fired}
         if kind == "drained" and not self.asked_to_stop:
-            ledger.violated("I13", "the run ended as if it had been asked to, and nobody did")
+            ledger.violated("progress", "the run ended as if it had been asked to, and nobody did")
         if kind == "silent":
-            ledger.violated("I20", "the run ended and did not say why")
+            ledger.violated("blame", "the run ended and did not say why")
         if kind != "failed":
             return
         if not message.partition(":")[2].strip():
-            ledger.violated("I20", f"the run failed and does not say why: {message!r}")
+            ledger.violated("blame", f"the run failed and does not say why: {message!r}")
         elif "StreamBroken" in message and kinds & DELAYS:
             pass  # the first cause was too late to be seen: what followed from it was blamed
         elif not any(suspect in message for suspect in (*self._world.faults.suspects, "disk", "journal")):
-            ledger.violated("I20", f"nothing was done to what the run blames: {message}")
+            ledger.violated("blame", f"nothing was done to what the run blames: {message}")
         elif self._world.recipe.run.restarts and not kinds & ENDS_RUNS:
-            ledger.violated("I13", f"deaths are forgiven, and the run failed: {message}")
+            ledger.violated("progress", f"deaths are forgiven, and the run failed: {message}")
         elif sum(cell.split("/")[1] in REFUSED for cell in fired) > 1:
             pass  # an engine that refuses a version as delta and as anchor, too
         elif not any(fault.ends_something for fault in self._world.faults.plan if fault.cell in fired):
-            ledger.violated("I13", f"no fault that ends anything fired, and the run failed: {message}")
+            ledger.violated("progress", f"no fault that ends anything fired, and the run failed: {message}")

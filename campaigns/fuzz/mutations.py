@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
+from typing import TypeVar
 
 from campaigns.fuzz.seeds import Seed
 
+T = TypeVar("T")
 MOST_BYTES = 1 << 20
-"""No mutated frame is larger: what is about size has its own inputs (``bombs``)."""
+"""No mutated frame is larger."""
 
 _DEPTHS = (2, 9, 40, 200, 450, 1200, 6000)
 _FILLS = (b"\0", b"\x7f", b"\x80", b"\xff")
@@ -31,82 +33,42 @@ def mutated_message(random: Random, frames: Sequence[Seed], others: Sequence[Seq
 
 def _mutated(random: Random, frame: Seed, other: Seed) -> bytes:
     if frame.spans and random.random() < 0.7:
-        return _BY_VALUE[int(random.random() * len(_BY_VALUE))](random, frame, other)
+        return _broken_value(random, frame, other)
     return _broken_bytes(random, frame.content, other.content)
 
 
-# ---- whole values --------------------------------------------------------------------------------------
-
-
-def _replaced(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[int(random.random() * len(frame.spans))]
-    nasty = frame.grammar.nasty
-    return b"".join((frame.content[:start], nasty[int(random.random() * len(nasty))], frame.content[end:]))
-
-
-def _transplanted(random: Random, frame: Seed, other: Seed) -> bytes:
-    giver = other if other.spans else frame
-    start, end = frame.spans[int(random.random() * len(frame.spans))]
-    first, last = giver.spans[int(random.random() * len(giver.spans))]
-    return b"".join((frame.content[:start], giver.content[first:last], frame.content[end:]))
-
-
-def _removed(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[int(random.random() * len(frame.spans))]
-    return frame.content[:start] + frame.content[end:]
-
-
-def _repeated(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[int(random.random() * len(frame.spans))]
-    times = (1, 2, 20)[int(random.random() * 3)]
-    return b"".join((frame.content[:end], frame.content[start:end] * times, frame.content[end:]))
-
-
-def _swapped(random: Random, frame: Seed, other: Seed) -> bytes:
-    (a, b), (c, d) = sorted(
-        (frame.spans[int(random.random() * len(frame.spans))], frame.spans[int(random.random() * len(frame.spans))])
-    )
-    if b > c:
-        return frame.content[:a] + frame.content[c:]
-    content = frame.content
-    return b"".join((content[:a], content[c:d], content[b:c], content[a:b], content[d:]))
-
-
-def _nested(random: Random, frame: Seed, other: Seed) -> bytes:
-    start, end = frame.spans[int(random.random() * len(frame.spans))]
-    # Rarely deep: a parser takes its time to find out.
-    depth = _DEPTHS[int(random.random() * 3)] if random.random() < 0.9 else _DEPTHS[int(random.random() * len(_DEPTHS))]
-    opens, closes = frame.grammar.nest[int(random.random() * len(frame.grammar.nest))]
-    content = frame.content
-    return b"".join((content[:start], opens * depth, content[start:end], closes * depth, content[end:]))
-
-
-def _head_changed(random: Random, frame: Seed, other: Seed) -> bytes:
-    """The first bytes of a value are its type and its length."""
-    start, _ = frame.spans[int(random.random() * len(frame.spans))]
-    broken = bytearray(frame.content)
+def _broken_value(random: Random, frame: Seed, other: Seed) -> bytes:
+    """A whole value of ``frame`` is replaced, removed, repeated, moved, nested, or has another head."""
+    content, grammar, kind = frame.content, frame.grammar, int(random.random() * 10)
+    start, end = _one(random, frame.spans)
+    before, value, after = content[:start], content[start:end], content[end:]
+    if kind <= 2:
+        return before + _one(random, grammar.nasty) + after
+    if kind <= 4:
+        giver = other if other.spans else frame
+        first, last = _one(random, giver.spans)
+        return before + giver.content[first:last] + after
+    if kind == 5:
+        return before + after
+    if kind == 6:
+        return before + value * (1 + _one(random, (1, 2, 20))) + after
+    if kind == 7:
+        first, last = _one(random, frame.spans)
+        (a, b), (c, d) = sorted(((start, end), (first, last)))
+        return content[:a] + content[c:d] + content[b:c] + content[a:b] + content[d:] if b <= c else before + after
+    if kind == 8:  # rarely deep: a parser takes its time to find out
+        depth = _one(random, _DEPTHS[:3] if random.random() < 0.9 else _DEPTHS)
+        opens, closes = _one(random, grammar.nest)
+        return before + opens * depth + value + closes * depth + after
+    broken = bytearray(content)  # the first bytes of a value are its type and its length
     for at in range(start, min(start + 1 + int(random.random() * 3), len(broken))):
-        broken[at] = (
-            int(random.random() * 256)
-            if random.random() < 0.5
-            else (broken[at] + (1 if random.random() < 0.5 else -1)) & 255
-        )
+        broken[at] = _one(random, (int(random.random() * 256), broken[at] + 1 & 255, broken[at] - 1 & 255))
     return bytes(broken)
 
 
-_Mutation = Callable[[Random, Seed, Seed], bytes]
-_BY_VALUE: tuple[_Mutation, ...] = (
-    _replaced,
-    _replaced,
-    _replaced,
-    _transplanted,
-    _transplanted,
-    _removed,
-    _repeated,
-    _swapped,
-    _nested,
-    _head_changed,
-)
+def _one(random: Random, things: Sequence[T]) -> T:
+    return things[int(random.random() * len(things))]
+
 
 # ---- bytes ---------------------------------------------------------------------------------------------
 

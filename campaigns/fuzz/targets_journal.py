@@ -1,19 +1,13 @@
-"""Decoders of the journal: segments of a directory, the records in them; and the bundle that a crash leaves."""
+"""Decoders of the journal: segments of a directory, the records in them."""
 
 from __future__ import annotations
 
 import atexit
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
-from random import Random
-from typing import Any
 from zlib import crc32
-
-import msgspec
 
 from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, message, seed
@@ -32,10 +26,8 @@ from streamrl.journal.journal_records import (
     JournalSampled,
     JournalScored,
 )
-from streamrl.journal.log import _HEADER, _MAGIC, _check, _frame, read_journal
-from streamrl.supervise.crash.crash_bundle import MANIFEST, CrashManifest, read_manifest
+from streamrl.journal.log import _HEADER, _MAGIC, _frame, read_journal
 
-_REPAIRED = b"repaired"
 _REFUSALS = (StreamRLError,)
 _FIRST = [[b"the state"], [b"", b"a"], [b"\0" * 20, b"event " * 9], [bytes(range(200))]]
 _SECOND = [[b"the whole state", b"\xff" * 33], *_FIRST[:0:-1]]
@@ -61,26 +53,6 @@ def _segment_seed(content: bytes) -> Seed:
     return Seed(content, PLAIN, tuple(spans))
 
 
-def _repair(random: Random, frames: list[bytes]) -> list[bytes]:
-    """Checks that match what is there, in half of all cases; a last frame says so."""
-    if random.random() < 0.5:
-        return frames
-    return [*(_with_checks(frame) for frame in frames), _REPAIRED]
-
-
-def _with_checks(content: bytes) -> bytes:
-    raw, at = bytearray(content), 20
-    if len(raw) >= at:
-        raw[16:20] = crc32(raw[:16]).to_bytes(4, "little")
-    while at + 12 <= len(raw):
-        length = int.from_bytes(raw[at + 4 : at + 8], "little")
-        if length > len(raw) - at - 12:
-            break
-        raw[at + 8 : at + 12] = _check(bytes(raw[at + 12 : at + 12 + length]), at).to_bytes(4, "little")
-        at += 12 + length
-    return bytes(raw)
-
-
 def segments() -> Target:
     """A journal of one or two segments is read: what it held, in order and from its base, or a refusal."""
     contents = [_segment(*_FIRST), _segment(*_SECOND)]
@@ -89,18 +61,17 @@ def segments() -> Target:
     atexit.register(shutil.rmtree, place, ignore_errors=True)
 
     def run(frames: Sequence[bytes]) -> str:
-        repaired = frames[-1:] == [_REPAIRED]
         for path in place.iterdir():
             path.unlink()
-        for number, content in enumerate(frames[: len(frames) - repaired], start=1):
+        for number, content in enumerate(frames, start=1):
             (place / f"{number:06d}.journal").write_bytes(content)
         found = list(read_journal(place).records())
         as_written = any(found == one[: len(found)] for one in held)
-        assert repaired or as_written, f"records that were never written: {found}"
-        return f"{len(found)} records" if not repaired else "accepted with right checks"
+        assert as_written, f"records that were never written: {found}"
+        return f"{len(found)} records"
 
     made = [message(*map(_segment_seed, contents)), message(_segment_seed(contents[0]))]
-    return Target(name="journal.segments", messages=made, run=run, refusals=_REFUSALS, repair=_repair)
+    return Target(name="journal.segments", messages=made, run=run, refusals=_REFUSALS)
 
 
 def records() -> Target:
@@ -135,29 +106,6 @@ def records() -> Target:
     return Target(name="journal.records", messages=made, run=run, refusals=_REFUSALS, amplification=128)
 
 
-def crash_bundle() -> Target:
-    """The manifest of a bundle."""
-    values: dict[str, Any] = {"int": 1, "str": "text", "float": 1.5, "dict": {}, "tuple": ()}
-    required = [field for field in msgspec.structs.fields(CrashManifest) if field.required]
-    fields: Any = {field.name: values[getattr(field.type, "__name__", "")] for field in required}
-    manifest = CrashManifest(**fields)
-    contents = []
-    for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
-        sink = BytesIO()
-        with zipfile.ZipFile(sink, "w", compression) as bundle:
-            bundle.writestr("metrics.jsonl", b"x" * 100)
-            bundle.writestr(MANIFEST, msgspec.json.encode(manifest))
-        contents.append(sink.getvalue())
-
-    def run(frames: Sequence[bytes]) -> str:
-        bundle: Any = BytesIO(b"".join(frames))  # what ``ZipFile`` opens it to
-        read_manifest(bundle)
-        return "accepted"
-
-    made = [message(seed(content, PLAIN)) for content in contents]
-    return Target(name="files.crash_bundle", messages=made, run=run, refusals=_REFUSALS)
-
-
 def targets() -> list[Target]:
     """All of this module."""
-    return [segments(), records(), crash_bundle()]
+    return [segments(), records()]

@@ -10,13 +10,9 @@ from typing import Any
 import msgspec
 
 from campaigns.fuzz.execution import Target
-from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, lines_of, message, seed
+from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, message, seed
 from streamrl.base.types import RewardFailureKind
-from streamrl.recipe.rewards import Reward
-from streamrl.rewards.calls import frames as call_frames
-from streamrl.rewards.calls.frames import CallAnswer, CallOrder, FrameReader, answered_values
-from streamrl.rewards.inspect import RewardInspection, read_inspections
-from streamrl.rewards.signature import RewardSignature
+from streamrl.rewards.calls.frames import CallAnswer, FrameReader, answered_values
 from streamrl.rewards.values import CallFailure, CheckedValue
 from streamrl.sandbox.cases import read_cases
 from streamrl.sandbox.sandbox import SandboxError, read_answer, read_zygote_message
@@ -27,7 +23,6 @@ _ANSWERS = (
     CallAnswer(5, 0.25, [CheckedValue(0.5), CheckedValue(parts={"a": 1.0}), CheckedValue()]),
     CallAnswer(6, 1.5, [CheckedValue(failure=CallFailure(RewardFailureKind.RAISED, "ValueError: x"))] * 3, retire=True),
 )
-_ORDERS = (CallOrder(5, 0, 2.0, "the text", {"answer": 4, "tests": [{"a": [1, None]}]}),)
 
 
 def call_answers() -> Target:
@@ -52,17 +47,6 @@ def call_answers() -> Target:
     )
 
 
-def call_orders() -> Target:
-    """What such a process reads from the worker."""
-
-    def run(frames: Sequence[bytes]) -> str:
-        reader: FrameReader[CallOrder] = FrameReader(CallOrder)
-        return f"{len(list(reader.feed(b''.join(frames))))} frames"
-
-    made = [message(_framed(msgspec.msgpack.encode(_ORDERS[0])))]
-    return Target(name="rewards.call_orders", messages=made, run=run, refusals=(msgspec.DecodeError,))
-
-
 def _framed(body: bytes) -> Seed:
     content = struct.pack("<I", len(body)) + body
     return Seed(content, MSGPACK, tuple((a + 4, b + 4) for a, b in MSGPACK.spans_of(body)))
@@ -73,44 +57,6 @@ def _right_length(random: Any, frames: list[bytes]) -> list[bytes]:
         frame if len(frame) < 4 or random.random() < 0.3 else struct.pack("<I", len(frame) - 4) + frame[4:]
         for frame in frames
     ]
-
-
-def fork_server() -> Target:
-    """What the fork server and the worker tell each other."""
-    signature = RewardSignature(**_plain_fields(RewardSignature))
-    reward = Reward(function="a.py:f", options={"a": {"b": [1, 2.5]}})
-    events = (call_frames.RewardsLoaded([signature], ["no"], 1), call_frames.ChildEnded(3, -9))
-    orders = (
-        call_frames.LoadRewards([reward]),
-        call_frames.ForkChild(3, True, 1 << 30),
-        call_frames.KillChild(3, True),
-    )
-
-    def run(frames: Sequence[bytes]) -> str:
-        decode = call_frames.decode_order if len(frames) > 1 else call_frames.decode_event
-        return f"accepted {type(decode(frames[0] if frames else b'')).__name__}"
-
-    made = [message(seed(msgspec.msgpack.encode(event), MSGPACK)) for event in events]
-    made += [message(seed(msgspec.msgpack.encode(order), MSGPACK), seed(b"order", PLAIN)) for order in orders]
-    return Target(name="rewards.fork_server", messages=made, run=run, refusals=(msgspec.DecodeError,))
-
-
-def _plain_fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    values: dict[type, Any] = {int: 2, str: "name", bool: True, float: 0.5}
-    return {f.name: values[f.type] for f in msgspec.structs.fields(kind) if f.required and f.type in values} | {
-        f.name: () for f in msgspec.structs.fields(kind) if f.required and f.type not in values
-    }
-
-
-def inspections() -> Target:
-    """What the process that imported a reward wrote about it."""
-    found = RewardInspection(spec="a.py:f", problems=("no",))
-
-    def run(frames: Sequence[bytes]) -> str:
-        return f"{len(read_inspections(b''.join(frames)))} inspections"
-
-    made = [message(seed(lines_of(*[msgspec.json.encode(found)] * 2), JSON))]
-    return Target(name="rewards.inspections", messages=made, run=run, refusals=())
 
 
 # ---- the sandbox ---------------------------------------------------------------------------------------
@@ -171,9 +117,6 @@ def targets() -> list[Target]:
     """All of this module."""
     made: list[Callable[[], Target]] = [
         call_answers,
-        call_orders,
-        fork_server,
-        inspections,
         zygote_messages,
         code_answers,
         test_cases,

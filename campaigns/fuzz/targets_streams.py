@@ -1,27 +1,23 @@
-"""Decoders of what travels between the processes of a run: streams, the control socket, the metrics socket."""
+"""Decoders of what travels between the processes of a run: streams, the control socket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from array import array
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, get_args, get_origin
 
 import msgspec
 
 from campaigns.fuzz.execution import Target
-from campaigns.fuzz.seeds import JSON, MSGPACK, PLAIN, Seed, fixed_fields, message, seed
+from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 from streamrl.base import messages as says
 from streamrl.base import stage_messages as stage
 from streamrl.base.errors import WireError
-from streamrl.base.run_events import StepFinished
 from streamrl.base.types import (
     Completion,
     FinishReason,
     Prompt,
-    RewardCall,
-    RewardFailureKind,
-    TrainingGroup,
-    TrainingSample,
-    TrajectoryId,
     VersionSpan,
     float_array,
     token_array,
@@ -29,7 +25,6 @@ from streamrl.base.types import (
 from streamrl.comm.stream_protocol import Greeting, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
 from streamrl.judge import messages as judge_messages
-from streamrl.observe import telemetry
 from streamrl.recipe.rewards import Reward
 from streamrl.remote import control_protocol, reward_changes
 from streamrl.supervise import supervisor_orders
@@ -37,7 +32,6 @@ from streamrl.supervise.supervisor_orders import ParentMessage
 
 _RAW_FROM = 256  # bytes: small arrays travel in frames of their own too
 _HEADER = fixed_fields(4, 2, 1, 1, 8)
-_IDS = TrajectoryId(prompt_id="p-1", group_id=7, sample=3, attempt=1)
 PROMPT = Prompt(
     prompt_id="p-1", token_ids=token_array(range(40)), columns={"answer": "4", "tests": [{"in": [1, 2.5, None]}]}
 )
@@ -47,143 +41,51 @@ COMPLETION = Completion(
     finish_reason=FinishReason.STOP,
     version_spans=(VersionSpan(start=0, end=60, policy_version=3), VersionSpan(start=60, end=100, policy_version=4)),
 )
-SOURCE = says.WeightSource(
-    rank=0,
-    endpoint="ipc:///nowhere",
-    manifest_digest="ab" * 16,
-    payload_bytes=900,
-    changed_elements=31,
-    total_elements=900,
-)
-ANNOUNCEMENT = says.WeightAnnouncement(
-    policy_version=4, base_version=3, state_hash=2**63 + 11, sources=(SOURCE,), probe_logprobs=(-0.25, -1.5)
-)
-_GROUP = TrainingGroup(
-    group_id=7,
-    batch_id=2,
-    samples=(
-        TrainingSample(
-            id=_IDS,
-            token_ids=token_array(range(90)),
-            loss_mask=b"\0\1" * 45,
-            behavior_logprobs=float_array([-0.1] * 90),
-            reward=0.5,
-            oldest_version=3,
-            newest_version=4,
-            separate_rewards={"a": (1.0, 0.5)},
-        ),
-    )
-    * 2,
-)
-_CALL = RewardCall(function="f", seconds=0.1, limit_s=1.0, value=None, failure=RewardFailureKind.TIMED_OUT)
 REWARD = Reward(function="reward.py:score", weight=0.5, options={"tolerance": 0.1, "deep": {"a": [1, "b"]}})
-
-_ITEMS: tuple[tuple[Any, Sequence[Any]], ...] = (
-    (
-        says.EngineOrder,
-        (
-            says.Generate(
-                request_id="7.3.1", token_ids=token_array(range(99)), max_tokens=64, seed=5, temperature=1.0, kept=2
-            ),
-            says.Abort(request_ids=("7.3.1", "7.3.2")),
-            says.Pause(order_id=3, mode=says.PauseMode.KEEP, clear_cache=True),
-            says.StageWeights(order_id=4, announcement=ANNOUNCEMENT),
-            says.CommitWeights(order_id=5, policy_version=4),
-        ),
-    ),
-    (
-        says.EngineEvent,
-        (
-            says.EngineReady(
-                engine="engine-0", policy_version=3, max_model_len=512, max_num_seqs=64, tokenizer_digest="ab"
-            ),
-            says.Generated(request_id="7.3.1", completion=COMPLETION, seconds=0.25),
-            says.OrderDone(order_id=4, seconds=0.1, state_hash=2**64 - 1, checksums={"head": "ff"}),
-            says.EngineLoad(running=3, waiting=0, kv_cache_usage=0.5, generated_tokens=900, token_s=0.002),
-        ),
-    ),
-    (
-        says.TrainingOrder,
-        (
-            says.TrainGroup(group=_GROUP),
-            says.CloseBatch(batch_id=2, policy_version=4, groups=1, samples=2, trained_tokens=90, engines_idle=True),
-            says.SaveCheckpoint(
-                directory="/run/step-1", policy_version=1, beside={"control.msgpack": b"\x81\xa1a\x01"}
-            ),
-        ),
-    ),
-    (
-        says.TrainingEvent,
-        (
-            says.TrainerReady(rank=0, ranks=2, policy_version=0, parameters=900, state_hash=2**63),
-            says.StepReport(
-                rank=0, batch_id=2, policy_version=4, base_version=3, state_hash=5, source=SOURCE, metrics={"loss": 0.5}
-            ),
-        ),
-    ),
-    (ParentMessage, (StepFinished(step=3, policy_version=3, metrics={"reward/mean": 0.5, "bad": float("nan")}),)),
-    (
-        stage.RewardOrder,
-        (
-            stage.ScoreGroups(
-                groups=(
-                    stage.ScoreGroup(5, (stage.CompletionToScore(0, 7, 3, b"\1\0\0\0" * 9, FinishReason.LENGTH),)),
-                ),
-                prompts=(PROMPT,),
-            ),
-            stage.LoadRewardSet(reward_version=2, rewards=(REWARD,)),
-            stage.RememberLimits(reward_version=2, slowest_s={"score": {"medium": 0.5}}),
-        ),
-    ),
-    (
-        stage.RewardResult,
-        (
-            stage.GroupsScored(
-                groups=(stage.GroupScored(5, (stage.SampleReward(reward=0.5, parts={"a": 1.0}, calls=(_CALL,)),)),)
-            ),
-            stage.RewardSetLoaded(reward_version=2, problems=("no",)),
-        ),
-    ),
-)
-
-
-def _more_items() -> Iterator[tuple[Any, Sequence[Any]]]:
-    """Unions of which a plain instance of each member will do."""
-    for union in (
-        reward_changes.RewardRequest,
-        reward_changes.RewardReply,
-        *(getattr(judge_messages, name) for name in dir(judge_messages) if name.endswith(("Order", "Event", "Report"))),
-        *(getattr(supervisor_orders, name) for name in dir(supervisor_orders) if name.endswith("Order")),
-    ):
-        members = getattr(union, "__args__", (union,))
-        found = [made for member in members if (made := _plain_instance(member)) is not None]
-        if found:
-            yield union, found
-
-
-_PLAIN: dict[str, Any] = {
-    "int": 3,
-    "float": 0.5,
-    "str": "name",
-    "bool": True,
-    "Reward": REWARD,
-    "tuple[str, ...]": ("a", "b"),
+_EXAMPLES: dict[Any, Any] = {
+    int: 3,
+    float: 0.5,
+    str: "name",
+    bool: True,
+    bytes: b"\1\0\0\0" * 9,
+    type(None): None,
+    dict: {"a": [1.5]},
+    Completion: COMPLETION,
+    Prompt: PROMPT,
+    Reward: REWARD,
+    Any: {"a": [None, 1]},
 }
 
 
-def _plain_instance(kind: Any) -> Any:
-    """None where a field must be given that is not plain."""
-    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return None
-    values = {f.name: _PLAIN.get(str(getattr(f.type, "__name__", f.type))) for f in msgspec.structs.fields(kind)}
-    if any(values[field.name] is None for field in msgspec.structs.fields(kind) if field.required):
-        return None
-    return kind(**{name: value for name, value in values.items() if value is not None})
+def example(hint: Any, name: str = "") -> Any:
+    """Make a value of a type of the wire. ``name``: of the field."""
+    if hint in _EXAMPLES:
+        return _EXAMPLES[hint]
+    if hint is array:
+        return float_array([-0.5] * 90) if "logprobs" in name else token_array(range(90))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return next(iter(hint))
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        fields = [field for field in msgspec.structs.fields(hint) if field.required or field.type in (int, str, float)]
+        return hint(**{field.name: example(field.type, field.name) for field in fields})
+    inner = get_args(hint)
+    if get_origin(hint) is dict:
+        return {example(inner[0]): example(inner[1])}
+    if get_origin(hint) in (tuple, list):
+        return get_origin(hint)(example(one, name) for one in inner if one is not ...)
+    return example(inner[0], name)  # a union, or a generic
 
 
 def _codecs() -> list[tuple[WireCodec[Any], Sequence[Any]]]:
     limits = WireLimits(message_bytes=1 << 25, frame_bytes=1 << 24, body_bytes=1 << 24, frames=24)
-    return [(WireCodec(kind, limits, raw_frame_bytes=_RAW_FROM), items) for kind, items in (*_ITEMS, *_more_items())]
+    unions = [says.EngineOrder, says.EngineEvent, says.TrainingOrder, says.TrainingEvent, ParentMessage]
+    unions += [stage.RewardOrder, stage.RewardResult, reward_changes.RewardRequest, reward_changes.RewardReply]
+    unions += [getattr(judge_messages, n) for n in dir(judge_messages) if n.endswith(("Order", "Event", "Report"))]
+    unions += [getattr(supervisor_orders, name) for name in dir(supervisor_orders) if name.endswith("Order")]
+    return [
+        (WireCodec(union, limits, raw_frame_bytes=_RAW_FROM), [example(one) for one in get_args(union) or (union,)])
+        for union in unions
+    ]
 
 
 def items_target() -> Target:
@@ -343,25 +245,6 @@ def control_target() -> Target:
     return Target(name="streams.control", messages=made, run=run, refusals=(WireError,))
 
 
-def telemetry_target() -> Target:
-    """Messages of the metrics socket."""
-    head = {"run_id": "run", "sequence": 4, "time": 1.5, "replay": False}
-    bodies = ({**head, "metrics": {"reward/mean": 0.5}, "step": 3}, {**head, "message": "x", "figures": {"a": [1]}})
-
-    def run(frames: Sequence[bytes]) -> str:
-        read = telemetry.decode_telemetry(list(frames))
-        assert type(read.sequence) is int and isinstance(read.fields, dict)
-        return "accepted"
-
-    topics = (b"step", b"warning")
-    made = [
-        message(seed(topic, PLAIN), seed(b"1", PLAIN), seed(msgspec.json.encode(body), JSON))
-        for topic in topics
-        for body in bodies
-    ]
-    return Target(name="streams.telemetry", messages=made, run=run, refusals=(WireError,))
-
-
 def targets() -> list[Target]:
     """All of this module."""
-    return [items_target(), conversation_target(), control_target(), telemetry_target()]
+    return [items_target(), conversation_target(), control_target()]

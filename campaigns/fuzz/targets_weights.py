@@ -14,8 +14,9 @@ import zstandard
 from campaigns.fuzz import weight_frames as transfers
 from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
-from campaigns.fuzz.targets_streams import ANNOUNCEMENT
+from campaigns.fuzz.targets_streams import example
 from streamrl.base.errors import WeightError
+from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec import codec
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_complete, encode_patch
@@ -24,15 +25,7 @@ from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
 from streamrl.weights.pull import node_mirror
 from streamrl.weights.pull.node_memory import Holder, Segment
 from streamrl.weights.requests import (
-    ChunkReply,
-    GetChunk,
-    GetManifest,
-    ManifestReply,
-    NotServed,
     decode_announcement,
-    decode_reply,
-    decode_request,
-    encoder,
 )
 
 _REFUSALS = (WeightError,)
@@ -48,35 +41,10 @@ def announcements() -> Target:
 
     return Target(
         name="weights.announcement",
-        messages=[message(seed(msgspec.msgpack.encode(ANNOUNCEMENT), MSGPACK))],
+        messages=[message(seed(msgspec.msgpack.encode(example(WeightAnnouncement)), MSGPACK))],
         run=run,
         refusals=_REFUSALS,
     )
-
-
-def requests() -> Target:
-    """What a publisher is asked, and how its thread answers; and the heads of replies."""
-    world = transfers.world()
-    digests = [sample.part.manifest_digest for sample in world.samples]
-    asked: list[Any] = [GetChunk(digest, number) for digest in digests for number in (0, 1)]
-    heads = [
-        ManifestReply(digests[0]),
-        ChunkReply(digests[0], 2),
-        NotServed("", "no"),
-    ]
-
-    def run(frames: Sequence[bytes]) -> str:
-        if len(frames) > 1 and frames[1] == b"reply":
-            return f"accepted {type(decode_reply(frames[0])).__name__}"
-        reply, payload = world.server._answer(list(frames))
-        assert len(payload) <= 1 << 20 and len(encoder.encode(reply)) < 8 * sum(map(len, frames)) + 4096
-        if isinstance(reply, NotServed):
-            raise WeightError(reply.reason)
-        return f"accepted {type(decode_request(frames[0])).__name__}"
-
-    made = [message(seed(encoder.encode(request), MSGPACK)) for request in (*asked, *map(GetManifest, digests))]
-    made += [message(seed(encoder.encode(head), MSGPACK), seed(b"reply", PLAIN)) for head in heads]
-    return Target(name="weights.requests", messages=made, run=run, refusals=_REFUSALS)
 
 
 def manifests() -> Target:
@@ -97,30 +65,6 @@ def manifests() -> Target:
     made = [message(seed(content, MSGPACK)) for content in plain]
     made += [message(seed(part.manifest, PLAIN), seed(b"folded", PLAIN)) for part in parts]
     return Target(name="weights.manifest", messages=made, run=run, refusals=_REFUSALS, spare_bytes=64 << 20)
-
-
-def transferred() -> Target:
-    """One broken reply in the midst of a transfer of a small delta; honest replies follow, and complete it."""
-    sample = transfers.world().samples[1]
-    payload = b"".join(sample.part.chunks)
-    every = list(transfers.replies_of(sample))
-    honest = every[:4]
-
-    def run(frames: Sequence[bytes]) -> str:
-        part = transfers.receiving(sample)
-        part.take(honest[0])
-        for _ in range(2):
-            part.take(list(frames))
-            list(part.requests(512))
-        for frames in every:
-            part.take(frames)
-            list(part.requests(512))
-        assert part.complete, part.describe()
-        assert b"".join(encoded for *_, encoded in part.oldest.patch_bytes()) == payload, "a broken chunk was kept"
-        return "whole"
-
-    made = [message(seed(head, MSGPACK), seed(body, PLAIN)) for head, body in honest]
-    return Target(name="weights.replies", messages=made, run=run, refusals=_REFUSALS)
 
 
 def whole_transfers() -> Target:
@@ -282,9 +226,7 @@ def targets() -> list[Target]:
     """All of this module."""
     return [
         announcements(),
-        requests(),
         manifests(),
-        transferred(),
         whole_transfers(),
         patches(),
         symbols(),

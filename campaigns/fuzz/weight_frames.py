@@ -1,26 +1,19 @@
 """Feed broken frames to both ends of the weight path: none may crash it, hang it, or change a weight wrongly.
 
-``python campaigns/fuzz/weight_frames.py --frames 1000000 [--seed N] [--from K] [--processes P]``
-
-Every frame is a case of its own, made from (seed, number): a run that was stopped goes on with ``--from``, and a case
-that fails is repeated with ``--from K --frames 1``. Kinds of cases:
+Every frame is a case of its own, made from (seed, number); target ``weights.transfers`` of the campaign runs them.
+Kinds of cases:
 
 * a *reply* to a receiver, mutated on its way, in the midst of a transfer that otherwise goes well;
 * a *request* to a publisher;
 * a *patch* or a *manifest* as a broken or hostile publisher would write it: mutated, and then given valid digests.
-
-It ends with 1 and the numbers of the failing cases when one ends in anything but equal bits or a ``WeightError``.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -43,7 +36,6 @@ from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.requests import ChunkReply, GetChunk, GetManifest, ManifestReply, encoder
 
 SECONDS_A_CASE = 20.0
-CASES_AT_ONCE = 2000
 CHUNK = 512  # bytes: several chunks of a small delta
 TENSORS = {"norm": ("bfloat16", (16,)), "layer": ("bfloat16", (90, 60)), "head": ("float32", (30, 20))}
 Bits = dict[str, np.ndarray]
@@ -375,36 +367,3 @@ def run_cases(seed: int, first: int, count: int) -> tuple[Counter[str], list[tup
             failed.append((number, f"{type(error).__name__}: {error}"))
     faulthandler.cancel_dump_traceback_later()
     return outcomes, failed
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--from", dest="first", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1)
-    options = parser.parse_args()
-    starts = range(options.first, options.first + options.frames, CASES_AT_ONCE)
-    last = options.first + options.frames
-    outcomes: Counter[str] = Counter()
-    failures = []
-    began = time.monotonic()
-    with ProcessPoolExecutor(options.processes) as pool:
-        running = [pool.submit(run_cases, options.seed, at, min(CASES_AT_ONCE, last - at)) for at in starts]
-        for at, future in zip(starts, running, strict=True):
-            counted, failed = future.result()
-            outcomes += counted
-            failures += failed
-            for number, reason in failed[:3]:
-                print(f"case {number} failed: {reason}", flush=True)
-            done = min(at + CASES_AT_ONCE, last) - options.first
-            if (at // CASES_AT_ONCE) % 10 == 9 or at == starts[-1]:
-                rate = done / (time.monotonic() - began)
-                print(f"{done} frames, {len(failures)} failed, {rate:.0f}/s; go on with --from {options.first + done}")
-    for outcome, count in sorted(outcomes.items()):
-        print(f"{count:9d}  {outcome}")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

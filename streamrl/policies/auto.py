@@ -38,6 +38,7 @@ SYNCHRONOUS = "synchronous"
 LEAST_GAIN = 0.05
 OVERSAMPLING = (1.125, 1.25, 1.5)
 _FADING = 0.9
+_SURPRISING = 2.0  # a step that takes longer than this many times of what was predicted was held up by something else
 _PRIOR_STEPS = 4.0  # that took as long as predicted, before the first was seen
 
 
@@ -162,7 +163,8 @@ class AutoRounds(StatelessRounds):
                 predicted = state.advice.seconds.get(name, {}).get(kind, 0.0) if state.advice else 0.0
                 if predicted:
                     pace = state.paces.setdefault(_form(name), Pace())
-                    pace.add(seen.rollout_s + seen.training_s + seen.push_s, predicted)
+                    taken = seen.rollout_s + seen.training_s + seen.push_s
+                    pace.add(min(taken, _SURPRISING * predicted), predicted)
                 state.untimed = {made: one for made, one in state.untimed.items() if made > version}
 
     def snapshot(self) -> dict[str, object]:

@@ -207,7 +207,7 @@ def test_a_manifest_that_lists_more_than_was_announced_is_refused() -> None:
 
 
 def test_a_slice_of_the_fuzzed_frames() -> None:
-    """The whole: ``python campaigns/fuzz/weight_frames.py --frames 1000000``."""
+    """The whole: ``python campaigns/fuzz/campaign.py --target weights.transfers``."""
     outcomes, failed = run_cases(seed=1, first=0, count=3000)
     assert not failed
     assert outcomes["reply_case: equal"] > 300

@@ -5,8 +5,8 @@ where the surroundings are judged there. It passes when the command ends in time
 what the case expects (the run is done, or refused in a sentence), when every reward of the trace is one that the
 function returned (none is 0), and when no process is left. Cases that mount something are skipped without root.
 
-    python campaigns/hostile_surroundings.py            # all
-    python campaigns/hostile_surroundings.py full fifo  # those with one of these words in their names
+    python benchmarks/odd_surroundings.py            # all
+    python benchmarks/odd_surroundings.py full fifo  # those with one of these words in their names
 """
 
 from __future__ import annotations
