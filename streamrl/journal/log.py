@@ -222,14 +222,14 @@ class Journal:
     def append(self, record: bytes) -> int:
         """Take one record and return its sequence number. Never blocks. Raises ``JournalRefused`` for one over
         ``RECORD_LIMIT``, and after ``close``; ``JournalFailed``."""
-        return self._take(record, (record,))
+        return self._take(record, len(record), len(record))
 
     def begin_segment(self, base: Iterable[bytes]) -> int:
         """Start a new segment with ``base``: records that stand for everything before. Segments older than the one
         before it are removed once it is on the disk, so whatever else the base needs (a checkpoint) must be durable.
         Never blocks. Returns a sequence number and raises as ``append``."""
         records = tuple(base)
-        return self._take(records, records)
+        return self._take(records, sum(map(len, records)), max(map(len, records), default=0))
 
     async def durable(self, sequence: int) -> None:
         """Return once this record and all before it are on the disk. Raises ``JournalFailed``."""
@@ -247,7 +247,7 @@ class Journal:
         """Write what is appended, in groups, until cancelled. Raises ``JournalFailed``."""
         while True:
             await self._wanted.wait()
-            await self._write_all()
+            await self._write_waiting()
             await anyio.sleep(INTERVAL_S)
 
     async def close(self) -> None:
@@ -257,18 +257,18 @@ class Journal:
             self._closed = True
             try:
                 if self._failure is None:
-                    await self._write_all()
+                    await self._write_waiting()
             finally:
                 self._files.close()
 
-    def _take(self, item: bytes | tuple[bytes, ...], records: Sequence[bytes]) -> int:
+    def _take(self, item: bytes | tuple[bytes, ...], size: int, largest: int) -> int:
         self._refuse_failed()
         if self._closed:
             raise JournalRefused("the journal was closed; open it again")
-        if (largest := max(map(len, records), default=0)) > RECORD_LIMIT:
+        if largest > RECORD_LIMIT:
             raise JournalRefused(f"a journal record of {largest} bytes is over the limit of {RECORD_LIMIT}; split it")
         self._queue.append(item)
-        self._waiting_bytes += sum(map(len, records))
+        self._waiting_bytes += size
         self._last += 1
         self._wanted.set()
         return self._last
@@ -277,10 +277,11 @@ class Journal:
         if self._failure is not None:
             raise self._failure
 
-    async def _write_all(self) -> None:
+    async def _write_waiting(self) -> None:
         async with self._writing:
             self._wanted.clear()
-            while self._queue:
+            last = self._last  # what comes meanwhile makes a group of its own, later
+            while self._written < last:
                 first = self._queue[0]
                 group = next(_groups(self._queue)) if isinstance(first, bytes) else first
                 write = self._append if isinstance(first, bytes) else self._begin
