@@ -43,8 +43,8 @@ from streamrl.control.machine import Control
 from streamrl.control.model import RunState, prompts_needed
 from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.evaluate.evaluation import Evaluation, HeldOut
-from streamrl.journal.catching_up import CaughtUp, catch_up, close_of
 from streamrl.journal.recovered_run import RecoveredRun
+from streamrl.journal.retraining import Retrained, close_of, retrain_batches
 from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.alarms import Alarms
 from streamrl.observe.report.run_report import RunReport
@@ -133,12 +133,12 @@ class Controller:
         async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
             self._sync.on_version_left = partial(start_unless_ending, children, self._give_evaluation_up, orders)
-            caught_up = CaughtUp(self._start_version)
+            retrained = Retrained(self._start_version)
             if self._recovered is not None:
                 self._report.waits.look(self.state)
                 with self._waits.waiting_for("the trainer to train again what the journal has"):
-                    caught_up = await catch_up(self._trainer, self._recovered, self._start_version)
-            version = caught_up.policy_version
+                    retrained = await retrain_batches(self._trainer, self._recovered, self._start_version)
+            version = retrained.policy_version
             with self._waits.waiting_for(f"the trainer to publish version {version} complete"):
                 anchor = await self._trainer.publish_anchor(version)
             with self._waits.waiting_for(f"every engine to hold version {version}"):
@@ -151,8 +151,8 @@ class Controller:
             if self._recovered is None:
                 self._tell.send_nowait(on.RunBegan(version, self._control.settings.steps))
             else:
-                await self._report.resumed(self._recovered, caught_up, self._start_version, anchor.state_hash)
-                for action in await self._go_on(self._recovered, caught_up):
+                await self._report.resumed(self._recovered, retrained, self._start_version, anchor.state_hash)
+                for action in await self._go_on(self._recovered, retrained):
                     reason = await self._perform(action, orders, children) or reason
                 self._recovered.forget_content()
             while not reason:
@@ -169,21 +169,18 @@ class Controller:
         await self._trainer.aclose()
         return reason
 
-    async def _go_on(self, recovered: RecoveredRun, caught_up: CaughtUp) -> list[do.ControlAction]:
-        """What the life of the controller before this one had ordered and nobody answered, but for what is known."""
-        version, state = caught_up.policy_version, self.state
-        kind = state.round_kind if version > state.trainer_version else ""
+    async def _go_on(self, recovered: RecoveredRun, retrained: Retrained) -> list[do.ControlAction]:
+        """What the last life of the run had ordered and nobody answered, but for what is known."""
+        version, state = retrained.policy_version, self.state
         self._payloads.restore(recovered.payloads())
         steps = self._control.settings.steps  # by the recipe, which may say another number now
         if state.draining or state.finished or state.steps != steps:
             await self._handle(on.RunContinued(steps=steps))
-        if version > state.trainer_version:
-            await self._handle(on.BatchTrained(batch_id=state.batch.batch_id, policy_version=version))
         if (evaluated := state.evaluating) is not None and evaluated != version:
-            await self._warn_given_up(evaluated, f"its controller died, and engines hold version {version} now")
+            await self._warn_given_up(evaluated, f"the run was resumed with version {version}")
             await self._handle(on.EvaluationDone(policy_version=evaluated))
         if version > state.live_version:
-            self._report.trained_before(version, recovered.batch_of(version), caught_up.reports, kind)
+            self._report.trained_before(version, recovered.batch_of(version), retrained.reports)
         again = self._control.orders_again()
         for batch in recovered.trained:
             self._payloads.forget(trajectory for group in batch.groups for trajectory in group.ids)

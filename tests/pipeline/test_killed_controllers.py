@@ -50,41 +50,42 @@ async def one_life(run: SimulatedRun, events: int) -> str:
         return ""
 
 
+def resumed(run: SimulatedRun, directory: Path, **options: int) -> SimulatedRun:
+    """The next life of ``run``: its rank begins with the newest checkpoint."""
+    again = SimulatedRun(run.settings, directory, kept=True, **options)  # type: ignore[arg-type]
+    again.ranks[0].version = max([0, *(int(path.removeprefix("step-")) for path in run.ranks[0].saved)])
+    return again
+
+
 def batches_of(rank: CountingRank) -> list[Counter[str]]:
     return [Counter(f"{sample.id} {sample.reward}" for sample in batch) for batch in rank.batches]
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("lost", ["controller", "trainer", "checkpoint"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["newest checkpoint", "the one before"])
 @pytest.mark.parametrize(
     "settings", [SYNCHRONOUS, SUBMITTED, RACING, STALE], ids=["synchronous", "submitted", "racing", "continuous"]
 )
-async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, lost: str, tmp_path: Path) -> None:
+async def test_lives_of_a_controller_make_one_run(settings: ControlSettings, damaged: bool, tmp_path: Path) -> None:
     for events in range(1, 38, 4):
         directory = tmp_path / str(events)
         directory.mkdir()
         lineage: list[Counter[str]] = []
         saved, lives, reason = [0], 0, ""
-        rank: CountingRank | None = None
         while not reason:
             lives += 1
             run = SimulatedRun(settings, directory, kept=True)
-            if rank is not None and lost == "controller":
-                run.ranks = [rank]
-                rank.happened = run.happened
-            else:
-                # The newest checkpoint that is not damaged is what they begin with.
-                run.ranks[0].version = saved[-2] if lost == "checkpoint" and len(saved) > 1 else saved[-1]
-            rank, begins = run.ranks[0], run.ranks[0].version
-            held = len(rank.batches)
+            [rank] = run.ranks
+            # The newest checkpoint that is not damaged is what they begin with.
+            rank.version = begins = saved[-2] if damaged and len(saved) > 1 else saved[-1]
             reason = await one_life(run, events if lives < 6 else 10**9)
-            made = batches_of(rank)[held:]
+            made = batches_of(rank)
             for version, batch in enumerate(made, start=begins):
                 # What is trained again is what was trained before, sample by sample.
                 assert version >= len(lineage) or lineage[version] == batch
             lineage[begins : begins + len(made)] = made
             saved = sorted({*saved, *(int(path.removeprefix("step-")) for path in rank.saved)})
-            for sample in (s for b in rank.batches[held:] for s in b):
+            for sample in (s for b in rank.batches for s in b):
                 returned = run.scorer.returned.get(str(sample.id))
                 assert returned is None or returned == sample.reward
             if lives > 1 and begins + len(made):
@@ -111,8 +112,7 @@ async def test_of_a_step_that_began_in_another_life_no_time_is_told(
             monkeypatch.setattr(scripted_parts, "RunReport", partial(RunReport, trace=trace))
             run = SimulatedRun(SYNCHRONOUS, directory, kept=True)
             assert not await one_life(run, events)
-            again = SimulatedRun(SYNCHRONOUS, directory, kept=True)
-            again.ranks = run.ranks
+            again = resumed(run, directory)
             assert await one_life(again, 10**9) == "finished"
         for step in (event for event in again.events if isinstance(event, StepFinished)):
             assert not [name for name in step.metrics if "//" in name]
@@ -126,8 +126,7 @@ async def test_only_what_was_not_scored_is_scored_again(tmp_path: Path) -> None:
     run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
     assert not await one_life(run, 5)
     before = run.scorer.seen
-    again = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
-    again.ranks = run.ranks
+    again = resumed(run, tmp_path)
     assert await one_life(again, 10**9) == "finished"
     told = [event for event in again.events if isinstance(event, RunResumed)]
     assert told[0].restored["scored"] > 0 and told[0].same_weights is not False
@@ -140,13 +139,12 @@ async def test_what_was_whole_and_not_scored_is_not_sampled_again(tmp_path: Path
     run = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
     run.outcomes_to_live, run.scorer.mute = 4, True
     assert not await one_life(run, 10**9)
-    again = SimulatedRun(SYNCHRONOUS, tmp_path, kept=True)
-    again.ranks = run.ranks
+    again = resumed(run, tmp_path)
     assert await one_life(again, 10**9) == "finished"
     (told,) = [event for event in again.events if isinstance(event, RunResumed)]
     assert told.restored["unscored"] == 4
-    trained = sum(sample.trained_tokens for batch in run.ranks[0].batches for sample in batch)
-    first = sorted(run.ranks[0].batches[0], key=lambda sample: sample.trained_tokens)
+    trained = sum(sample.trained_tokens for batch in again.ranks[0].batches for sample in batch)
+    first = sorted(again.ranks[0].batches[0], key=lambda sample: sample.trained_tokens)
     sampled = again.engines[0].load().generated_tokens
     # The engine finishes the shortest first; those that were whole come from the journal.
     assert sampled == trained - sum(sample.trained_tokens for sample in first[:4])
@@ -160,15 +158,14 @@ async def test_an_evaluation_that_died_with_its_controller_is_done_again_or_give
         directory.mkdir()
         run = SimulatedRun(settings, directory, kept=True, held_out=30, evaluation_in_flight=2)
         assert not await one_life(run, events)
-        again = SimulatedRun(settings, directory, kept=True, held_out=30, evaluation_in_flight=2)
-        again.ranks = run.ranks
+        again = resumed(run, directory, held_out=30, evaluation_in_flight=2)
         assert await one_life(again, 10**9) == "finished"
         told = [*run.events, *again.events]
         finished = {event.step for event in told if isinstance(event, EvaluationFinished)}
         warnings = [event for event in told if isinstance(event, RunWarning)]
         assert finished | {warning.step for warning in warnings} == {1, 2, 3, 4}
         for warning in warnings:
-            died = f"its controller died, and engines hold version {warning.step + 1} now"
+            died = f"the run was resumed with version {warning.step + 1}"
             assert warning.message == f"evaluation of version {warning.step} given up: {died}"
         given_up += len(warnings)
     assert given_up

@@ -29,8 +29,8 @@ from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.model import RunState
 from streamrl.evaluate.evaluation import Evaluation
 from streamrl.evaluate.sample_files import TrainingSamples
-from streamrl.journal.catching_up import CaughtUp
 from streamrl.journal.recovered_run import RecoveredRun, what_was_restored
+from streamrl.journal.retraining import Retrained
 from streamrl.observe.report.run_waits import RunWaits
 from streamrl.observe.report.step_metrics import (
     completion_metrics,
@@ -121,26 +121,26 @@ class RunReport:
         self.waits.take(self._step_started)
         self._last_rollout = self._rollout()
 
-    async def resumed(self, recovered: RecoveredRun, caught_up: CaughtUp, held_version: int, state_hash: int) -> None:
+    async def resumed(self, recovered: RecoveredRun, retrained: Retrained, held_version: int, state_hash: int) -> None:
         """The run goes on from its journal, with weights of ``state_hash``."""
-        version, before = caught_up.policy_version, recovered.published
+        version, before = retrained.policy_version, recovered.published
         known = before is not None and before.policy_version == version
         await self._emit(
             RunResumed(
                 policy_version=version,
                 restored=what_was_restored(recovered),
                 held_version=held_version,
-                trained_again=caught_up.batches,
+                trained_again=retrained.batches,
                 same_weights=before.state_hash == state_hash if known and before is not None else None,
             )
         )
 
     def trained_before(
-        self, policy_version: int, batch: Sequence[ScoredTrajectory], reports: Sequence[StepReport], round_kind: str
+        self, policy_version: int, batch: Sequence[ScoredTrajectory], reports: Sequence[StepReport]
     ) -> None:
-        """A life before this one made ``policy_version`` of ``batch`` and did not say so. ``round_kind``: if known."""
+        """A life before this one made ``policy_version`` of ``batch`` and did not say so."""
         if batch:
-            self._recovered, self._round_kind = policy_version, round_kind
+            self._recovered, self._round_kind = policy_version, ""
             self.batch_trained(policy_version, batch, reports[0].metrics if reports else {})
 
     # ---- trajectories ----------------------------------------------------------------------------

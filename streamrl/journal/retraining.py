@@ -13,7 +13,7 @@ from streamrl.journal.recovered_run import RecoveredRun
 from streamrl.run.trainer_ranks import TrainerRanks
 
 
-class CaughtUp(msgspec.Struct, frozen=True):
+class Retrained(msgspec.Struct, frozen=True):
     """``policy_version``: what ranks hold now, ``batches`` of which they trained again; ``reports``: of the last."""
 
     policy_version: int
@@ -21,16 +21,13 @@ class CaughtUp(msgspec.Struct, frozen=True):
     reports: Sequence[StepReport] = ()
 
 
-async def catch_up(trainer: TrainerRanks, recovered: RecoveredRun, held: int) -> CaughtUp:
+async def retrain_batches(trainer: TrainerRanks, recovered: RecoveredRun, held: int) -> Retrained:
     """Bring ranks that hold version ``held`` to the version of the journal, which was replayed for them: nothing is
     sampled anew for that.
 
-    A step that was ordered and not reported may have been made: then they are one version ahead. Raises
-    ``StreamRLError`` for ranks that are further ahead, or that hold a version from before the journal's base.
+    Raises ``StreamRLError`` for ranks that are ahead, or that hold a version from before the journal's base.
     """
-    wanted, asked = recovered.version, recovered.state.pending.step
-    if held == wanted + 1 and asked is not None and asked.policy_version == held:
-        return CaughtUp(held)
+    wanted = recovered.version
     if held > wanted:
         raise StreamRLError(
             f"the trainer holds version {held}, the journal ends at version {wanted}: it is of another run, or was "
@@ -49,7 +46,7 @@ async def catch_up(trainer: TrainerRanks, recovered: RecoveredRun, held: int) ->
         gather = await trainer.close_batch(close_of(batch.step))
         reports = await gather()
         await trainer.acknowledge(batch.policy_version)  # no engine asks for a delta against it: an anchor follows
-    return CaughtUp(wanted, len(batches), reports)
+    return Retrained(wanted, len(batches), reports)
 
 
 def close_of(step: StepOptimizer) -> CloseBatch:
