@@ -45,7 +45,7 @@ class RemoteEngine:
     """The controller's end. ``run`` must run beside it; when it ends every pending call raises ``EngineError``."""
 
     def __init__(self, name: str, orders: SendStream[EngineOrder], events: ReceiveStream[EngineEvent]) -> None:
-        self._name = name
+        self.name = name
         self._orders = orders
         self._events = events
         self._order_ids = itertools.count(ENGINE_FAILURE + 1)
@@ -54,7 +54,8 @@ class RemoteEngine:
         self._ready = anyio.Event()
         self._readiness: EngineReady | None = None
         self._load = EngineLoad(running=0, waiting=0, kv_cache_usage=0.0, generated_tokens=0)
-        self._failure = ""
+        self.failure = ""
+        """Why it serves no more; empty while it does."""
         self._closing = False
         self._paused = False
         self._answered = 0
@@ -64,16 +65,6 @@ class RemoteEngine:
         """Set when it serves no more: see ``failure``."""
         self.lost_requests = 0
         """Requests that were open when it failed."""
-
-    @property
-    def name(self) -> str:
-        """What the run calls it."""
-        return self._name
-
-    @property
-    def failure(self) -> str:
-        """Why it serves no more; empty while it does."""
-        return self._failure
 
     @property
     def pid(self) -> int:
@@ -94,9 +85,9 @@ class RemoteEngine:
         """Receive until ``aclose``. Raises ``EngineError`` naming the engine when it died."""
         try:
             async for event in self._events:
-                if not self._failure:
+                if not self.failure:
                     self._accept(event)
-                if self._failure:
+                if self.failure:
                     break
             self._fail("its host ended the stream of completions")
         except (StreamBroken, StreamClosed, StreamEnded) as error:
@@ -105,7 +96,7 @@ class RemoteEngine:
             self._fail("the controller stopped listening to it")
             raise
         if not self._closing:
-            raise EngineError(self._failure)
+            raise EngineError(self.failure)
 
     def give_up(self, reason: str) -> None:
         """Take it for dead: every pending call raises ``EngineError``, and what it still says is not listened to."""
@@ -114,8 +105,8 @@ class RemoteEngine:
     async def start(self) -> EngineReady:
         """Wait for the host's ``EngineReady``."""
         await self._ready.wait()
-        if self._failure or self._readiness is None:
-            raise EngineError(self._failure or f"{self._name}: not ready")
+        if self.failure or self._readiness is None:
+            raise EngineError(self.failure or f"{self.name}: not ready")
         return self._readiness
 
     async def generate(self, request: Generate) -> Completion:
@@ -138,7 +129,7 @@ class RemoteEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Ask for requests to stop. Those of a host that died have come back."""
-        if not self._failure:
+        if not self.failure:
             with suppress(EngineError):
                 await self._send(Abort(request_ids=tuple(request_ids)))
 
@@ -210,7 +201,7 @@ class RemoteEngine:
             self._answered += 1
             _settle(self._requests.get(event.request_id), event.completion)
         elif isinstance(event, GenerationFailed):
-            _settle(self._requests.get(event.request_id), RequestRefused(f"{self._name}: {event.reason}"))
+            _settle(self._requests.get(event.request_id), RequestRefused(f"{self.name}: {event.reason}"))
         elif isinstance(event, OrderFailed) and event.order_id == ENGINE_FAILURE:
             self._fail(event.reason)
         elif isinstance(event, OrderDone | OrderFailed):
@@ -225,21 +216,21 @@ class RemoteEngine:
 
     def _order_ended(self, event: OrderDone | OrderFailed) -> None:
         future, error = self._pending_orders.get(event.order_id, (None, EngineError))
-        _settle(future, event if isinstance(event, OrderDone) else error(f"{self._name}: {event.reason}"))
+        _settle(future, event if isinstance(event, OrderDone) else error(f"{self.name}: {event.reason}"))
 
     def _fail(self, reason: str) -> None:
-        if not self._failure:
+        if not self.failure:
             self.lost_requests = len(self._requests)
-            self._failure = reason if reason.startswith(f"{self._name}:") else f"{self._name}: {reason}"
+            self.failure = reason if reason.startswith(f"{self.name}:") else f"{self.name}: {reason}"
         pending: list[asyncio.Future[Any]] = [*self._requests.values(), *(o for o, _ in self._pending_orders.values())]
         for future in pending:
-            _settle(future, EngineError(self._failure))
+            _settle(future, EngineError(self.failure))
         self._ready.set()
         self.failed.set()
 
     def _require_alive(self) -> None:
-        if self._failure:
-            raise EngineError(self._failure)
+        if self.failure:
+            raise EngineError(self.failure)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
