@@ -1,4 +1,4 @@
-"""The parts that the controller process connects: engines that may come and go, the publisher, the report."""
+"""The parts that the controller process connects: engines that may come and go, the weight sync, the report."""
 
 from __future__ import annotations
 

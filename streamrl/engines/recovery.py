@@ -30,7 +30,7 @@ LOOK_S = 0.5
 LONGEST_LOOK_S = 2.0
 """No more than this counts between two looks: what delays the looks delays what would have been heard, too."""
 LONGEST_PAUSE_S = 60.0
-"""Between the death of a host and the start of the next one (``supervise.restarts``)."""
+"""Between the death of a host and the start of the next one (``supervise.restart_policy``)."""
 
 log = logging.getLogger(__name__)
 
