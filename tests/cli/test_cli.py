@@ -136,53 +136,74 @@ def problems(project: Path, *overrides: str) -> list[str]:
 
 
 def test_a_whole_project_passes(project: Path) -> None:
-    preflight(load_recipe(project / "recipe.toml"))
+    (project / "combines.py").write_text(COMBINES)
+    preflight(load_recipe(project / "recipe.toml", ["reward_limits.combine=combines.py:mean"]))
 
 
-def test_model_directory_missing(project: Path) -> None:
-    (problem,) = problems(project, "model.path=absent")
-    assert problem.startswith(
-        f"model.path: {project / 'absent'} is not a directory: give a Hugging Face model directory"
-    )
+COMBINES = "class Mean: ...\nNUMBER = 3\ndef needs(values, *, nosuch): return 0.0\ndef mean(values): return 0.0\n"
+ROW = '{"prompt": "1 2 3"}\n'
 
 
 @pytest.mark.parametrize(
-    ("file", "expected"),
+    ("files", "overrides", "expected"),
     [
-        ("config.json", "has no config.json"),
-        ("model.safetensors", "has no *.safetensors weights"),
-        ("tokenizer.json", "has no tokenizer.json"),
+        ({}, "model.path=absent", "model.path: {here}/absent is not a directory: give a Hugging Face model directory"),
+        ({"model/config.json": None}, "", "model.path: {here}/model has no config.json"),
+        ({"model/model.safetensors": None}, "", "model.path: {here}/model has no *.safetensors weights"),
+        ({"model/model.safetensors": "cut"}, "", "model.path: {here}/model has a broken model.safetensors: "),
+        ({"model/tokenizer.json": None}, "", "model.path: model directory {here}/model has no tokenizer.json"),
+        ({"train.jsonl": ""}, "", "prompts.train: prompts {here}/train.jsonl is empty"),
+        (
+            {"train.jsonl": ROW},
+            "",
+            'prompts.train: prompts {here}/train.jsonl, line 1 has no column "answer", which the reward',
+        ),
+        ({}, "sampling.max_tokens=10 engines.max_model_len=11", "prompts.train: prompts {here}/train.jsonl, line 1"),
+        ({}, "prompts.train=no.jsonl", "prompts.train: "),
+        ({"reward.py": "import sys\nsys.exit(3)\n"}, "", "rewards.0.function: "),
+        ({"reward.py": "def score() -> float:\n    return 1.0\n"}, "", "rewards.0.function: "),
+        (
+            {"results.jsonl": "kept"},
+            "metrics.endpoint=ipc://{here}/results.jsonl",
+            "metrics.endpoint: ipc://{here}/results.jsonl is a file or directory, not a socket",
+        ),
+        ({}, "run.directory={here}/train.jsonl", "run.directory: "),
+        ({"hangs.py": "raise SystemExit(3)\n"}, "reward_limits.combine=hangs.py:mean", "reward_limits.combine: "),
+        ({"combines.py": COMBINES}, "reward_limits.combine=combines.py:Mean", "reward_limits.combine: "),
+        ({"combines.py": COMBINES}, "reward_limits.combine=combines.py:NUMBER", "reward_limits.combine: "),
+        (
+            {"combines.py": COMBINES},
+            "reward_limits.combine=combines.py:needs",
+            "prompts.train: prompts {here}/train.jsonl, line",
+        ),
+        (
+            {},
+            "rollout.rounds=custom rollout.policy=none.py:Rounds",
+            'rollout.policy: "{here}/none.py:Rounds": there is',
+        ),
+        ({}, "training.device=cuda", "training.device: this host has no CUDA device"),
+        (
+            {},
+            "checkpoint.resume_from={here}",
+            "checkpoint.resume_from: '{here}' is not a checkpoint of this version of",
+        ),
     ],
 )
-def test_model_directory_without_a_part(project: Path, file: str, expected: str) -> None:
-    (project / "model" / file).unlink()
-    assert any(expected in problem for problem in problems(project))
+def test_what_is_not_there_or_wrong_is_named_before_anything_starts(
+    project: Path, files: dict[str, str | None], overrides: str, expected: str
+) -> None:
+    for name, content in files.items():
+        if content is None:
+            (project / name).unlink()
+        else:
+            (project / name).write_text(content)
+    found = problems(project, *overrides.format(here=project).split())
+    assert [problem for problem in found if problem.startswith(expected.format(here=project))], found
 
 
-def test_cut_weights(project: Path) -> None:
-    weights = project / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    (problem,) = problems(project)
-    assert "has a broken model.safetensors: it is cut" in problem
-
-
-def test_empty_dataset_and_missing_column(project: Path) -> None:
-    (project / "train.jsonl").write_text("")
-    assert any("train.jsonl is empty" in problem for problem in problems(project))
-    (project / "train.jsonl").write_text('{"prompt": "1"}\n')
-    assert any('has no column "answer", which the reward score needs' in problem for problem in problems(project))
-
-
-def test_prompt_longer_than_the_context(project: Path) -> None:
-    found = problems(project, "sampling.max_tokens=10", "engines.max_model_len=11")
-    assert any(problem.startswith("prompts.train: ") and "line 1" in problem for problem in found), found
-
-
-def test_reward_that_does_not_import_or_has_a_wrong_signature(project: Path) -> None:
-    (project / "reward.py").write_text("import sys\nsys.exit(3)\n")
-    assert any(problem.startswith("rewards.0.function: ") for problem in problems(project))
-    (project / "reward.py").write_text("def score() -> float:\n    return 1.0\n")
-    assert any(problem.startswith("rewards.0.function: ") for problem in problems(project))
+def test_every_problem_comes_at_once(project: Path) -> None:
+    found = problems(project, f"run.directory={project}/train.jsonl", "model.path=absent", "prompts.train=no.jsonl")
+    assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
 
 
 def test_port_in_use(project: Path) -> None:
@@ -198,12 +219,6 @@ def test_port_in_use(project: Path) -> None:
     assert metrics == [
         f"metrics.endpoint: {in_the_way} (metrics): end what uses it, or set metrics.endpoint to another"
     ]
-
-
-def test_a_metrics_socket_in_the_place_of_a_file(project: Path) -> None:
-    (project / "results.jsonl").write_text("kept")
-    (found,) = problems(project, f"metrics.endpoint=ipc://{project}/results.jsonl")
-    assert found.startswith(f"metrics.endpoint: ipc://{project}/results.jsonl is a file or directory, not a socket")
 
 
 def test_too_little_memory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,37 +241,9 @@ def test_engine_not_installed(project: Path, monkeypatch: pytest.MonkeyPatch) ->
     preflight(load_recipe(project / "recipe.toml", external))
 
 
-def test_run_directory_that_is_a_file_and_every_problem_at_once(project: Path) -> None:
-    found = problems(
-        project, "run.directory=" + str(project / "train.jsonl"), "model.path=absent", "prompts.train=no.jsonl"
-    )
-    assert [problem.partition(":")[0] for problem in found] == ["model.path", "prompts.train", "run.directory"]
-
-
-def test_code_and_devices_that_are_not_there_are_named_before_anything_starts(project: Path) -> None:
-    (project / "hangs.py").write_text("raise SystemExit(3)\n")
-    (project / "rounds.py").write_text("class Rounds: ...\n")
-    given = ("rollout.rounds=custom", "rollout.policy=rounds.py:Rounds", "reward_limits.combine=hangs.py:mean")
-    (problem,) = problems(project, *given)
-    assert problem.startswith("reward_limits.combine: ") and "cannot be imported" in problem
-    (project / "combines.py").write_text(
-        "class Mean: ...\nNUMBER = 3\ndef needs(values, *, nosuch): return 0.0\ndef mean(values): return 0.0\n"
-    )
-    for name, said in (("Mean", "is a class"), ("NUMBER", "is a int"), ("needs", 'has no column "nosuch"')):
-        found = problems(project, f"reward_limits.combine=combines.py:{name}")
-        assert found and said in found[0], (name, found)
-    preflight(load_recipe(project / "recipe.toml", ["reward_limits.combine=combines.py:mean"]))
-    (problem,) = problems(project, "rollout.rounds=custom", "rollout.policy=none.py:Rounds")
-    assert problem.startswith("rollout.policy: ") and f"there is no file {project}/none.py" in problem
-    (problem,) = problems(project, "training.device=cuda")
-    assert problem.startswith("training.device: this host has no CUDA device")
-
-
 def test_a_column_that_no_row_has_is_one_problem(project: Path) -> None:
-    row = '{"prompt": "1 2 3"}\n'
-    (project / "train.jsonl").write_text(row.replace("1 2", "2 1") * 3 + row * 40)
+    (project / "train.jsonl").write_text(ROW.replace("1 2", "2 1") * 3 + ROW * 40)
     (problem,) = problems(project)
-    assert 'line 1 has no column "answer", which the reward score needs' in problem
     assert "(so with 42 of the other 42 rows)" in problem
 
 
@@ -282,10 +269,7 @@ def test_a_run_with_a_checkpoint_of_its_own_needs_no_other(project: Path, tmp_pa
     preflight(*going_on(recipe, run))
 
 
-def test_a_checkpoint_to_start_from_must_be_one(project: Path) -> None:
-    (problem,) = problems(project, f"checkpoint.resume_from={project}")
-    assert problem.startswith(f"checkpoint.resume_from: '{project}' is not a checkpoint of this version of streamrl")
-    assert "checkpoints/latest" in problem
+def test_a_checkpoint_to_start_from(project: Path) -> None:
     write_digests(project, [flush_and_digest(project, files_below(project))])
     preflight(load_recipe(project / "recipe.toml", [f"checkpoint.resume_from={project}"]))
 
