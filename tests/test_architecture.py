@@ -42,13 +42,12 @@ LARGE_CLASSES = {
 # imports that still do are counted, and the count may only fall.
 BASE = {"base", "recipe"}
 KERNEL = {*BASE, "control", "buffers", "comm", "engines", "learning", "rewards", "stages", "run"}
-KERNEL_TO_PACKAGE_IMPORTS = 68
+KERNEL_TO_PACKAGE_IMPORTS = 28
 # Import circles between files, counted as the files that are part of one; may only fall.
 FILES_IN_CIRCLES = 0
 MOST_FILES_A_FOLDER = 15
 OF_THE_BASE = {"streamrl", "anyio", "msgspec", "numpy", "__future__"}
 LARGE_FOLDERS = {
-    "streamrl/cli": 16,
     "streamrl/journal": 20,
     "streamrl/simulate": 19,
 }

@@ -12,6 +12,7 @@ import msgspec
 from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 from streamrl.base import messages as says
+from streamrl.base import reward_changes
 from streamrl.base import stage_messages as stage
 from streamrl.base.errors import WireError
 from streamrl.base.types import (
@@ -26,7 +27,7 @@ from streamrl.comm.stream_protocol import Greeting, Kind, Origin, Phase, Receivi
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
 from streamrl.judge import messages as judge_messages
 from streamrl.recipe.rewards import Reward
-from streamrl.remote import control_protocol, reward_changes
+from streamrl.remote import control_protocol
 from streamrl.supervise import supervisor_orders
 from streamrl.supervise.supervisor_orders import ParentMessage
 

@@ -13,6 +13,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.messages import EngineReady
+from streamrl.base.reward_changes import RewardReply
 from streamrl.base.run_events import RunEvent, RunWarning
 from streamrl.base.types import Prompt, token_array
 from streamrl.control.actions import Decision
@@ -34,7 +35,6 @@ from streamrl.prompts.prompts import PromptSource, open_prompts
 from streamrl.prompts.tokenizer import Tokenizer
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe, ReleaseKind
-from streamrl.remote.reward_changes import RewardReply
 from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import anyio
 import anyio.to_thread
 
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
+from streamrl.base.reward_changes import ListRewards, RewardReply
 from streamrl.base.run_events import RunEvent, RunFinished, RunProgress, StepFinished
 from streamrl.base.whole_files import make_directory, write_durable, write_link
 from streamrl.comm.stream import ReceiveStream
@@ -32,9 +33,8 @@ from streamrl.plan.preflight import going_on, preflight, resumed
 from streamrl.plan.topology import control_socket, plan_topology, rewards_endpoint
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import JournalKind, Recipe
-from streamrl.remote.control_protocol import ControlAnswer, ControlOperation
+from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, Draining, DrainRun
 from streamrl.remote.control_socket import serving_control
-from streamrl.remote.reward_changes import ListRewards, RewardReply
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, rewards_file
@@ -160,7 +160,9 @@ class Pipeline:
             tasks = await entered.enter_async_context(anyio.create_task_group())
             await entered.enter_async_context(self._supervisor)
             await entered.enter_async_context(
-                serving_control(control_socket(topology), self.run_directory, partial(carry_out, self._rewards))
+                serving_control(
+                    control_socket(topology), self.run_directory, partial(carry_out, self._rewards, self.drain)
+                )
             )
             tasks.start_soon(self._watch)
             tasks.start_soon(self._receive, topology.endpoint("controller", "steps"))
@@ -276,9 +278,14 @@ class Pipeline:
             await self._rewards.run(endpoint)
 
 
-async def carry_out(rewards: RewardAttachments, operation: ControlOperation) -> ControlAnswer:
+async def carry_out(
+    rewards: RewardAttachments, drain: Callable[[], None], operation: ControlOperation
+) -> ControlAnswer:
     """An operation of the control socket. Raises ``StreamRLError`` (``RecipeError`` where what is asked for is wrong):
     then nothing was done."""
+    if isinstance(operation, DrainRun):
+        drain()
+        return Draining()
     return await rewards.attached() if isinstance(operation, ListRewards) else await rewards.change(operation)
 
 

@@ -11,6 +11,7 @@ import anyio
 import anyio.to_thread
 
 from streamrl.base.errors import RecipeError
+from streamrl.base.reward_changes import RewardReply, RewardRequest
 from streamrl.base.stage_messages import LoadRewardSet, RewardOrder, RewardResult
 from streamrl.base.whole_files import write_durable
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
@@ -20,7 +21,6 @@ from streamrl.prompts.prompts import check_prompts, missing_columns, open_prompt
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.remote.reward_changes import RewardReply, RewardRequest
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.kept_rewards import KeptRewards, fresh_rewards, read_rewards_file

@@ -55,6 +55,7 @@ from streamrl.app.controller_parts import (
 from streamrl.app.reward_workers import change_rewards, open_reward_stage
 from streamrl.base.concurrent_calls import BegunEarly
 from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
+from streamrl.base.reward_changes import RewardReply, RewardsListed
 from streamrl.base.run_events import (
     EvaluationFinished,
     RunEvent,
@@ -84,7 +85,6 @@ from streamrl.recipe.canary import canary_bounds
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.user_code import load_user_object
-from streamrl.remote.reward_changes import RewardReply, RewardsListed
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
 from streamrl.run.checkpoints import CheckpointKeeper

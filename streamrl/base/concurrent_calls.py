@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.abc
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
@@ -50,3 +51,12 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def start_unless_ending(
+    group: anyio.abc.TaskGroup, work: Callable[[*Arguments], Coroutine[Any, Any, object]], *arguments: *Arguments
+) -> None:
+    """``work`` as a child of ``group``. Nothing where that is cancelled: anyio refuses a child of a group that has
+    ended, and its RuntimeError would hide what the run ends of."""
+    if not group.cancel_scope.cancel_called:
+        group.start_soon(work, *arguments)

@@ -23,7 +23,7 @@ from rich.console import Console
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
 from streamrl.cli.command import Argument, AsJson, recipe_file
-from streamrl.cli.reward_changes import FunctionName, RewardOptions
+from streamrl.cli.control import FunctionName, RewardOptions
 from streamrl.evaluate.trial_completions import (
     CompletedGroup,
     PlainText,

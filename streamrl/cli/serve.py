@@ -1,9 +1,10 @@
-"""``streamrl serve``: one external process of a run, started by a person."""
+"""``streamrl serve`` and ``keys``: processes of a run that a person starts, on other hosts too, and who is let in."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 from streamrl.app.external import serve_external
@@ -11,6 +12,7 @@ from streamrl.cli.command import Argument, Command, Overrides, RecipePath, recip
 from streamrl.observe.terminal.printable import log_to
 from streamrl.plan.topology import Role
 from streamrl.recipe.load import load_recipe
+from streamrl.remote.transport_keys import KeyRole, make_keys
 from streamrl.supervise.child import Terminated
 
 
@@ -35,4 +37,21 @@ class Serve(Command, frozen=True):
             serve_external(Role(self.role), recipe, self.index, self.recipe if self.recipe.is_dir() else None)
         except Terminated:
             return 0
+        return 0
+
+
+class Keys(Command, frozen=True):
+    """Make a pair of CURVE keys for each role, in a directory that only you may enter."""
+
+    directory: Annotated[Path, Argument("a new directory", metavar="DIRECTORY", positional=True)]
+
+    def run(self) -> int:
+        """Make them, and say which process needs which. No key is printed."""
+        make_keys(self.directory)
+        roles = ", ".join(role.value for role in KeyRole)
+        print(f"{self.directory}: keys of {roles}; only you may read them")
+        print(f'set transport.keys = "{self.directory}" in the recipe (transport.kind = "tcp")')
+        print("another host needs all *.public files and the *.secret of what it runs, in a directory of mode 700:")
+        print("  engine.secret for `streamrl serve engine`, trainer.secret for `streamrl serve trainer`,")
+        print("  observer.secret for `streamrl watch --keys DIRECTORY`; controller.secret stays with the run")
         return 0

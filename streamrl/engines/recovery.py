@@ -15,9 +15,9 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
+from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineReady
-from streamrl.base.nursery import start_unless_ending
 from streamrl.base.run_events import EngineBack, EngineLost
 from streamrl.engines.engine import Engine, WeightPush
 from streamrl.engines.pool import LOST, EnginePool

@@ -15,9 +15,7 @@ import msgspec
 
 from streamrl.base.errors import UNENCODABLE, WireError
 from streamrl.base.messages import Message
-from streamrl.base.types import Record
-from streamrl.comm.wire import WireCodec, WireLimits
-from streamrl.remote.reward_changes import (
+from streamrl.base.reward_changes import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -25,13 +23,24 @@ from streamrl.remote.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
+from streamrl.base.types import Record
+from streamrl.comm.wire import WireCodec, WireLimits
 
 LARGEST_REQUEST = 64 << 10
 """Bytes. Bodies of empty lists grow about seventyfold when they are decoded: four MiB then."""
 
 LARGEST_ANSWER = 1 << 20
 
-ControlOperation = ListRewards | AttachReward | ReplaceReward | DetachReward
+
+class DrainRun(Message, frozen=True):
+    """Finish the open step, save, and end, as after one SIGTERM."""
+
+
+class Draining(Message, frozen=True):
+    """The answer: it was asked for, and takes as long as a step and a checkpoint."""
+
+
+ControlOperation = ListRewards | AttachReward | ReplaceReward | DetachReward | DrainRun
 READ_ONLY = (ListRewards,)
 """Operations for everyone who may open the socket: this user. No other works without the key."""
 
@@ -49,7 +58,7 @@ class ControlRefused(Message, frozen=True):
     problems: tuple[str, ...]
 
 
-ControlAnswer = RewardsListed | RewardsChanged | ControlRefused
+ControlAnswer = RewardsListed | RewardsChanged | Draining | ControlRefused
 
 _LENGTH = struct.Struct(">I")
 LENGTH_BYTES = _LENGTH.size

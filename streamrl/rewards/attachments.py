@@ -11,9 +11,7 @@ import anyio
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamBroken, StreamRLError
-from streamrl.comm.zmq_stream import zmq_sender
-from streamrl.recipe.rewards import Reward
-from streamrl.remote.reward_changes import (
+from streamrl.base.reward_changes import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -24,6 +22,8 @@ from streamrl.remote.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
+from streamrl.comm.zmq_stream import zmq_sender
+from streamrl.recipe.rewards import Reward
 from streamrl.rewards.decorated import as_reward
 
 

@@ -14,9 +14,9 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import RewardFailureLimit, StreamRLError
 from streamrl.base.messages import EngineLoad, StepReport, WeightAnnouncement
-from streamrl.base.nursery import start_unless_ending
 from streamrl.base.seeds import derive_seed
 from streamrl.base.stage_messages import (
     CancelTrajectories,

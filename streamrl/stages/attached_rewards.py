@@ -7,11 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from msgspec import structs
 
 from streamrl.base.errors import RecipeError, StreamBroken
-from streamrl.comm.stream import ReceiveStream
-from streamrl.recipe.load import check_recipe
-from streamrl.recipe.rewards import Reward
-from streamrl.recipe.sections import Recipe
-from streamrl.remote.reward_changes import (
+from streamrl.base.reward_changes import (
     AttachedReward,
     AttachReward,
     DetachReward,
@@ -23,6 +19,10 @@ from streamrl.remote.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
+from streamrl.comm.stream import ReceiveStream
+from streamrl.recipe.load import check_recipe
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.sections import Recipe
 from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
 from streamrl.stages.reward import RewardStage
 

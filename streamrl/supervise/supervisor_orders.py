@@ -4,8 +4,8 @@ stream ``steps``, among the events."""
 from __future__ import annotations
 
 from streamrl.base.messages import Message
+from streamrl.base.reward_changes import RewardReply
 from streamrl.base.run_events import RunEvent
-from streamrl.remote.reward_changes import RewardReply
 
 
 class StopEngine(Message, frozen=True):

@@ -23,9 +23,9 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
+from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError, RequestRefused
 from streamrl.base.messages import Generate
-from streamrl.base.nursery import start_unless_ending
 from streamrl.base.types import Completion, token_array
 from streamrl.base.whole_files import append_whole
 from streamrl.engines.engine import Engine

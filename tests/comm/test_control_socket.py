@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError, WireError
+from streamrl.base.reward_changes import AttachReward, DetachReward, ListRewards, RewardsChanged, RewardsListed
 from streamrl.recipe.rewards import Reward
 from streamrl.remote import control_socket
 from streamrl.remote.control_protocol import (
@@ -29,7 +30,6 @@ from streamrl.remote.control_protocol import (
     length_of,
 )
 from streamrl.remote.control_socket import ControlServer, ask_control, read_key, serving_control
-from streamrl.remote.reward_changes import AttachReward, DetachReward, ListRewards, RewardsChanged, RewardsListed
 
 LISTED = RewardsListed(request_id=0, reward_version=7)
 DETACH = DetachReward(name="style")

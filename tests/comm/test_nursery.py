@@ -6,7 +6,7 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
-from streamrl.base.nursery import start_unless_ending
+from streamrl.base.concurrent_calls import start_unless_ending
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.reward_changes import RewardRequest
 from streamrl.base.stage_messages import FinishedTrajectory, Scored
 from streamrl.base.types import ScoredTrajectory, Trajectory
 from streamrl.cli.main import main
@@ -19,7 +20,6 @@ from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.zmq_stream import zmq_receiver
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.remote.reward_changes import RewardRequest
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward, reward
 from streamrl.rewards.kept_rewards import fresh_rewards
@@ -63,7 +63,7 @@ def test_paths_of_a_command_are_relative_to_where_it_is_given(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("streamrl.cli.reward_changes._change", lambda run, operation: asked.append(operation) or 0)
+    monkeypatch.setattr("streamrl.cli.control._change", lambda run, operation: asked.append(operation) or 0)
     assert main(["reward", *action, function, "--option", option]) == 0
     made = asked[0].reward
     here = tmp_path.resolve()

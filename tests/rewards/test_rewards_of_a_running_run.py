@@ -98,7 +98,11 @@ class LiveRun:
         try:
             async with (
                 anyio.create_task_group() as tasks,
-                serving_control(socket_path, self.run_directory, partial(carry_out, self.attachments)),
+                serving_control(
+                    socket_path,
+                    self.run_directory,
+                    partial(carry_out, self.attachments, lambda: self.log.append((-1, (), "drain"))),
+                ),
             ):
                 tasks.start_soon(self.stage.run, self._incoming, self._scored)
                 tasks.start_soon(change_rewards, self.topology, self.attached, self.run_directory, note)
@@ -187,6 +191,8 @@ async def test_rewards_are_changed_from_the_command_line(
             "detach match",
         ]
         assert not any("key" in str(entry) for entry in run.log)
+        assert await anyio.to_thread.run_sync(main, ["drain", str(run.run_directory)]) == 0
+        assert run.log[-1][2] == "drain" and "saves and ends" in capsys.readouterr().out
     assert not (run.run_directory / "control.key").exists()
     assert not control_socket(run.topology).exists()
     assert await run.streamrl("list") == 1

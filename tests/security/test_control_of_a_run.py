@@ -15,11 +15,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from streamrl.recipe.rewards import Reward
-from streamrl.remote import control_protocol, control_socket
-from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, ControlRefused, ControlRequest, is_allowed
-from streamrl.remote.control_socket import ControlServer, ask_control
-from streamrl.remote.reward_changes import (
+from streamrl.base.reward_changes import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -27,6 +23,17 @@ from streamrl.remote.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
+from streamrl.recipe.rewards import Reward
+from streamrl.remote import control_protocol, control_socket
+from streamrl.remote.control_protocol import (
+    ControlAnswer,
+    ControlOperation,
+    ControlRefused,
+    ControlRequest,
+    DrainRun,
+    is_allowed,
+)
+from streamrl.remote.control_socket import ControlServer, ask_control
 
 pytestmark = pytest.mark.asyncio
 REWARD = Reward(function="m:f")
@@ -35,6 +42,7 @@ EXAMPLES = (
     AttachReward(reward=REWARD),
     ReplaceReward(name="style", reward=REWARD),
     DetachReward(name="style"),
+    DrainRun(),
 )
 LOOKS = {"ListRewards"}
 """Every operation that needs no key. One that is added here must not change anything, nor tell a secret."""

@@ -1,4 +1,4 @@
-"""``streamrl reward attach|replace|detach|list RUN``: the rewards of a running run, over its control socket."""
+"""What is asked of a running run over its control socket: ``streamrl drain``, ``reward attach|replace|detach|list``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import anyio
 import msgspec
 
 from streamrl.base.errors import RecipeError, StreamRLError
-from streamrl.cli.command import Argument, AsJson, Command, RunPath
-from streamrl.plan.topology import TOPOLOGY_FILE, control_socket, read_topology
-from streamrl.recipe.load import resolved_reward
-from streamrl.recipe.rewards import Reward
-from streamrl.recipe.toml_text import parse_toml
-from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, ControlRefused
-from streamrl.remote.control_socket import ask_control, read_key
-from streamrl.remote.reward_changes import (
+from streamrl.base.reward_changes import (
     AttachReward,
     DetachReward,
     ListRewards,
@@ -24,6 +17,13 @@ from streamrl.remote.reward_changes import (
     RewardsChanged,
     RewardsListed,
 )
+from streamrl.cli.command import Argument, AsJson, Command, RunPath
+from streamrl.plan.topology import TOPOLOGY_FILE, control_socket, read_topology
+from streamrl.recipe.load import resolved_reward
+from streamrl.recipe.rewards import Reward
+from streamrl.recipe.toml_text import parse_toml
+from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
+from streamrl.remote.control_socket import ask_control, read_key
 
 ANSWER_LIMIT_S = 300.0
 """Functions are imported twice, each time within minutes, and changes wait for each other."""
@@ -104,6 +104,18 @@ class Detach(Command, frozen=True):
     def run(self) -> int:
         """Print the new version of the rewards."""
         return _change(self.run_directory, DetachReward(name=self.name))
+
+
+class Drain(Command, frozen=True):
+    """Let a running run finish its open step, write a checkpoint and end. `streamrl resume` continues it."""
+
+    run_directory: RunPath
+
+    def run(self) -> int:
+        """When it was asked for: the run takes its time."""
+        _ask(_socket_of(self.run_directory), DrainRun(), read_key(self.run_directory))
+        print("it finishes the open step, saves and ends")
+        return 0
 
 
 class ListAttached(Command, frozen=True):
