@@ -37,7 +37,7 @@ from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, Dr
 from streamrl.remote.control_socket import serving_control
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward
-from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, rewards_file
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, rewards_file
 from streamrl.run.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
@@ -309,7 +309,7 @@ def _crash_note(run_directory: Path, failure: str) -> str:
     return f"crash bundle: {bundle} (streamrl show {bundle})"
 
 
-def _make_run_directory(recipe: Recipe, kept: KeptRewards | None) -> Path:
+def _make_run_directory(recipe: Recipe, kept: RewardsSnapshot | None) -> Path:
     """``<directory>/<name>-<time>``, with the resolved recipe and what a resumed run ``kept`` of its rewards; and the
     link ``latest`` beside it. Durable when it returns: a journal without a recipe cannot be gone on with."""
     parent = Path(recipe.run.directory).absolute()

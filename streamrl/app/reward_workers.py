@@ -23,7 +23,7 @@ from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.kept_rewards import KeptRewards, fresh_rewards, read_rewards_file
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, fresh_rewards, read_rewards_file
 from streamrl.rewards.time_limits import LearntLimits
 from streamrl.stages.attached_rewards import AttachedRewards, Note
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, WorkerStreams, next_ready
@@ -49,23 +49,27 @@ async def open_reward_stage(
 ) -> tuple[RewardStage, AttachedRewards]:
     """The stage with what it must know of the functions, and whoever changes them: as the recipe says, or as the run
     that is resumed had them."""
-    kept = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
-    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, kept.rewards)
+    snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
+    inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
     settings = RewardSettings(
-        functions="+".join(r.label for r in kept.rewards),
+        functions="+".join(r.label for r in snapshot.rewards),
         per_group=any(i.signature is not None and i.signature.per_group for i in inspections),
-        timeout_s=max(r.timeout_s for r in kept.rewards),
+        timeout_s=max(r.timeout_s for r in snapshot.rewards),
         concurrency=recipe.reward_limits.concurrency,
-        attached=_as_order(kept),
+        attached=_as_order(snapshot),
     )
     workers = [partial(open_worker, topology, index) for index in range(recipe.reward_limits.workers)]
-    stage = RewardStage(settings, workers, LearntLimits(kept.since, kept.slowest_s))
-    return stage, AttachedRewards(recipe, stage, kept, reply, check_reward)
+    stage = RewardStage(settings, workers, LearntLimits(snapshot.since, snapshot.slowest_s))
+    return stage, AttachedRewards(recipe, stage, snapshot, reply, check_reward)
 
 
-def _as_order(kept: KeptRewards) -> LoadRewardSet | None:
+def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:
     """None: what workers begin with, the functions of the recipe, score."""
-    return LoadRewardSet(reward_version=kept.reward_version, rewards=kept.rewards) if kept.reward_version else None
+    return (
+        LoadRewardSet(reward_version=snapshot.reward_version, rewards=snapshot.rewards)
+        if snapshot.reward_version
+        else None
+    )
 
 
 async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:
@@ -77,8 +81,8 @@ async def change_rewards(topology: Topology, attached: AttachedRewards, run_dire
             write_durable(run_directory / name, content)
         note(version, rewards, change)
 
-    if kept := attached.kept.reward_version:
-        note(kept, tuple(reward.label for reward in attached.kept.rewards), "resume")
+    if version := attached.snapshot.reward_version:
+        note(version, tuple(reward.label for reward in attached.snapshot.rewards), "resume")
     endpoint = rewards_endpoint(topology)
     async with zmq_receiver(RewardRequest, endpoint, bind=False, name="controller.rewards") as requests:
         await attached.run(requests, noted)

@@ -51,7 +51,7 @@ class JudgeClient:
         timeout_s: float | None,
         socket_path: str | None = None,
     ) -> None:
-        """``timeout_s`` None: whoever asks knows how long it waits. ``socket_path``: of the run's own judge, which is
+        """``timeout_s`` None: the caller knows how long it waits. ``socket_path``: of the run's own judge, which is
         started again when it dies: it is asked until it is there. Empty: there is none."""
         self._endpoint = endpoint.rstrip("/")
         self._headers = dict(headers)

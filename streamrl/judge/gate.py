@@ -43,7 +43,7 @@ class GatePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gate_policy(judge: Judge) -> GatePolicy:
-    """That of a recipe. A judge that never yields lets in whoever comes while the actor leaves it room."""
+    """That of a recipe. A judge that never yields lets every question in while the actor leaves it room."""
     yields = judge.when_idle is not YieldKind.NEVER
     return GatePolicy(
         batch=judge.batch if yields else 1,
@@ -84,7 +84,7 @@ class JudgeGate:
 
     @asynccontextmanager
     async def question(self) -> AsyncIterator[None]:
-        """The judge answers inside. Whoever gives up while waiting is as if it had never come."""
+        """The judge answers inside. A caller that gives up while it waits leaves no trace."""
         asked = _Question(self._clock())
         self._waiting.append(asked)
         self._notify()

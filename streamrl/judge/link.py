@@ -1,4 +1,4 @@
-"""The controller's side of the run's own judge: it is told how busy the actor is, and tells what it did."""
+"""The controller's side of the run's own judge: it hears how busy the actor is, and reports what it did."""
 
 from __future__ import annotations
 

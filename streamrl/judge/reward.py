@@ -1,6 +1,6 @@
 """``judge``: a language model behind an OpenAI-compatible endpoint says how good a completion is.
 
-Equal questions are asked once (samples of a group are often equal), and answers are kept by the hash of the request.
+Equal questions are asked once (samples of a group are often equal), and answers are cached by the hash of the request.
 Without an endpoint the run's own judge is asked (the recipe's ``[judge]``). A judge that cannot be reached, or whose
 answer holds no score, is a failure of the reward and never a 0.
 """
@@ -61,7 +61,7 @@ class JudgeOptions(Options, frozen=True):
     environment variable that holds the key. ``concurrency``: requests at once, of each reward worker; ``retries``:
     after a busy or broken server, with a growing wait; ``timeout_s``: of one request (the run's own judge has as long
     as the reward has, also to be started again). ``cache``: a file of answers that lasts (empty: this worker's
-    memory); ``cache_entries``: the newest so many are kept.
+    memory); ``cache_entries``: how many of the newest stay in it.
     """
 
     endpoint: str = ""
@@ -139,7 +139,7 @@ def _judge(options: JudgeOptions) -> RewardCallable:
         async with cache.alone(key):
             known = cache.find(key)
             if known is not None:
-                with suppress(ValueError):  # another ``score`` could read it: ask anew
+                with suppress(ValueError):  # another ``score`` could read it: ask again
                     return verdicts.read(known)
             answer = await client.ask(route, body)
             value = verdicts.read(answer)  # one without a score is not remembered: the next attempt asks again

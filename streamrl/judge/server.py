@@ -106,7 +106,7 @@ def _moves(engine: VllmEngine, judge: Judge, *, sleeps: bool) -> tuple[Move, Mov
         await engine.sleep()
 
     async def stay() -> None:
-        """It goes on as it is."""
+        """Do nothing."""
 
     if judge.when_idle is YieldKind.NEVER:
         return stay, stay

@@ -38,8 +38,8 @@ from streamrl.recipe.sections import EngineKind, Launch, OptimizerKind, Recipe, 
 from streamrl.remote.transport_keys import transport_environment
 from streamrl.rewards import needed_columns
 from streamrl.rewards.inspect import inspect_in_subprocess
-from streamrl.rewards.kept_rewards import KeptRewards, read_rewards_file, resumed_rewards
 from streamrl.rewards.reward_set import RewardsOf
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, resumed_rewards
 from streamrl.rules.rules import broken_rules
 from streamrl.vllm.options import device_problems, installed_device, max_model_len, model_config
 
@@ -53,7 +53,7 @@ class CheckedModel(msgspec.Struct, frozen=True):
     context: int
 
 
-def resumed(recipe: Recipe) -> tuple[Recipe, KeptRewards | None]:
+def resumed(recipe: Recipe) -> tuple[Recipe, RewardsSnapshot | None]:
     """``recipe`` with the rewards that the checkpoint keeps which it resumes from; None where it keeps none. Raises
     ``RecipeError`` where it is unclear which ones are meant."""
     if not recipe.checkpoint.resume_from:
@@ -69,7 +69,7 @@ def resumed(recipe: Recipe) -> tuple[Recipe, KeptRewards | None]:
     return msgspec.structs.replace(recipe, rewards=begins.rewards), begins
 
 
-def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, KeptRewards | None]:
+def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, RewardsSnapshot | None]:
     """``recipe`` as the run in ``run_directory`` goes on with it: with the rewards that were attached, and, once it has
     a checkpoint of its own, without the one that it began with. Raises ``StreamRLError`` for a file that cannot be
     read."""
@@ -81,7 +81,7 @@ def going_on(recipe: Recipe, run_directory: Path) -> tuple[Recipe, KeptRewards |
     return recipe, kept
 
 
-def preflight(recipe: Recipe, kept: KeptRewards | None = None) -> None:
+def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None) -> None:
     """Check what ``recipe`` points at. Raises ``RecipeError`` with every problem. Takes about a second; blocking.
 
     ``kept``: where its rewards come from, in a run that resumes another.
@@ -182,7 +182,7 @@ def _shared_memory(recipe: Recipe) -> Iterator[str]:
     )
 
 
-def _live_rewards(recipe: Recipe, kept: KeptRewards) -> str:
+def _live_rewards(recipe: Recipe, kept: RewardsSnapshot) -> str:
     names, forked = ", ".join(kept.changed_live), recipe.checkpoint.resume_from
     subject = f"checkpoint.resume_from: {forked}" if forked else "rewards: the run"
     remedy = ', or start with the rewards of the recipe by checkpoint.advanced.rewards = "recipe"' if forked else ""

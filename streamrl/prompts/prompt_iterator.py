@@ -56,7 +56,7 @@ class UserRows:
         return True, row
 
     async def skip(self, count: int) -> None:
-        """Go on behind the first ``count`` rows, which an earlier life of the run had, so that none is trained twice.
+        """Skip the first ``count`` rows, which an earlier life of the run had, so that none is trained twice.
         Of a live object none is skipped: what it gives now is new. Raises as ``next_row``."""
         if count and self._rows is None:
             await self._open()

@@ -54,8 +54,8 @@ class RowStore:
 
 
 class LineRows(RowStore):
-    """Rows of a JSONL file, by an index of line offsets (8 bytes a row): the file is never held in memory. Raises
-    ``RecipeError`` when the file is missing or empty."""
+    """Rows of a JSONL file, read one by one by an index of line offsets (8 bytes a row). Raises ``RecipeError`` when
+    the file is missing or empty."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -75,7 +75,7 @@ class TableRows(RowStore):
             row.validate(full=True)  # offsets of a broken file lead beyond its end
             return dict(row.to_pylist()[0])
         except (pa.ArrowException, LookupError, *UNDECODABLE) as error:
-            raise BadRow(f"has a value that Python cannot hold ({error}): convert the column") from error
+            raise BadRow(f"has a value that Python cannot represent ({error}): convert the column") from error
 
     def close(self) -> None:
         """Let the maps go; rows read so far stay valid."""
@@ -105,7 +105,7 @@ class TableRows(RowStore):
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Its buffers are as long as its rows need. What they hold is checked row by row."""
+    """Its buffers are as long as its rows need. Their content is checked row by row."""
     batch.validate()
     return batch
 
@@ -141,7 +141,7 @@ def _inside(path: Path, name: str) -> Path:
     """A file of a dataset directory, which names no other places."""
     if name in ("", "..") or Path(name).name != name or "\0" in name:
         raise RecipeError(
-            [f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset anew"]
+            [f"prompts {path} name {name!r:.80}, which is no file of that directory: save the dataset again"]
         )
     return path / name
 
@@ -162,4 +162,4 @@ def _decode(path: Path, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, *UNDECODABLE) as error:
-        raise RecipeError([f"prompts {path} cannot be read ({error}): save the dataset anew"]) from error
+        raise RecipeError([f"prompts {path} cannot be read ({error}): save the dataset again"]) from error

@@ -1,7 +1,7 @@
 """Where prompts come from: files of rows, Hugging Face datasets, tasks of reasoning-gym, or the user's own iterator.
 
 ``open_prompts`` gives a ``PromptSource``; ``check_prompts`` finds what is wrong with a source before anything starts.
-Stored rows are read one by one, never held in memory; they have epochs, each in its own order. An iterator runs on a
+Stored rows are read one by one, never loaded as a whole; they have epochs, each in its own order. An iterator runs on a
 thread and an event loop of its own, so that user code that blocks does not stop the controller.
 """
 

@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def reward(**settings: Any) -> Callable[[Function], Function]:
     """Give a function what a recipe would say about it: ``@reward(weight=0.5, timeout_s=2)``.
 
-    They hold where the function itself is attached (``pipeline.rewards.attach(function)``). The function stays what it
+    They apply where the function itself is attached (``pipeline.rewards.attach(function)``). The function stays what it
     is. Raises ``TypeError`` for a setting that ``[[rewards]]`` does not have.
     """
     unknown = sorted(set(settings) - (set(Reward.__struct_fields__) - {"function"}))

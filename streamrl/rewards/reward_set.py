@@ -119,7 +119,7 @@ class RewardSet:
         return {queue.reward.label: news for queue in self._queues if (news := queue.limits.take_news())}
 
     async def aclose(self) -> None:
-        """End call processes, and what built-in rewards hold. Calls that have not ended are forgotten. Idempotent."""
+        """End call processes, and what built-in rewards use. Calls that have not ended are forgotten. Idempotent."""
         functions, self._trusted = self._trusted, {}
         await close_functions(functions.values())
         if self._pool is not None:

@@ -42,7 +42,7 @@ class TimeLimits:
         return news
 
     def remember(self, slowest_s: Mapping[str, float]) -> None:
-        """Go on from what another worker, or another life of this one, has observed."""
+        """Start from what another worker, or another life of this one, has observed."""
         for key, seconds in slowest_s.items():
             _keep_slowest(self._slowest_s, key, seconds)
 
@@ -55,8 +55,8 @@ class TimeLimits:
 class LearntLimits:
     """What all workers of a run have observed, by the name of the reward; it outlives each of them.
 
-    ``since``: the version of the rewards that brought each one. A reward that is replaced begins anew, whatever calls
-    of its predecessor still tell.
+    ``since``: the version of the rewards that brought each one. A reward that is replaced starts without any,
+    whatever calls of its predecessor still report.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class LearntLimits:
 
     def attached(self, since: Mapping[str, int]) -> None:
         """These score from now on. What was observed of others is forgotten."""
-        kept = {name for name, version in since.items() if self.since.get(name) == version}
+        same = {name for name, version in since.items() if self.since.get(name) == version}
         self.since = dict(since)
-        self._slowest_s = {name: found for name, found in self._slowest_s.items() if name in kept}
+        self._slowest_s = {name: found for name, found in self._slowest_s.items() if name in same}
 
     def observed(self, version: int, slowest_s: Mapping[str, Mapping[str, float]]) -> None:
-        """A worker tells what functions of ``version`` took."""
+        """A worker reports what functions of ``version`` took."""
         for name, found in slowest_s.items():
             if version >= self.since.get(name, version + 1):
                 known = self._slowest_s.setdefault(name, {})
@@ -85,7 +85,7 @@ class LearntLimits:
         return self._slowest_s
 
     def pieces(self, version: int) -> Iterator[dict[str, dict[str, float]]]:
-        """What a worker that has loaded ``version`` must know, in pieces that a message can hold."""
+        """What a worker that has loaded ``version`` must know, in pieces that a message has room for."""
         for name, found in self._slowest_s.items():
             if version < self.since[name]:
                 continue

@@ -55,7 +55,7 @@ _LEAVE_GRACE_S = 1.0  # for what was left behind, when the worker ends
 _LEAVE_LOOKS = 50
 _MANY_STUCK_CALLS = 8  # coroutines that never end; each keeps memory and takes time from the others
 _TOO_MANY_STUCK_CALLS = 32
-_TURN_S = 0.005  # plain functions run one after the other for so long; then heartbeat, answers and others go on
+_TURN_S = 0.005  # plain functions run one after the other for so long; then others have their turn
 _FLUSH_S = 0.5  # for answers on their way, before the process ends
 
 _log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class _Serving:
         try:
             await send_hello(self._results, self._orders, RewardWorkerReady(worker=worker))
             async with asyncio.TaskGroup() as serving:
-                # Of the two streams one may break alone: whoever opened both anew would wait for a greeting for ever.
+                # Of the two streams one may break alone: a controller would open both again and wait for a hello.
                 watches = [serving.create_task(watch()) for watch in (self._sets[0].watch, self._results.watch)]
                 answering = serving.create_task(self._answer())
                 await self._receive(serving, watches)
@@ -183,7 +183,7 @@ class _Serving:
                 case ScoreGroups():
                     await self._begin(order, serving)
                 case LoadRewardSet():
-                    # In turn with the orders: whoever sends an order of this version has heard that it is loaded.
+                    # In turn with the orders: an order of this version is sent only when it is known to be loaded.
                     task = serving.create_task(self._load_another(order, serving, watches))
                     loading.add(task)
                     task.add_done_callback(loading.discard)
@@ -235,7 +235,7 @@ class _Serving:
         version = order.reward_version
         attached = RewardsOf(version=version, rewards=order.rewards, limits=self._recipe.reward_limits)
         self._loading += 1
-        self._rearm()  # now: trusted functions are imported here, and the loop stands still until that is done
+        self._rearm()  # now: trusted functions are imported here, and the loop is blocked until that is done
         try:
             rewards = await self._load(version, attached)
         except RecipeError as error:

@@ -126,8 +126,8 @@ def _make_read_only(path: str) -> None:
     with open("/old/proc/self/mountinfo") as file:
         points = [line.split()[4] for line in file]
     for point in sorted(p for p in points if p == path or p.startswith(path + "/")):
-        kept = os.statvfs(point).f_flag & (sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
-        flags = sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | kept
+        current = os.statvfs(point).f_flag & (sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
+        flags = sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID | current
         sc.mount(None, point, None, flags)
 
 

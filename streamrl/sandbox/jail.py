@@ -54,14 +54,14 @@ class Layers(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What runs, with file descriptors 0, 1, 2 from ``stdio``, and those of ``kept`` open as they are.
+    """What runs, with file descriptors 0, 1, 2 from ``stdio``, and those of ``open_fds`` open as they are.
 
     ``prepare`` is ours and is called confined; the function that it gives runs the code, and gives the exit code.
     """
 
     prepare: Callable[[], Callable[[], int]]
     stdio: tuple[int, int, int]
-    kept: tuple[int, ...]
+    open_fds: tuple[int, ...]
 
 
 def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
@@ -79,7 +79,7 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             _become(layers, limits, job, report_fd)
-        for fd in {*job.stdio, *job.kept}:
+        for fd in {*job.stdio, *job.open_fds}:
             os.close(fd)
         _report(report_fd, _wait(pid, limits.seconds, alone=layers.namespaces))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it and this process end
@@ -89,7 +89,7 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
 
 def _enter(layers: Layers, limits: Limits, job: Job, report_fd: int) -> None:
     """First steps in the new namespaces."""
-    sc.close_all_but({*job.stdio, *job.kept, report_fd})
+    sc.close_all_but({*job.stdio, *job.open_fds, report_fd})
     sc.die_with_parent()
     if layers.namespaces:
         sc.set_dumpable(True)  # else /proc/self belongs to the host's root
@@ -107,7 +107,7 @@ def _become(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoRetur
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for target, fd in enumerate(job.stdio):
             os.dup2(fd, target)
-        sc.close_all_but({0, 1, 2, *job.kept, report_fd})
+        sc.close_all_but({0, 1, 2, *job.open_fds, report_fd})
         os.chdir(files.SCRATCH)
         os.umask(0o077)
         _confine(layers, limits)

@@ -78,7 +78,7 @@ def read_answer(content: bytes) -> Answer:
 
 
 class ZygoteMessage(msgspec.Struct, frozen=True):
-    """How ``run`` ended; a greeting where that is None: which layers hold, and why others are missing."""
+    """How ``run`` ended; a hello where that is None: which layers hold, and why others are missing."""
 
     run: int | None = None
     report: dict[str, Any] = {}
@@ -90,7 +90,7 @@ _REPORTED: dict[str, type | tuple[type, ...]] = {"status": int, "seconds": (int,
 
 
 def read_zygote_message(content: bytes) -> ZygoteMessage:
-    """Its greeting, or how a run ended. Raises ``SandboxError`` for anything else."""
+    """Its hello, or how a run ended. Raises ``SandboxError`` for anything else."""
     try:
         message = msgspec.json.decode(content, type=ZygoteMessage)
     except UNDECODABLE as error:
@@ -100,7 +100,7 @@ def read_zygote_message(content: bytes) -> ZygoteMessage:
     if message.run is None or complete or "error" in report:
         return message
     problem = {"error": f"its report does not say how it ended, only {', '.join(map(repr, report)) or 'nothing'}"}
-    return msgspec.structs.replace(message, report=problem)  # of this run only: others go on
+    return msgspec.structs.replace(message, report=problem)  # of this run only: others are not concerned
 
 
 class Sandbox:
@@ -177,7 +177,7 @@ class _Zygote:
         self._control = control
         self._errors = errors
         self._loop = asyncio.get_running_loop()
-        self._greeting: asyncio.Future[ZygoteMessage] = self._loop.create_future()
+        self._hello: asyncio.Future[ZygoteMessage] = self._loop.create_future()
         self._answers: dict[int, asyncio.Future[ZygoteMessage]] = {}
         self._loop.add_reader(control.fileno(), self._receive)
 
@@ -204,14 +204,14 @@ class _Zygote:
         try:
             near.send(json.dumps({"layers": list(layers)}).encode())
             async with asyncio.timeout(_START_S):
-                greeting = await zygote._greeting
+                hello = await zygote._hello
         except TimeoutError:
             await zygote.aclose()
             raise SandboxError(f"the sandbox did not start within {_START_S:g} s") from None
         except BaseException:
             await zygote.aclose()
             raise
-        zygote.layers, zygote.missing = greeting.layers, greeting.missing
+        zygote.layers, zygote.missing = hello.layers, hello.missing
         return zygote
 
     async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> dict[str, Any]:
@@ -260,21 +260,21 @@ class _Zygote:
         except SandboxError as error:
             self._end(str(error))
             return
-        waiting = self._greeting if message.run is None else self._answers.get(message.run)
+        waiting = self._hello if message.run is None else self._answers.get(message.run)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
     def _end(self, reason: str) -> None:
-        """Close the socket, on which the zygote ends; whoever waits gets ``SandboxError``."""
+        """Close the socket, on which the zygote ends; all that wait get ``SandboxError``."""
         if self.dead:
             return
         self.dead = True
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
-        for waiting in (self._greeting, *self._answers.values()):
+        for waiting in (self._hello, *self._answers.values()):
             if not waiting.done():
                 waiting.set_exception(SandboxError(reason))
-                waiting.exception()  # looked at: a greeting that nobody waits for is no error of its own
+                waiting.exception()  # looked at: a hello that nobody waits for is no error of its own
 
 
 @contextlib.contextmanager

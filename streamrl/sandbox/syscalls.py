@@ -151,10 +151,10 @@ def drop_capabilities() -> None:
     _syscall("capset", header, bytes(24))
 
 
-def close_all_but(kept: Iterable[int]) -> None:
-    """Close every file descriptor but ``kept``."""
+def close_all_but(open_fds: Iterable[int]) -> None:
+    """Close every file descriptor but ``open_fds``."""
     first = 0
-    for fd in (*sorted(set(kept)), _LAST_FD + 1):
+    for fd in (*sorted(set(open_fds)), _LAST_FD + 1):
         if first < fd:
             _close_range(first, fd - 1)
         first = fd + 1

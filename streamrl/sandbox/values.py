@@ -59,8 +59,8 @@ def limited(items: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """JSON data of ``value``. What an iterator gives is taken out of it; of other objects only the type's name is
-    told."""
+    """JSON data of ``value``. What an iterator gives is taken out of it; other objects are
+    only named by their type."""
     kind = type(value)
     if value is None or kind in (bool, str, float) or (kind is int and abs(value) < _LARGEST_PLAIN_INT):
         return value

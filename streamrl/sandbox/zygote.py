@@ -111,11 +111,11 @@ def _inner(control: socket.socket, wanted: list[str], namespaces: bool, missing:
         serving = _Serving(control, jail.with_filters(layers))
         if namespaces:
             serving.try_once()
-    except BaseException as error:  # noqa: BLE001 - told to the outer process, which goes on without namespaces
+    except BaseException as error:  # noqa: BLE001 - reported to the outer process, which tries without namespaces
         os.write(failed, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     os.close(failed)
-    serving.greet(missing)
+    serving.say_hello(missing)
     serving.run()
     os._exit(0)
 
@@ -126,7 +126,7 @@ def _warm_up() -> None:
         with contextlib.suppress(ImportError):  # an interpreter built without it
             importlib.import_module(name)
     site.setquit()  # exit() and quit(), which programs use
-    # Whoever is short of memory: the sandbox first, then the trainer.
+    # Where memory is short, the sandbox is to end before the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -162,17 +162,17 @@ def _address_space() -> int:
 
 def _holds(layer: str, missing: dict[str, str], apply: Any) -> bool:
     """Whether ``apply()`` works, tried in a process of its own."""
-    told, tell = os.pipe()
+    readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             sc.set_no_new_privileges()
             apply()
         except OSError as error:
-            os.write(tell, str(error).encode())
+            os.write(writable, str(error).encode())
         os._exit(0)
-    os.close(tell)
-    with open(told, "rb") as file:
+    os.close(writable)
+    with open(readable, "rb") as file:
         problem = file.read().decode(errors="replace")
     os.waitpid(pid, 0)
     if problem:
@@ -211,7 +211,7 @@ class _Serving:
         self._selector.register(control, selectors.EVENT_READ, None)
         self._runs: dict[int, _Run] = {}
 
-    def greet(self, missing: dict[str, str]) -> None:
+    def say_hello(self, missing: dict[str, str]) -> None:
         """Say which layers hold, and why others do not."""
         layers = self._layers
         held = {"namespaces": layers.namespaces, "landlock": layers.landlock, "seccomp": layers.seccomp is not None}
@@ -259,30 +259,30 @@ class _Serving:
             source, asked, answer, stderr = fds
             job = jail.Job(lambda: program.as_module(source, asked, answer), (0, 0, stderr), (source, asked, answer))
         try:
-            told, pid = self._watch(job, limits)
+            report_fd, pid = self._watch(job, limits)
         except OSError as error:
             problem = {"error": f"no process could be started: {error}"}
             self._send({"run": order["run"], "report": problem})
         else:
             run = _Run(order["run"], pid, time.monotonic() + limits.seconds + _GRACE_S, bytearray())
             self._runs[run.run_id] = run
-            self._selector.register(told, selectors.EVENT_READ, run)
+            self._selector.register(report_fd, selectors.EVENT_READ, run)
         for fd in fds:
             os.close(fd)
 
     def _watch(self, job: jail.Job, limits: jail.Limits) -> tuple[int, int]:
         """Start a watcher: the pipe on which it reports, and its pid."""
-        told, tell = os.pipe()
+        readable, writable = os.pipe()
         try:
             pid = self._fork()
         except OSError:
-            os.close(told)
-            os.close(tell)
+            os.close(readable)
+            os.close(writable)
             raise
         if pid == 0:
-            jail.watch(self._layers, limits, job, tell)
-        os.close(tell)
-        return told, pid
+            jail.watch(self._layers, limits, job, writable)
+        os.close(writable)
+        return readable, pid
 
     def _fork(self) -> int:
         if not self._layers.namespaces:

@@ -1,4 +1,4 @@
-"""Which rewards a run is scored with: what the recipe says, until somebody changes it while the run goes on."""
+"""Which rewards a run is scored with: what the recipe says, until it is changed in the running run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from streamrl.comm.stream import ReceiveStream
 from streamrl.recipe.load import check_recipe
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 from streamrl.stages.reward import RewardStage
 
 Note = Callable[[int, tuple[str, ...], str], None]
-"""Told of a change before the first sample is scored by it: the version, the names, what was asked for."""
+"""Called for a change before the first sample is scored by it: the version, the names, what was asked for."""
 
 Check = Callable[[Recipe, Reward], Awaitable[None]]
 """Looks at a function before any worker hears of it, as at start. Raises ``RecipeError``."""
@@ -40,28 +40,28 @@ class AttachedRewards:
         self,
         recipe: Recipe,
         stage: RewardStage,
-        kept: KeptRewards,
+        snapshot: RewardsSnapshot,
         reply: Callable[[RewardReply], Awaitable[None]],
         check: Check,
     ) -> None:
         self._recipe = recipe
         self._stage = stage
-        self._kept = kept
+        self._snapshot = snapshot
         self._reply = reply
         self._check = check
-        self._version = kept.reward_version
+        self._version = snapshot.reward_version
 
     @property
-    def kept(self) -> KeptRewards:
+    def snapshot(self) -> RewardsSnapshot:
         """What a resumed run must know to score as this one does now."""
-        return structs.replace(self._kept, slowest_s=self._stage.limits.slowest_s)
+        return structs.replace(self._snapshot, slowest_s=self._stage.limits.slowest_s)
 
     def file(self) -> Mapping[str, bytes]:
         """The same, as a checkpoint keeps it."""
-        return rewards_file(self.kept)
+        return rewards_file(self.snapshot)
 
     async def run(self, requests: ReceiveStream[RewardRequest], note: Note) -> None:
-        """Until ``requests`` ends or breaks: then whoever asked is gone, and the run goes on."""
+        """Until ``requests`` ends or breaks: then the caller is gone, and the run continues."""
         try:
             async for request in requests:
                 if isinstance(request, ListRewards):
@@ -79,15 +79,17 @@ class AttachedRewards:
                 weight=reward.weight,
                 shadow=reward.shadow,
                 trusted=reward.trusted,
-                since=self._kept.since[reward.label],
+                since=self._snapshot.since[reward.label],
             )
-            for reward in self._kept.rewards
+            for reward in self._snapshot.rewards
         )
-        return RewardsListed(request_id=request.request_id, reward_version=self._kept.reward_version, rewards=attached)
+        return RewardsListed(
+            request_id=request.request_id, reward_version=self._snapshot.reward_version, rewards=attached
+        )
 
     async def _carry_out(self, change: RewardChange, note: Note) -> RewardsChanged:
         try:
-            rewards = changed(self._kept.rewards, change)
+            rewards = changed(self._snapshot.rewards, change)
             recipe = structs.replace(self._recipe, rewards=rewards)
             check_recipe(recipe, "rewards")
             if not isinstance(change, DetachReward):
@@ -99,22 +101,24 @@ class AttachedRewards:
             return self._answer(change, tuple(error.problems))
         return self._answer(change)
 
-    def _after(self, change: RewardChange, rewards: tuple[Reward, ...]) -> KeptRewards:
-        since = {reward.label: self._kept.since.get(reward.label, self._version) for reward in rewards}
-        if not isinstance(change, DetachReward):  # one that replaces another begins anew, also under the same name
+    def _after(self, change: RewardChange, rewards: tuple[Reward, ...]) -> RewardsSnapshot:
+        since = {reward.label: self._snapshot.since.get(reward.label, self._version) for reward in rewards}
+        if not isinstance(
+            change, DetachReward
+        ):  # one that replaces another starts without limits, also under the same name
             since[change.reward.label] = self._version
-        return structs.replace(self._kept, reward_version=self._version, rewards=rewards, since=since)
+        return structs.replace(self._snapshot, reward_version=self._version, rewards=rewards, since=since)
 
-    def _now(self, after: KeptRewards, change: RewardChange, note: Note) -> None:
-        self._kept = after
+    def _now(self, after: RewardsSnapshot, change: RewardChange, note: Note) -> None:
+        self._snapshot = after
         self._stage.limits.attached(after.since)
         note(after.reward_version, tuple(reward.label for reward in after.rewards), described(change))
 
     def _answer(self, change: RewardChange, problems: tuple[str, ...] = ()) -> RewardsChanged:
         return RewardsChanged(
             request_id=change.request_id,
-            reward_version=self._kept.reward_version,
-            rewards=tuple(reward.label for reward in self._kept.rewards),
+            reward_version=self._snapshot.reward_version,
+            rewards=tuple(reward.label for reward in self._snapshot.rewards),
             problems=problems,
         )
 

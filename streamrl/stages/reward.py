@@ -114,7 +114,7 @@ class RewardStage:
         """Attach other functions; groups of which something has arrived are scored by those that were attached then.
 
         ``noted`` is called before the first group is theirs. Raises ``RecipeError`` where they cannot be loaded, or
-        end whoever loads them: then nothing has changed.
+        end the process that loads them: then nothing has changed.
         """
         order = LoadRewardSet(reward_version=version, rewards=rewards)
         replies: list[RewardSetLoaded] = []
@@ -156,7 +156,7 @@ class RewardStage:
     async def _ask_all(self, order: LoadRewardSet) -> list[RewardSetLoaded]:
         replies = []
         for worker in list(self._workers):
-            with suppress(StreamBroken):  # its successor is told as soon as this is over
+            with suppress(StreamBroken):  # its successor loads it as soon as this is over
                 if (reply := await worker.load(order)) is not None:
                     replies.append(reply)
         return replies
@@ -169,7 +169,7 @@ class RewardStage:
     # ---- what arrives ----------------------------------------------------------------------------
 
     async def _arrived(self, outcome: RolloutOutcome, scored: SendStream[RewardOutcome]) -> None:
-        """Make the order that ``outcome`` completes, if any. A held trajectory comes again: its group waits for it."""
+        """Make the order that ``outcome`` completes, if any. A paused one comes again: its group waits for it."""
         if isinstance(outcome, TrajectoryHeld):
             await scored.send(outcome)
             return
@@ -391,11 +391,11 @@ class _Versions:
 
 
 async def next_ready(results: ReceiveStream[RewardResult]) -> RewardWorkerReady:
-    """The greeting of a worker. Raises ``StreamBroken`` when it says something else first."""
+    """The hello of a worker. Raises ``StreamBroken`` when it says something else first."""
     try:
-        greeting = await results.receive()
+        hello = await results.receive()
     except StreamEnded as error:
         raise StreamBroken("a reward worker ended before it said that it is ready") from error
-    if not isinstance(greeting, RewardWorkerReady):
-        raise StreamBroken(f"a reward worker said {type(greeting).__name__} before it said that it is ready")
-    return greeting
+    if not isinstance(hello, RewardWorkerReady):
+        raise StreamBroken(f"a reward worker said {type(hello).__name__} before it said that it is ready")
+    return hello

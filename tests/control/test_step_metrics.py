@@ -198,7 +198,7 @@ def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     assert work.ended_tokens == 10 + 7 + 20 + 30 + 40 + 8
     assert sorted(length.tokens for length in window.sampled) == [0, 7, 8, 10, 20, 30, 40]
     assert window.discarded_rewards == {"short": [0.5, 0.25]}
-    assert window.kept_rewards == {"short": [1.0]}
+    assert window.rewards_snapshot == {"short": [1.0]}
     assert [length.tokens for length in window.trained] == [10]
 
 

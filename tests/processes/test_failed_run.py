@@ -23,7 +23,7 @@ from streamrl.base.errors import ProcessDied
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.rewards.kept_rewards import KeptRewards, rewards_file
+from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
 from streamrl.supervise.crash.crash_bundle import read_manifest
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.watchdog import ask_for_stacks
@@ -65,7 +65,7 @@ async def test_a_run_that_fails_leaves_one_bundle_that_tells_why(recipe: Recipe)
             with suppress(psutil.NoSuchProcess):  # it may end meanwhile
                 assert not any(CANARY in word for word in child.cmdline()), "no secret in an argv"
         judge = Reward(function="judge", options={"api_key": ATTACHED})
-        attached = KeptRewards(reward_version=1, rewards=(*recipe.rewards, judge), of_recipe=recipe.rewards)
+        attached = RewardsSnapshot(reward_version=1, rewards=(*recipe.rewards, judge), of_recipe=recipe.rewards)
         for name, content in rewards_file(attached).items():
             (run / name).write_bytes(content)
         (run / "metrics.jsonl").write_text(f"judge got {ATTACHED}\n")

@@ -22,7 +22,7 @@ from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward, reward
-from streamrl.rewards.kept_rewards import fresh_rewards
+from streamrl.rewards.rewards_snapshot import fresh_rewards
 from streamrl.rewards.worker import run_reward_worker
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardSettings, RewardStage, next_ready

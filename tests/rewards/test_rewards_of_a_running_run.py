@@ -281,7 +281,7 @@ async def test_a_new_worker_has_the_functions_that_began_with_a_group(
 def test_a_resumed_run_is_told_which_rewards_it_cannot_have(
     live_run: Callable[..., LiveRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streamrl.rewards.kept_rewards import fresh_rewards, rewards_file
+    from streamrl.rewards.rewards_snapshot import fresh_rewards, rewards_file
 
     gone = tmp_path / "style.py"
     style = Reward(function=f"{gone}:style")

@@ -55,7 +55,7 @@ class BatchedClassifier:
         ours = _Waiting(self._tokens(prompt, messages, completion), loop.create_future())
         ours.score.add_done_callback(_look)
         self._waiting.append(ours)
-        # Who has the turn scores a batch of all that wait; whoever's score came with another batch has nothing to do.
+        # A call that has the turn scores a batch of all that wait; its own score may have come with another batch.
         try:
             async with self._turn:
                 while not ours.score.done():

@@ -79,7 +79,7 @@ def _labels(directory: Path) -> int:
         found = ", ".join(architectures) or "none"
         raise BadOption(f"{place} has the architecture {found}: a reward model is a ...ForSequenceClassification")
     if not any(directory.glob("*.safetensors")):
-        raise BadOption(f"{place} has no .safetensors file: save the model anew with save_pretrained()")
+        raise BadOption(f"{place} has no .safetensors file: save the model again with save_pretrained()")
     return labels
 
 

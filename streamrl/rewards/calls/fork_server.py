@@ -86,7 +86,7 @@ class ForkServer:
                 self._loading = order
                 if order.preload:
                     self._load()
-                # The end of the socket tells that the worker is gone, from now on: so nothing is left behind.
+                # From now on the end of the socket shows that the worker is gone: so nothing is left behind.
                 set_process_option(_PR_SET_PDEATHSIG, 0)
             case ForkChild():
                 self._fork(order, descriptors)
@@ -134,7 +134,7 @@ class ForkServer:
             return
         try:
             connection, page = self._become_child(own, descriptors)
-        except BaseException:  # noqa: BLE001 - half a child must not go on as a second server
+        except BaseException:  # noqa: BLE001 - half a child must not become a second server
             os._exit(1)
         run_call_process(connection, page, self._functions_of_child, loop=order.loop, memory_bytes=order.memory_bytes)
 

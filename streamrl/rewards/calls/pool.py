@@ -8,7 +8,7 @@ exits, crashes                                the call raised; another process t
 runs out of memory, threads or descriptors    the call is run once more, in a new process
 is a coroutine and swallows its cancellation  the call timed out; its process gets no more calls and is killed
 leaks memory, threads or descriptors          its process is replaced between two calls
-is imported anew in a process and hangs       the process is killed; no call was lost, for none was given to it
+is imported again in a process and hangs      the process is killed; no call was lost, for none was given to it
 ============================================  =====================================================================
 """
 
@@ -53,7 +53,7 @@ from streamrl.rewards.signature import RewardSignature
 from streamrl.rewards.values import CallResult, CheckedValue, failed
 
 LOAD_LIMIT_S = 120.0
-_READY_LIMIT_S = LOAD_LIMIT_S  # of one process, which imports the functions anew where they have threads
+_READY_LIMIT_S = LOAD_LIMIT_S  # of one process, which imports the functions again where they have threads
 _LEAVE_LIMIT_S = 3.0
 _STATUS_LIMIT_S = 2.0  # from the end of a process's socket until the fork server reports how it ended
 _TICK_S = 0.02
@@ -195,7 +195,7 @@ class _ForkServer:
             raise RecipeError(loaded.problems)
         if loaded.threads > 1:
             # A thread may hold a lock that a forked child waits for for ever.
-            _log.info("reward modules start %d threads: each process imports them anew", loaded.threads - 1)
+            _log.info("reward modules start %d threads: each process imports them itself", loaded.threads - 1)
             self._preload = False
             await self.aclose()
             self._start()
@@ -573,7 +573,7 @@ class _LoopProcess:
         """End the process when a call is late although the process should have ended it."""
         while True:
             await anyio.sleep(_TICK_S * 5)
-            sequence, seconds = self._child.page.running()  # at every turn: it tells since when it was seen
+            sequence, seconds = self._child.page.running()  # at every turn: its time counts from when it was seen
             now = anyio.current_time()
             late = [key for key, call in self.pending.items() if now - call.sent_at > call.limit_s + _LATE_GRACE_S]
             if not late:

@@ -44,14 +44,14 @@ _RECEIVE_BYTES = 1 << 16
 def limit_process(memory_bytes: int) -> None:
     """No core dumps, and at most ``memory_bytes`` more address space than now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = _held()[0] + memory_bytes
+    limit = _usage()[0] + memory_bytes
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
         limit = min(limit, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _held() -> tuple[int, int, int, int]:
+def _usage() -> tuple[int, int, int, int]:
     """Address space and resident memory of this process in bytes, its threads, its descriptors."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     resident = int(fields[21]) * resource.getpagesize()
@@ -73,18 +73,18 @@ class _Age:
         if self._calls > _LOOK_EACH and self._calls % _LOOK_EVERY:
             return False
         try:
-            held = _held()
+            used = _usage()
         except (OSError, MemoryError):  # too exhausted even to read /proc
             return True
         if not self._most:
-            addresses, resident, threads, descriptors = held
+            addresses, resident, threads, descriptors = used
             self._most = (
                 (addresses + resource.getrlimit(resource.RLIMIT_AS)[0]) // 2,
                 resident + self._memory_bytes // 2,
                 threads + _MOST_THREADS,
                 (descriptors + resource.getrlimit(resource.RLIMIT_NOFILE)[0]) // 2,
             )
-        return self._calls >= _MOST_CALLS or any(map(operator.gt, held, self._most))
+        return self._calls >= _MOST_CALLS or any(map(operator.gt, used, self._most))
 
 
 def describe_raised(error: BaseException) -> CheckedValue:
@@ -329,7 +329,7 @@ def run_call_process(
     except (BrokenPipeError, ConnectionResetError):
         code = 0  # the worker is gone
     except BaseException as error:  # noqa: BLE001 - it is written to the log, and the process ends
-        sys.stderr.write(f"a reward process cannot go on: {describe_error(error)}\n")
+        sys.stderr.write(f"a reward process ends: {describe_error(error)}\n")
     finally:
         _exit(code)
 

@@ -72,7 +72,7 @@ class TrustedCoroutines:
             while not (await asyncio.wait([task], timeout=deadline - time.perf_counter()))[0]:
                 if time.perf_counter() - deadline <= _BLOCKED_S:
                     break
-                deadline = time.perf_counter() + _BLOCKED_S  # it could not go on: it gets what it waited for
+                deadline = time.perf_counter() + _BLOCKED_S  # it could not run meanwhile: it gets a little more
         finally:
             if not task.done():
                 self._late.add(task)
@@ -100,7 +100,7 @@ async def _run(
 
 
 async def close_functions(functions: Iterable[RewardFunction]) -> None:
-    """Let built-in rewards give back what they hold: connections, a model, a sandbox."""
+    """Let built-in rewards release what they use: connections, a model, a sandbox."""
     async with asyncio.TaskGroup() as closing:
         for function in functions:
             if ":" not in function.signature.spec:  # a user's function is one for all versions
@@ -113,7 +113,7 @@ async def _close(function: RewardFunction) -> None:
         return
     try:
         await asyncio.wait_for(aclose(), _CLOSE_LIMIT_S)
-    except Exception as error:  # noqa: BLE001 - it is over with this reward, and others go on
+    except Exception as error:  # noqa: BLE001 - this reward is done with, and others are closed too
         _log.warning("closing reward %s failed: %s: %s", function.name, type(error).__name__, error)
 
 

@@ -20,7 +20,7 @@ REWARDS_FILE = "rewards.msgpack"
 REWARDS_SCHEMA = 1
 
 
-class KeptRewards(Record, frozen=True):
+class RewardsSnapshot(Record, frozen=True):
     """``rewards``: what scores. ``of_recipe``: what the recipe says. ``since``: the version that brought each one, by
     name; ``slowest_s``: of its correct calls by key, for the adaptive time limits."""
 
@@ -37,26 +37,26 @@ class KeptRewards(Record, frozen=True):
         return tuple(reward.label for reward in self.rewards if reward not in self.of_recipe)
 
 
-def fresh_rewards(recipe: Recipe) -> KeptRewards:
+def fresh_rewards(recipe: Recipe) -> RewardsSnapshot:
     """Where a run begins that does not resume another."""
     since = {reward.label: 0 for reward in recipe.rewards}
-    return KeptRewards(reward_version=0, rewards=recipe.rewards, of_recipe=recipe.rewards, since=since)
+    return RewardsSnapshot(reward_version=0, rewards=recipe.rewards, of_recipe=recipe.rewards, since=since)
 
 
-def rewards_file(kept: KeptRewards) -> dict[str, bytes]:
+def rewards_file(snapshot: RewardsSnapshot) -> dict[str, bytes]:
     """The file by its name."""
-    return {REWARDS_FILE: msgspec.msgpack.encode(_written(kept))}
+    return {REWARDS_FILE: msgspec.msgpack.encode(_written(snapshot))}
 
 
-def _written(kept: KeptRewards) -> Mapping[str, object]:
+def _written(snapshot: RewardsSnapshot) -> Mapping[str, object]:
     # Defaults too: another version of streamrl may have others.
-    return structs.asdict(kept) | {
+    return structs.asdict(snapshot) | {
         name: [structs.asdict(reward) for reward in rewards]
-        for name, rewards in (("rewards", kept.rewards), ("of_recipe", kept.of_recipe))
+        for name, rewards in (("rewards", snapshot.rewards), ("of_recipe", snapshot.of_recipe))
     }
 
 
-def read_rewards_file(directory: Path) -> KeptRewards | None:
+def read_rewards_file(directory: Path) -> RewardsSnapshot | None:
     """What ``directory`` keeps of rewards; None where it was written without. Raises ``StreamRLError`` for a file that
     this version cannot read."""
     path = directory / REWARDS_FILE
@@ -66,26 +66,26 @@ def read_rewards_file(directory: Path) -> KeptRewards | None:
         return None
     remedy = "resume from another checkpoint, or with the streamrl that wrote it"
     try:
-        kept = msgspec.msgpack.decode(content, type=KeptRewards)
+        snapshot = msgspec.msgpack.decode(content, type=RewardsSnapshot)
     except UNDECODABLE as error:
         raise StreamRLError(f"{path} cannot be read: {error}; {remedy}") from error
-    if kept.schema != REWARDS_SCHEMA:
-        raise StreamRLError(f"{path} has schema {kept.schema}, this streamrl reads {REWARDS_SCHEMA}: {remedy}")
-    return kept
+    if snapshot.schema != REWARDS_SCHEMA:
+        raise StreamRLError(f"{path} has schema {snapshot.schema}, this streamrl reads {REWARDS_SCHEMA}: {remedy}")
+    return snapshot
 
 
-def resumed_rewards(recipe: Recipe, kept: KeptRewards, checkpoint: Path) -> KeptRewards:
+def resumed_rewards(recipe: Recipe, snapshot: RewardsSnapshot, checkpoint: Path) -> RewardsSnapshot:
     """What a run of ``recipe`` begins with that resumes from ``checkpoint``: the rewards that scored when it was
     written, where the run had changed them, or those of the recipe.
 
     Raises ``RecipeError`` where both have changed. Versions go on, so each names one set in all lives of the run.
     """
-    if recipe.checkpoint.rewards is ResumedRewards.RECIPE or kept.rewards == kept.of_recipe:
+    if recipe.checkpoint.rewards is ResumedRewards.RECIPE or snapshot.rewards == snapshot.of_recipe:
         rewards, of_recipe = recipe.rewards, recipe.rewards
-    elif recipe.rewards in (kept.of_recipe, kept.rewards):
-        rewards, of_recipe = kept.rewards, kept.of_recipe
+    elif recipe.rewards in (snapshot.of_recipe, snapshot.rewards):
+        rewards, of_recipe = snapshot.rewards, snapshot.of_recipe
     else:
-        names = ", ".join(reward.label for reward in kept.rewards)
+        names = ", ".join(reward.label for reward in snapshot.rewards)
         raise RecipeError(
             [
                 (
@@ -95,12 +95,12 @@ def resumed_rewards(recipe: Recipe, kept: KeptRewards, checkpoint: Path) -> Kept
                 )
             ]
         )
-    version = kept.reward_version + (rewards != kept.rewards)
-    same = {reward.label for reward in rewards if reward in kept.rewards}
-    return KeptRewards(
+    version = snapshot.reward_version + (rewards != snapshot.rewards)
+    same = {reward.label for reward in rewards if reward in snapshot.rewards}
+    return RewardsSnapshot(
         reward_version=version,
         rewards=rewards,
         of_recipe=of_recipe,
-        since={r.label: kept.since.get(r.label, version) if r.label in same else version for r in rewards},
-        slowest_s={name: found for name, found in kept.slowest_s.items() if name in same},
+        since={r.label: snapshot.since.get(r.label, version) if r.label in same else version for r in rewards},
+        slowest_s={name: found for name, found in snapshot.slowest_s.items() if name in same},
     )
