@@ -47,7 +47,7 @@ from streamrl.rewards.signature import inspect_reward
 from streamrl.run.run_directory import RunLock, refuse_changes
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise import child_process, clean_up, supervisor
-from streamrl.supervise.crash.crash_bundle import write_crash_bundle
+from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.watchdog import Watchdog, ask_for_stacks
 from streamrl.vllm.options import installed_device
 

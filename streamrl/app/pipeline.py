@@ -41,7 +41,7 @@ from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file
 from streamrl.run.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
 from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
-from streamrl.supervise.crash.crash_bundle import write_crash_bundle
+from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.exit_reason import leaves
 from streamrl.supervise.supervisor import Supervisor

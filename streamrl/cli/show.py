@@ -20,7 +20,7 @@ from streamrl.journal.summary import RunSummary, StepSummary, summarize
 from streamrl.plan.topology import JOURNAL_DIRECTORY
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
-from streamrl.supervise.crash.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
+from streamrl.supervise.crash_bundle import SUMMARY, CrashManifest, read_manifest, read_member
 
 WIDTH = 80
 SHOWN_STEPS = SHOWN_GROUPS = 10

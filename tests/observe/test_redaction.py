@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.recipe.rewards import Reward
-from streamrl.supervise.crash.redaction import Redaction, is_secret_name, run_redaction
+from streamrl.supervise.redaction import Redaction, is_secret_name, run_redaction
 
 RECIPE = """
 [sampling]

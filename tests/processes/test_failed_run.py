@@ -24,7 +24,7 @@ from streamrl.recipe.load import load_recipe
 from streamrl.recipe.rewards import Reward
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, rewards_file
-from streamrl.supervise.crash.crash_bundle import read_manifest
+from streamrl.supervise.crash_bundle import read_manifest
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.watchdog import ask_for_stacks
 

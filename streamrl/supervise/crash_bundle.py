@@ -17,6 +17,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
 from streamrl.recipe.rewards import Reward
-from streamrl.supervise.crash.redaction import Redaction, run_redaction
+from streamrl.supervise.redaction import Redaction, run_redaction
 
 BUNDLE_SCHEMA = 1
 LARGEST_BUNDLE = 50 << 20
@@ -82,17 +83,32 @@ def write_crash_bundle(
     """
     environment = os.environ if environment is None else environment
     now = time.time() if now is None else now
-    folder = run_directory / "crash"
+    folder, recipe = run_directory / "crash", run_directory / "recipe.toml"
     folder.mkdir(exist_ok=True)
-    target = _unused(folder / time.strftime("%Y%m%d-%H%M%S", time.localtime(now)))
-    redaction = run_redaction(environment, _text(run_directory / "recipe.toml"), rewards)
+    stem = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    names = (folder / f"{stem}{suffix}.zip" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    target = next(path for path in names if not path.exists())
+    redaction = run_redaction(environment, recipe.read_text(errors="replace") if recipe.exists() else "", rewards)
     partial = target.with_suffix(".zip.partial")
     try:
-        # Prompts are not in it, but paths and messages are: it is for whoever owns the run to pass on.
-        with open(partial, "xb", opener=_private) as file:
+        # Prompts are not in it, but paths and messages are: it is for the owner of the run to pass on.
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as bundle:
-                left_out = _Filler(bundle, redaction, largest).fill(run_directory)
-                manifest = _manifest(run_directory.name, failure, environment, redaction, now, left_out)
+                left_out = _fill(bundle, run_directory, redaction, largest)
+                shown = {name: redaction.text(value) for name, value in sorted(environment.items()) if _is_shown(name)}
+                manifest = CrashManifest(
+                    schema=BUNDLE_SCHEMA,
+                    run_id=run_directory.name,
+                    time=now,
+                    failure=redaction.text(failure),
+                    versions=package_versions(),
+                    python=sys.version,
+                    platform=platform.platform(),
+                    processors=os.cpu_count() or 0,
+                    environment_names=tuple(sorted(environment)),
+                    environment=shown,
+                    left_out=left_out,
+                )
                 bundle.writestr(MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             file.flush()
             os.fsync(file.fileno())
@@ -128,118 +144,52 @@ def read_member(bundle: Path, name: str) -> str:
         raise StreamRLError(f"{bundle} cannot be unpacked: {error}; copy it again") from error
 
 
-class _Filler:
-    """Puts the files of a run into ``bundle`` until it holds ``largest`` bytes, the most telling first."""
-
-    def __init__(self, bundle: zipfile.ZipFile, redaction: Redaction, largest: int) -> None:
-        self._bundle = bundle
-        self._redaction = redaction
-        self._largest = largest
-        self._left_out: list[str] = []
-
-    def fill(self, run: Path) -> tuple[str, ...]:
-        """Returns what was left out."""
-        for name in ("recipe.toml", "topology.json"):
-            self._tail(run / name, name, _METRICS_TAIL)
-        for path in sorted((run / "exit").glob("*.json")):
-            self._tail(path, f"exit/{path.name}", _LOG_TAIL)
-        stalls = sorted((run / "stalls").glob("*.txt"))
-        for path in stalls[-_MOST_STALLS:]:
-            self._tail(path, f"stalls/{path.name}", _METRICS_TAIL)
-        for path in sorted((run / "logs").glob("*.log")):
-            self._tail(path, f"logs/{path.name}", _LOG_TAIL)
-        self._tail(run / "metrics.jsonl", "metrics.jsonl", _METRICS_TAIL)
-        self._summary(run)
-        return tuple(self._left_out)
-
-    def _room(self) -> int:
-        # Some is kept for bundle.json and the directory of the zip file.
-        return self._largest - (self._bundle.fp.tell() if self._bundle.fp else 0) - (128 << 10)
-
-    def _tail(self, path: Path, name: str, largest: int) -> None:
-        """The last ``largest`` bytes of a file that may not exist."""
+def _fill(bundle: zipfile.ZipFile, run: Path, redaction: Redaction, largest: int) -> tuple[str, ...]:
+    """Put the ends of the files of ``run`` into ``bundle``, the most telling first, until it holds ``largest`` bytes;
+    last what ``streamrl show`` prints. Returns what was left out, and why."""
+    chosen = [(run / name, _METRICS_TAIL) for name in ("recipe.toml", "topology.json")]
+    chosen += [(path, _LOG_TAIL) for path in sorted((run / "exit").glob("*.json"))]
+    chosen += [(path, _METRICS_TAIL) for path in sorted((run / "stalls").glob("*.txt"))[-_MOST_STALLS:]]
+    chosen += [(path, _LOG_TAIL) for path in sorted((run / "logs").glob("*.log"))]
+    left_out = []
+    for path, limit in [*chosen, (run / "metrics.jsonl", _METRICS_TAIL)]:
+        name = str(path.relative_to(run))
         try:
             with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                begin = file.seek(max(size - largest, 0))
-                content = self._redaction.clean(file.read())
+                begin = file.seek(max(file.seek(0, os.SEEK_END) - limit, 0))
+                content = redaction.clean(file.read())
+        except FileNotFoundError:
+            continue
         except OSError as error:
-            if path.exists():
-                self._left_out.append(f"{name}: {error.strerror}")
-            return
-        if len(content) > self._room():  # uncompressed: text takes a quarter or less of it
-            self._left_out.append(f"{name}: the bundle is full")
-            return
+            left_out.append(f"{name}: {error.strerror}")
+            continue
+        # Uncompressed: text takes a quarter or less. Some is kept for bundle.json and the zip's own directory.
+        if len(content) > largest - (bundle.fp.tell() if bundle.fp else 0) - (128 << 10):
+            left_out.append(f"{name}: the bundle is full")
+            continue
         if begin:
-            self._left_out.append(f"{name}: its first {begin} bytes")
-        self._bundle.writestr(name, content)
-
-    def _summary(self, run: Path) -> None:
-        """What ``streamrl show`` prints, in a process of its own: a long journal or a user's policy harms nothing."""
-        command = [sys.executable, "-m", "streamrl", "show", str(run)]
-        try:
-            shown = subprocess.run(command, capture_output=True, timeout=SUMMARY_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self._left_out.append(f"{SUMMARY}: {error}")
-            return
-        if shown.returncode:
-            last = shown.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            self._left_out.append(f"{SUMMARY}: {self._redaction.text(last)}")
-        else:
-            self._bundle.writestr(SUMMARY, self._redaction.clean(shown.stdout))
-
-
-def _manifest(
-    run_id: str,
-    failure: str,
-    environment: Mapping[str, str],
-    redaction: Redaction,
-    now: float,
-    left_out: tuple[str, ...],
-) -> CrashManifest:
-    shown = {name: redaction.text(value) for name, value in sorted(environment.items()) if _is_shown(name)}
-    return CrashManifest(
-        schema=BUNDLE_SCHEMA,
-        run_id=run_id,
-        time=now,
-        failure=redaction.text(failure),
-        versions=package_versions(),
-        python=sys.version,
-        platform=platform.platform(),
-        processors=os.cpu_count() or 0,
-        environment_names=tuple(sorted(environment)),
-        environment=shown,
-        left_out=left_out,
-    )
+            left_out.append(f"{name}: its first {begin} bytes")
+        bundle.writestr(name, content)
+    # In a process of its own: a long journal or a user's policy harms nothing.
+    command = [sys.executable, "-m", "streamrl", "show", str(run)]
+    try:
+        shown = subprocess.run(command, capture_output=True, timeout=SUMMARY_TIMEOUT_S, check=True)
+        bundle.writestr(SUMMARY, redaction.clean(shown.stdout))
+    except subprocess.CalledProcessError as error:
+        left_out.append(f"{SUMMARY}: {redaction.text(error.stderr.decode(errors='replace').strip().splitlines()[-1])}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        left_out.append(f"{SUMMARY}: {error}")
+    return tuple(left_out)
 
 
 def package_versions() -> dict[str, str]:
     """Installed versions of what decides how a run behaves, without importing it."""
     found = {}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def _is_shown(name: str) -> bool:
     return name in _SHOWN_EXACTLY or name.startswith(_SHOWN)
-
-
-def _unused(stem: Path) -> Path:
-    """``stem.zip``, or with a number where two bundles fall into one second."""
-    names = (stem.with_name(f"{stem.name}{suffix}.zip") for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    return next(path for path in names if not path.exists())
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
