@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from streamrl.control.state import ControlState
 
 from streamrl.base.messages import CloseBatch, Generate
 from streamrl.base.types import Completion, TrainingGroup, TrainingSample, TrajectoryId
 from streamrl.control import actions as do
 from streamrl.control import events as on
+from streamrl.control.machine import Control
 from streamrl.engines.resumption import whole_of
 
 STAMPS = 1 << 20
@@ -105,30 +105,30 @@ class Ledger:
 
     # ---- control ---------------------------------------------------------------------------------
 
-    def handled(self, state: ControlState, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
+    def handled(self, control: Control, event: on.ControlEvent, actions: list[do.ControlAction]) -> None:
         """Control was told ``event`` and orders ``actions``."""
         self.events += 1
-        ledger = self.control = self._of(state)
+        ledger = self.control = self._of(control)
         self._told(ledger, event)
         for action in actions:
-            self._ordered(ledger, action, state)
-        self._account(ledger, state)
+            self._ordered(ledger, action, control)
+        self._account(ledger, control)
 
-    def _of(self, state: ControlState) -> ControlLedger:
+    def _of(self, control: Control) -> ControlLedger:
         """The ledger of one life of control."""
-        ledger: ControlLedger = state.__dict__.setdefault("_ledger_in_world", ControlLedger())
+        ledger: ControlLedger = control.__dict__.setdefault("_ledger_in_world", ControlLedger())
         return ledger
 
-    def kept(self, state: ControlState, whole: bytes) -> None:
-        """``state`` was written down: whoever is restored from that goes on from here."""
-        self.bases[whole] = self._of(state).copy()
+    def recorded(self, control: Control, whole: bytes) -> None:
+        """Its state was written down: what is restored from that continues from here."""
+        self.bases[whole] = self._of(control).copy()
 
-    def restored(self, state: ControlState, whole: bytes) -> None:
+    def restored(self, control: Control, whole: bytes) -> None:
         """Another life begins with what was written down."""
         if whole not in self.bases:
             self.violated("restore", "control was restored to a state that it never was in")
             return
-        state.__dict__["_ledger_in_world"] = self.bases[whole].copy()
+        control.__dict__["_ledger_in_world"] = self.bases[whole].copy()
 
     def _told(self, ledger: ControlLedger, event: on.ControlEvent) -> None:
         match event:
@@ -150,7 +150,7 @@ class Ledger:
             case on.TrajectoryFailed():
                 self._ended(ledger, [event.id])
 
-    def _ordered(self, ledger: ControlLedger, action: do.ControlAction, state: ControlState) -> None:
+    def _ordered(self, ledger: ControlLedger, action: do.ControlAction, control: Control) -> None:
         match action:
             case do.LaunchGroup():
                 if ledger.stopping:
@@ -160,9 +160,9 @@ class Ledger:
                 ledger.issued.update(action.ids)
                 ledger.group_of[action.group_id] = action.ids
                 ledger.outstanding += len(action.ids)
-                if ledger.outstanding > state.slots.capacity:
-                    self.violated("slots", f"{ledger.outstanding} outstanding of {state.slots.capacity} slots")
-            case do.CancelGroup() | do.ForgetTrajectories():
+                if ledger.outstanding > control.rules.slots:
+                    self.violated("slots", f"{ledger.outstanding} outstanding of {control.rules.slots} slots")
+            case do.Drop():
                 self._ended(ledger, action.ids)
             case do.TrainGroupNow():
                 ids = set(action.ids)
@@ -194,8 +194,8 @@ class Ledger:
             if all(t in ledger.ended for t in group):
                 ledger.outstanding -= len(group)
 
-    def _account(self, ledger: ControlLedger, state: ControlState) -> None:
-        said = state.accounting()
+    def _account(self, ledger: ControlLedger, control: Control) -> None:
+        said = control.state.accounting()
         dropped = sum(said.dropped.values())
         mine = (len(ledger.issued), len(ledger.trained), len(ledger.ended))
         theirs = (said.issued, said.trained, dropped)
@@ -205,7 +205,7 @@ class Ledger:
                 f"issued, trained, dropped are {mine}; control says {theirs} and {said.in_flight} in flight",
             )
 
-        lingering = [g for g in state.buffer.groups if self._is_over(ledger, g)]
+        lingering = [g.group_id for g in control.state.buffer.groups() if self._is_over(ledger, g.group_id)]
         if lingering:
             self.violated("memory", f"the buffer keeps {len(lingering)} groups that have ended: {lingering[:3]}")
 

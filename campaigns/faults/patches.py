@@ -16,8 +16,6 @@ from unittest import mock
 import anyio
 import msgspec
 from anyio._backends import _asyncio
-from streamrl.control.state import ControlState
-from streamrl.journal.whole_state import keep_whole, restore_whole
 
 from campaigns.faults import simulated_parts as parts
 from campaigns.faults.simulated_trainer import SimulatedTrainer
@@ -26,6 +24,7 @@ from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThr
 from streamrl.app import pipeline as run_module
 from streamrl.app import roles, run_controller
 from streamrl.comm import zmq_stream
+from streamrl.control.machine import Control
 from streamrl.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines import engine_host
 from streamrl.engines.remote_engine import RemoteEngine
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from campaigns.faults.world import World
 
 _ROLES = (run_controller, supervisor)  # imported before anything is looked for
-_HANDLE = ControlState.handle
+_INIT, _HANDLE, _SNAPSHOT = Control.__init__, Control.handle, Control.snapshot
 _PLAN = topology_module.plan_topology
 _GREETING = zmq_stream._greeting
 
@@ -106,14 +105,9 @@ def patched_product(world: World) -> Iterator[None]:
         _processes(world, put, put_for)
         _parts(world, put)
 
-        _journal(world, put, put_for)
+        _journal(world, put)
 
-        def handle(state: ControlState, event: Any) -> Any:
-            actions = _HANDLE(state, event)
-            world.handled(state, event, actions)
-            return actions
-
-        put(ControlState, "handle", handle)
+        _control(world, put)
         stack.enter_context(mock.patch.dict(RunReport.__init__.__kwdefaults__, {"clock": world.loop.time}))
         stack.enter_context(mock.patch.dict(Freeing.__init__.__kwdefaults__, {"settings": FREED_OFTEN}))
         yield
@@ -220,22 +214,32 @@ def _named_everywhere(put: Any, name: str, value: Any) -> None:
         put(owner, name, value)
 
 
-def _journal(world: World, put: Any, put_for: Any) -> None:
+def _journal(world: World, put: Any) -> None:
     put(log, "os", SimulatedOs(world))
     put(log, "to_thread", SimulatedThread(world))
 
-    def keep(state: ControlState, outstanding: Any) -> Any:
-        whole = keep_whole(state, outstanding)
-        world.ledger.kept(state, msgspec.msgpack.encode(whole))
-        return whole
 
-    def restore(settings: Any, whole: Any) -> Any:
-        state, outstanding = restore_whole(settings, whole)
-        world.ledger.restored(state, msgspec.msgpack.encode(whole))
-        return state, outstanding
+def _control(world: World, put: Any) -> None:
+    """Nothing is replaced: the ledger sees what control takes, orders, writes down, and begins with."""
 
-    put_for(keep_whole, keep)
-    put_for(restore_whole, restore)
+    def init(control: Control, settings: Any, policy: Any, sizer: Any, snapshot: Any = None) -> None:
+        began = msgspec.msgpack.encode(snapshot.state) if snapshot is not None else b""
+        _INIT(control, settings, policy, sizer, snapshot)
+        if began:
+            world.ledger.restored(control, began)
+
+    def handle(control: Control, event: Any) -> Any:
+        actions = _HANDLE(control, event)
+        world.handled(control, event, actions)
+        return actions
+
+    def snapshot(control: Control) -> Any:
+        world.ledger.recorded(control, msgspec.msgpack.encode(control.state))
+        return _SNAPSHOT(control)
+
+    put(Control, "__init__", init)
+    put(Control, "handle", handle)
+    put(Control, "snapshot", snapshot)
 
 
 def _parts(world: World, put: Any) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from streamrl.control.state import ControlState
 
 from campaigns.faults.fault_plan import Fault, Phase
 from campaigns.faults.ledger import MODULUS, Ledger, Violation
@@ -35,6 +34,7 @@ from campaigns.faults.world_operator import Operator
 from campaigns.faults.world_shape import Shape
 from streamrl.base.messages import CloseBatch, SaveCheckpoint
 from streamrl.control import events as on
+from streamrl.control.machine import Control
 from streamrl.plan.topology import ProcessPlan, Role, Topology
 
 RECOVERY_S = 5.0
@@ -153,10 +153,10 @@ class World:
         if len(known) == self.shape.ranks:
             self.ledger.published(version, sum(known.values()) % MODULUS)
 
-    def handled(self, state: ControlState, event: Any, actions: Any) -> None:
+    def handled(self, control: Control, event: Any, actions: Any) -> None:
         """Control was told ``event``."""
         self.note("event", type(event).__name__, *(getattr(event, name, "") for name in ("id", "policy_version")))
-        self.ledger.handled(state, event, actions)
+        self.ledger.handled(control, event, actions)
         if isinstance(event, on.RunBegan):
             self.faults.over(Phase.START)
         elif isinstance(event, on.StopRequested) and self.operator.asked_to_stop:  # else it is replayed
