@@ -103,7 +103,7 @@ def close(state: RunState, rules: Rules, out: Actions) -> None:
     if state.batch_closed or not batch.groups or (batch.seats > 0 and not nothing_comes):
         return
     _settle(state, rules, out)
-    # A delta is made against the last acknowledged version: the next step waits until that one is live.
+    # Engines take one version at a time: the next step waits until the last one is live.
     # A checkpoint is of the version that the trainer holds; it could not step while it writes anyway.
     if state.live_version < state.trainer_version or state.pending.checkpoint is not None:
         return

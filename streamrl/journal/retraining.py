@@ -45,7 +45,7 @@ async def retrain_batches(trainer: TrainerRanks, recovered: RecoveredRun, held: 
             await trainer.train_group(group)
         gather = await trainer.close_batch(close_of(batch.step))
         reports = await gather()
-        await trainer.acknowledge(batch.policy_version)  # no engine asks for a delta against it: an anchor follows
+        await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
     return Retrained(wanted, len(batches), reports)
 
 

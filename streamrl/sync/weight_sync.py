@@ -1,8 +1,7 @@
 """A weight push, as one transaction over all engines.
 
 Each engine for itself: stage while it generates; pause; apply and verify on the live weights; resume. One that refuses
-the delta (wrong base, wrong digest, a commit that failed half-way) takes an anchor before it serves again. The ranks'
-baseline advances only when every engine that serves acknowledged.
+the delta (wrong base, wrong digest, a commit that failed half-way) takes an anchor before it serves again.
 
 An engine that refuses the anchor too, that dies, or that is late fails. Where ``on_failure`` lets the run continue
 without it, it is left out of this push and of later ones, and started again; a started engine is ``admit``ted: brought
