@@ -22,7 +22,7 @@ from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_complete, encode_patch
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
-from streamrl.weights.pull import node_mirror
+from streamrl.weights.pull import shared_versions
 from streamrl.weights.pull.node_memory import Holder, Segment
 from streamrl.weights.requests import (
     decode_announcement,
@@ -201,7 +201,7 @@ def _stream_seed(content: bytes) -> Seed:
 
 def node_states() -> Target:
     """What workers of one machine write down for each other."""
-    version = node_mirror._SharedVersion(
+    version = shared_versions.SharedVersion(
         run_id="run",
         policy_version=3,
         base_version=2,
@@ -209,13 +209,13 @@ def node_states() -> Target:
         state_hash=9,
         payload_bytes=100,
         tensors=(),
-        pieces=(node_mirror._Piece("t", 9, None, 64), node_mirror._Piece("u", 9, 0, 128)),
+        pieces=(shared_versions._Piece("t", 9, None, 64), shared_versions._Piece("u", 9, 0, 128)),
         memory=Segment(7, 4096, (Holder(1, 5),)),
     )
-    states = (node_mirror._NodeState(version, version, writing=True), node_mirror._NodeState(None, version))
+    states = (shared_versions.SharedState(version, version, writing=True), shared_versions.SharedState(None, version))
 
     def run(frames: Sequence[bytes]) -> str:
-        node_mirror.decode_state(b"".join(frames), "here")
+        shared_versions.decode_state(b"".join(frames), "here")
         return "accepted"
 
     made = [message(seed(msgspec.msgpack.encode(state), MSGPACK)) for state in states]

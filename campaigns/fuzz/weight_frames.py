@@ -153,9 +153,9 @@ def fetched_of(sample: Sample, chain: ReceivedChain, mirror: CheckpointMirror) -
     manifest = chain.oldest.manifest
     assert manifest is not None
     decoding = Decoding(None if manifest.base_version is None else mirror)
-    decoding.offer(chain)
-    patches = decoding.finish([chain])
-    decoding.cancel()
+    with decoding.pool:
+        decoding.offer(chain)
+        patches = decoding.finish([chain])
     size, run_id = manifest.payload_bytes, manifest.run_id
     return FetchedVersion(sample.announced, manifest.base_version, manifest.base_part_hash, patches, size, run_id)
 

@@ -66,12 +66,12 @@ def machine(push: SmallPush, tmp_path: Path) -> Iterator[Machine]:
 
 
 def inodes(worker: Receiver) -> set[int]:
-    return set(worker.transaction.mirror._memories)
+    return set(worker.transaction.mirror._versions._memories)
 
 
 def shared_bits(worker: Receiver) -> Bits:
     mirror = worker.transaction.mirror
-    with mirror._holding_lock(threading.Event(), 1):
+    with mirror._versions.locked(threading.Event(), 1):
         return {name: mirror._shared.bits(name).copy() for name in mirror._shared.tensors}
 
 
@@ -237,7 +237,6 @@ _WORKER = """
 import os, signal, sys, threading
 from pathlib import Path
 import msgspec
-from streamrl.weights.pull import node_mirror
 from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.node_mirror import NodeMirror
 from streamrl.base.messages import WeightAnnouncement
@@ -254,14 +253,14 @@ for number, path in enumerate(paths):
         return fetch_version(announced, held=held)
 
     if last and point == "writing":
-        real = mirror._keep
+        real = mirror._versions.keep
         def keep(state):
             real(state)
             if state.writing:
-                half = mirror._staged_version(state.staged).patches["layer"].positions[::2]
+                half = mirror._versions.view(state.staged).patches["layer"].positions[::2]
                 mirror._shared.bits("layer")[half] ^= 5
                 os.kill(os.getpid(), signal.SIGKILL)
-        mirror._keep = keep
+        mirror._versions.keep = keep
     with mirror.staging(announced, threading.Event()):
         staged = mirror.stage_announced(announced, fetch, on_checkpoint=False)
     mirror.advance(staged)
@@ -328,7 +327,7 @@ def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
     alone = machine.worker()
     machine.commit(push.publish(0, push.bits), alone)
     push.publisher.acknowledge(0)
-    state = alone.transaction.mirror._state
+    state = alone.transaction.mirror._versions.state
     nobody = (Holder(2**22 + 1, 3),)
     gone = {
         kind: version
@@ -395,7 +394,7 @@ def test_while_one_fetches_the_others_wait_or_are_told_to_stop(machine: Machine)
     stop.set()
     with pytest.raises(WeightError, match="waiting for another worker's fetch was stopped"):
         stage(1)
-    with pytest.raises(WeightError, match="kept the mirror"), mirrors[0]._holding_lock(threading.Event(), 0.01):
+    with pytest.raises(WeightError, match="kept the mirror"), mirrors[0]._versions.locked(threading.Event(), 0.01):
         pass
     assert entered == [0], "not even another thread of the same worker"
     go_on.set()
