@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -302,7 +303,7 @@ def test_a_worker_that_is_killed_holds_up_nobody_and_leaves_no_memory(
             assert dying.stdout is not None
             assert dying.stdout.readline() == "done\n"
             dying.kill()
-        dying.wait(60)
+        assert dying.wait(60) == -signal.SIGKILL
     finally:
         with contextlib.suppress(ProcessLookupError):
             dying.kill()
