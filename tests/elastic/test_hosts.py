@@ -5,12 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
 
 import anyio
 import pytest
 
-from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
 from streamrl.base.types import token_array
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
@@ -29,81 +27,34 @@ pytestmark = pytest.mark.asyncio
 REQUEST = Generate(request_id="r", token_ids=token_array([3]), max_tokens=40, seed=1, temperature=1.0)
 
 
-class Hosts:
-    """Engine hosts as tasks, each with an engine of its own that holds no committed version."""
-
-    def __init__(self, directory: Path, first_port: int | None = None) -> None:
-        self.directory = directory
-        self.engines: list[SimulatedEngine] = []
-        self.first_port = first_port
-        self.ports: dict[str, int] = {}
-
-    def at(self, name: str, stream: str) -> str:
-        if self.first_port is not None:
-            port = self.ports.setdefault(f"{name}.{stream}", self.first_port + len(self.ports))
-            return f"tcp://127.0.0.1:{port}"
-        return f"ipc://{self.directory}/{name}.{stream}"
-
-    def slot(self, name: str) -> EngineSlot:
-        return EngineSlot(name, self.at(name, "orders"), self.at(name, "completions"))
-
-    async def serve(self, name: str) -> None:
-        lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)
-        engine = SimulatedEngine(SimulationOptions(name=name, lengths=lengths))
-        self.engines.append(engine)
-        async with (
-            zmq_sender(EngineEvent, self.at(name, "completions"), bind=False, name="completions") as completions,
-            zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, name="orders") as orders,
-        ):
-            await serve_engine(engine, nullcontext((orders, completions)))
-
-
 async def anchor(policy_version: int) -> WeightAnnouncement:
     return WeightAnnouncement(policy_version=policy_version, base_version=None, state_hash=policy_version, sources=())
-
-
-async def test_a_host_that_dies_is_named() -> None:
-    with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
-        hosts = Hosts(Path(directory))
-        slot = hosts.slot("engine-0")
-        died: list[str] = []
-
-        async def serve() -> None:
-            with pytest.raises(EngineError, match="planted"):
-                await hosts.serve("engine-0")
-
-        async def serve_slot() -> None:
-            try:
-                await slot.run()
-            except EngineError as error:
-                died.append(str(error))
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(serve_slot)
-            engine = await slot.open()
-            group.start_soon(serve)
-            await engine.start()
-            hosts.engines[0].fail("planted")
-        assert died == ["engine-0: planted"]
-
-
-# ---- hosts that a supervisor stops and starts as it is told ---------------------------------------------
 
 
 class Started:
     """Two engines; a supervisor that starts hosts as tasks, and ends one by cancelling it. ``sleeps``: hosts that
     are stopped go to sleep instead.
 
-    ``host_lives``: what becomes of a host that is started again: it ``serves``, ``loads`` for ever, or ``dies``.
+    ``host_lives``: what a host does that is started again: it ``serves``, ``loads`` for ever, or ``dies``.
     """
 
-    def __init__(self, hosts: Hosts, group: anyio.abc.TaskGroup, sleeps: bool = False) -> None:
-        self.hosts, self.group, self.sleeps = hosts, group, sleeps
-        self.slots = {name: hosts.slot(name) for name in ("engine-0", "engine-1")}
+    def __init__(self, directory: str, group: anyio.abc.TaskGroup, *, first_port: int | None, sleeps: bool) -> None:
+        self.directory, self.group, self.first_port, self.sleeps = directory, group, first_port, sleeps
+        self.ports: dict[str, int] = {}
+        self.slots = {
+            n: EngineSlot(n, self.at(n, "orders"), self.at(n, "completions")) for n in ("engine-0", "engine-1")
+        }
         self.scopes: dict[str, anyio.CancelScope] = {}
         self.told: list[SupervisorOrder] = []
+        self.made: list[SimulatedEngine] = []
         self.loading = anyio.Event()
         self.host_lives = "serves"
+
+    def at(self, name: str, stream: str) -> str:
+        if self.first_port is not None:
+            port = self.ports.setdefault(f"{name}.{stream}", self.first_port + len(self.ports))
+            return f"tcp://127.0.0.1:{port}"
+        return f"ipc://{self.directory}/{name}.{stream}"
 
     async def open(self) -> None:
         for slot in self.slots.values():
@@ -128,18 +79,19 @@ class Started:
 
     async def host(self, name: str, lives: str) -> None:
         with anyio.CancelScope() as self.scopes[name]:
-            if lives == "serves":
-                await self.hosts.serve(name)
-                return
             async with (
-                zmq_sender(EngineEvent, self.hosts.at(name, "completions"), bind=False, name="completions") as events,
-                zmq_receiver(EngineOrder, self.hosts.at(name, "orders"), bind=False, name="orders"),
+                zmq_sender(EngineEvent, self.at(name, "completions"), bind=False, name="completions") as events,
+                zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, name="orders") as orders,
             ):
+                if lives == "serves":
+                    lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)
+                    self.made.append(SimulatedEngine(SimulationOptions(name=name, lengths=lengths)))
+                    return await serve_engine(self.made[-1], nullcontext((orders, events)))
                 if lives == "dies":
                     await events.send(OrderFailed(order_id=ENGINE_FAILURE, reason="the model cannot be loaded"))
-                    return
+                    return None
                 self.loading.set()
-                await anyio.sleep_forever()
+                return await anyio.sleep_forever()
 
     async def order(self, order: SupervisorOrder) -> None:
         self.told.append(order)
@@ -153,7 +105,7 @@ class Started:
 async def started(*, first_port: int | None = None, sleeps: bool = False) -> AsyncIterator[Started]:
     with tempfile.TemporaryDirectory(prefix="srl") as directory, anyio.fail_after(20):
         async with anyio.create_task_group() as group:
-            one = Started(Hosts(Path(directory), first_port), group, sleeps)
+            one = Started(directory, group, first_port=first_port, sleeps=sleeps)
             await one.open()
             yield one
             await one.close()  # what runs beside it ends by itself
@@ -173,7 +125,7 @@ async def test_a_stopped_host_was_told_of_first_and_its_successor_serves(
         await one.pool.drain("engine-0", "test")
         assert await one.pool.generate(REQUEST)
         one.pool.readmit("engine-0", "test")
-        assert len(one.hosts.engines) == 3 and one.hosts.engines[2].load().generated_tokens == 30
+        assert len(one.made) == 3 and one.made[2].load().generated_tokens == 30
 
 
 async def test_a_host_that_is_given_up_while_it_loads_is_no_death_and_the_run_ends_without_it() -> None:
@@ -193,13 +145,18 @@ async def cancel_when(scope: anyio.CancelScope, event: anyio.Event) -> None:
     scope.cancel()
 
 
-async def test_a_host_that_dies_while_it_starts_is_an_error() -> None:
+async def test_a_host_that_dies_while_it_starts_or_serves_is_an_error_that_names_it() -> None:
     with pytest.raises(BaseExceptionGroup) as raised:
         async with started() as one:
             await one.stop("engine-1")
             one.host_lives = "dies"
             await one.engines.start("engine-1")
     assert any("engine-1" in str(e) and "cannot be loaded" in str(e) for e in raised.value.exceptions), raised.value
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with started() as one:
+            one.made[0].fail("planted")
+            await anyio.sleep_forever()
+    assert any("engine-0: planted" in str(e) for e in raised.value.exceptions), raised.value
 
 
 async def test_a_host_that_dies_when_it_is_told_to_end_is_gone_all_the_same() -> None:
@@ -219,13 +176,13 @@ async def test_a_host_that_sleeps_wakes_without_being_started_and_takes_the_live
         await one.pool.drain("engine-1", "test")
         sync.remove(one.engines.detach("engine-1"))
         await one.engines.stop("engine-1")
-        assert (await one.hosts.engines[1].start()).policy_version == 0
+        assert (await one.made[1].start()).policy_version == 0
         await sync.push(await anchor(1))
         await sync.admit("engine-1", await one.engines.start("engine-1"))
         one.pool.readmit("engine-1", "test")
         await one.pool.drain("engine-0", "test")
         assert {span.policy_version for span in (await one.pool.generate(REQUEST)).version_spans} == {1}
-        assert one.told == [] and len(one.hosts.engines) == 2, "no process ended or began"
+        assert one.told == [] and len(one.made) == 2, "no process ended or began"
         one.pool.readmit("engine-0", "test")
         await one.pool.drain("engine-1", "test")
         one.engines.detach("engine-1")
