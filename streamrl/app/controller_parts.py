@@ -125,7 +125,7 @@ async def open_weight_sync(recipe: Recipe, parts: Parts, rollout: RolloutStage) 
         parts.trainer.publish_anchor,
         in_flight=recipe.rollout.in_flight,
         timeout_s=recipe.weights.push_timeout_s,
-        on_pause=rollout.stand_still,
+        on_pause=rollout.engines_paused,
         on_failure=None if recovery is None else recovery.on_failure,
         canary=await anyio.to_thread.run_sync(canary_of, recipe, installed_device()),
         waits=parts.watch.waits,

@@ -135,7 +135,7 @@ class RolloutStage:
         self._top_p = top_p
         self._open: dict[TrajectoryId, _Attempt] = {}
         self._waiting = 0
-        self._still = False
+        self._paused = False
         self._launched = self._finished = self._generated_tokens = 0
         self._verified_tokens = self._accepted_tokens = 0
         self._busy_seconds = 0.0
@@ -168,10 +168,10 @@ class RolloutStage:
             accepted_tokens=self._accepted_tokens,
         )
 
-    def stand_still(self, still: bool) -> None:
-        """Told when all engines are held and when that has ended: what is submitted meanwhile keeps no engine busy."""
+    def engines_paused(self, paused: bool) -> None:
+        """Note that all engines were paused, or that it has ended: what is submitted meanwhile keeps no engine busy."""
         self._count()
-        self._still = still
+        self._paused = paused
 
     async def _obey(self, order: RolloutOrder, trajectories: TaskGroup, outcomes: SendStream[RolloutOutcome]) -> None:
         if isinstance(order, LaunchTrajectory):
@@ -292,7 +292,7 @@ class RolloutStage:
 
     def _count(self) -> None:
         now = anyio.current_time()
-        if not self._still:
+        if not self._paused:
             running = min(len(self._open) - self._waiting, self._capacity)
             self._busy_seconds += running * (now - self._counted_at)
         self._counted_at = now

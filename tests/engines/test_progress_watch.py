@@ -33,6 +33,6 @@ def test_an_engine_that_is_silent_or_gets_nowhere_is_taken_for_dead(heard: int, 
     assert says in found[first] and first * 0.5 == pytest.approx(120 if owes else 30, abs=1.0)
 
 
-def test_an_engine_that_owes_nothing_may_stand_still() -> None:
+def test_an_engine_that_owes_nothing_may_be_idle() -> None:
     watch = ProgressWatch(silence_timeout_s=30, progress_timeout_s=120)
     assert not any(watch.look(look * 0.5, heard=look, progress=(7,), owes=False) for look in range(1000))

@@ -314,11 +314,11 @@ async def test_a_trajectory_may_be_held_or_cancelled_as_soon_as_it_is_launched()
 async def test_what_is_submitted_to_held_engines_keeps_none_busy() -> None:
     async def during(bench: Bench) -> None:
         await bench.engine.pause(PauseMode.KEEP, clear_cache=False)
-        bench.stage.stand_still(True)
+        bench.stage.engines_paused(True)
         before = bench.stage.statistics().busy_seconds
         await anyio.sleep(0.01)
         assert bench.stage.statistics().busy_seconds == before
-        bench.stage.stand_still(False)
+        bench.stage.engines_paused(False)
         await anyio.sleep(0.01)
         assert bench.stage.statistics().busy_seconds > before
         await bench.engine.resume()
