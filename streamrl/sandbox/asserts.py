@@ -23,6 +23,7 @@ import msgspec
 from streamrl.sandbox.values import limited
 
 _LARGEST = 10_000_000  # bits of a power, or items of a product
+_MOST_DIGITS = 1000
 
 
 class SimpleTest(msgspec.Struct, frozen=True):
@@ -129,7 +130,8 @@ class _Parts:
             for keyword in node.keywords:
                 keyword.value = self._outer(keyword.value)
         elif not isinstance(node, ast.Attribute) or not _is_known(node):
-            if not isinstance(node, _OUTER) or _compares_identity(node):
+            shifts = isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift | ast.RShift | ast.MatMult)
+            if not isinstance(node, _OUTER) or shifts or _compares_identity(node):
                 raise _NotSimple
             for field, value in ast.iter_fields(node):
                 if isinstance(value, ast.expr):
@@ -277,6 +279,12 @@ def _remainder(left: Any, right: Any) -> Any:
     return left % right
 
 
+def _rounded(number: Any, digits: int = 0) -> Any:
+    if abs(digits) > _MOST_DIGITS:
+        raise ValueError("too many digits")
+    return round(number, digits) if digits else round(number)
+
+
 def _is_known(node: ast.expr) -> bool:
     """Whether it is a function that a test may use outside, or a number of ``math``."""
     match node:
@@ -295,7 +303,7 @@ _GUARDED: dict[type, str] = {ast.Mult: "_product", ast.Pow: "_power", ast.Mod: "
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "all": all, "any": any, "bool": bool, "dict": lambda given=(): dict(limited(given)), "float": float,
     "frozenset": lambda given=(): frozenset(limited(list(given))), "int": int, "len": len, "list": list, "max": max,
-    "min": min, "round": round, "set": lambda given=(): set(limited(list(given))), "sorted": sorted, "str": str,
+    "min": min, "round": _rounded, "set": lambda given=(): set(limited(list(given))), "sorted": sorted, "str": str,
     "sum": sum, "tuple": tuple, "_product": _product, "_power": _power, "_remainder": _remainder,
 }  # fmt: skip
 _MATHEMATICS = frozenset({"ceil", "e", "fabs", "floor", "inf", "isclose", "isinf", "isnan", "nan", "pi", "sqrt", "tau"})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from streamrl.sandbox.asserts import parse_test, passes, take_apart
 from streamrl.sandbox.reward import CaseEnd, CodeOptions, CodeReward
 from streamrl.sandbox.sandbox import Sandbox
 
@@ -200,3 +201,36 @@ async def test_what_runs_inside_says_so_and_can_be_refused(name: str, reward: Co
     with pytest.raises(ValueError, match="forgeable"):
         await strict(code, tests=[test])
     assert await strict(HONEST, tests=CHECKS[:1]) == 1.0
+
+
+# Each would reach out of the reward process, or take long in it, if it were evaluated there.
+OUTER = [
+    "assert f(1).__class__",
+    "assert f(1) == [].__class__.__base__",
+    "assert f(1) == __import__('os').getpid()",
+    "assert f(1) == open('/etc/passwd').read()",
+    "assert f(1) == eval('1')",
+    "assert f(1) == (lambda: 1)()",
+    "assert f(1) == [x for x in range(3)]",
+    "assert f(1) == f'{1:>999999999}'",
+    "assert f(1) == 1 << 10**12",
+    "assert f(1) == max(1, key=f)",
+    "assert f(1) == math.__loader__",
+    "assert (x := f(1)) == 1",
+    "assert all(i for i in f(1))",
+]
+
+
+@pytest.mark.parametrize("test", OUTER)
+async def test_only_a_known_syntax_is_evaluated_outside(test: str) -> None:
+    assert take_apart("", parse_test("", test), "") is None
+
+
+@pytest.mark.parametrize(
+    "expression", ["10**10**10", "'x' * 10**12", "[0] * f(0)", "2 ** f(0)", "'%999999999d' % 1", "round(5, -(10**9))"]
+)
+async def test_nothing_large_is_made_outside(expression: str) -> None:
+    test = take_apart("", parse_test("", f"assert {expression} == 1\nassert f(0)"), "")
+    assert test is not None
+    with pytest.raises((ValueError, TypeError)):
+        passes(test, [10**12] * len(test.questions))
