@@ -87,7 +87,7 @@ def bench_weights(request: BenchRequest) -> int:
     console.print(size_table(measured))
     console.print(speed_table(measured))
     console.print(
-        "apply: a scatter into a copy in memory (the mirror of a node). The pause of an engine is not measured here: "
+        "apply: a scatter into a copy in memory (the replica of a node). The pause of an engine is not measured here: "
         "python benchmarks/weight_apply.py",
         highlight=False,
     )

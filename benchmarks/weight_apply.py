@@ -31,7 +31,7 @@ import torch
 from streamrl.weights import WEIGHT_BACKEND, announcement_of, commit, engine_environment, stage
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.load_plan import record_load_plan
 
@@ -75,11 +75,11 @@ class InWorker:
         return ready - started, time.perf_counter() - ready, time.process_time() - used
 
     def _load_plan(self, to_version: int) -> Callable[[], object]:
-        mirror = _Held(self.versions[1 - to_version])
+        replica = _Held(self.versions[1 - to_version])
         new = self.versions[to_version]
         patches = {n: StagedPatch(p, new[n][p]) for n, p in self.positions.items() if p.size}
         staged = StagedVersion(1, 0, 0, self.specs, patches, 0)
-        writes = self.live.prepare(staged, mirror)  # type: ignore[arg-type]  # only bits() is asked for
+        writes = self.live.prepare(staged, replica)  # type: ignore[arg-type]  # only bits() is asked for
         return lambda: self.live.apply(writes, anchor=False)
 
     def _vllm_sparse_patches(self, to_version: int) -> Callable[[], object]:
@@ -126,11 +126,11 @@ class InWorker:
     def measure_commits(self) -> None:
         """From now on, time what every commit through the weight backend does in this worker."""
         self.commit_seconds: dict[str, list[float]] = {"apply": [], "advance": []}
-        for owner, method in ((LiveWeights, "apply"), (CheckpointMirror, "advance")):
+        for owner, method in ((LiveWeights, "apply"), (CheckpointReplica, "advance")):
             setattr(owner, method, _timed(getattr(owner, method), self.commit_seconds[method]))
 
     def measured_commits(self) -> dict[str, list[float]]:
-        """Seconds of writing and checking the live weights, and of bringing the mirror after them, by commit."""
+        """Seconds of writing and checking the live weights, and of bringing the replica after them, by commit."""
         return self.commit_seconds
 
 
@@ -145,7 +145,7 @@ def _timed(original: Callable[..., Any], seconds: list[float]) -> Callable[..., 
 
 
 class _Held:
-    """A mirror that only answers what a load plan asks."""
+    """A replica that only answers what a load plan asks."""
 
     def __init__(self, bits: Bits) -> None:
         self._bits = bits
@@ -313,7 +313,9 @@ def report(figures: dict[str, Any]) -> None:
     beyond = [whole - worker - VLLM_SLEEP_S for whole, worker in zip(stands, in_worker, strict=True)]
     print(f"pause of {len(seen)} pushes, {IN_FLIGHT} requests in flight, {pause['completions']} completions, none cut:")
     print(f"{'the engine stands':>22}: {spread(stands)} ms, vLLM's sleep of 20 ms included")
-    print(f"{'apply in the worker':>22}: {spread(pause['apply'])} ms, and {spread(pause['advance'])} ms for the mirror")
+    print(
+        f"{'apply in the worker':>22}: {spread(pause['apply'])} ms, and {spread(pause['advance'])} ms for the replica"
+    )
     print(f"{'beyond both and 20 ms':>22}: {spread(beyond)} ms")
     print(f"{'seen by a request':>22}: {spread(seen)} ms (longest gap less a plain step, which varies)")
 

@@ -2,12 +2,11 @@
 
 ``python benchmarks/weight_link.py [--parameters 5e8] [--density 0.01] [--mbit 20 200 0] [--threads N] [--json]``
 
-Diff, encode, serve over TCP, receive, decode, verify, stage and take over in the mirror. For each of ``--mbit`` million
-bits a second (0: without limit) the time of the transfer is at least that of its bytes on such a link. What an engine
-does with live weights is left out: it costs both forms the same. The raw form goes through the same manifest, chunks,
-digests and state hash; only what a patch is differs. *Undisturbed* is what the processor times and the link allow on a
-machine that does nothing else.
-"""
+Diff, encode, serve over TCP, receive, decode, verify, stage and take over in the replica. For each of ``--mbit``
+million bits a second (0: without limit) the time of the transfer is at least that of its bytes on such a link. What
+an engine does with live weights is left out: it costs both forms the same. The raw form goes through the same
+manifest, chunks, digests and state hash; only what a patch is differs. *Undisturbed* is what the processor times and
+the link allow on a machine that does nothing else."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ from streamrl.weights.publish.publisher import WeightPublisher
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull import decoding
 from streamrl.weights.pull.fetch import fetch_version
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 
 Bits = dict[str, BitArray]
 _COUNT = struct.Struct("<Q")
@@ -82,9 +81,9 @@ class Setting:
         self.old_hash = sum(hash_range(name, 0, bits) for name, bits in self.old.items()) % MODULUS
         self.changed = sum(int(np.count_nonzero(self.old[name] != self.new[name])) for name in self.old)
 
-    def mirror(self) -> CheckpointMirror:
+    def replica(self) -> CheckpointReplica:
         """A receiver's, at version 0."""
-        held = CheckpointMirror()
+        held = CheckpointReplica()
         specs = {s.name: TensorSpec(s.name, s.dtype, s.shape) for s in self.shards}
         patches = {name: StagedPatch(None, bits.copy()) for name, bits in self.old.items()}
         held.advance(StagedVersion(0, None, self.old_hash, specs, patches, 0, "link"))
@@ -124,16 +123,16 @@ class Timed:
         return self.total + max(0.0, carried - self.seconds["transfer and decode"])
 
 
-def receive(setting: Setting, mirror: CheckpointMirror, announced: WeightAnnouncement, timed: Timed) -> None:
+def receive(setting: Setting, replica: CheckpointReplica, announced: WeightAnnouncement, timed: Timed) -> None:
     """Fetch, stage, take over; the bits are compared afterwards."""
-    fetched = fetch_version(announced, held=mirror)
+    fetched = fetch_version(announced, held=replica)
     timed.took("transfer and decode")
-    staged = mirror.stage(fetched)
+    staged = replica.stage(fetched)
     timed.took("stage")
-    mirror.advance(staged)
+    replica.advance(staged)
     timed.took("take over")
     for name, bits in setting.new.items():
-        if not np.array_equal(mirror.bits(name), bits):
+        if not np.array_equal(replica.bits(name), bits):
             raise SystemExit(f"{name} arrived wrong")
 
 
@@ -143,13 +142,13 @@ def push_delta(setting: Setting, threads: int) -> tuple[Timed, int]:
     try:
         publisher.publish(0, setting.old)
         publisher.acknowledge(0)
-        mirror, timed = setting.mirror(), Timed()
+        replica, timed = setting.replica(), Timed()
         published = publisher.publish(1, setting.new)
         timed.took("diff and encode")
         announced = WeightAnnouncement(
             policy_version=1, base_version=0, state_hash=published.state_hash, sources=(published.source,)
         )
-        receive(setting, mirror, announced, timed)
+        receive(setting, replica, announced, timed)
     finally:
         publisher.close()
     return timed, published.source.payload_bytes
@@ -160,10 +159,10 @@ def push_raw(setting: Setting) -> tuple[Timed, int]:
     server.start()
     vars(decoding)["decode_patch"] = decode_raw
     try:
-        mirror, timed = setting.mirror(), Timed()
+        replica, timed = setting.replica(), Timed()
         announced = publish_raw(setting, server)
         timed.took("diff and encode")
-        receive(setting, mirror, announced, timed)
+        receive(setting, replica, announced, timed)
     finally:
         vars(decoding)["decode_patch"] = decode_patch
         server.close()

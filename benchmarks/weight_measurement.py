@@ -109,15 +109,15 @@ class DeltaMeter:
         self._warm_up(units)
         for tensor in tensors:
             self._count(tensor)
-        mirror = [unit.old.copy() for unit in units]
+        replica = [unit.old.copy() for unit in units]
         with ThreadPoolExecutor(self._threads) as pool:
             self._timed("diff", pool, _find_changes, units)
             encoded = self._timed("diff + encode", pool, _encode, units)
             patches = self._timed("decode", pool, _decode, list(zip(units, encoded, strict=True)))
-            self._timed("apply", pool, _apply, list(zip(mirror, patches, strict=True)))
+            self._timed("apply", pool, _apply, list(zip(replica, patches, strict=True)))
             self._timed("state hash", pool, _hash, list(zip(units, patches, strict=True)))
         self._encoded_bytes += sum(len(patch.encoded) for patch in encoded if patch is not None)
-        for unit, held in zip(units, mirror, strict=True):
+        for unit, held in zip(units, replica, strict=True):
             if not np.array_equal(held, unit.new):
                 raise WeightError(f"{unit.name!r} decodes to other bits than were encoded: report this as a bug")
 
@@ -214,11 +214,11 @@ def _decode(pair: tuple[UpdatedTensor, EncodedPatch | None]) -> WeightPatch | No
 
 
 def _apply(pair: tuple[BitArray, WeightPatch | None]) -> None:
-    mirror, patch = pair
+    replica, patch = pair
     if patch is not None and patch.positions is not None:
-        mirror[patch.positions] = patch.values
+        replica[patch.positions] = patch.values
     elif patch is not None:
-        mirror[:] = patch.values
+        replica[:] = patch.values
 
 
 def _hash(pair: tuple[UpdatedTensor, WeightPatch | None]) -> int:

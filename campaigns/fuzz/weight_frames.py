@@ -31,8 +31,8 @@ from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.fetch import FetchedVersion
-from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import ReceivedChain
+from streamrl.weights.pull.replica import CheckpointReplica
 from streamrl.weights.requests import ChunkReply, GetChunk, GetManifest, ManifestReply, encoder
 
 SECONDS_A_CASE = 20.0
@@ -55,7 +55,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False):
 class World(msgspec.Struct, frozen=True, eq=False):
     """A receiver at version 0, and what may come to it. ``late``: a version two after what it holds."""
 
-    mirror: CheckpointMirror
+    replica: CheckpointReplica
     samples: Sequence[Sample]
     late: Sample
     server: PublisherServer
@@ -71,7 +71,7 @@ def _make_world() -> World:
     random = np.random.default_rng(0)
     shards = [ShardSpec(name, dtype, shape, 0, int(np.prod(shape))) for name, (dtype, shape) in TENSORS.items()]
     held = {s.name: _near_zero(random, s) for s in shards}
-    mirror, samples = CheckpointMirror(), []
+    replica, samples = CheckpointReplica(), []
     for version, density in enumerate((1.0, 0.02, 0.3, 1.0)):
         publisher = publishing.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
         moved = held if not version else _moved(random, held, density)
@@ -79,7 +79,7 @@ def _make_world() -> World:
         if version:
             published = publisher.publish(version, moved)
         samples.append(_sample(publisher, version, published, moved))
-    mirror.advance(mirror.stage(fetched_of(samples[0], receive(samples[0], replies_of(samples[0])), mirror)))
+    replica.advance(replica.stage(fetched_of(samples[0], receive(samples[0], replies_of(samples[0])), replica)))
     publisher = publishing.WeightPublisher("ipc:///nowhere", run_id="run", rank=0, shards=shards)
     publisher.publish(0, held)
     between = _moved(random, held, 0.02)
@@ -89,7 +89,7 @@ def _make_world() -> World:
     late = msgspec.structs.replace(newer, earlier=earlier.part)
     server = PublisherServer("ipc:///nowhere", "fuzzed")
     server.serve([sample.part for sample in (*samples, earlier, newer)])
-    return World(mirror, samples, late, server)
+    return World(replica, samples, late, server)
 
 
 def _moved(random: np.random.Generator, bits: Bits, density: float) -> Bits:
@@ -148,11 +148,11 @@ def receive(sample: Sample, replies: Iterator[list[bytes]]) -> ReceivedChain:
     return part
 
 
-def fetched_of(sample: Sample, chain: ReceivedChain, mirror: CheckpointMirror) -> FetchedVersion:
+def fetched_of(sample: Sample, chain: ReceivedChain, replica: CheckpointReplica) -> FetchedVersion:
     """Decode what a complete chain holds, as ``fetch`` does."""
     manifest = chain.oldest.manifest
     assert manifest is not None
-    decoding = Decoding(None if manifest.base_version is None else mirror)
+    decoding = Decoding(None if manifest.base_version is None else replica)
     with decoding.pool:
         decoding.offer(chain)
         patches = decoding.finish([chain])
@@ -330,9 +330,9 @@ def judge(sample: Sample, part: ReceivedChain) -> str:
     everything = world()
     if part.oldest.manifest is None or not part.complete:
         return "incomplete"
-    staged = everything.mirror.stage(fetched_of(sample, part, everything.mirror))
+    staged = everything.replica.stage(fetched_of(sample, part, everything.replica))
     for name, expected in sample.bits.items():
-        became = everything.mirror.bits(name).copy()
+        became = everything.replica.bits(name).copy()
         patch = staged.patches.get(name)
         if patch is not None:
             became[slice(None) if patch.positions is None else patch.positions] = patch.new_bits

@@ -79,12 +79,12 @@ def _vllm(options: EngineOptions) -> WatchedEngine:
 
 
 def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
-    """Neither vllm nor torch is imported. Engines of a run share the mirror of the weights as real ones do."""
+    """Neither vllm nor torch is imported. Engines of a run share the replica of the weights as real ones do."""
     from streamrl.engines.simulated.engine import SimulatedEngine, SimulationOptions
     from streamrl.engines.simulated.text import sentences_of
     from streamrl.engines.simulated.weights import SimulatedWeights
     from streamrl.prompts.tokenizer import load_tokenizer
-    from streamrl.weights.pull.node_mirror import shared_mirror
+    from streamrl.weights.pull.shared_replica import shared_replica
 
     tokenizer = load_tokenizer(options.model_path)
     chosen = SimulationOptions(
@@ -94,8 +94,8 @@ def _simulated(options: EngineOptions, sockets: Path) -> WatchedEngine:
         kv_tokens=max(options.cache_blocks - 1, 0) * options.block_tokens,
         tokenizer_digest=tokenizer.digest,
     )
-    mirror = shared_mirror(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
-    weights = SimulatedWeights(Path(options.model_path), mirror)
+    replica = shared_replica(os.environ.get(RUN_MARKER, ""), options.model_path, sockets)
+    weights = SimulatedWeights(Path(options.model_path), replica)
     return SimulatedEngine(chosen, text=sentences_of(tokenizer), weights=weights)
 
 

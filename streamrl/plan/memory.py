@@ -19,13 +19,13 @@ MIB, GIB = 1 << 20, 1 << 30
 # Proportional memory, measured on the demo: a vLLM CPU engine is three
 # processes (owner 430, EngineCore 424, worker 500 MiB before weights and KV); torch in a trainer rank takes 450.
 ENGINE_BASE_BYTES = 1350 * MIB
-SIMULATED_ENGINE_BYTES = 120 * MIB  # before its live copy and the mirror of the published bits
+SIMULATED_ENGINE_BYTES = 120 * MIB  # before its live copy and the replica of the published bits
 SIMULATED_BYTES_PER_PARAMETER = 2 + 2
 ENGINE_WORKER_BYTES = 500 * MIB  # one more worker, before its share of weights and KV
 TRAINER_BASE_BYTES = 450 * MIB
 CONTROLLER_BYTES = 120 * MIB
 REWARD_WORKER_BYTES = 80 * MIB
-ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the mirror of the published bits
+ENGINE_BYTES_PER_PARAMETER = 4 + 2  # float32 on CPU, and the replica of the published bits
 JUDGE_BYTES_PER_PARAMETER = 4  # float32 on CPU, in vLLM's own packed form
 LARGEST_CACHE_BYTES = GIB
 LARGEST_LOGITS = 1 << 24  # the trainer's head runs over this many logits at a time

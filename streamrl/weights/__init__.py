@@ -1,4 +1,4 @@
-"""The weight path without torch: codec, state hash, manifest, publisher, fetch client, checkpoint mirror.
+"""The weight path without torch: codec, state hash, manifest, publisher, fetch client, checkpoint replica.
 
 Weights are handled as integers only: a bfloat16 or float16 element is a uint16 bit pattern, a float32
 element a uint32 one. Nothing is ever compared or copied as a floating-point number, so ``-0.0`` and
@@ -11,7 +11,7 @@ trainer        ``WeightPublisher``, ``ShardSpec``, ``Published``, ``announcement
 vLLM           ``push`` (``stage``, ``commit``) into an ``AsyncLLM`` or a ``VllmServer``; how both are started:
                ``WEIGHT_BACKEND``, ``engine_environment``, ``SERVER_OPTIONS``, ``server_environment``. The plugin itself
                registers when streamrl is installed beside vLLM: entry point ``vllm.general_plugins``
-receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``CheckpointMirror``, ``StagedVersion``,
+receivers      ``fetch_version``, ``FetchedVersion``, ``KeptParts``, ``CheckpointReplica``, ``StagedVersion``,
                ``CheckpointBase``: to hold the weights of a publisher in a process that is no vLLM
 codec          ``encode_patch``, ``encode_complete``, ``decode_patch``, ``EncodedPatch``, ``WeightPatch``
 errors         ``WeightError``: a version is refused, nothing has changed
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
     from streamrl.weights.publish.publisher import Published, WeightPublisher
     from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-    from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
+    from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion
     from streamrl.weights.vllm_names import (
         SERVER_OPTIONS,
         WEIGHT_BACKEND,
@@ -45,7 +45,7 @@ __all__ = [
     "SERVER_OPTIONS",
     "WEIGHT_BACKEND",
     "CheckpointBase",
-    "CheckpointMirror",
+    "CheckpointReplica",
     "EncodedPatch",
     "FetchedVersion",
     "KeptParts",
@@ -75,7 +75,7 @@ _HOMES = {
     "streamrl.weights.engine_push": ("announcement_of", "commit", "push", "stage"),
     "streamrl.weights.pull.fetch": ("FetchedVersion", "KeptParts", "fetch_version"),
     "streamrl.weights.manifest": ("ShardSpec",),
-    "streamrl.weights.pull.mirror": ("CheckpointMirror", "StagedVersion"),
+    "streamrl.weights.pull.replica": ("CheckpointReplica", "StagedVersion"),
     "streamrl.weights.publish.publisher": ("Published", "WeightPublisher"),
     "streamrl.weights.vllm_names": (
         "SERVER_OPTIONS",

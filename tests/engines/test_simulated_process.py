@@ -26,7 +26,7 @@ from streamrl.prompts.tokenizer import load_tokenizer
 from streamrl.recipe.load import load_recipe
 from streamrl.weights.engine_push import announcement_of
 from streamrl.weights.publish.publisher import ShardSpec, WeightPublisher
-from streamrl.weights.pull.node_mirror import shared_mirror
+from streamrl.weights.pull.shared_replica import shared_replica
 
 MODEL = Path(__file__).parents[2] / "examples" / "sort" / "model"
 MakeRequest = Callable[..., Generate]
@@ -93,7 +93,7 @@ Bits = dict[str, np.ndarray]
 
 
 class Pushes:
-    """A publisher in a thread of its own, and simulated engines that share a mirror."""
+    """A publisher in a thread of its own, and simulated engines that share a replica."""
 
     def __init__(self, directory: Path) -> None:
         shards = [ShardSpec(name, "bfloat16", shape, 0, math.prod(shape)) for name, shape in SHAPES.items()]
@@ -106,7 +106,7 @@ class Pushes:
 
     def engine(self) -> SimulatedEngine:
         clock = InstantClock()
-        weights = SimulatedWeights(self.directory / "model", shared_mirror("r", "m", self.directory))
+        weights = SimulatedWeights(self.directory / "model", shared_replica("r", "m", self.directory))
         return SimulatedEngine(weights=weights, clock=clock.now, sleep=clock.sleep)
 
     def publish(self) -> WeightAnnouncement:
@@ -142,12 +142,12 @@ async def test_engines_hold_what_is_published_bit_for_bit(pushes: Pushes) -> Non
         await pushes.push(pushes.publish(), pushes.engines)
     one, other = [await engine.checksums() for engine in pushes.engines]
     assert one == other and set(one) == set(SHAPES)
-    late = pushes.engine()  # as after a death: it takes all from the mirror of the other two
+    late = pushes.engine()  # as after a death: it takes all from the replica of the other two
     await pushes.push(pushes.publish(), [*pushes.engines, late])
     assert await late.checksums() == await pushes.engines[0].checksums() != one
     for engine in (*pushes.engines, late):
         await engine.aclose()
-    assert not [path for path in pushes.directory.iterdir() if path.name.startswith("streamrl-mirror")]
+    assert not [path for path in pushes.directory.iterdir() if path.name.startswith("streamrl-replica")]
     assert not [t for t in threading.enumerate() if t.name == "weight staging"]
 
 
@@ -166,6 +166,6 @@ async def test_what_was_announced_wrongly_or_written_by_somebody_else_is_refused
     live["embed"][0] ^= 1
     with pytest.raises(WeightError, match="differ before the commit"):
         await engine.commit(second.policy_version)
-    assert await engine.checksums() == held, "undone from the mirror"
+    assert await engine.checksums() == held, "undone from the replica"
     await pushes.push(second, [engine, other])
     assert await engine.checksums() == await other.checksums() != held

@@ -23,7 +23,7 @@ from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_patch
 from streamrl.weights.codec.state_hash import hash_range  # noqa: E402
 from streamrl.weights.manifest import MODULUS, ShardSpec  # noqa: E402
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch  # noqa: E402
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec  # noqa: E402
+from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec  # noqa: E402
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
 
@@ -84,7 +84,7 @@ class Fused(torch.nn.Module):  # type: ignore[misc]
 
 
 class Receiver:
-    """Live weights on the device and the mirror of the host; ``commit`` as a worker makes it."""
+    """Live weights on the device and the replica of the host; ``commit`` as a worker makes it."""
 
     def __init__(self, rows: int, device: str) -> None:
         self.model, self.version, self.held = Fused(rows, device), -1, dict[str, np.ndarray]()
@@ -94,7 +94,7 @@ class Receiver:
         rectangles = {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
         self.live = LiveWeights(plan, count_routes([rectangles], 0, self.specs))
         self.live._in_host_memory.clear()  # on a CPU, too, what a device does
-        self.mirror = CheckpointMirror()
+        self.replica = CheckpointReplica()
 
     def staged(self, new: Bits, *, anchor: bool = False) -> StagedVersion:
         base = None if anchor else self.version
@@ -107,17 +107,17 @@ class Receiver:
         announced = WeightAnnouncement(
             policy_version=self.version + 1, base_version=base, state_hash=state_hash(new), sources=()
         )
-        return self.mirror.stage(FetchedVersion(announced, base, 0 if anchor else state_hash(self.held), patches, 0))
+        return self.replica.stage(FetchedVersion(announced, base, 0 if anchor else state_hash(self.held), patches, 0))
 
     def commit(self, new: Bits, *, anchor: bool = False) -> tuple[float, float]:
         """Seconds before the pause, and in it."""
         staged, began = self.staged(new, anchor=anchor), time.perf_counter()
-        writes = self.live.prepare(staged, self.mirror)
+        writes = self.live.prepare(staged, self.replica)
         ready = time.perf_counter()
         self.live.state_hash = self.live.apply(writes, anchor=anchor)
         ended = time.perf_counter()
         assert self.live.state_hash == staged.state_hash
-        self.mirror.advance(staged)
+        self.replica.advance(staged)
         self.version, self.held = self.version + 1, new
         return ready - began, ended - ready
 
@@ -146,24 +146,24 @@ def test_live_weights_are_written_checked_undone_and_audited_there(device: str, 
         prepared_s, pause_s = receiver.commit(bits)
         receiver.assert_holds(bits)
     began = time.perf_counter()
-    assert receiver.live.audit(receiver.mirror) == state_hash(bits)
+    assert receiver.live.audit(receiver.replica) == state_hash(bits)
     elements = sum(one.size for one in bits.values())
     record_property("audit_ns_an_element", 1e9 * (time.perf_counter() - began) / elements)
 
-    writes = receiver.live.prepare(receiver.staged(changed(bits, 9)), receiver.mirror)
+    writes = receiver.live.prepare(receiver.staged(changed(bits, 9)), receiver.replica)
     receiver.live.apply(writes, anchor=False)
-    receiver.live.undo(writes, receiver.mirror)
+    receiver.live.undo(writes, receiver.replica)
     receiver.assert_holds(bits)
 
     place = int(np.flatnonzero(changed(bits, 10)["a"] != bits["a"])[0])
-    writes = receiver.live.prepare(receiver.staged(changed(bits, 10)), receiver.mirror)
+    writes = receiver.live.prepare(receiver.staged(changed(bits, 10)), receiver.replica)
     with torch.no_grad():
         receiver.model.joined.view(-1)[place] += 1
     with pytest.raises(WeightError, match="before the commit"):
         receiver.live.apply(writes, anchor=False)
     with pytest.raises(WeightError, match="in an audit"):
-        receiver.live.undo(writes[1:], receiver.mirror)
-        receiver.live.audit(receiver.mirror)
+        receiver.live.undo(writes[1:], receiver.replica)
+        receiver.live.audit(receiver.replica)
 
     source = torch.zeros_like(receiver.model.joined)
     copying, _ = timed(device, lambda: receiver.model.joined.data.copy_(source))

@@ -25,7 +25,7 @@ from streamrl.weights.codec.codec import encode_patch
 from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.pull.fetch import fetch_version
-from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.pull.replica import CheckpointReplica
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -137,7 +137,7 @@ def test_a_publisher_beside_a_device_sends_the_same_frames(
     for publisher in there:
         publisher.start()
         closed.callback(publisher.close)
-    mirror, values = CheckpointMirror(), drawn_values(0)
+    replica, values = CheckpointReplica(), drawn_values(0)
     # Two versions are not acknowledged, and the next one is the last of them again.
     for version, (share, taken) in enumerate(
         [(0, True), (0.02, False), (0.5, False), (0, True), (1, True), (0.1, True)]
@@ -150,11 +150,11 @@ def test_a_publisher_beside_a_device_sends_the_same_frames(
             host.publish(version, bits_of(given))
             assert_same_frames(beside, host)
         if taken:
-            mirror.advance(mirror.stage(fetch_version(announce(version, parts), held=mirror, progress_seconds=5.0)))
+            replica.advance(replica.stage(fetch_version(announce(version, parts), held=replica, progress_seconds=5.0)))
             for publisher in (*here, *there):
                 publisher.acknowledge(version)
             for name, expected in bits_of(values).items():
-                assert np.array_equal(mirror.bits(name), expected), name
+                assert np.array_equal(replica.bits(name), expected), name
     for host, beside in zip(here, there, strict=True):
         assert beside.publish_anchor(5).state_hash == host.publish_anchor(5).state_hash
         assert_same_frames(beside, host)

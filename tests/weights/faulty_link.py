@@ -17,7 +17,7 @@ from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.publish.server import ServedPart
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-from streamrl.weights.pull.mirror import CheckpointMirror
+from streamrl.weights.pull.replica import CheckpointReplica
 
 Bits = dict[str, np.ndarray]
 Frames = list[bytes]
@@ -49,13 +49,13 @@ def changed(bits: Bits, seed: int, density: float = 0.05) -> Bits:
 
 
 class SmallPush:
-    """One rank's publisher and one receiver's mirror, at the same version after ``begin``."""
+    """One rank's publisher and one receiver's replica, at the same version after ``begin``."""
 
     def __init__(self, directory: Path, *, run_id: str = "run", **options: Any) -> None:
         shards = [ShardSpec(name, dtype, shape, 0, int(np.prod(shape))) for name, (dtype, shape) in TENSORS.items()]
         self.publisher = WeightPublisher(f"ipc://{directory}/{run_id}", run_id=run_id, rank=0, shards=shards, **options)
         self.publisher.start()
-        self.mirror = CheckpointMirror()
+        self.replica = CheckpointReplica()
         self.bits = random_bits(0)
 
     def begin(self, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class SmallPush:
     ) -> FetchedVersion:
         return fetch_version(
             announced,
-            held=self.mirror,
+            held=self.replica,
             kept=kept,
             progress_seconds=progress_seconds,
             retry_seconds=retry_seconds,
@@ -89,14 +89,14 @@ class SmallPush:
         )
 
     def commit(self, announced: WeightAnnouncement, *, acknowledge: bool = True) -> None:
-        self.mirror.advance(self.mirror.stage(self.fetch(announced)))
+        self.replica.advance(self.replica.stage(self.fetch(announced)))
         if acknowledge:
             self.publisher.acknowledge(announced.policy_version)
 
     def assert_holds(self, version: int, bits: Bits) -> None:
-        assert self.mirror.policy_version == version
+        assert self.replica.policy_version == version
         for name, expected in bits.items():
-            assert np.array_equal(self.mirror.bits(name), expected), name
+            assert np.array_equal(self.replica.bits(name), expected), name
 
     def close(self) -> None:
         self.publisher.close()

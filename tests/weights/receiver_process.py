@@ -21,7 +21,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull import decoding
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion
+from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion
 from streamrl.weights.vllm.weight_transaction import WeightTransaction
 
 POINTS = ("decoding", "applying", "verifying", "advancing")
@@ -35,7 +35,7 @@ class ArrayModel:
         self.arrays: dict[str, np.ndarray] = {}
         self._reached = reached
 
-    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[tuple[str, object]]:
+    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[tuple[str, object]]:
         return list(staged.patches.items())
 
     def apply(self, writes: Sequence[tuple[str, object]], *, anchor: bool) -> int:
@@ -48,11 +48,11 @@ class ArrayModel:
         self._reached("verifying")
         return self._hash()
 
-    def undo(self, writes: Sequence[tuple[str, object]], mirror: CheckpointMirror) -> None:
+    def undo(self, writes: Sequence[tuple[str, object]], replica: CheckpointReplica) -> None:
         for name, _ in writes:
-            self.arrays[name] = mirror.bits(name).copy()
+            self.arrays[name] = replica.bits(name).copy()
 
-    def audit(self, mirror: CheckpointMirror) -> int:
+    def audit(self, replica: CheckpointReplica) -> int:
         return self._hash()
 
     def _hash(self) -> int:
@@ -66,18 +66,18 @@ def main(point: str, paths: Sequence[str]) -> None:
         if last[0] and now == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    decode, advance = decoding.decode_patch, CheckpointMirror.advance
+    decode, advance = decoding.decode_patch, CheckpointReplica.advance
 
     def watched_decode(*arguments: object) -> object:
         reached("decoding")
         return decode(*arguments)  # type: ignore[arg-type]
 
-    def watched_advance(mirror: CheckpointMirror, staged: StagedVersion) -> None:
-        advance(mirror, StagedVersion(*(getattr(staged, f) for f in staged.__struct_fields__[:4]), {}, 0))
+    def watched_advance(replica: CheckpointReplica, staged: StagedVersion) -> None:
+        advance(replica, StagedVersion(*(getattr(staged, f) for f in staged.__struct_fields__[:4]), {}, 0))
         reached("advancing")
-        advance(mirror, staged)
+        advance(replica, staged)
 
-    decoding.decode_patch, CheckpointMirror.advance = watched_decode, watched_advance  # type: ignore[assignment,method-assign]
+    decoding.decode_patch, CheckpointReplica.advance = watched_decode, watched_advance  # type: ignore[assignment,method-assign]
     model = ArrayModel(reached)
     receiver = WeightTransaction(lambda live, writes: None)
     for number, path in enumerate(paths):

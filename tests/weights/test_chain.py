@@ -17,8 +17,8 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import ReceivedChain
+from streamrl.weights.pull.replica import CheckpointReplica
 from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, decode_request, encoder
 from tests.weights import test_weight_publisher as publishing
 from tests.weights.faulty_link import TENSORS as SMALL_TENSORS
@@ -46,18 +46,18 @@ def save_checkpoint(directory: Path, bits: Bits, tensors: dict[str, tuple[str, t
     return directory
 
 
-def commit_late(mirror: CheckpointMirror, announced: WeightAnnouncement, **options: object) -> FetchedVersion:
-    fetched = fetch_version(announced, held=mirror, progress_seconds=5.0, **options)  # type: ignore[arg-type]
+def commit_late(replica: CheckpointReplica, announced: WeightAnnouncement, **options: object) -> FetchedVersion:
+    fetched = fetch_version(announced, held=replica, progress_seconds=5.0, **options)  # type: ignore[arg-type]
     if fetched.checkpoint is not None:
-        mirror.begin(fetched.checkpoint)
-    mirror.advance(mirror.stage(fetched))
+        replica.begin(fetched.checkpoint)
+    replica.advance(replica.stage(fetched))
     return fetched
 
 
-def assert_equal(mirror: CheckpointMirror, version: int, bits: Bits) -> None:
-    assert mirror.policy_version == version
+def assert_equal(replica: CheckpointReplica, version: int, bits: Bits) -> None:
+    assert replica.policy_version == version
     for name, expected in bits.items():
-        assert np.array_equal(mirror.bits(name), expected), name
+        assert np.array_equal(replica.bits(name), expected), name
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -69,9 +69,9 @@ def test_whatever_was_missed_is_committed_as_one(make_ranks: Callable[..., Ranks
     run.commit(run.publish(0, bits))
     late, sent = [], []
     for version in range(1, 5):
-        mirror = CheckpointMirror()
-        commit_late(mirror, run.publish_anchor(version - 1))
-        late.append(mirror)
+        replica = CheckpointReplica()
+        commit_late(replica, run.publish_anchor(version - 1))
+        late.append(replica)
         new = changed(versions[-1], version, density=0.01 if version < 3 else [0.9, 0.01][version - 3])
         back = np.random.default_rng(version).random(bits["embed"].size) < 0.3
         new["embed"][back] = bits["embed"][back]
@@ -79,13 +79,13 @@ def test_whatever_was_missed_is_committed_as_one(make_ranks: Callable[..., Ranks
         versions.append(new)
         announced = run.publish(version, new)
         sent.append(run.commit(announced).payload_bytes)
-    for version, mirror in enumerate(late):
-        fetched = commit_late(mirror, announced)
-        assert (fetched.base_version, mirror.state_hash) == (version, announced.state_hash)
+    for version, replica in enumerate(late):
+        fetched = commit_late(replica, announced)
+        assert (fetched.base_version, replica.state_hash) == (version, announced.state_hash)
         assert fetched.payload_bytes == sum(sent[version:])
         listed = [patch.patch.positions for patch in fetched.patches]
         assert all(p is None or bool(np.all(np.diff(p) > 0)) for p in listed)
-        assert_equal(mirror, 4, versions[4])
+        assert_equal(replica, 4, versions[4])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -97,19 +97,19 @@ def test_the_first_version_is_a_delta_on_the_checkpoint_and_a_restarted_engine_t
     run = make_ranks(ranks, checkpoint=path)
     announced = run.publish(0, first)
     assert announced.base_version == CHECKPOINT_VERSION
-    mirror = CheckpointMirror()
-    fetched = commit_late(mirror, announced, checkpoint=CheckpointBase(path))
+    replica = CheckpointReplica()
+    fetched = commit_late(replica, announced, checkpoint=CheckpointBase(path))
     assert (fetched.base_version, fetched.payload_bytes) == (CHECKPOINT_VERSION, 0), "it holds version 0 already"
-    assert_equal(mirror, 0, first)
+    assert_equal(replica, 0, first)
     bits = first
     for version in (1, 2):
         bits = changed(bits, version)
         announced = run.publish(version, bits)
-    restarted = CheckpointMirror()
+    restarted = CheckpointReplica()
     fetched = commit_late(restarted, announced, checkpoint=CheckpointBase(path))
     assert fetched.base_version == CHECKPOINT_VERSION
     assert_equal(restarted, 2, bits)
-    assert commit_late(mirror, announced).base_version == 0, "what missed them goes on from its own version"
+    assert commit_late(replica, announced).base_version == 0, "what missed them goes on from its own version"
     again = run.publish(3, changed(bits, 3))
     assert commit_late(restarted, again).base_version == 2, "from here on as everybody"
 
@@ -120,9 +120,9 @@ def test_a_run_that_goes_on_begins_with_what_differs_from_the_checkpoint(
     first = random_bits(0)
     path = save_checkpoint(tmp_path / "model", first, publishing.TENSORS)
     run, bits = make_ranks(2, checkpoint=path), changed(first, 7)
-    announced, mirror = run.publish(40, bits), CheckpointMirror()
-    assert commit_late(mirror, announced, checkpoint=CheckpointBase(path)).base_version == CHECKPOINT_VERSION
-    assert_equal(mirror, 40, bits)
+    announced, replica = run.publish(40, bits), CheckpointReplica()
+    assert commit_late(replica, announced, checkpoint=CheckpointBase(path)).base_version == CHECKPOINT_VERSION
+    assert_equal(replica, 40, bits)
 
 
 def test_a_checkpoint_that_takes_long_to_read_is_no_silence_of_the_source(
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_takes_long_to_read_is_no_silence_of_the_source(
     try:
         announced = push.publish(1, small_changed(first, 1))
         fetched = fetch_version(
-            announced, held=CheckpointMirror(), checkpoint=CheckpointBase(path), progress_seconds=3.0
+            announced, held=CheckpointReplica(), checkpoint=CheckpointBase(path), progress_seconds=3.0
         )
         assert fetched.base_version == CHECKPOINT_VERSION and fetched.payload_bytes > 0
     finally:
@@ -157,13 +157,13 @@ def test_a_checkpoint_that_differs_is_not_built_on(make_ranks: Callable[..., Ran
     run = make_ranks(2, checkpoint=right)
     delta = run.publish(0, first)
     for path, reason in ((other_bits, "state hash"), (other_names, "holds nothing as 'half'"), (tmp_path, "safetens")):
-        mirror = CheckpointMirror()
+        replica = CheckpointReplica()
         with pytest.raises(WeightError, match=rf"holds no published version yet.*{reason}.*publish an anchor"):
-            commit_late(mirror, delta, checkpoint=CheckpointBase(path))
-        assert commit_late(mirror, run.publish_anchor(0)).base_version is None
-        assert_equal(mirror, 0, first)
+            commit_late(replica, delta, checkpoint=CheckpointBase(path))
+        assert commit_late(replica, run.publish_anchor(0)).base_version is None
+        assert_equal(replica, 0, first)
     with pytest.raises(WeightError, match="none is known to be loaded"):
-        commit_late(CheckpointMirror(), delta)
+        commit_late(CheckpointReplica(), delta)
     for other in (other_names, None):
         assert make_ranks(1, checkpoint=other).publish(0, first).base_version is None
 
@@ -214,7 +214,7 @@ def test_a_chain_that_was_cut_off_goes_on_where_it_stopped_also_for_a_newer_vers
         before = len(link.requests)
         new = small_changed(push.bits, 4)
         newer = push.publish(4, new)
-        push.mirror.advance(push.mirror.stage(push.fetch(link.through(newer), kept=kept)))
+        push.replica.advance(push.replica.stage(push.fetch(link.through(newer), kept=kept)))
         asked = [type(decode_request(request)) for request in link.requests[before:]]
         assert asked == [GetManifest, GetChunk, GetChunk], "the newest, its chunk, and the one that did not come"
     push.assert_holds(4, new)

@@ -85,12 +85,12 @@ def test_every_bit_of_a_small_patch_may_be_wrong_behind_valid_digests(push: Smal
         try:
             for unit, entries in listed_units(sample.manifest.tensors):
                 encoded = memoryview(wrong)[start : start + entries[0].payload_bytes]
-                patches += decoding.Decoding(push.mirror).decode([(unit, entries, encoded)])
+                patches += decoding.Decoding(push.replica).decode([(unit, entries, encoded)])
                 start += len(encoded)
             base_hash = sample.manifest.base_part_hash
             fetched = FetchedVersion(sample.announced, 0, base_hash, patches, len(payload), "run")
-            for name, patch in push.mirror.stage(fetched).patches.items():
-                became = push.mirror.bits(name).copy()
+            for name, patch in push.replica.stage(fetched).patches.items():
+                became = push.replica.bits(name).copy()
                 became[patch.positions] = patch.new_bits
                 assert np.array_equal(became, true[name]), f"bit {bit} made {name} something else"
             outcomes["equal"] += 1

@@ -144,7 +144,7 @@ def test_what_did_not_change_beside_what_did_is_not_staged(tmp_path: Path) -> No
         push.begin()
         new = {**push.bits, "norm": push.bits["norm"] ^ np.uint16(1)}
         announced = push.publish(1, new)
-        staged = push.mirror.stage(push.fetch(announced))
+        staged = push.replica.stage(push.fetch(announced))
         assert list(staged.patches) == ["norm"]
         listed = decode_manifest(served(push.publisher, announced).manifest, announced.sources[0].manifest_digest, "")
         assert [(entry.shard.name, entry.changed_elements, entry.joined) for entry in listed.tensors] == [

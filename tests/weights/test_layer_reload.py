@@ -13,7 +13,7 @@ from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -112,7 +112,7 @@ def state_hash(bits: Mapping[str, np.ndarray]) -> int:
 
 
 def staged(
-    mirror: CheckpointMirror, version: int, old: Mapping[str, np.ndarray] | None, new: Mapping[str, np.ndarray]
+    replica: CheckpointReplica, version: int, old: Mapping[str, np.ndarray] | None, new: Mapping[str, np.ndarray]
 ) -> StagedVersion:
     patches = []
     for name, spec in TENSORS.items():
@@ -123,7 +123,7 @@ def staged(
         )
     base = None if old is None else version - 1
     announcement = WeightAnnouncement(policy_version=version, base_version=base, state_hash=state_hash(new), sources=())
-    return mirror.stage(FetchedVersion(announcement, base, 0 if old is None else state_hash(old), patches, 0))
+    return replica.stage(FetchedVersion(announcement, base, 0 if old is None else state_hash(old), patches, 0))
 
 
 def tensors_of(model: Model) -> dict[str, torch.Tensor]:
@@ -143,15 +143,15 @@ def assert_as_fresh(model: Model, bits: Mapping[str, np.ndarray]) -> None:
 
 def anchored(
     monkeypatch: pytest.MonkeyPatch, bits: Mapping[str, np.ndarray], **options: object
-) -> tuple[Model, LiveWeights, CheckpointMirror]:
+) -> tuple[Model, LiveWeights, CheckpointReplica]:
     model = loaded_model(random_bits(99), monkeypatch)
     plan = record_load_plan(model, TENSORS)
     counted = count_routes([{n: [r.checkpoint for r in rs] for n, rs in plan.routes.items()}], 0, TENSORS)
-    live, mirror = LiveWeights(plan, counted, layers=LiveLayers(plan, counted, **options)), CheckpointMirror()  # type: ignore[arg-type]
-    first = staged(mirror, 0, None, bits)
-    live.state_hash = live.apply(live.prepare(first, mirror), anchor=True)
-    mirror.advance(first)
-    return model, live, mirror
+    live, replica = LiveWeights(plan, counted, layers=LiveLayers(plan, counted, **options)), CheckpointReplica()  # type: ignore[arg-type]
+    first = staged(replica, 0, None, bits)
+    live.state_hash = live.apply(live.prepare(first, replica), anchor=True)
+    replica.advance(first)
+    return model, live, replica
 
 
 def some_changed(bits: Mapping[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
@@ -163,17 +163,17 @@ def some_changed(bits: Mapping[str, np.ndarray], *names: str) -> dict[str, np.nd
 
 def test_commits_equal_a_fresh_load_and_rebuild_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = random_bits(0)
-    model, live, mirror = anchored(monkeypatch, bits)
+    model, live, replica = anchored(monkeypatch, bits)
     assert_as_fresh(model, bits)
     places = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     touched = [("first.gate", "norm"), ("second.weight",), ("norm",), ("first.bias",), tuple(TENSORS)]
     for version, names in enumerate(touched, 1):
         new = some_changed(bits, *names)
         model.first.quant_method.calls = model.second.quant_method.calls = 0
-        delta = staged(mirror, version, bits, new)
-        live.state_hash = live.apply(live.prepare(delta, mirror), anchor=False)
-        mirror.advance(delta)
-        assert live.state_hash == state_hash(new) == live.audit(mirror)
+        delta = staged(replica, version, bits, new)
+        live.state_hash = live.apply(live.prepare(delta, replica), anchor=False)
+        replica.advance(delta)
+        assert live.state_hash == state_hash(new) == live.audit(replica)
         assert_as_fresh(model, new)
         calls = [layer.quant_method.calls for layer in (model.first, model.second)]
         assert calls == [int(any(name.startswith(part) for name in names)) for part in ("first", "second")]
@@ -183,14 +183,14 @@ def test_commits_equal_a_fresh_load_and_rebuild_what_changed(monkeypatch: pytest
 
 def test_a_rebuild_that_fails_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = random_bits(0)
-    model, live, mirror = anchored(monkeypatch, bits)
-    delta = staged(mirror, 1, bits, some_changed(bits, "first.up", "second.weight", "norm"))
-    writes = live.prepare(delta, mirror)
+    model, live, replica = anchored(monkeypatch, bits)
+    delta = staged(replica, 1, bits, some_changed(bits, "first.up", "second.weight", "norm"))
+    writes = live.prepare(delta, replica)
     with monkeypatch.context() as broken:
         broken.setattr(model.second, "quant_method", FailingMethod())
         with pytest.raises(RuntimeError, match="no room"):
             live.apply(writes, anchor=False)
-    live.undo(writes, mirror)
+    live.undo(writes, replica)
     assert_as_fresh(model, bits)
     assert live.apply(writes, anchor=False) == delta.state_hash, "the same version once more"
 
@@ -205,18 +205,18 @@ def test_a_foreign_write_to_a_quantised_tensor_is_noticed_and_an_anchor_repairs_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bits = random_bits(0)
-    model, live, mirror = anchored(monkeypatch, bits)
+    model, live, replica = anchored(monkeypatch, bits)
     model.second.weight.data[0, 0] += 1
     with pytest.raises(WeightError, match=r"layer 'second': 'weight' has other bits in an audit"):
-        live.audit(mirror)
-    delta = staged(mirror, 1, bits, new := some_changed(bits, "second.weight"))
+        live.audit(replica)
+    delta = staged(replica, 1, bits, new := some_changed(bits, "second.weight"))
     with pytest.raises(WeightError, match=r"layer 'second': 'weight' has other bits before the commit"):
-        live.apply(live.prepare(delta, mirror), anchor=False)
-    anchor = staged(mirror, 1, None, new)
-    live.state_hash = live.apply(live.prepare(anchor, mirror), anchor=True)
-    mirror.advance(anchor)
+        live.apply(live.prepare(delta, replica), anchor=False)
+    anchor = staged(replica, 1, None, new)
+    live.state_hash = live.apply(live.prepare(anchor, replica), anchor=True)
+    replica.advance(anchor)
     assert_as_fresh(model, new)
-    assert live.audit(mirror) == state_hash(new)
+    assert live.audit(replica) == state_hash(new)
 
 
 def test_what_was_loaded_is_compared_with_what_a_rebuild_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +225,12 @@ def test_what_was_loaded_is_compared_with_what_a_rebuild_gives(monkeypatch: pyte
     model = loaded_model(bits, monkeypatch)
     plan = record_load_plan(model, TENSORS)
     counted = count_routes([{n: [r.checkpoint for r in rs] for n, rs in plan.routes.items()}], 0, TENSORS)
-    mirror = CheckpointMirror()
-    mirror.advance(staged(mirror, 0, None, bits))
-    assert LiveWeights(plan, counted).audit(mirror) == state_hash(bits)
+    replica = CheckpointReplica()
+    replica.advance(staged(replica, 0, None, bits))
+    assert LiveWeights(plan, counted).audit(replica) == state_hash(bits)
     model.first.scale.data[2] *= 2
     with pytest.raises(WeightError, match=r"layer 'first': 1 bytes of 'scale' are not what comes of its published"):
-        LiveWeights(record_load_plan(model, TENSORS), counted).audit(mirror)
+        LiveWeights(record_load_plan(model, TENSORS), counted).audit(replica)
 
 
 def test_no_worker_rebuilds_when_another_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +242,9 @@ def test_no_worker_rebuilds_when_another_one_failed(monkeypatch: pytest.MonkeyPa
     told: list[str] = []
     others = ""
     bits = random_bits(0)
-    model, live, mirror = anchored(monkeypatch, bits, agreed=agreed)
-    delta = staged(mirror, 1, bits, some_changed(bits, "first.up", "norm"))
-    writes = live.prepare(delta, mirror)
+    model, live, replica = anchored(monkeypatch, bits, agreed=agreed)
+    delta = staged(replica, 1, bits, some_changed(bits, "first.up", "norm"))
+    writes = live.prepare(delta, replica)
     others = "worker 1: it failed"
     model.first.quant_method.calls = 0
     with pytest.raises(WeightError, match="worker 1: it failed"):
@@ -259,7 +259,7 @@ def test_no_worker_rebuilds_when_another_one_failed(monkeypatch: pytest.MonkeyPa
 
 def test_refuses_by_name_what_a_reload_makes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = random_bits(0)
-    model, live, mirror = anchored(monkeypatch, bits)
+    model, live, replica = anchored(monkeypatch, bits)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
 
     def in_another_form(layer: Layer) -> None:
@@ -267,7 +267,7 @@ def test_refuses_by_name_what_a_reload_makes_otherwise(monkeypatch: pytest.Monke
         layer.scale = torch.nn.Parameter(layer.scale.data.view(-1))
 
     monkeypatch.setattr(model.first.quant_method, "process_weights_after_loading", in_another_form)
-    writes = live.prepare(staged(mirror, 1, bits, some_changed(bits, "first.up")), mirror)
+    writes = live.prepare(staged(replica, 1, bits, some_changed(bits, "first.up")), replica)
     with pytest.raises(
         WeightError, match=r"layer 'first': 'scale' is \(8,\) of torch.float32 after a reload.*in place"
     ):

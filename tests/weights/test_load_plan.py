@@ -13,7 +13,7 @@ from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
-from streamrl.weights.pull.mirror import CheckpointMirror, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -92,14 +92,14 @@ def rectangles(plan: LoadPlan) -> dict[str, list[object]]:
     return {name: [route.checkpoint for route in routes] for name, routes in plan.routes.items()}
 
 
-def anchored(worker: Worker, bits: dict[str, np.ndarray]) -> tuple[LiveWeights, CheckpointMirror]:
-    """A worker, and a mirror, that hold ``bits`` as version 0."""
+def anchored(worker: Worker, bits: dict[str, np.ndarray]) -> tuple[LiveWeights, CheckpointReplica]:
+    """A worker, and a replica, that hold ``bits`` as version 0."""
     live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
-    mirror = CheckpointMirror()
-    staged = mirror.stage(fetched(0, None, bits))
-    live.state_hash = live.apply(live.prepare(staged, mirror), anchor=True)
-    mirror.advance(staged)
-    return live, mirror
+    replica = CheckpointReplica()
+    staged = replica.stage(fetched(0, None, bits))
+    live.state_hash = live.apply(live.prepare(staged, replica), anchor=True)
+    replica.advance(staged)
+    return live, replica
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -110,16 +110,16 @@ def test_commits_equal_the_loader_on_every_worker(ranks: int, dtype: object) -> 
     assert all(not p.count_nonzero() for w in workers for p in w.parameters()), "recording wrote to the model"
     gathered = [rectangles(plan) for plan in plans]
     live = [LiveWeights(plan, count_routes(gathered, rank, TENSORS)) for rank, plan in enumerate(plans)]
-    mirror, old = CheckpointMirror(), None
+    replica, old = CheckpointReplica(), None
     for version in range(4):
         new = random_bits(version)
         if old is not None:
             keep = {name: np.random.default_rng(version).random(b.size) < 0.7 for name, b in new.items()}
             new = {name: np.where(keep[name], old[name], b) for name, b in new.items()}
-        staged = mirror.stage(fetched(version, old, new))
+        staged = replica.stage(fetched(version, old, new))
         for one in live:
-            one.state_hash = one.apply(one.prepare(staged, mirror), anchor=staged.is_anchor)
-        mirror.advance(staged)
+            one.state_hash = one.apply(one.prepare(staged, replica), anchor=staged.is_anchor)
+        replica.advance(staged)
         assert sum(one.state_hash for one in live) % MODULUS == state_hash(new)
         for rank, worker in enumerate(workers):
             reference = Worker(rank, ranks, dtype)
@@ -132,10 +132,10 @@ def test_commits_equal_the_loader_on_every_worker(ranks: int, dtype: object) -> 
 def test_nan_payloads_and_signed_zero_reach_a_float32_engine() -> None:
     worker = Worker()
     live = LiveWeights(plan := record_load_plan(worker, TENSORS), count_routes([rectangles(plan)], 0, TENSORS))
-    mirror, new = CheckpointMirror(), random_bits(0)
+    replica, new = CheckpointReplica(), random_bits(0)
     new["norm"][:] = [0x8000, 0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x0000]
-    staged = mirror.stage(fetched(0, None, new))
-    assert live.apply(live.prepare(staged, mirror), anchor=True) == state_hash(new)
+    staged = replica.stage(fetched(0, None, new))
+    assert live.apply(live.prepare(staged, replica), anchor=True) == state_hash(new)
     stored = worker.norm.detach().view(torch.int32).numpy().view(np.uint32)
     assert np.array_equal(stored, new["norm"].astype(np.uint32) << 16)
 
@@ -143,14 +143,14 @@ def test_nan_payloads_and_signed_zero_reach_a_float32_engine() -> None:
 def test_a_foreign_write_is_noticed_and_undo_restores_what_was_touched() -> None:
     worker = Worker()
     old = random_bits(0)
-    live, mirror = anchored(worker, old)
+    live, replica = anchored(worker, old)
     before = {name: p.detach().clone() for name, p in worker.named_parameters()}
     new = random_bits(1)
-    writes = live.prepare(mirror.stage(fetched(1, old, new)), mirror)
+    writes = live.prepare(replica.stage(fetched(1, old, new)), replica)
     worker.turned.data[0, 0] += 1
     with pytest.raises(WeightError, match=r"'turned': 1 of \d+ elements differ before the commit"):
         live.apply(writes, anchor=False)
-    live.undo(writes, mirror)
+    live.undo(writes, replica)
     for name, parameter in worker.named_parameters():
         assert torch.equal(parameter, before[name]), name
     worker.norm.data[3] = 1.0 + 2**-20
@@ -188,11 +188,11 @@ def test_follows_copies_that_a_loader_makes_on_the_way() -> None:
     worker, reference = refusing(in_two_halves), refusing(in_two_halves)
     plan = record_load_plan(worker, TENSORS)
     live = LiveWeights(plan, count_routes([rectangles(plan)], 0, TENSORS))
-    mirror, old = CheckpointMirror(), None
+    replica, old = CheckpointReplica(), None
     for version, new in enumerate((random_bits(0), random_bits(1))):
-        staged = mirror.stage(fetched(version, old, new))
-        live.state_hash = live.apply(live.prepare(staged, mirror), anchor=staged.is_anchor)
-        mirror.advance(staged)
+        staged = replica.stage(fetched(version, old, new))
+        live.state_hash = live.apply(live.prepare(staged, replica), anchor=staged.is_anchor)
+        replica.advance(staged)
         assert live.state_hash == state_hash(new)
         reference.load_weights((name, as_tensor(name, bits)) for name, bits in new.items())
         for name, parameter in worker.named_parameters():
@@ -437,8 +437,8 @@ def test_a_lattice_is_found_again_and_nothing_else_is(shape: tuple[int, ...]) ->
 def test_an_audit_finds_one_wrong_bit() -> None:
     worker = Worker()
     new = random_bits(0)
-    live, mirror = anchored(worker, new)
-    assert live.audit(mirror) == live.state_hash == state_hash(new)
+    live, replica = anchored(worker, new)
+    assert live.audit(replica) == live.state_hash == state_hash(new)
     worker.fused.data[2, 5] *= -1
     with pytest.raises(WeightError, match="'fused': 1 of 48 elements differ in an audit; element 21 of 'column'"):
-        live.audit(mirror)
+        live.audit(replica)

@@ -134,7 +134,7 @@ def test_a_cut_transfer_asks_only_for_what_is_missing(push: SmallPush, tmp_path:
     with FaultyLink(tmp_path, push.publisher.endpoint, Once(3, raise_cut)) as link:
         fetched = push.fetch(link.through(announced), credit_bytes=1, retry_seconds=60.0)
         asked = chunks_asked(link.requests)
-    push.mirror.advance(push.mirror.stage(fetched))
+    push.replica.advance(push.replica.stage(fetched))
     push.assert_holds(1, new)
     assert asked == {0: 1, 1: 1, 2: 2, 3: 1}
 
@@ -156,7 +156,7 @@ def test_a_transfer_that_was_given_up_goes_on_where_it_stopped(push: SmallPush, 
         fetched = push.fetch(link.through(announced), kept=kept, credit_bytes=1)
         assert sorted(chunks_asked(link.requests[before:])) == [2, 3]
         assert not any(isinstance(decode_request(r), GetManifest) for r in link.requests[before:])
-    push.mirror.advance(push.mirror.stage(fetched))
+    push.replica.advance(push.replica.stage(fetched))
     push.assert_holds(1, new)
 
 
@@ -234,6 +234,6 @@ def test_a_frame_that_is_too_large_ends_the_transfer_and_the_next_one_goes_on(
     with FaultyLink(tmp_path, push.publisher.endpoint, large) as link:
         with pytest.raises(WeightError, match=r"nothing arrived .* 3 of 4 chunks are missing"):
             push.fetch(link.through(announced), kept=kept, credit_bytes=1, progress_seconds=0.5)
-        push.mirror.advance(push.mirror.stage(push.fetch(link.through(announced), kept=kept)))
+        push.replica.advance(push.replica.stage(push.fetch(link.through(announced), kept=kept)))
         assert chunks_asked(link.requests)[0] == 1
     push.assert_holds(1, new)

@@ -1,4 +1,4 @@
-"""Publisher, fetch client and mirror together, over ipc and tcp: what was published is what arrives, or an error."""
+"""Publisher, fetch client and replica together, over ipc and tcp: what was published is what arrives, or an error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from streamrl.weights.publish.chain import MAXIMUM_LINKS, UNACKNOWLEDGED_LINKS
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.fetch import FetchedVersion, fetch_version
-from streamrl.weights.pull.mirror import CheckpointMirror
 from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
+from streamrl.weights.pull.replica import CheckpointReplica
 
 Bits = dict[str, np.ndarray]
 
@@ -63,7 +63,7 @@ def shards_of(rank: int, ranks: int) -> list[ShardSpec]:
 
 
 class Ranks:
-    """The publishers of several ranks and one engine's mirror."""
+    """The publishers of several ranks and one engine's replica."""
 
     def __init__(self, endpoint: Callable[[], str], ranks: int, **options: Any) -> None:
         self.publishers = [
@@ -72,7 +72,7 @@ class Ranks:
         ]
         for publisher in self.publishers:
             publisher.start()
-        self.mirror = CheckpointMirror()
+        self.replica = CheckpointReplica()
 
     def publish(self, version: int, bits: Bits) -> WeightAnnouncement:
         parts = []
@@ -87,17 +87,17 @@ class Ranks:
         return announce(version, [publisher.publish_anchor(version) for publisher in self.publishers])
 
     def commit(self, announcement: WeightAnnouncement, *, acknowledge: bool = True) -> FetchedVersion:
-        fetched = fetch_version(announcement, held=self.mirror, progress_seconds=5.0)
-        self.mirror.advance(self.mirror.stage(fetched))
+        fetched = fetch_version(announcement, held=self.replica, progress_seconds=5.0)
+        self.replica.advance(self.replica.stage(fetched))
         if acknowledge:
             for publisher in self.publishers:
                 publisher.acknowledge(announcement.policy_version)
         return fetched
 
     def assert_holds(self, version: int, bits: Bits) -> None:
-        assert self.mirror.policy_version == version
+        assert self.replica.policy_version == version
         for name, expected in bits.items():
-            assert np.array_equal(self.mirror.bits(name), expected), name
+            assert np.array_equal(self.replica.bits(name), expected), name
 
 
 def announce(version: int, parts: list[Published]) -> WeightAnnouncement:
@@ -143,7 +143,7 @@ def test_anchor_then_deltas_arrive_bit_for_bit(make_ranks: Callable[[int], Ranks
         assert announcement.base_version == version - 1
         run.commit(announcement)
         run.assert_holds(version, bits)
-        assert run.mirror.state_hash == announcement.state_hash
+        assert run.replica.state_hash == announcement.state_hash
 
 
 def test_a_delta_is_small(make_ranks: Callable[[int], Ranks]) -> None:
@@ -179,7 +179,7 @@ def test_an_engine_that_starts_late_gets_an_anchor(make_ranks: Callable[[int], R
     run.commit(run.publish(0, bits))
     bits = changed(bits, 1)
     run.commit(run.publish(1, bits))
-    run.mirror = CheckpointMirror()
+    run.replica = CheckpointReplica()
     with pytest.raises(WeightError, match=r"holds no published version yet.*publish an anchor"):
         run.commit(run.publish(2, bits))
     run.commit(run.publish_anchor(2))
@@ -251,28 +251,28 @@ def test_large_shards_are_published_in_pieces_by_several_threads(
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 70_001)
     monkeypatch.setattr(publisher_module, "_ELEMENTS_WORTH_THREADS", 1)
     bits = random_bits(0)
-    mirror = CheckpointMirror()
+    replica = CheckpointReplica()
     with publisher_of(endpoint(), threads=3) as publisher:
         anchor = announce(0, [publisher.publish(0, bits)])
         fetched = fetch_version(anchor)
         assert len(fetched.patches) == 3 + 13 + 8
-        mirror.advance(mirror.stage(fetched))
+        replica.advance(replica.stage(fetched))
         publisher.acknowledge(0)
         next_bits = {name: b.copy() for name, b in bits.items()}
         next_bits["embed"][[0, 70_001, 70_002, 899_999]] ^= 1
         next_bits["head"][-3:] ^= 7
         delta = announce(1, [publisher.publish(1, next_bits)])
         assert delta.sources[0].changed_elements == 7
-        fetched = fetch_version(delta, held=mirror)
+        fetched = fetch_version(delta, held=replica)
         assert [(p.shard.name, p.shard.offset) for p in fetched.patches] == [
             ("embed", 0),
             ("embed", 69_994),
             ("embed", 840_005),
             ("head", 490_006),
         ]
-        mirror.advance(mirror.stage(fetched))
+        replica.advance(replica.stage(fetched))
     for name, expected in next_bits.items():
-        assert np.array_equal(mirror.bits(name), expected), name
+        assert np.array_equal(replica.bits(name), expected), name
 
 
 @contextmanager
@@ -371,7 +371,7 @@ def test_a_chunk_that_stays_corrupt_is_refused(make_ranks: Callable[[int], Ranks
         announcement, _ = serve_corrupted(run, stack, endpoint(), times=CHUNK_ATTEMPTS)
         with pytest.raises(WeightError, match=rf"chunk 1 from .* came 3 times with digest \w+ \({CHUNK_BYTES} bytes\)"):
             run.commit(announcement)
-        assert run.mirror.policy_version is None
+        assert run.replica.policy_version is None
 
 
 def test_a_silent_source_is_named(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_shards_must_cover_each_tensor_once(make_ranks: Callable[[int], Ranks]) 
     parts = [run.publishers[r]._part_hash for r in range(2)]
     honest_hash = announce(0, [Published(s, None, h) for s, h in zip(without_the_last.sources, parts, strict=True)])
     with pytest.raises(WeightError, match="a rank is missing"):
-        run.mirror.stage(fetch_version(honest_hash))
+        run.replica.stage(fetch_version(honest_hash))
 
 
 SERVES = """

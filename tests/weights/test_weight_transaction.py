@@ -16,7 +16,7 @@ import pytest
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.pull.mirror import StagedPatch
+from streamrl.weights.pull.replica import StagedPatch
 from streamrl.weights.vllm.weight_transaction import LiveModel, StageReport, WeightTransaction
 from tests.weights.faulty_link import TENSORS, Bits, SmallPush, changed, random_bits
 from tests.weights.receiver_process import POINTS
@@ -78,7 +78,7 @@ class Receiver:
         assert (held.policy_version, self.transaction.tainted) == (version, "")
         for name, expected in bits.items():
             assert np.array_equal(self.model.bits(name), expected), name
-            assert np.array_equal(self.transaction.mirror.bits(name), expected), name
+            assert np.array_equal(self.transaction.replica.bits(name), expected), name
 
     def load(self, bits: Bits) -> None:
         """As vLLM did before anything was pushed."""
@@ -186,14 +186,14 @@ def test_a_crash_of_the_undoing_taints_and_an_anchor_heals(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_mirror_that_fails_to_catch_up_does_so_with_the_next_version(
+def test_a_replica_that_fails_to_catch_up_does_so_with_the_next_version(
     push: SmallPush, receiver: Receiver, number: int
 ) -> None:
     once, twice = changed(push.bits, 1), changed(changed(push.bits, 1), 2)
     receiver.commit(push.publish(1, once))
     push.publisher.acknowledge(1)
     announced = push.publish(2, twice)
-    mirror = receiver.transaction.mirror
+    replica = receiver.transaction.replica
 
     class CrashingOnce(dict[str, StagedPatch]):
         left = 1
@@ -205,8 +205,8 @@ def test_a_mirror_that_fails_to_catch_up_does_so_with_the_next_version(
                     raise Crash
                 yield item
 
-    mirror._behind = CrashingOnce(mirror._behind)
-    assert len(mirror._behind) > number
+    replica._behind = CrashingOnce(replica._behind)
+    assert len(replica._behind) > number
     assert receiver.stage(announced).error == "Crash: "
     receiver.transaction.roll_back()
     receiver.commit(announced)
@@ -261,15 +261,19 @@ def test_weights_that_a_sleep_dropped_are_no_version(push: SmallPush, receiver: 
 def test_a_newer_version_does_not_wait_in_the_engine_for_the_staging_before(
     push: SmallPush, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    announced, mirror, reading = push.publish(1, changed(push.bits, 1)), receiver.transaction.mirror, threading.Event()
-    entered, stage = threading.Event(), mirror.stage_announced
+    announced, replica, reading = (
+        push.publish(1, changed(push.bits, 1)),
+        receiver.transaction.replica,
+        threading.Event(),
+    )
+    entered, stage = threading.Event(), replica.stage_announced
 
     def slow(*arguments: Any, **options: Any) -> Any:
         entered.set()
         assert reading.wait(10)
         return stage(*arguments, **options)
 
-    monkeypatch.setattr(mirror, "stage_announced", slow)
+    monkeypatch.setattr(replica, "stage_announced", slow)
     receiver.transaction.begin_stage(announced)
     assert entered.wait(10)
     receiver.transaction.begin_stage(announced)  # it would stand still here

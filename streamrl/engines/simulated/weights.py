@@ -1,6 +1,6 @@
 """The weights of a simulated engine: fetched, checked, written and hashed as those of a real one, and used for nothing.
 
-The same transaction, mirror and fetch as in vLLM's worker (``weight_receiver``), with arrays in place of a model.
+The same transaction, replica and fetch as in vLLM's worker (``weight_receiver``), with arrays in place of a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import MODULUS, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec
 from streamrl.weights.vllm.weight_transaction import StageReport, WeightTransaction
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.05
@@ -29,13 +29,13 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.05
 class SimulatedWeights:
     """What one simulated engine holds. It has loaded the checkpoint in ``model_path``, as a real one does.
 
-    ``mirror``: shared with the other engines of this machine, or its own.
+    ``replica``: shared with the other engines of this machine, or its own.
     """
 
-    def __init__(self, model_path: Path, mirror: CheckpointMirror) -> None:
+    def __init__(self, model_path: Path, replica: CheckpointReplica) -> None:
         self._checkpoint = CheckpointBase(model_path)
         self._live: _LiveBits | None = None
-        self._transaction = WeightTransaction(lambda _live, _writes: None, checkpoint=model_path, mirror=mirror)
+        self._transaction = WeightTransaction(lambda _live, _writes: None, checkpoint=model_path, replica=replica)
 
     async def stage(self, announcement: WeightAnnouncement) -> OrderDone:
         """Fetch, check and decode in a thread. Raises ``WeightError``; nothing live has changed then."""
@@ -71,7 +71,7 @@ class SimulatedWeights:
     def close(self) -> None:
         """Stop fetching, and give back what is shared. Idempotent."""
         self._transaction.close()
-        self._transaction.mirror.close()
+        self._transaction.replica.close()
 
     def _load(self, tensors: Mapping[str, TensorSpec]) -> _LiveBits:
         self._live = _LiveBits(tensors, self._checkpoint)
@@ -95,7 +95,7 @@ class _LiveBits:
         self.state_hash = 0
         self._bits = {name: _loaded(spec, checkpoint) for name, spec in tensors.items()}
 
-    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[_Write]:
+    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[_Write]:
         """What it adds to the hash is known before the engine pauses."""
         writes = []
         for name, patch in staged.patches.items():
@@ -103,7 +103,7 @@ class _LiveBits:
                 change = hash_range(name, 0, patch.new_bits)
                 writes.append(_Write(name, None, patch.new_bits, None, change))
                 continue
-            old = mirror.bits(name)[patch.positions]
+            old = replica.bits(name)[patch.positions]
             change = hash_elements(name, patch.positions, patch.new_bits) - hash_elements(name, patch.positions, old)
             writes.append(_Write(name, patch.positions, patch.new_bits, old, change))
         return writes
@@ -117,17 +117,17 @@ class _LiveBits:
             self._compare(write, write.new_bits, "after")
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
 
-    def undo(self, writes: Sequence[_Write], mirror: CheckpointMirror) -> None:
-        """From the mirror, which still holds the version before."""
+    def undo(self, writes: Sequence[_Write], replica: CheckpointReplica) -> None:
+        """From the replica, which still holds the version before."""
         for write in writes:
             places = _places(write)
-            self._bits[write.tensor][places] = mirror.bits(write.tensor)[places]
+            self._bits[write.tensor][places] = replica.bits(write.tensor)[places]
 
-    def audit(self, mirror: CheckpointMirror) -> int:
-        """Every element, against the mirror. Returns the state hash."""
+    def audit(self, replica: CheckpointReplica) -> int:
+        """Every element, against the replica. Returns the state hash."""
         total = 0
-        for name in mirror.tensors:
-            whole = _Write(name, None, mirror.bits(name), None, 0)
+        for name in replica.tensors:
+            whole = _Write(name, None, replica.bits(name), None, 0)
             self._compare(whole, whole.new_bits, "in an audit, long after")
             total += hash_range(name, 0, self._bits[name])
         return total % MODULUS

@@ -45,7 +45,7 @@ from streamrl.learning.options import TrainerOptions
 from streamrl.learning.rank_memory import MOMENT_BYTES, TrainingSizes, activation_bytes, choose_gathered
 from streamrl.learning.state.published_weights import local_part, local_shards, published_shards
 from streamrl.recipe.sections import Gathered, OptimizerKind
-from streamrl.weights.pull.mirror import TensorSpec
+from streamrl.weights.pull.replica import TensorSpec
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ _EncodedPatch = tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]
 
 
 class HeldWeights(Protocol):
-    """The committed version of the receiver, by which deltas are decoded (``CheckpointMirror`` is one)."""
+    """The committed version of the receiver, by which deltas are decoded (``CheckpointReplica`` is one)."""
 
     policy_version: int | None
     state_hash: int

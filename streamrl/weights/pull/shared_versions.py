@@ -15,8 +15,8 @@ import msgspec
 
 from streamrl.base.errors import UNDECODABLE, WeightError
 from streamrl.weights.codec.bits import bit_type
-from streamrl.weights.pull.mirror import StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.pull.node_memory import Segment, SharedMemory, aligned
+from streamrl.weights.pull.replica import StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.shared_memory import Segment, SharedMemory, aligned
 
 _LOCK_POLL_S = 0.02
 
@@ -50,7 +50,7 @@ class SharedVersion(msgspec.Struct, frozen=True):
 
 
 class SharedState(msgspec.Struct, frozen=True):
-    """``bits``: the mirror. ``staged``: the version that was fetched last. ``writing``: ``staged`` is being written
+    """``bits``: the replica. ``staged``: the version that was fetched last. ``writing``: ``staged`` is being written
     into ``bits``, or was when the writer died."""
 
     bits: SharedVersion | None = None
@@ -151,7 +151,7 @@ class SharedVersions:
                 raise WeightError("waiting for another worker's fetch was stopped")
             waited += _LOCK_POLL_S
             if longest_s is not None and waited > longest_s:
-                raise WeightError(f"another worker of this machine kept the mirror for {longest_s:g} s")
+                raise WeightError(f"another worker of this machine kept the replica for {longest_s:g} s")
         try:
             self._locked_by = threading.get_ident()
             self._read_state()

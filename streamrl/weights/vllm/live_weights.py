@@ -21,7 +21,7 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.state_hash import hash_elements
 from streamrl.weights.manifest import MODULUS
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.live_weights_bits import UPPER_HALF, hash_rectangle, inside, to_runtime
 from streamrl.weights.vllm.live_weights_layers import LayerWrite, LiveLayers
 from streamrl.weights.vllm.live_weights_scatter import scatter_checked
@@ -70,20 +70,20 @@ class LiveWeights:
         }
         self._compile()
 
-    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[RouteWrite | LayerWrite]:
-        """Where every staged element goes. Reads the mirror; touches nothing live."""
+    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[RouteWrite | LayerWrite]:
+        """Where every staged element goes. Reads the replica; touches nothing live."""
         writes: list[RouteWrite | LayerWrite] = [
             write
             for name, patch in staged.patches.items()
             for index, route in self._routes(name)
-            if (write := self._write_of(staged.tensors[name], patch, index, route, mirror)) is not None
+            if (write := self._write_of(staged.tensors[name], patch, index, route, replica)) is not None
         ]
-        return writes + self._layers.prepare(staged, mirror)
+        return writes + self._layers.prepare(staged, replica)
 
     def apply(self, writes: Sequence[RouteWrite | LayerWrite], *, anchor: bool) -> int:
         """Write, read back, rebuild layers, and return this worker's new part of the state hash.
 
-        Raises ``WeightError`` naming the parameter when a live element is not what the mirror says it was, or
+        Raises ``WeightError`` naming the parameter when a live element is not what the replica says it was, or
         not what was just written: the caller must then undo.
         """
         direct, layers = _apart(writes)
@@ -96,29 +96,29 @@ class LiveWeights:
         self._layers.apply(layers, failed=failed, anchor=anchor)
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS
 
-    def undo(self, writes: Sequence[RouteWrite | LayerWrite], mirror: CheckpointMirror) -> None:
+    def undo(self, writes: Sequence[RouteWrite | LayerWrite], replica: CheckpointReplica) -> None:
         """Write what was there back to every element that ``writes`` may have touched, and rebuild layers from what
-        ``mirror`` holds. Raises ``WeightError`` where that cannot be done."""
+        ``replica`` holds. Raises ``WeightError`` where that cannot be done."""
         direct, layers = _apart(writes)
         for write in direct:
             if write.old_bits is not None:
                 self._write(write, write.old_bits)
                 continue
-            bits = mirror.bits(write.tensor.name)
+            bits = replica.bits(write.tensor.name)
             source = write.route.checkpoint
             self._write(write, inside(source, bits))
-        self._layers.undo(layers, mirror)
+        self._layers.undo(layers, replica)
 
-    def audit(self, mirror: CheckpointMirror) -> int:
-        """Compare every live element with the mirror, and hash anew: this worker's part of the state hash.
+    def audit(self, replica: CheckpointReplica) -> int:
+        """Compare every live element with the replica, and hash anew: this worker's part of the state hash.
 
         Raises ``WeightError`` naming the first parameter and element that differ.
         """
-        total = self._layers.audit(mirror)
-        for name, spec in mirror.tensors.items():
+        total = self._layers.audit(replica)
+        for name, spec in replica.tensors.items():
             for index, route in self._routes(name):
-                complete = StagedPatch(None, mirror.bits(name))
-                write = self._write_of(spec, complete, index, route, mirror)
+                complete = StagedPatch(None, replica.bits(name))
+                write = self._write_of(spec, complete, index, route, replica)
                 assert write is not None
                 _check_equal(write, self._read(write), "in an audit")
                 total += write.hash_change
@@ -135,7 +135,7 @@ class LiveWeights:
         return [(index, route) for index, route in routes if route.parameter not in self.plan.layers]
 
     def _write_of(
-        self, spec: TensorSpec, patch: StagedPatch, index: int, route: Route, mirror: CheckpointMirror
+        self, spec: TensorSpec, patch: StagedPatch, index: int, route: Route, replica: CheckpointReplica
     ) -> RouteWrite | None:
         """What a patch writes through one route; None when none of its elements lie there."""
         counted = (spec.name, index) in self._counted
@@ -147,7 +147,7 @@ class LiveWeights:
         if not chosen.size:
             return None
         positions, new = patch.positions[chosen], patch.new_bits[chosen]
-        old = mirror.bits(spec.name)[positions]
+        old = replica.bits(spec.name)[positions]
         change = hash_elements(spec.name, positions, new) - hash_elements(spec.name, positions, old) if counted else 0
         if self._storages[route.parameter].numel() < _SMALL_STORAGE:
             elements = elements.astype(np.uint32)

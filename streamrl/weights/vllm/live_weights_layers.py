@@ -22,7 +22,7 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.state_hash import hash_elements
 from streamrl.weights.manifest import MODULUS
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 from streamrl.weights.vllm.live_weights_bits import hash_rectangle, inside, to_runtime
 from streamrl.weights.vllm.load_plan import LoadPlan, Route
 from streamrl.weights.vllm.load_plan_reload import ReloadedLayer
@@ -67,10 +67,10 @@ class LiveLayers:
                 if owner in self._tensors:  # biases, too: a kernel may hold a copy
                     self._tensors[owner].add(tensor)
 
-    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[LayerWrite]:
+    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[LayerWrite]:
         """The layers that ``staged`` touches, on any worker: all rebuild the same ones, in one order."""
         return [
-            self._write_of(layer, staged.patches, mirror)
+            self._write_of(layer, staged.patches, replica)
             for name, layer in self._layers.items()
             if any(_changes(staged.patches.get(tensor)) for tensor in self._tensors[name])
         ]
@@ -88,15 +88,15 @@ class LiveLayers:
                     write.layer.check_untouched("before the commit")
                 write.layer.rebuild(write.loaded)
 
-    def undo(self, writes: Sequence[LayerWrite], mirror: CheckpointMirror) -> None:
-        """Rebuild the layers from what ``mirror`` holds. Raises ``WeightError`` where that takes other workers."""
+    def undo(self, writes: Sequence[LayerWrite], replica: CheckpointReplica) -> None:
+        """Rebuild the layers from what ``replica`` holds. Raises ``WeightError`` where that takes other workers."""
         if writes and self._agreed is not None:
             raise WeightError(f"layer {writes[0].layer.name!r} is rebuilt by all workers together, not by one")
         with self._as_when_loading():
             for write in writes:
-                write.layer.rebuild(self._write_of(write.layer, {}, mirror).loaded)
+                write.layer.rebuild(self._write_of(write.layer, {}, replica).loaded)
 
-    def audit(self, mirror: CheckpointMirror) -> int:
+    def audit(self, replica: CheckpointReplica) -> int:
         """This worker's part of the state hash by way of the layers. Each must be as its last rebuild left it; one that
         was never rebuilt must be what a rebuild gives (only then are layers rebuilt, which must not be while the engine
         samples). Raises ``WeightError`` naming the layer."""
@@ -105,10 +105,10 @@ class LiveLayers:
             layer.check_untouched("in an audit")
             if not layer.known:
                 with self._as_when_loading():
-                    layer.compare(self._write_of(layer, {}, mirror).loaded)
+                    layer.compare(self._write_of(layer, {}, replica).loaded)
         for tensor, index, route in self._routes(self._plan.routes):
             if (tensor, index) in self._counted:
-                total += hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, mirror.bits(tensor)))
+                total += hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, replica.bits(tensor)))
         return total % MODULUS
 
     def _routes(self, tensors: Iterable[str]) -> list[tuple[str, int, Route]]:
@@ -121,7 +121,7 @@ class LiveLayers:
         ]
 
     def _write_of(
-        self, layer: ReloadedLayer, patches: Mapping[str, StagedPatch], mirror: CheckpointMirror
+        self, layer: ReloadedLayer, patches: Mapping[str, StagedPatch], replica: CheckpointReplica
     ) -> LayerWrite:
         loaded = {
             attribute: torch.zeros(noted.shape, dtype=noted.dtype, device="cpu")
@@ -130,7 +130,7 @@ class LiveLayers:
         change = 0
         for tensor in sorted(self._tensors[layer.name]):
             patch = patches.get(tensor)
-            bits = _patched(tensor, patch, mirror)
+            bits = _patched(tensor, patch, replica)
             for name, index, route in self._routes([tensor]):
                 if self._plan.layers[route.parameter] is not layer:
                     continue
@@ -140,7 +140,7 @@ class LiveLayers:
                 storage.as_strided(target.sizes, target.strides, target.offset).copy_(values.view(target.sizes))
                 _check_arrived(self._plan.tensors[name], layer, route, patch, storage)
                 if (name, index) in self._counted:
-                    change += _hash_change(name, route, patch, mirror)
+                    change += _hash_change(name, route, patch, replica)
         return LayerWrite(layer, loaded, change)
 
 
@@ -148,25 +148,25 @@ def _changes(patch: StagedPatch | None) -> bool:
     return patch is not None and (patch.positions is None or bool(patch.positions.size))
 
 
-def _patched(tensor: str, patch: StagedPatch | None, mirror: CheckpointMirror) -> BitArray:
+def _patched(tensor: str, patch: StagedPatch | None, replica: CheckpointReplica) -> BitArray:
     """All bits of ``tensor`` at the version of ``patch``."""
     if patch is None:
-        return mirror.bits(tensor)
+        return replica.bits(tensor)
     if patch.positions is None:
         return patch.new_bits
-    bits = mirror.bits(tensor).copy()
+    bits = replica.bits(tensor).copy()
     bits[patch.positions] = patch.new_bits
     return bits
 
 
-def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, mirror: CheckpointMirror) -> int:
+def _hash_change(tensor: str, route: Route, patch: StagedPatch | None, replica: CheckpointReplica) -> int:
     if patch is None:
         return 0
     if patch.positions is None:
         return hash_rectangle(tensor, route.checkpoint, inside(route.checkpoint, patch.new_bits))
     chosen, _ = route.locate(patch.positions)
     positions, new = patch.positions[chosen], patch.new_bits[chosen]
-    return hash_elements(tensor, positions, new) - hash_elements(tensor, positions, mirror.bits(tensor)[positions])
+    return hash_elements(tensor, positions, new) - hash_elements(tensor, positions, replica.bits(tensor)[positions])
 
 
 def _check_arrived(

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import PositionArray
-from streamrl.weights.pull.mirror import TensorSpec
+from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.load_plan_layouts import BlockPermutation, fit_rectangles, permutations_of
 from streamrl.weights.vllm.load_plan_reload import ReloadedLayer, reloaded_layers
 

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from streamrl.vllm.options import EngineOptions
-from streamrl.weights.pull.mirror import TensorSpec
+from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
 from streamrl.weights.vllm.load_plan_layouts import observe_after_loading
 from streamrl.weights.vllm_names import engine_environment

@@ -25,8 +25,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from streamrl.base.errors import WeightError
 from streamrl.vllm.plugin import repack_linear_layers
-from streamrl.weights.pull.mirror import CheckpointMirror, TensorSpec
-from streamrl.weights.pull.node_mirror import shared_mirror
+from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
+from streamrl.weights.pull.shared_replica import shared_replica
 from streamrl.weights.requests import decode_announcement
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes
 from streamrl.weights.vllm.live_weights_layers import LiveLayers
@@ -64,7 +64,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._transaction = WeightTransaction(
-            self._repack, checkpoint=loaded_checkpoint(vllm_config), mirror=mirror_of(vllm_config)
+            self._repack, checkpoint=loaded_checkpoint(vllm_config), replica=replica_of(vllm_config)
         )
         _add_worker_methods()
 
@@ -129,7 +129,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         self._transaction.apply(update_info.policy_version)
 
     def finish_weight_update(self) -> None:
-        """The applied version becomes what this worker holds: the mirror advances."""
+        """The applied version becomes what this worker holds: the replica advances."""
         self._transaction.finish()
 
     def roll_back(self) -> None:
@@ -137,7 +137,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
         self._transaction.roll_back()
 
     def forget_live(self) -> None:
-        """vLLM drops the live parameters, of which the mirror knows nothing."""
+        """vLLM drops the live parameters, of which the replica knows nothing."""
         self._transaction.forget_live("its weights were dropped when it was put to sleep")
 
     def live_report(self) -> LiveReport:
@@ -147,7 +147,7 @@ class StreamrlWeightTransfer(WeightTransferEngine[NoInit, CommitStaged]):  # typ
     def shutdown(self) -> None:
         """Stop the thread, and give back what is shared with other workers."""
         self._transaction.close()
-        self._transaction.mirror.close()
+        self._transaction.replica.close()
 
     def _repack(self, live: LiveModel, writes: Sequence[Any]) -> None:
         assert isinstance(live, LiveWeights)
@@ -164,14 +164,14 @@ def loaded_checkpoint(vllm_config: Any) -> Path | None:
     return directory if plain and directory.is_dir() else None
 
 
-def mirror_of(vllm_config: Any) -> CheckpointMirror:
+def replica_of(vllm_config: Any) -> CheckpointReplica:
     """One that is shared: by the workers of this engine, and by the engines of a run that load the same model. Where
     nobody is there to share with, or memory cannot be shared, one of this worker's own."""
     run, workers = os.environ.get(RUN_VARIABLE, ""), vllm_config.parallel_config.world_size
     if not run and workers == 1:
-        return CheckpointMirror()
+        return CheckpointReplica()
     parent = Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
-    return shared_mirror(run or vllm_config.instance_id, str(vllm_config.model_config.model), parent)
+    return shared_replica(run or vllm_config.instance_id, str(vllm_config.model_config.model), parent)
 
 
 def _worker_index() -> int:

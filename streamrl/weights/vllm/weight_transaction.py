@@ -1,6 +1,6 @@
 """The transaction of one push in one worker: stage while it samples, then apply, verify, commit or undo.
 
-No vllm, no torch: what is live is behind ``LiveModel``. A worker holds its mirror's version bit for bit, or it is
+No vllm, no torch: what is live is behind ``LiveModel``. A worker holds its replica's version bit for bit, or it is
 *tainted*: then it stages anchors only, and a committed anchor makes it whole again without a restart. One that missed
 versions gets a single delta over them; one that was restarted gets a single delta on the checkpoint that it loaded,
 after every live element was compared with that checkpoint's files.
@@ -22,10 +22,10 @@ from streamrl.weights.manifest import CHECKPOINT_VERSION
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.pull.decoding import HeldWeights
 from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedVersion, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec
 
 AUDIT_INTERVAL = 50
-"""After so many commits every live element is compared with the mirror, while the next version arrives."""
+"""After so many commits every live element is compared with the replica, while the next version arrives."""
 
 
 class LiveModel(Protocol):
@@ -33,13 +33,13 @@ class LiveModel(Protocol):
 
     state_hash: int
 
-    def prepare(self, staged: StagedVersion, mirror: CheckpointMirror) -> list[Any]: ...
+    def prepare(self, staged: StagedVersion, replica: CheckpointReplica) -> list[Any]: ...
 
     def apply(self, writes: Sequence[Any], *, anchor: bool) -> int: ...
 
-    def undo(self, writes: Sequence[Any], mirror: CheckpointMirror) -> None: ...
+    def undo(self, writes: Sequence[Any], replica: CheckpointReplica) -> None: ...
 
-    def audit(self, mirror: CheckpointMirror) -> int: ...
+    def audit(self, replica: CheckpointReplica) -> int: ...
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -64,11 +64,11 @@ class LiveReport(msgspec.Struct, frozen=True):
 
 
 class WeightTransaction:
-    """Mirror, staged version and live weights of one worker. Methods are called from one thread, the worker's.
+    """Replica, staged version and live weights of one worker. Methods are called from one thread, the worker's.
 
     ``repack``: brings what the engine derives from its parameters (packed kernels) in line with written ones.
-    ``checkpoint``: the directory that the live weights were loaded from, where that is known. ``mirror``: one that is
-    shared with other workers (``NodeMirror``); None: one of its own.
+    ``checkpoint``: the directory that the live weights were loaded from, where that is known. ``replica``: one that is
+    shared with other workers (``SharedReplica``); None: one of its own.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class WeightTransaction:
         *,
         audit_interval: int = AUDIT_INTERVAL,
         checkpoint: Path | None = None,
-        mirror: CheckpointMirror | None = None,
+        replica: CheckpointReplica | None = None,
     ) -> None:
-        self.mirror = mirror or CheckpointMirror()
+        self.replica = replica or CheckpointReplica()
         self.live: LiveModel | None = None
         self.tainted = ""
         self._repack = repack
@@ -103,7 +103,7 @@ class WeightTransaction:
         live = self.live
 
         def stage(stop: threading.Event) -> _Staged:
-            with self.mirror.staging(announcement, stop):
+            with self.replica.staging(announcement, stop):
                 return self._stage(announcement, live, stop)
 
         self._staging = _StagingThread(stage, after=self._staging)
@@ -116,7 +116,7 @@ class WeightTransaction:
 
     def _stage(self, announcement: WeightAnnouncement, live: LiveModel | None, stop: threading.Event) -> _Staged:
         if self._holds(announcement):
-            return _Staged(_replay(self.mirror), [])
+            return _Staged(_replay(self.replica), [])
         self._refuse_for_tainted(announcement)
         self._audit_when_due(live)
         checkpoint = self._begin_anew()
@@ -124,9 +124,9 @@ class WeightTransaction:
         def fetch(held: HeldWeights) -> FetchedVersion:
             return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
 
-        staged = self.mirror.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
+        staged = self.replica.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
         self._kept.forget()
-        return _Staged(staged, [] if live is None else live.prepare(staged, self.mirror))
+        return _Staged(staged, [] if live is None else live.prepare(staged, self.replica))
 
     def stage_report(self) -> StageReport:
         """How far the thread is."""
@@ -144,7 +144,7 @@ class WeightTransaction:
             if self.live is None:
                 self.live = record_live(staged.version.tensors if staged else {})
                 if staged is not None:
-                    staged = msgspec.structs.replace(staged, writes=self.live.prepare(staged.version, self.mirror))
+                    staged = msgspec.structs.replace(staged, writes=self.live.prepare(staged.version, self.replica))
             if staged is not None and staged.version.base_version == CHECKPOINT_VERSION:
                 self._verify_checkpoint(self.live)
         except WeightError as error:
@@ -166,7 +166,7 @@ class WeightTransaction:
             self._staging = None
 
     def _holds(self, announced: WeightAnnouncement) -> bool:
-        held = (self.mirror.policy_version, self.mirror.state_hash)
+        held = (self.replica.policy_version, self.replica.state_hash)
         return not self.tainted and held == (announced.policy_version, announced.state_hash)
 
     def _refuse_for_tainted(self, announced: WeightAnnouncement) -> None:
@@ -178,18 +178,18 @@ class WeightTransaction:
 
     def _begin_anew(self) -> CheckpointBase | None:
         """Before the first commit, whatever was staged: hold nothing, and say what a first delta may be made on."""
-        if self.mirror.policy_version not in (None, CHECKPOINT_VERSION):
+        if self.replica.policy_version not in (None, CHECKPOINT_VERSION):
             return None
-        self.mirror.clear()
+        self.replica.clear()
         return None if self.tainted else self._checkpoint
 
     def _verify_checkpoint(self, live: LiveModel) -> None:
         """Nothing was committed yet: the first delta is made on files, and the live weights must be what they hold."""
         try:
-            live.state_hash = live.audit(self.mirror)
+            live.state_hash = live.audit(self.replica)
         except WeightError as error:
             self._checkpoint = None
-            self.mirror.clear()
+            self.replica.clear()
             raise WeightError(
                 f"the live weights are not those of the checkpoint they were loaded from ({error}): publish an anchor"
             ) from error
@@ -198,14 +198,14 @@ class WeightTransaction:
         """In the thread, while the engine samples: live weights only change in a commit, which waits for it."""
         if (
             live is None
-            or not self.mirror.at_hand
+            or not self.replica.at_hand
             or not self._audit_interval
             or self._commits_since_audit < self._audit_interval
             or self.tainted
         ):
             return
         try:
-            found = live.audit(self.mirror)
+            found = live.audit(self.replica)
             if found != live.state_hash:
                 raise WeightError(f"an audit finds state hash {found:#018x} live; expected {live.state_hash:#018x}")
         except WeightError as error:
@@ -225,27 +225,27 @@ class WeightTransaction:
             raise
 
     def finish(self) -> None:
-        """The applied version becomes what this worker holds: the mirror advances."""
+        """The applied version becomes what this worker holds: the replica advances."""
         if self._applied is None or self.live is None or self._staged is None:
             raise WeightError("finish_weight_update without an applied version: commit a staged version first")
         version, part = self._applied
-        self.mirror.advance(version)  # its bits follow while the next version is staged: now requests wait
+        self.replica.advance(version)  # its bits follow while the next version is staged: now requests wait
         self.live.state_hash = part
         self.tainted = ""
         self._commits_since_audit += 1
         self._forget_staged()
 
     def roll_back(self) -> None:
-        """Undo an applied or half-applied version from the mirror. Where that fails the worker is tainted."""
+        """Undo an applied or half-applied version from the replica. Where that fails the worker is tainted."""
         staged, live = self._staged, self.live
         self._forget_staged()
         if live is None or staged is None or not staged.writes or not self.tainted:
             return  # nothing was written
-        if self.mirror.policy_version is None:
+        if self.replica.policy_version is None:
             self._error += "; the live weights are undefined until an anchor is committed"
             return
         try:
-            live.undo(staged.writes, self.mirror)
+            live.undo(staged.writes, self.replica)
         except WeightError as error:
             self._error += f"; it could not be undone ({error}): publish an anchor"
             return
@@ -259,10 +259,10 @@ class WeightTransaction:
         if self._applied is not None:
             version, part = self._applied
             return LiveReport(version.policy_version, part, version.state_hash, self._error)
-        held = self.mirror.policy_version
+        held = self.replica.policy_version
         if self.live is None or held in (None, CHECKPOINT_VERSION):
             return LiveReport(None, 0, 0, error)
-        return LiveReport(held, self.live.state_hash, self.mirror.state_hash, error)
+        return LiveReport(held, self.live.state_hash, self.replica.state_hash, error)
 
     def _apply(self, policy_version: int) -> None:
         staged, live = self._staged, self.live
@@ -270,10 +270,10 @@ class WeightTransaction:
             held = None if staged is None else staged.version.policy_version
             raise WeightError(f"version {policy_version} cannot be committed: staged is {held}; stage it first")
         version = staged.version
-        if version.base_version not in (None, self.mirror.policy_version):
+        if version.base_version not in (None, self.replica.policy_version):
             raise WeightError(
                 f"version {policy_version} was staged on version {version.base_version}; "
-                f"this engine holds {self.mirror.policy_version}: stage it again"
+                f"this engine holds {self.replica.policy_version}: stage it again"
             )
         if self.tainted and not version.is_anchor:
             raise WeightError(f"version {policy_version} is a delta, and this engine needs an anchor: {self.tainted}")
@@ -288,18 +288,18 @@ class WeightTransaction:
 
 
 class _Staged(msgspec.Struct, frozen=True, eq=False):
-    """A version that fits, and what it writes. ``was_tainted``: the live weights were not the mirror's before it."""
+    """A version that fits, and what it writes. ``was_tainted``: the live weights were not the replica's before it."""
 
     version: StagedVersion
     writes: list[Any]
     was_tainted: bool = False
 
 
-def _replay(mirror: CheckpointMirror) -> StagedVersion:
+def _replay(replica: CheckpointReplica) -> StagedVersion:
     """The version that is held, as a delta on itself that changes nothing."""
-    version = mirror.policy_version
+    version = replica.policy_version
     assert version is not None
-    return StagedVersion(version, version, mirror.state_hash, mirror.tensors, {}, 0, mirror.run_id)
+    return StagedVersion(version, version, replica.state_hash, replica.tensors, {}, 0, replica.run_id)
 
 
 class _StagingThread:

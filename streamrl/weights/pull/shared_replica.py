@@ -1,7 +1,7 @@
-"""One mirror of the checkpoint bits for all engine workers of a machine, and one fetch of each version.
+"""One replica of the checkpoint bits for all engine workers of a machine, and one fetch of each version.
 
 Whoever is first to stage an announced version fetches it for all; the others find it decoded in shared memory. Beside
-the memory (``node_memory``) there is a directory with two small files: a lock, which the kernel gives back when its
+the memory (``shared_memory``) there is a directory with two small files: a lock, which the kernel gives back when its
 owner dies, and the state, which says what the memory holds. Nothing is fetched, written or looked up without the lock.
 
 The shared bits advance to a version when the next one is staged, whose base it is. A worker that is not at their
@@ -27,13 +27,13 @@ from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS
 from streamrl.weights.pull.decoding import HeldWeights
 from streamrl.weights.pull.fetch import FetchedVersion
-from streamrl.weights.pull.mirror import CheckpointMirror, StagedPatch, StagedVersion
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion
 from streamrl.weights.pull.shared_versions import SharedState, SharedVersion, SharedVersions
 
 _LONGEST_WAIT_S = 60.0  # outside of staging, where an engine stands still meanwhile
 
 
-class NodeMirror(CheckpointMirror):
+class SharedReplica(CheckpointReplica):
     """What one worker holds, with the bits of it shared. Made with the same ``directory``, workers share.
 
     ``policy_version`` and ``state_hash`` are the worker's own. Raises ``OSError`` where memory cannot be shared.
@@ -41,10 +41,10 @@ class NodeMirror(CheckpointMirror):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self._shared = CheckpointMirror()
+        self._shared = CheckpointReplica()
         self._versions = SharedVersions(directory, self._show)
 
-    # ---- as the mirror of one worker ---------------------------------------------------------------
+    # ---- as the replica of one worker ---------------------------------------------------------------
 
     @property
     def at_hand(self) -> bool:
@@ -80,7 +80,7 @@ class NodeMirror(CheckpointMirror):
     def stage_announced(
         self, announced: WeightAnnouncement, fetch: Callable[[HeldWeights], FetchedVersion], *, on_checkpoint: bool
     ) -> StagedVersion:
-        """See ``CheckpointMirror``. Fetches only what nobody here has."""
+        """See ``CheckpointReplica``. Fetches only what nobody here has."""
         wanted = (announced.policy_version, announced.state_hash)
         bits, staged = self._versions.state.bits, self._versions.state.staged
         if (staged is None or staged.identity != wanted) and (bits is None or bits.identity != wanted):
@@ -115,7 +115,7 @@ class NodeMirror(CheckpointMirror):
     def _own_bits(self, name: str) -> BitArray:
         if not self.at_hand:
             raise WeightError(
-                f"the mirror of this machine holds version {self._shared.policy_version}, this engine "
+                f"the replica of this machine holds version {self._shared.policy_version}, this engine "
                 f"{self.policy_version}: publish an anchor"
             )
         return self._shared.bits(name)
@@ -132,7 +132,7 @@ class NodeMirror(CheckpointMirror):
             state_hash += hash_range(name, 0, bits)
         if state_hash % MODULUS != wanted[1]:
             raise WeightError(
-                f"version {wanted[0]} would have state hash {state_hash % MODULUS:#018x} from the mirror of this "
+                f"version {wanted[0]} would have state hash {state_hash % MODULUS:#018x} from the replica of this "
                 f"machine; announced was {wanted[1]:#018x}"
             )
         run_id = self._shared.run_id if staged is None else staged.run_id
@@ -162,7 +162,7 @@ class NodeMirror(CheckpointMirror):
 
     def _share_checkpoint(self, fetched: FetchedVersion) -> None:
         assert fetched.checkpoint is not None
-        begun = CheckpointMirror()
+        begun = CheckpointReplica()
         begun.begin(fetched.checkpoint)
         patches = {name: StagedPatch(None, begun.bits(name)) for name in begun.tensors}
         whole = StagedVersion(CHECKPOINT_VERSION, None, begun.state_hash, begun.tensors, patches, 0)
@@ -178,18 +178,18 @@ class NodeMirror(CheckpointMirror):
 
 def node_directory(parent: Path, key: str) -> Path:
     """Where the workers with the same ``key`` meet."""
-    return parent / f"streamrl-mirror-{key}"
+    return parent / f"streamrl-replica-{key}"
 
 
-def shared_mirror(run: str, model: str, parent: Path) -> CheckpointMirror:
-    """The mirror that everybody with the same ``run`` and ``model`` shares, whose files are in ``parent``. Where memory
+def shared_replica(run: str, model: str, parent: Path) -> CheckpointReplica:
+    """The replica that all with the same ``run`` and ``model`` share, whose files are in ``parent``. Where memory
     cannot be shared, one of this process's own."""
     key = hashlib.blake2b(f"{run} {model}".encode(), digest_size=8).hexdigest()
     try:
-        return NodeMirror(node_directory(parent, key))
+        return SharedReplica(node_directory(parent, key))
     except (OSError, AttributeError) as error:  # no memfd here
-        _logger.warning("this worker keeps a mirror of its own, since memory cannot be shared: %s", error)
-        return CheckpointMirror()
+        _logger.warning("this worker keeps a replica of its own, since memory cannot be shared: %s", error)
+        return CheckpointReplica()
 
 
 _logger = logging.getLogger(__name__)

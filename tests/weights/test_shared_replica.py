@@ -18,8 +18,8 @@ import pytest
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.pull.node_memory import Holder, SharedMemory
-from streamrl.weights.pull.node_mirror import NodeMirror
+from streamrl.weights.pull.shared_memory import Holder, SharedMemory
+from streamrl.weights.pull.shared_replica import SharedReplica
 from streamrl.weights.requests import GetChunk, decode_request
 from tests.weights.faulty_link import TENSORS, Bits, FaultyLink, SmallPush, changed, random_bits
 from tests.weights.test_chain import save_checkpoint
@@ -37,7 +37,7 @@ class Machine:
         self.directory, self.push, self.link = directory, push, link
 
     def worker(self, checkpoint: Path | None = None, loaded: Bits | None = None) -> Receiver:
-        made = Receiver(self.push, checkpoint=checkpoint, mirror=NodeMirror(self.directory))
+        made = Receiver(self.push, checkpoint=checkpoint, replica=SharedReplica(self.directory))
         if loaded is not None:
             made.load(loaded)
         return made
@@ -67,13 +67,13 @@ def machine(push: SmallPush, tmp_path: Path) -> Iterator[Machine]:
 
 
 def inodes(worker: Receiver) -> set[int]:
-    return set(worker.transaction.mirror._versions._memories)
+    return set(worker.transaction.replica._versions._memories)
 
 
 def shared_bits(worker: Receiver) -> Bits:
-    mirror = worker.transaction.mirror
-    with mirror._versions.locked(threading.Event(), 1):
-        return {name: mirror._shared.bits(name).copy() for name in mirror._shared.tensors}
+    replica = worker.transaction.replica
+    with replica._versions.locked(threading.Event(), 1):
+        return {name: replica._shared.bits(name).copy() for name in replica._shared.tensors}
 
 
 def test_two_workers_fetch_each_version_once_and_hold_one_set_of_bits(machine: Machine) -> None:
@@ -95,7 +95,7 @@ def test_two_workers_fetch_each_version_once_and_hold_one_set_of_bits(machine: M
     announced = push.publish(5, bits)
     assert not first.stage(machine.link.through(announced)).error
     for worker in (first, second):
-        assert worker.transaction.mirror.at_hand == (worker is first), "the other has not looked yet"
+        assert worker.transaction.replica.at_hand == (worker is first), "the other has not looked yet"
         for name, expected in shared_bits(worker).items():
             assert np.array_equal(expected, first.model.bits(name)), "version 4, now that 5 is announced on it"
 
@@ -239,11 +239,11 @@ import os, signal, sys, threading
 from pathlib import Path
 import msgspec
 from streamrl.weights.pull.fetch import fetch_version
-from streamrl.weights.pull.node_mirror import NodeMirror
+from streamrl.weights.pull.shared_replica import SharedReplica
 from streamrl.base.messages import WeightAnnouncement
 
 point, directory, *paths = sys.argv[1:]
-mirror = NodeMirror(Path(directory))
+replica = SharedReplica(Path(directory))
 for number, path in enumerate(paths):
     last = number == len(paths) - 1
     announced = msgspec.msgpack.decode(Path(path).read_bytes(), type=WeightAnnouncement)
@@ -254,17 +254,17 @@ for number, path in enumerate(paths):
         return fetch_version(announced, held=held)
 
     if last and point == "writing":
-        real = mirror._versions.keep
+        real = replica._versions.keep
         def keep(state):
             real(state)
             if state.writing:
-                half = mirror._versions.view(state.staged).patches["layer"].positions[::2]
-                mirror._shared.bits("layer")[half] ^= 5
+                half = replica._versions.view(state.staged).patches["layer"].positions[::2]
+                replica._shared.bits("layer")[half] ^= 5
                 os.kill(os.getpid(), signal.SIGKILL)
-        mirror._versions.keep = keep
-    with mirror.staging(announced, threading.Event()):
-        staged = mirror.stage_announced(announced, fetch, on_checkpoint=False)
-    mirror.advance(staged)
+        replica._versions.keep = keep
+    with replica.staging(announced, threading.Event()):
+        staged = replica.stage_announced(announced, fetch, on_checkpoint=False)
+    replica.advance(staged)
 sys.stdout.write("done\\n")
 sys.stdout.flush()
 sys.stdin.read()
@@ -320,7 +320,7 @@ def test_a_worker_that_is_killed_holds_up_nobody_and_leaves_no_memory(
         assert np.array_equal(survivor.model.bits(name), expected)
     survivor.stage(push.publish(4, bits))
     for name, expected in bits.items():
-        assert np.array_equal(survivor.transaction.mirror.bits(name), expected)
+        assert np.array_equal(survivor.transaction.replica.bits(name), expected)
 
 
 def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
@@ -328,7 +328,7 @@ def test_memory_whose_holders_are_gone_is_begun_anew(machine: Machine) -> None:
     alone = machine.worker()
     machine.commit(push.publish(0, push.bits), alone)
     push.publisher.acknowledge(0)
-    state = alone.transaction.mirror._versions.state
+    state = alone.transaction.replica._versions.state
     nobody = (Holder(2**22 + 1, 3),)
     gone = {
         kind: version
@@ -352,9 +352,9 @@ def test_the_last_one_removes_the_directory_and_no_descriptor_is_left(machine: M
     first, second = machine.worker(), machine.worker()
     machine.commit(machine.push.publish(0, machine.push.bits), first, second)
     assert held() > before
-    first.transaction.mirror.close()
-    first.transaction.mirror.close()
-    second.transaction.mirror.close()
+    first.transaction.replica.close()
+    first.transaction.replica.close()
+    second.transaction.replica.close()
     assert not machine.directory.exists()
     del first, second
     gc.collect()
@@ -379,11 +379,11 @@ def test_while_one_fetches_the_others_wait_or_are_told_to_stop(machine: Machine)
     first, second = machine.worker(), machine.worker()
     announced = push.publish(0, push.bits)
     fetching, go_on, stop = threading.Event(), threading.Event(), threading.Event()
-    mirrors = [worker.transaction.mirror for worker in (first, second)]
+    replicas = [worker.transaction.replica for worker in (first, second)]
     entered: list[int] = []
 
     def stage(index: int) -> None:
-        with mirrors[index].staging(announced, stop if index else threading.Event()):
+        with replicas[index].staging(announced, stop if index else threading.Event()):
             entered.append(index)
             if not index:
                 fetching.set()
@@ -395,7 +395,7 @@ def test_while_one_fetches_the_others_wait_or_are_told_to_stop(machine: Machine)
     stop.set()
     with pytest.raises(WeightError, match="waiting for another worker's fetch was stopped"):
         stage(1)
-    with pytest.raises(WeightError, match="kept the mirror"), mirrors[0]._versions.locked(threading.Event(), 0.01):
+    with pytest.raises(WeightError, match="kept the replica"), replicas[0]._versions.locked(threading.Event(), 0.01):
         pass
     assert entered == [0], "not even another thread of the same worker"
     go_on.set()

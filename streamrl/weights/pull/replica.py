@@ -46,7 +46,7 @@ class StagedPatch(msgspec.Struct, frozen=True, eq=False):
 
 
 class StagedVersion(msgspec.Struct, frozen=True, eq=False):
-    """A version that fits on what the mirror holds, with the state hash that it was checked to have."""
+    """A version that fits on what the replica holds, with the state hash that it was checked to have."""
 
     policy_version: int
     base_version: int | None
@@ -62,7 +62,7 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
         return self.base_version is None
 
 
-class CheckpointMirror:
+class CheckpointReplica:
     """The bits of every checkpoint tensor at the committed version. Empty until the first anchor.
 
     ``advance`` only remembers what changed, because requests wait for it; the bits follow in ``catch_up``, which
