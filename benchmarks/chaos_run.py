@@ -285,7 +285,7 @@ def _watch(run: ChaosRun, shot: Shot, fired: float, pids: dict[str, int], faults
 
 
 WORK = {
-    "controller": ("told",),
+    "controller": ("on_event",),
     "engine": ("generate done", "commit done"),
     "trainer": ("train_group", "close_batch done"),
     "reward": ("scored",),

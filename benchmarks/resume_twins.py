@@ -31,8 +31,8 @@ import msgspec
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.settings import control_settings
-from streamrl.journal.journal_records import JournalBase, JournalCodec, JournalEvent
 from streamrl.journal.log import read_journal
+from streamrl.journal.records import JournalBase, JournalCodec, JournalEvent
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
 

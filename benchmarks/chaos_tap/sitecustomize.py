@@ -26,7 +26,7 @@ TAPPED = {
     "streamrl.learning.trainer": ("TorchTrainer", ("train_group", "close_batch", "save_checkpoint")),
     "streamrl.engines.simulated.engine": ("SimulatedEngine", ("generate", "stage", "commit")),
     "streamrl.vllm.engine": ("VllmEngine", ("generate", "stage", "commit")),
-    "streamrl.journal.run_journal": ("RunJournal", ("told",)),
+    "streamrl.journal.run_journal": ("RunJournal", ("on_event",)),
 }
 
 
@@ -59,7 +59,7 @@ def _before(kind: str, argument: Any) -> dict[str, object]:
         return {"version": argument.policy_version}
     if kind == "commit":
         return {"version": argument}
-    if kind == "told":
+    if kind == "on_event":
         return {"event": type(argument).__name__}
     return {}
 

@@ -16,17 +16,17 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import FinishReason, Segment, TrajectoryId
 from streamrl.control.events import BatchTrained, TrajectoryScored
-from streamrl.journal.journal_records import (
+from streamrl.journal.log import _HEADER, _MAGIC, _frame, read_journal
+from streamrl.journal.records import (
     JournalCodec,
     JournalEvent,
     JournalHeld,
-    JournalPrompts,
+    JournalPrompt,
     JournalPublished,
     JournalRecord,
     JournalSampled,
     JournalScored,
 )
-from streamrl.journal.log import _HEADER, _MAGIC, _frame, read_journal
 
 _REFUSALS = (StreamRLError,)
 _FIRST = [[b"the state"], [b"", b"a"], [b"\0" * 20, b"event " * 9], [bytes(range(200))]]
@@ -89,7 +89,7 @@ def records() -> Target:
     held: list[JournalRecord] = [
         JournalEvent(event=BatchTrained(batch_id=1, policy_version=2), time_s=1.5),
         JournalEvent(event=scored, time_s=2.5),
-        JournalPrompts(prompts=(PROMPT, PROMPT)),
+        JournalPrompt(prompt=PROMPT),
         JournalHeld(id=one, done=SampledSoFar(completion=COMPLETION, parts=1, seconds=0.5)),
         JournalSampled(id=one, segments=(segment,), finish_reason=FinishReason.STOP, rollout_seconds=0.5),
         JournalScored(id=one, reward=0.5, reward_parts={"a": 1.0}, separate_rewards={"a": (1.0, 0.5)}),

@@ -25,7 +25,7 @@ from streamrl.engines.recovery import EngineRecovery
 from streamrl.engines.slots import EngineSlot
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import TrainingSamples
-from streamrl.journal.recovered_run import RecoveredRun
+from streamrl.journal.recover import RecoveredRun
 from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.run_report import RunReport
 from streamrl.observe.report.trajectory_trace import TrajectoryTrace, trace_header

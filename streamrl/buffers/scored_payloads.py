@@ -30,7 +30,7 @@ class ScoredPayloads:
         if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
             identity = item.outcome.trajectory.id
             if buffer.member(identity) is None:
-                self._journal.ended((identity,))
+                self._journal.forget((identity,))
                 return None  # cancelled while it was scored
             self._journal.scored(item.outcome)
             self._payloads[identity] = item.outcome
@@ -39,7 +39,7 @@ class ScoredPayloads:
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
         """They will not be trained, or are already."""
         for trajectory in ids:
-            self._journal.ended((trajectory,))
+            self._journal.forget((trajectory,))
             self._payloads.pop(trajectory, None)
 
     def to_train(self, action: TrainGroupNow) -> TrainingGroup:

@@ -15,7 +15,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control
 from streamrl.control.model import RunState, Snapshot
-from streamrl.journal.journal_records import JournalBase, JournalCodec, JournalDecision, JournalEvent
+from streamrl.journal.records import JournalBase, JournalCodec, JournalDecision, JournalEvent
 from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reason
 
 NEWEST_DECISIONS = 5

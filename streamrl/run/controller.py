@@ -43,8 +43,7 @@ from streamrl.control.machine import Control
 from streamrl.control.model import RunState, prompts_needed
 from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.evaluate.evaluation import Evaluation, HeldOut
-from streamrl.journal.recovered_run import RecoveredRun
-from streamrl.journal.retraining import Retrained, close_of, retrain_batches
+from streamrl.journal.recover import RecoveredRun, Retrained, close_of, retrain_batches
 from streamrl.journal.run_journal import RunJournal
 from streamrl.observe.report.alarms import Alarms
 from streamrl.observe.report.run_report import RunReport
@@ -189,7 +188,7 @@ class Controller:
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
         """Journal ``event`` and let control decide."""
         elapsed_s = self._report.elapsed()
-        self._journal.told(event, self._control, elapsed_s)
+        self._journal.on_event(event, self._control, elapsed_s)
         if isinstance(event, on.StopRequested):
             self._elastic.give_up()
         if isinstance(event, on.TrajectoryFailed) and event.reason is DropReason.REWARD_FAILED:
@@ -197,7 +196,8 @@ class Controller:
             if warning := self._alarms.reward_failed(step, event.message):
                 await self._report.warned(step, warning)
         actions = self._control.handle(event)
-        await self._journal.handled(event, self._control)
+        if isinstance(event, on.RunBegan):
+            await self._journal.begin(self._control)
         if isinstance(event, on.BatchTrained):
             self._shelf.forget_others(lambda: prompts_needed(self.state))
         return actions
@@ -305,7 +305,7 @@ class Controller:
             )
         announced = self._announced[action.policy_version] = announcement(reports)
         self._journal.published(action.policy_version, announced.state_hash)
-        self._journal.ended(member.trajectory.id for member in batch)
+        self._journal.forget(member.trajectory.id for member in batch)
         self._report.batch_trained(action.policy_version, batch, reports[0].metrics)
         await self._tell.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 

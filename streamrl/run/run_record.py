@@ -15,7 +15,7 @@ from streamrl.control.model import Snapshot
 from streamrl.control.settings import ControlSettings
 from streamrl.journal.log import Journal
 from streamrl.journal.log_errors import JournalRefused, another_run
-from streamrl.journal.recovered_run import RecoveredRun, recovered_run
+from streamrl.journal.recover import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import RunJournal
 from streamrl.learning.state.durable_files import newest_checkpoint, surviving
 from streamrl.plan.topology import JOURNAL_DIRECTORY

@@ -66,7 +66,7 @@ from streamrl.engines.simulated.engine import InstantClock, LengthMixture, Simul
 from streamrl.evaluate.evaluation import HeldOut
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.journal.log import Journal, read_journal
-from streamrl.journal.recovered_run import RecoveredRun, recovered_run
+from streamrl.journal.recover import RecoveredRun, recovered_run
 from streamrl.journal.run_journal import JournalledOutcomes, RunJournal
 from streamrl.journal.summary import RunSummary, summarize
 from streamrl.observe.report.alarms import Alarms, alarm_rules
@@ -120,14 +120,14 @@ class Killed(Exception):
 
 def _let_die(journal: RunJournal, events: int) -> None:
     """Let the controller die when it journals one event more than ``events``."""
-    told, count = journal.told, itertools.count()
+    on_event, count = journal.on_event, itertools.count()
 
-    def told_or_die(event: ControlEvent, control: Control, elapsed_s: float) -> None:
-        told(event, control, elapsed_s)
+    def on_event_or_die(event: ControlEvent, control: Control, elapsed_s: float) -> None:
+        on_event(event, control, elapsed_s)
         if next(count) >= events:
             raise Killed
 
-    journal.told = told_or_die  # type: ignore[method-assign]
+    journal.on_event = on_event_or_die  # type: ignore[method-assign]
 
 
 class MortalOutcomes(JournalledOutcomes):

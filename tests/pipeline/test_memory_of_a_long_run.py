@@ -100,4 +100,4 @@ async def test_what_was_recovered_is_forgotten_once_the_run_goes_on(tmp_path: Pa
     assert await second.run() == "finished"
     recovered = second.controller._recovered
     assert recovered is not None and recovered.events > 0
-    assert not any(held([recovered])[f"RecoveredRun.{name}"] for name in ("told", "prompts", "sampled", "scored"))
+    assert not any(held([recovered])[f"RecoveredRun.{name}"] for name in ("prompts", "sampled", "scored"))

@@ -14,8 +14,8 @@ from scripted_parts import SimulatedRun, run_settings
 from streamrl.base.errors import RewardFailureLimit
 from streamrl.base.run_events import EvaluationFinished, RunDecided, RunWarning, StepFinished
 from streamrl.elastic.sets import EngineSet
-from streamrl.journal.journal_records import JournalCodec, JournalDecision
 from streamrl.journal.log import read_journal
+from streamrl.journal.records import JournalCodec, JournalDecision
 from streamrl.recipe.scheduling import InFlight, RoundKind, StalePolicy
 from streamrl.recipe.sections import ReleaseKind
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,10 @@ import pytest
 
 from streamrl.cli.show import read_run
 from streamrl.control.settings import control_settings
-from streamrl.journal.journal_records import JournalCodec, JournalDecision, JournalEvent, JournalPrompts, JournalRecord
 from streamrl.journal.log import read_journal
-from streamrl.journal.recovered_run import replayed_run
+from streamrl.journal.records import JournalCodec, JournalDecision, JournalEvent, JournalPrompt, JournalRecord
+from streamrl.journal.recover import replayed_run
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.toml_text import toml_value
 
@@ -215,7 +217,7 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     output = first.end(within=60)
     assert first.process.returncode == 0, output
     settings = control_settings(load_recipe(first.files / "recipe.toml"))
-    ended = replayed_run(read_journal(first.files / "journal").records(), settings, 0)
+    ended = replayed_run(read_journal(first.files / "journal").records(), partial(make_control, settings), 0)
     assert ended is not None
     state, accounting = ended.state, ended.state.accounting()
     assert accounting.in_flight == 0 and accounting.balanced
@@ -239,9 +241,9 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     steps = second.metrics()
     assert [s["step"] for s in steps[:2]] == [done + 1, done + 2], output
     assert steps[0]["reward/func/shade/mean"] == steps[0]["reward/func/sorted_trace/mean"], "what was attached live"
-    waits = {ref.prompt_id for queue in (state.supply.queue, state.supply.waiting) for ref in queue.tickets()}
+    waits = {ref.prompt_id for ref in (*state.prompts.queue, *state.prompts.waiting)}
     base = itertools.takewhile(lambda record: not isinstance(record, JournalEvent), second.records())
-    known = {p.prompt_id for record in base if isinstance(record, JournalPrompts) for p in record.prompts}
+    known = {record.prompt.prompt_id for record in base if isinstance(record, JournalPrompt)}
     assert waits and waits <= known, "what was deferred or under way is sampled after the resume"
     assert max(s["async/staleness_oldest_max"] for s in first.metrics() + steps) == 0
     assert steps[0]["optim/value_loss"] > 0

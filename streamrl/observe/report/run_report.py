@@ -29,8 +29,7 @@ from streamrl.control.events import EnginesMeasured, RoundTimed
 from streamrl.control.model import RunState
 from streamrl.evaluate.evaluation import Evaluation
 from streamrl.evaluate.sample_files import TrainingSamples
-from streamrl.journal.recovered_run import RecoveredRun, what_was_restored
-from streamrl.journal.retraining import Retrained
+from streamrl.journal.recover import RecoveredRun, Retrained, what_was_restored
 from streamrl.observe.report.run_waits import RunWaits
 from streamrl.observe.report.step_metrics import (
     completion_metrics,

@@ -1,12 +1,13 @@
-"""A run as its journal tells it: control, rebuilt by replay, and the content of what it knows. Pure."""
+"""From the journal back to a running run: control is rebuilt by replay, and ranks train again what they lack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import CloseBatch, StepReport
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import Prompt, ScoredTrajectory, TrainingGroup, TrajectoryId, to_training_sample
 from streamrl.comm.wire import Buffer
@@ -15,12 +16,13 @@ from streamrl.control.events import BatchTrained, ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.model import RunState, Snapshot
 from streamrl.control.pending import groups_in_batch
-from streamrl.journal.journal_records import (
+from streamrl.journal.log import Found
+from streamrl.journal.records import (
     JournalBase,
     JournalCodec,
     JournalEvent,
     JournalHeld,
-    JournalPrompts,
+    JournalPrompt,
     JournalPublished,
     JournalRecord,
     JournalSampled,
@@ -28,7 +30,7 @@ from streamrl.journal.journal_records import (
     done_of,
     scored_trajectory,
 )
-from streamrl.journal.log import Found
+from streamrl.run.trainer_ranks import TrainerRanks
 
 Restore = Callable[[Snapshot], Control]
 
@@ -84,8 +86,8 @@ class RecoveredRun:
                 self.elapsed_s = time_s
                 self._note_trained(event)
                 self.control.handle(event)
-            case JournalPrompts():
-                self.prompts.update((prompt.prompt_id, prompt) for prompt in record.prompts)
+            case JournalPrompt():
+                self.prompts[record.prompt.prompt_id] = record.prompt
             case JournalSampled():
                 self.sampled[record.id] = record
             case JournalScored():
@@ -219,3 +221,51 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
         "queued": len(state.prompts.queue),
         "drawn": state.prompts.drawn,
     }
+
+
+class Retrained(msgspec.Struct, frozen=True):
+    """``policy_version``: what ranks hold now, ``batches`` of which they trained again; ``reports``: of the last."""
+
+    policy_version: int
+    batches: int = 0
+    reports: Sequence[StepReport] = ()
+
+
+async def retrain_batches(trainer: TrainerRanks, recovered: RecoveredRun, held: int) -> Retrained:
+    """Bring ranks that hold version ``held`` to the version of the journal, which was replayed for them: nothing is
+    sampled anew for that.
+
+    Raises ``StreamRLError`` for ranks that are ahead, or that hold a version from before the journal's base.
+    """
+    wanted = recovered.version
+    if held > wanted:
+        raise StreamRLError(
+            f"the trainer holds version {held}, the journal ends at version {wanted}: it is of another run, or was "
+            "cut; start from a checkpoint (checkpoint.resume_from)"
+        )
+    batches = recovered.trained_since(held)
+    if not recovered.leads_on:
+        raise StreamRLError(
+            f"the trainer begins with version {held}, the journal has no batches of versions {held + 1} to {wanted}: "
+            "is a checkpoint of this run missing or damaged? start from another one (checkpoint.resume_from)"
+        )
+    reports: Sequence[StepReport] = ()
+    for batch in batches:
+        for group in recovered.training_groups(batch):
+            await trainer.train_group(group)
+        gather = await trainer.close_batch(close_of(batch.step))
+        reports = await gather()
+        await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced
+    return Retrained(wanted, len(batches), reports)
+
+
+def close_of(step: do.StepOptimizer) -> CloseBatch:
+    """The order to ranks that carries out ``step``."""
+    return CloseBatch(
+        batch_id=step.batch_id,
+        policy_version=step.policy_version,
+        groups=step.groups,
+        samples=step.samples,
+        trained_tokens=step.trained_tokens,
+        engines_idle=step.engines_idle,
+    )

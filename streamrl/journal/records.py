@@ -1,4 +1,4 @@
-"""What the journal of a run holds, as records: control's events, and what they are about.
+"""What the journal of a run holds, as records: control's events, and what they are about. Pure.
 
 A record of a trajectory or of prompts comes before the event that tells control of them, so that whatever control knows
 has its content behind it. Nothing of an evaluation is kept: it is done again from its start, or, where engines hold a
@@ -27,7 +27,7 @@ from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
 from streamrl.control.model import Snapshot
 
-JOURNAL_SCHEMA = 2
+JOURNAL_SCHEMA = 3
 
 
 class JournalBase(Record, frozen=True, tag=True):
@@ -53,10 +53,10 @@ class JournalDecision(Record, frozen=True, tag=True):
     time_s: float
 
 
-class JournalPrompts(Record, frozen=True, tag=True):
-    """Prompts that were drawn."""
+class JournalPrompt(Record, frozen=True, tag=True):
+    """A prompt that was drawn."""
 
-    prompts: tuple[Prompt, ...]
+    prompt: Prompt
 
 
 class JournalHeld(Record, frozen=True, tag=True):
@@ -98,7 +98,7 @@ JournalRecord = (
     JournalBase
     | JournalEvent
     | JournalDecision
-    | JournalPrompts
+    | JournalPrompt
     | JournalHeld
     | JournalSampled
     | JournalScored
