@@ -333,6 +333,6 @@ def _report(event: RunEvent | RewardReply, reporter: Reporter) -> None:
         case EvaluationFinished():
             reporter.evaluation(event.step, event.policy_version, event.metrics)
         case RewardsListed():
-            return  # it concerns whoever asked
+            return  # it concerns only the process that asked
         case _:
             reporter.event(type(event).__name__, **msgspec.structs.asdict(event))

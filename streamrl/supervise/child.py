@@ -79,7 +79,7 @@ def leave(plan: ProcessPlan, run_directory: Path, work: Callable[[], None]) -> N
         work()
     except Terminated:
         code = TERMINATED_CODE
-    except BaseException as error:  # noqa: BLE001 - it is told to the supervisor, and the process ends
+    except BaseException as error:  # noqa: BLE001 - the supervisor reads the reason, and the process ends
         code = exit_code_of(error)
         if code != 0:
             with suppress(OSError):  # of a full disk: the exit code says so

@@ -1,4 +1,4 @@
-"""The crash bundle: what somebody needs who was not there when a run failed, in one file, without secrets.
+"""The crash bundle: what a person needs who was not there when a run failed, in one file, without secrets.
 
 ``RUN/crash/<time>.zip`` (plain zip) holds ``bundle.json`` (why, versions, platform, environment), the recipe, the
 topology, why each process ended, what was waited for with the stacks of everything (``stalls/``), the ends of the logs

@@ -159,7 +159,7 @@ def last_lines(path: Path, *, start: int = 0, lines: int = 20, read_bytes: int =
 
 
 def notice_of(deaths: Sequence[Death], logs: Mapping[str, tuple[Path, int]], log_directory: Path) -> str:
-    """What people are told: the first cause, what followed from it, and the last that it logged. ``logs``: the log of
+    """What people read: the first cause, what followed from it, and the last that it logged. ``logs``: the log of
     each process, and the byte at which that process began to write."""
     first = first_cause(deaths)
     others = sorted({death.name for death in deaths if death.name != first.name})

@@ -203,7 +203,7 @@ class Supervisor:
     async def _replace(self, child: ChildProcess) -> None:
         await self._end_rest_of(child)
         if self._deaths.due_s.pop(child.name, None) is None or self._ending:
-            return  # it was told to stop meanwhile
+            return  # it was stopped meanwhile
         try:
             self._start(child.plan)
         except OSError as error:
@@ -274,6 +274,6 @@ class Supervisor:
         await ended_within(1.0, *children)
 
     def _nobody_ends_them(self) -> bool:
-        """Whether the controller died before it told the others that all is done."""
+        """Whether the controller died before it ended the streams of the others."""
         controller = self.controller
         return controller is None or controller.exit_code not in (None, 0)

@@ -1,4 +1,4 @@
-"""What the controller orders of the supervisor, whose the processes are, and answers to whoever changes rewards: on the
+"""What the controller orders of the supervisor, whose the processes are, and answers to changes of rewards: on the
 stream ``steps``, among the events."""
 
 from __future__ import annotations

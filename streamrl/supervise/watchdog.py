@@ -155,7 +155,7 @@ class Watchdog:
         return self._looked_s - self._since_s
 
     def look(self) -> None:
-        """Look at the progress. Time in which nobody could look (the process was stopped as a whole) counts as one
+        """Look at the progress. Time in which it could not look (the process was stopped as a whole) counts as one
         look: what others did meanwhile is seen only at the next one."""
         now, gap_s = self._clock(), self._clock() - self._looked_s
         if gap_s > self._limit_s / 2:

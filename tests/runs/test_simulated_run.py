@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from streamrl.observe.report.trajectory_trace import read_trace
+from streamrl.plan.topology import read_topology
 from streamrl.recipe.toml_text import toml_value
+from streamrl.supervise.clean_up import marker_of
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(100)]
@@ -147,3 +155,94 @@ def test_prompts_whose_reward_crashes_its_process_do_not_end_the_run(tmp_path: P
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert "reward-0 ended" not in done.stdout + done.stderr
     assert steps[-1]["reward/func/reward/raised_total"] > 0
+
+
+def _processes(run: Path) -> dict[str, psutil.Process]:
+    """Living processes of a run by name, such as ``engine-0``."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            line = process.cmdline()
+            if "streamrl.app" in line and str(run) in line:
+                role = line[line.index("streamrl.app") + 1]
+                found[role if role == "controller" else f"{role}-{line[line.index('--index') + 1]}"] = process
+    return found
+
+
+def _marker(run: Path) -> str:
+    """The text in the names of the shared memory of the last life of a run."""
+    return marker_of(Path(read_topology(run).endpoint("controller", "steps").removeprefix("ipc://")).parent)
+
+
+def _left_of(markers: Sequence[str], temporary: Path) -> list[str]:
+    """Processes, shared memory and sockets of a run that has ended."""
+    left = [name for name in os.listdir("/dev/shm") if any(marker in name for marker in markers)]
+    left += [str(path) for path in temporary.glob("streamrl-*")]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR", "").startswith(str(temporary)) and process.pid != os.getpid():
+                left.append(f"{process.pid} {process.cmdline()}")
+    return left
+
+
+def _weights(run: Path, step: int) -> dict[str, bytes]:
+    """Digest of each tensor in the files of a checkpoint, master weights and moments too; not of the files' headers."""
+    digests = {}
+    for path in (run / "checkpoints" / f"step-{step:06d}").rglob("*.safetensors"):
+        content = path.read_bytes()
+        begin = 8 + int.from_bytes(content[:8], "little")
+        for name, tensor in json.loads(content[8:begin]).items():
+            if name != "__metadata__":
+                first, last = (begin + offset for offset in tensor["data_offsets"])
+                digests[f"{path.name} {name}"] = hashlib.sha256(content[first:last]).digest()
+    return digests
+
+
+@pytest.mark.timeout(240)
+def test_a_run_whose_processes_are_killed_ends_with_the_weights_of_one_that_was_left_alone(tmp_path: Path) -> None:
+    """Controller, rank, engine host, reward worker, then the supervisor: real kills of a run with simulated engines."""
+    steps, temporary = 24, Path(tempfile.mkdtemp(prefix="srl"))
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    common = {"run__steps": steps, "run__deterministic": True, "checkpoint__every": 4}
+
+    def start(folder: str, *arguments: str) -> subprocess.Popen[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "streamrl", *(arguments or ("train", str(EXAMPLE)))]
+        flags = [] if arguments else _flags(tmp_path / folder, **common)
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*command, *flags], env=environment, text=True, stdout=pipe, stderr=subprocess.STDOUT)
+
+    def made(run: Path) -> int:
+        """Steps in the metrics; one that was live and not reported when the run was killed may be there twice."""
+        metrics = run / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return len({json.loads(line)["step"] for line in lines if '"kind":"step"' in line and line.endswith("}")})
+
+    try:
+        alone, killed = start("alone"), start("killed")
+        run = tmp_path / "killed" / "runs" / "latest"
+        for victim in ("controller", "trainer-0", "engine-0", "reward-0", "supervisor"):
+            before = made(run)
+            while made(run) < before + 2:
+                assert killed.poll() is None, killed.communicate()[0]
+                time.sleep(0.01)
+            if victim == "supervisor":
+                markers = [_marker(run)]
+                killed.kill()
+                killed.communicate(timeout=20)
+            else:
+                _processes(run.resolve())[victim].kill()
+        while _processes(run.resolve()):
+            time.sleep(0.05)
+        resumed = start("killed", "resume", str(run))
+        output = resumed.communicate(timeout=120)[0]
+        assert resumed.returncode == 0, output
+        assert alone.communicate(timeout=120)[0] and alone.returncode == 0
+        assert made(run) == steps
+        whole, weights = _weights(tmp_path / "alone" / "runs" / "latest", steps), _weights(run, steps)
+        assert whole and weights == whole
+        assert _left_of([*markers, _marker(run)], temporary) == []
+    finally:
+        for process in (alone, killed):
+            process.kill()
+        shutil.rmtree(temporary)
