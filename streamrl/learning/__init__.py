@@ -1,0 +1,1 @@
+"""One trainer rank: ``trainer`` with its options, process group and metrics. Imports torch, ``base``, ``recipe``, ``weights``."""

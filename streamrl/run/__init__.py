@@ -1,0 +1,2 @@
+"""The controller: carries out what control decides. Trainer ranks, checkpoints, the run directory.
+Imports the kernel; what else it needs comes in by constructor from ``app``."""

@@ -1,0 +1,1 @@
+"""From groups to rows of packed tokens, their gradients, and passes without gradient."""

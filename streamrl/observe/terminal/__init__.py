@@ -1,0 +1,1 @@
+"""What a person sees: step lines, curves, ``streamrl watch``."""

@@ -1,0 +1,1 @@
+"""The trainer's side of a push: versions, chunks, and the server that engines fetch from."""

@@ -1,0 +1,1 @@
+"""The engine's side before vLLM: fetching versions, the replica of the published bits on each host."""
