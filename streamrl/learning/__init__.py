@@ -1,1 +1,2 @@
-"""One trainer rank: ``trainer`` with its options, process group and metrics. Imports torch, ``base``, ``recipe``, ``weights``."""
+"""One trainer rank: ``trainer`` with its options, process group and metrics.
+Imports torch, ``base``, ``recipe`` and ``weights``."""
