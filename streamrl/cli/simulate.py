@@ -19,6 +19,7 @@ from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.calibrate import Fit, calibrate
+from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel, differences, dump_cluster, load_cluster
 from streamrl.simulate.engine_changes import engine_plan
 from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLengths, capped
@@ -52,6 +53,9 @@ class Simulate(Command, frozen=True):
     steps: Annotated[int, Argument("optimizer steps that count (default 40)", metavar="N")] = 40
     warm_up: WarmUp = 10
     seed: Seed = 0
+    timeline: Annotated[
+        Path | None, Argument("write Chrome trace events here, for ui.perfetto.dev", metavar="FILE.json")
+    ] = None
     json: AsJson = False
 
     def run(self) -> int:
@@ -95,7 +99,10 @@ def simulate_recipe(request: Simulate) -> int:
     cap = model.lengths.cap if lengths is None else lengths.cap
     for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
         print(f"note: {note}", file=sys.stderr)
-    outcomes = [_simulate_one(candidate, request, name, model, lengths, console) for candidate in chosen]
+    trace = ChromeTrace() if request.timeline else None
+    outcomes = [_simulate_one(candidate, request, name, model, lengths, console, trace) for candidate in chosen]
+    if trace is not None and request.timeline is not None:
+        write_output("--timeline", request.timeline, trace.encoded())
     if request.json:
         print(msgspec.json.format(msgspec.json.encode(outcomes), indent=2).decode())
         return 0
@@ -152,6 +159,7 @@ def _simulate_one(
     model: ClusterModel,
     lengths: LengthSource | None,
     console: Console,
+    trace: ChromeTrace | None,
 ) -> Outcome:
     engines = engine_plan(candidate.recipe, model)
     begun = time.monotonic()
@@ -174,6 +182,7 @@ def _simulate_one(
             warm_up=request.warm_up,
             progress=progress,
             engines=engines,
+            trace=trace,
         )
     return Outcome(name=candidate.name, cluster=name, took_s=time.monotonic() - begun, report=report)
 
@@ -258,6 +267,14 @@ def kinds_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
+def write_output(flag: str, path: Path, content: bytes) -> None:
+    """Write ``path``. Raises ``RecipeError`` that names ``flag`` where that cannot be."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise RecipeError([f"{flag} {path}: {error.strerror}: name a file that can be written to"]) from error
+
+
 def calibrate_run(recorded: Path, out: Path | None) -> int:
     """Fit a cluster model to a run and write it, or print it; how well it fits goes to standard error."""
     fit = _fit(recorded, load_recording(recorded))
@@ -270,9 +287,6 @@ def calibrate_run(recorded: Path, out: Path | None) -> int:
     if out is None:
         print(text, end="")
     else:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise RecipeError([f"--out {out}: {error.strerror}: name a file that can be written to"]) from error
+        write_output("--out", out, text.encode())
         print(f"wrote {out}; use it with: streamrl simulate RECIPE --cluster {out}")
     return 0

@@ -7,20 +7,23 @@ attention over the context (small engines), cores that trainer and engines share
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.base.errors import StreamRLError
 from streamrl.observe.report.trajectory_trace import RecordedRun, StepLine
 from streamrl.recipe.sections import Recipe
 from streamrl.simulate.cluster import ClusterModel, Engines
-from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples
+from streamrl.simulate.engine_fit import StepFit, fit_arrivals, fit_step, step_samples, unbiased_fit
 from streamrl.simulate.engines import EngineModel
-from streamrl.simulate.length_fit import fit_lengths
-from streamrl.simulate.recording import life_times
-from streamrl.simulate.stages import PushModel, RewardModel
-from streamrl.simulate.trainer_fit import fit_trainer
+from streamrl.simulate.lengths import LengthModel, recorded_rows
+from streamrl.simulate.recording import TrainedGroup, life_times, trained_groups
+from streamrl.simulate.stages import PushModel, RewardModel, TrainerClock, TrainerModel
 
 FEWEST_COMPLETIONS = 64
 FEWEST_STEPS = 3
@@ -103,3 +106,167 @@ def _reward(run: RecordedRun) -> RewardModel:
     logs = np.log(seconds)
     low, middle, high = np.quantile(logs, [0.25, 0.5, 0.75])
     return RewardModel(median_s=float(np.exp(middle)), sigma=float(high - low) / 1.349, solved=solved)
+
+
+STREAMS_BELOW = 0.75
+"""Of forward and backward: what is left to do when the batch is full, where groups are streamed."""
+
+
+class TrainerFit(msgspec.Struct, frozen=True, kw_only=True):
+    """``model``, and the ``spans`` (seconds since the run began) in which it trained while groups were still sampled;
+    ascending, and none where nothing is streamed."""
+
+    model: TrainerModel
+    spans: list[tuple[float, float]]
+
+
+def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> TrainerFit:
+    """A token and a sequence by what whole steps took; closing a batch by what was left beyond the groups that were
+    still to be trained when it was full. ``streaming_tokens``: see ``TrainerModel``."""
+    steps = run.steps[1:]  # the first one warms up
+    worked = np.array([line.forward_backward_s or line.training_s for line in steps])
+    after = np.array([line.training_s for line in steps])
+    columns = np.array([(line.trained_tokens, line.samples) for line in steps], dtype=float)
+    token_s, sequence_s = unbiased_fit(columns, worked, np.ones(len(steps))).tolist()
+    model = TrainerModel(token_s=token_s, sequence_s=sequence_s)
+    if float(np.median(after)) >= STREAMS_BELOW * float(np.median(worked)):
+        closing = max(float(np.median(after - worked)), 0.0)
+        return TrainerFit(model=msgspec.structs.replace(model, optimizer_s=closing), spans=[])
+    model = msgspec.structs.replace(model, streaming_speed=1.0, streaming_tokens=streaming_tokens)
+    spans, left = _replayed(run, model)
+    closing = max(float(np.median(after - np.array(left[1:]))), float(after.min()))
+    return TrainerFit(model=msgspec.structs.replace(model, optimizer_s=closing), spans=spans)
+
+
+def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:
+    """When ``model`` would have trained the groups as they came, and what of each step was left when it was full."""
+    clock = TrainerClock(model, 1)
+    spans: list[tuple[float, float]] = []
+    left: list[float] = []
+    groups = trained_groups(run)
+    trained_s = [group.trained_s for group in groups]
+    first = 0
+    for step in run.steps:
+        last = bisect_left(trained_s, step.time_s)
+        full_s = _full_s(step)
+        for group in sorted(groups[first:last], key=_scored_s):
+            now = min(group.scored_s, full_s)
+            clock.take(now, group.samples, group.tokens)
+            _extend(spans, now, clock.idle_at)
+        closed_s = clock.close(full_s, engines_idle=True)
+        _extend(spans, full_s, closed_s, cut=True)
+        left.append(closed_s - full_s)
+        first = last
+    return spans, left
+
+
+def _full_s(step: StepLine) -> float:
+    return step.time_s - step.step_s + step.rollout_s
+
+
+def _scored_s(group: TrainedGroup) -> float:
+    return group.scored_s
+
+
+def _extend(spans: list[tuple[float, float]], begins: float, ends: float, *, cut: bool = False) -> None:
+    """Add a span; ``cut``: from ``begins`` on it is known, and what was foreseen no longer holds."""
+    if spans and spans[-1][1] >= begins:
+        spans[-1] = (spans[-1][0], ends if cut else max(ends, spans[-1][1]))
+    elif ends > begins:
+        spans.append((begins, ends))
+
+
+Floats = NDArray[np.float64]
+MOST_PARTS = 3
+NARROWEST = 0.05
+"""Least standard deviation of the logarithms in a part: a spike of equal lengths is no distribution."""
+
+_ROUNDS = 200
+_NORMAL = NormalDist()
+
+
+class Mixture(msgspec.Struct, frozen=True, kw_only=True):
+    """Normals of the logarithms of lengths, by ascending mean; ``log_likelihood`` of what they were fitted to."""
+
+    weights: tuple[float, ...]
+    mus: tuple[float, ...]
+    sigmas: tuple[float, ...]
+    log_likelihood: float
+
+    def penalised(self, count: int) -> float:
+        """Bayesian information criterion over ``count`` lengths: less is better."""
+        return (3 * len(self.weights) - 1) * math.log(count) - 2 * self.log_likelihood
+
+
+def fit_lengths(run: RecordedRun) -> LengthModel:
+    """A mixture of log-normals below the cap (as many as the Bayesian information criterion allows: classes of prompts
+    differ in length), a mass at the cap, and the correlation of two completions of a prompt."""
+    cap = run.header.max_tokens
+    rows = [[min(length, cap) for length in row] for row in recorded_rows(run)]
+    lengths = np.array([length for row in rows for length in row], dtype=float)
+    below = lengths < cap
+    logs = np.log(lengths[below]) if below.any() else np.log(lengths)
+    mixture = min(
+        (_fitted(logs, parts) for parts in range(1, MOST_PARTS + 1)), key=lambda one: one.penalised(len(logs))
+    )
+    return LengthModel(
+        cap=cap,
+        weights=mixture.weights,
+        mus=mixture.mus,
+        sigmas=mixture.sigmas,
+        cap_share=float(np.mean(~below)),
+        correlation=_correlation(rows),
+    )
+
+
+def _fitted(logs: Floats, parts: int) -> Mixture:
+    """By expectation maximisation, from parts of equal numbers of lengths."""
+    quantiles = np.quantile(logs, (np.arange(parts) + 0.5) / parts)
+    mus, sigmas = quantiles, np.full(parts, max(float(logs.std()) / parts, NARROWEST))
+    weights = np.full(parts, 1 / parts)
+    before = -math.inf
+    for _ in range(_ROUNDS):
+        densities = weights * np.exp(-0.5 * ((logs[:, None] - mus) / sigmas) ** 2) / (sigmas * math.sqrt(2 * math.pi))
+        total = np.maximum(densities.sum(axis=1), 1e-300)
+        likelihood = float(np.log(total).sum())
+        if likelihood - before < 1e-6 * len(logs):
+            break
+        before = likelihood
+        shares = densities / total[:, None]
+        counts = np.maximum(shares.sum(axis=0), 1e-9)
+        weights = counts / counts.sum()
+        mus = (shares * logs[:, None]).sum(axis=0) / counts
+        spread = (shares * (logs[:, None] - mus) ** 2).sum(axis=0) / counts
+        sigmas = np.maximum(np.sqrt(spread), NARROWEST)
+    order = np.argsort(mus)
+    return Mixture(
+        weights=tuple(weights[order].tolist()),
+        mus=tuple(mus[order].tolist()),
+        sigmas=tuple(sigmas[order].tolist()),
+        log_likelihood=likelihood,
+    )
+
+
+def _correlation(rows: Sequence[Sequence[int]]) -> float:
+    """Of two completions of a prompt, in normal scores, which is how ``LengthModel`` draws them: intraclass
+    correlation by one way analysis of variance."""
+    groups = [row for row in rows if len(row) > 1]
+    if len(groups) < 2:
+        return 0.0
+    scores = _normal_scores(np.array([length for row in groups for length in row], dtype=float))
+    sizes = np.array([len(row) for row in groups])
+    parts = np.split(scores, np.cumsum(sizes)[:-1])
+    means = np.array([part.mean() for part in parts])
+    within = sum(float(((part - mean) ** 2).sum()) for part, mean in zip(parts, means, strict=True))
+    within /= max(float(sizes.sum()) - len(groups), 1.0)
+    between = float((sizes * (means - scores.mean()) ** 2).sum()) / (len(groups) - 1)
+    size = (float(sizes.sum()) - float((sizes**2).sum() / sizes.sum())) / (len(groups) - 1)
+    variance = max((between - within) / size, 0.0)
+    return min(variance / max(variance + within, 1e-12), 0.99)
+
+
+def _normal_scores(values: Floats) -> Floats:
+    """The standard normal value of each rank; equal values share the mean of theirs."""
+    ascending = np.sort(values)
+    ranks = (np.searchsorted(ascending, values, "left") + np.searchsorted(ascending, values, "right")) / 2
+    return np.array([_NORMAL.inv_cdf(share) for share in (ranks / len(values)).clip(1e-6, 1 - 1e-6).tolist()])

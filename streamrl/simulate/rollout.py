@@ -11,9 +11,10 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.engines.resumption import FEWEST_KEPT, ROUNDS_KEPT
 from streamrl.engines.routing import Router, ServedRequest
-from streamrl.simulate.agenda import Agenda, Kind
+from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engines import NEVER, EngineClock, EngineModel, Request, RunningTogether
+from streamrl.simulate.stages import Agenda, Kind
 
 
 class DeferredTokens:
@@ -67,6 +68,7 @@ class SimulatedRollout:
         self.together = RunningTogether()
         self.engines = [EngineClock(model.engine, self.together) for _ in range(max(most, model.engines.count))]
         self.fullest = 0.0
+        self.trace: ChromeTrace | None = None
         self.requests: dict[TrajectoryId, Request] = {}
         self.aborted = False
         self._agenda = agenda
@@ -189,8 +191,7 @@ class SimulatedRollout:
             self.fullest = max(self.fullest, engine.fill(time))
         ended = engine.finished(time)
         for request in ended:
-            self._router.closed(request.request_id)
-            request.engine = -1
+            self._left(request)
         return ended
 
     def cancel(self, action: do.Drop) -> None:
@@ -215,10 +216,15 @@ class SimulatedRollout:
             engine = self.engines[request.engine]
             engine.advance(self._agenda.now)
             engine.stop(request)
-            self._router.closed(request.request_id)
             self._dirty.add(request.engine)
-            request.engine = -1
+            self._left(request)
             self.aborted = True
+
+    def _left(self, request: Request) -> None:
+        if self.trace is not None:
+            self.trace.request(request, request.engine, self._agenda.now)
+        self._router.closed(request.request_id)
+        request.engine = -1
 
     def go_on(self, action: do.Resume, live_version: int) -> None:
         """Submit what was cut again, with its tokens. Trajectories that ended meanwhile are left alone."""

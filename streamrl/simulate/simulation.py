@@ -21,14 +21,14 @@ from streamrl.policies.auto import candidate_settings
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import InFlight, RoundKind
 from streamrl.recipe.sections import ReleaseKind
-from streamrl.simulate.agenda import Agenda, Kind
+from streamrl.simulate.chrome_trace import ChromeTrace
 from streamrl.simulate.cluster import ClusterModel
 from streamrl.simulate.engine_changes import EnginePlan, SimulatedFreeing, SimulatedSets
 from streamrl.simulate.engines import Request
 from streamrl.simulate.lengths import LengthSource, ModelledLengths
 from streamrl.simulate.report import SimulationReport, StepLedger
 from streamrl.simulate.rollout import SimulatedRollout
-from streamrl.simulate.stages import RewardServers, TrainerClock
+from streamrl.simulate.stages import Agenda, Kind, RewardServers, TrainerClock
 
 MEASURE_INTERVAL_S = 0.25
 CYCLES_STEPS = 45
@@ -50,12 +50,14 @@ def simulate(
     warm_up: int = 0,
     progress: Callable[[int], None] | None = None,
     engines: EnginePlan = EnginePlan(),  # noqa: B008 - frozen
+    trace: ChromeTrace | None = None,
 ) -> SimulationReport:
     """Run the control core for ``warm_up + steps`` optimizer steps; figures are of the last ``steps``.
 
     ``engines``: whether they are freed late in a round, and other sets of them. ``lengths``: None draws from
-    ``model.lengths``. ``progress`` is told each version that goes live. Raises
-    ``StreamRLError`` when control stops the run, or when nothing is left that could happen.
+    ``model.lengths``. ``progress``: called with each version that goes live. ``trace``: collects what happens.
+
+    Raises ``StreamRLError`` when control stops the run, or when nothing is left that could happen.
     """
     settings = msgspec.structs.replace(settings, steps=warm_up + steps)
     source = lengths or ModelledLengths(model.lengths, seed)
@@ -64,7 +66,13 @@ def simulate(
         reports = simulate_candidates(settings, model, source, seed=seed, engines=engines)
         advice = on.RoundsAdvised(goodput={name: report.goodput for name, report in reports.items()})
     simulation = Simulation(settings, model, source, in_flight=in_flight, seed=seed, engines=engines, advice=advice)
-    return simulation.run(warm_up, progress)
+    if trace is None:
+        return simulation.run(warm_up, progress)
+    simulation.rollout.trace = trace
+    trace.begin(str(settings.rounds), len(simulation.rollout.engines))
+    report = simulation.run(warm_up, progress)
+    trace.steps(report.recent)
+    return report
 
 
 def simulate_candidates(

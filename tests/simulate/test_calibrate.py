@@ -13,8 +13,7 @@ from streamrl.observe.report.trajectory_trace import TrajectoryTrace
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 from streamrl.simulate.calibrate import calibrate
 from streamrl.simulate.cluster import DEMO, HEAVY
-from streamrl.simulate.engine_fit import StepSamples, fit_step
-from streamrl.simulate.least_squares import non_negative_least_squares, unbiased_fit
+from streamrl.simulate.engine_fit import StepSamples, fit_step, non_negative_least_squares, unbiased_fit
 from streamrl.simulate.lengths import ModelledLengths, RecordedLengths
 from streamrl.simulate.recording import life_times, load_recording
 from streamrl.simulate.simulation import simulate

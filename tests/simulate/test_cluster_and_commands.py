@@ -81,6 +81,28 @@ def test_simulate_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert report["trained_tokens"] == sum(row["trained_tokens"] for row in report["recent"])
 
 
+def test_a_timeline_has_every_step_and_every_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As chrome://tracing and Perfetto read it: spans of one row follow each other."""
+    file = tmp_path / "timeline.json"
+    compare = ["--compare", "synchronous,tail_batching", "--timeline", str(file)]
+    assert main(["simulate", str(RECIPE), *SMALL, *compare]) == 0
+    events = json.loads(file.read_bytes())["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert len(named) == 4 and {"synchronous: steps", "tail_batching: engine 0"} <= set(named.values())
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = [event for event in spans if "rollout" in event["name"]]
+    assert len(steps) == 2 * 4, "the warm-up's are left out"
+    requests = [event for event in spans if named[event["pid"]] == "synchronous: engine 0"]
+    assert len(requests) == 5 * 4 * 8 and not any(event["args"]["stopped"] for event in requests)
+    assert any(e["args"]["stopped"] for e in spans if named[e["pid"]] == "tail_batching: engine 0")
+    ends: dict[tuple[int, int], float] = {}
+    for event in spans:
+        row = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(row, 0.0) - 1e-3
+        ends[row] = event["ts"] + event["dur"]
+    assert main(["simulate", str(RECIPE), *SMALL, "--timeline", str(tmp_path / "no" / "file")]) == EXIT_BAD_INPUT
+
+
 def test_wrong_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(RECIPE), "--compare", "sychronous"]) == EXIT_BAD_INPUT
     assert "rollout.rounds" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from streamrl.observe.report.trajectory_trace import RecordedRun, TraceHeader, TrajectoryLine
+from streamrl.simulate.calibrate import fit_lengths
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
-from streamrl.simulate.length_fit import fit_lengths
 from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows
 
 # refs/scheduling-model.md 1 and refs/rollpacker.md 3.3: quantiles, and the share at the cap.
