@@ -69,8 +69,8 @@ async def push_many(
                 assert asked
                 assert done.state_hash == announcement.state_hash
                 # The first is a delta on the checkpoint, where what is published has the names of its tensors.
-                as_announced = version > 0 or architecture.published == "parameters"
-                assert push.sent_as_announced(announcement) == as_announced, version
+                assert (announcement.base_version is None) == (version == 0 and architecture.published == "parameters")
+                assert push.sent_as_announced(announcement), version
             pushed, tokens = await push.checksums(), list((await sample(llm, 40)).token_ids)
     save_bits(model, bits, shapes)
     async with running_engine(model, dtype, **options) as fresh:
