@@ -20,8 +20,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-# The suite repeats itself: a change is judged by what it changed. HYPOTHESIS_PROFILE=exploring draws anew each time;
-# campaigns/control/random_runs.py walks for as long as one likes.
+# The suite repeats itself: a change is judged by what it changed. HYPOTHESIS_PROFILE=exploring draws anew each time.
 # No deadline: an example may take long on a machine that others use.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("exploring", deadline=None)
