@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _ROLES = (run_controller, supervisor)  # imported before anything is looked for
 _INIT, _HANDLE, _SNAPSHOT = Control.__init__, Control.handle, Control.snapshot
 _PLAN = topology_module.plan_topology
-_GREETING = zmq_stream._greeting
+_GREETING = zmq_stream._hello
 
 FREED_OFTEN = FreeingSettings(window=(0.05, 0.95), least_lengths=4)
 """Rounds are short here."""
@@ -94,12 +94,12 @@ def patched_product(world: World) -> Iterator[None]:
             for owner, name in _places_of(original):
                 put(owner, name, value)
 
-        def greeting(codec: Any, role: Any, window: int, *others: Any) -> Any:
+        def hello(codec: Any, role: Any, window: int, *others: Any) -> Any:
             return _GREETING(codec, role, min(window, world.shape.window), *others)
 
         put(anyio, "open_signal_receiver", parts.SimulatedSignals)
         put(zmq_stream, "StreamConnection", world.network.make_connection)
-        put(zmq_stream, "_greeting", greeting)
+        put(zmq_stream, "_hello", hello)
         _walked_in_order(put)
         _files_and_user_code(world, put, put_for)
         _processes(world, put, put_for)

@@ -23,7 +23,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.comm.stream_protocol import Greeting, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.stream_protocol import Hello, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
 from streamrl.judge import messages as judge_messages
 from streamrl.recipe.rewards import Reward
@@ -119,7 +119,7 @@ def _sent(codec: WireCodec[Any], item: Any) -> list[bytes]:
 
 # ---- the protocol of a stream --------------------------------------------------------------------------
 
-_GREETING = Greeting(item_type="Item", role=Role.SENDER, window=4, message_bytes=1 << 20, session="s-1", name="far")
+_GREETING = Hello(item_type="Item", role=Role.SENDER, window=4, message_bytes=1 << 20, session="s-1", name="far")
 
 
 def conversation_target() -> Target:
@@ -129,7 +129,7 @@ def conversation_target() -> Target:
     as_receiver = msgspec.msgpack.encode(msgspec.structs.replace(_GREETING, role=Role.RECEIVER))
     header = {kind: seed(pack_header(kind), _HEADER) for kind in Kind}
     body = seed(msgspec.msgpack.encode({"a": 1}), MSGPACK)
-    greeting, other = seed(encoded, MSGPACK), seed(as_receiver, MSGPACK)
+    hello, other = seed(encoded, MSGPACK), seed(as_receiver, MSGPACK)
 
     def item(number: int) -> tuple[Seed, Seed]:
         return seed(pack_header(Kind.ITEM, number), _HEADER), body
@@ -141,15 +141,15 @@ def conversation_target() -> Target:
         message(
             seed(bytes((0, 2, 2, 2, 2, 1, 1)), PLAIN),
             header[Kind.HELLO],
-            greeting,
+            hello,
             header[Kind.READY],
-            greeting,
+            hello,
             *item(0),
             *item(1),
             end,
             header[Kind.BYE],
         ),
-        message(seed(bytes((0, 2, 2, 2)), PLAIN), header[Kind.READY], greeting, *item(0), header[Kind.BROKEN], reason),
+        message(seed(bytes((0, 2, 2, 2)), PLAIN), header[Kind.READY], hello, *item(0), header[Kind.BROKEN], reason),
         message(
             seed(bytes((1, 2, 1, 1, 1)), PLAIN),
             header[Kind.WELCOME],
@@ -158,7 +158,7 @@ def conversation_target() -> Target:
             credit,
             header[Kind.GOODBYE],
         ),
-        message(seed(bytes((2, 2, 2, 2)), PLAIN), header[Kind.WELCOME], greeting, *item(0), *item(1)),
+        message(seed(bytes((2, 2, 2, 2)), PLAIN), header[Kind.WELCOME], hello, *item(0), *item(1)),
         message(seed(bytes((3, 2, 1, 1)), PLAIN), header[Kind.READY], other, header[Kind.CREDIT], credit),
         message(seed(bytes((2, 2)), PLAIN), header[Kind.REFUSED], reason),
     ]
@@ -177,9 +177,9 @@ def _converse(frames: Sequence[bytes]) -> str:
         assert len(answer) <= 2 and sum(map(len, answer)) < 8192, "an answer that is larger than any the protocol has"
 
     role, binds = (Role.RECEIVER, Role.SENDER, Role.RECEIVER, Role.SENDER)[kind], kind in (0, 3)
-    greeting = msgspec.structs.replace(_GREETING, role=role)
+    hello = msgspec.structs.replace(_GREETING, role=role)
     make: Callable[..., ReceivingEnd | SendingEnd] = ReceivingEnd if role is Role.RECEIVER else SendingEnd
-    end = make(greeting, binds=binds, limits=limits, transmit=transmit)
+    end = make(hello, binds=binds, limits=limits, transmit=transmit)
     end.on_connected()
     sizes = list(script[1:]) or [2]
     for size in sizes + [2] * (len(rest) // 2 + 1):

@@ -145,15 +145,15 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
             await ready_after(prepared_sets(recipe)[0].engines)
             start_s = anyio.current_time() - began
             with watch.waits.waiting_for("the trainer ranks to load"):
-                greetings = await training.result()
+                hellos = await training.result()
             await judge.ready(pool.load, min(ready.max_num_seqs, recipe.rollout.batch_trajectories))
             tokenizer, rewards = await loading.result(), await scoring.result()
             await ready_after([f"reward-{index}" for index in range(recipe.reward_limits.workers)])
             digests = {"the controller": tokenizer.digest, "the engines": ready.tokenizer_digest}
-            digests |= {f"trainer rank {greeting.rank}": greeting.tokenizer_digest for greeting in greetings}
+            digests |= {f"trainer rank {hello.rank}": hello.tokenizer_digest for hello in hellos}
             refuse_different_tokenizers(recipe.model.path, digests)
             nursery.start_soon(trainer.run)
-            version, parameters = greetings[0].policy_version, greetings[0].parameters
+            version, parameters = hellos[0].policy_version, hellos[0].parameters
             await emit(
                 RunStarted(
                     run_id=run_directory.name,
@@ -161,7 +161,7 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
                     metrics_endpoint=socket.endpoint,
                     steps=recipe.run.steps,
                     parameters=parameters,
-                    trained_parameters=greetings[0].trained_parameters,
+                    trained_parameters=hellos[0].trained_parameters,
                 )
             )
             hosts = engine_hosts(recipe, slots, pool, steps.send)
@@ -262,9 +262,9 @@ async def _say_ready(emit: Emit, began: float, names: Iterable[str]) -> None:
 async def _greetings(
     trainer: TrainerRanks, ready_after: Callable[[Iterable[str]], Awaitable[None]]
 ) -> list[TrainerReady]:
-    greetings = await trainer.ready()
-    await ready_after(f"trainer-{greeting.rank}" for greeting in greetings)
-    return greetings
+    hellos = await trainer.ready()
+    await ready_after(f"trainer-{hello.rank}" for hello in hellos)
+    return hellos
 
 
 def _slots(recipe: Recipe, topology: Topology) -> dict[str, EngineSlot]:

@@ -12,7 +12,7 @@ import errno
 import msgspec
 
 UNDECODABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
-"""What msgspec raises for bytes that are not what was asked for, whoever wrote them: text that is not UTF-8 is a
+"""What msgspec raises for bytes that are not what was asked for, from any writer: text that is not UTF-8 is a
 ``UnicodeDecodeError``, which is a ValueError; map keys without a hash are a TypeError; nesting without end is a
 RecursionError, also in fields that nobody asked for."""
 

@@ -232,7 +232,7 @@ class CloseBatch(Message, frozen=True):
 
 
 class WeightsAcknowledged(Message, frozen=True):
-    """Every engine holds ``policy_version`` live: the shadow may advance to it."""
+    """Every engine holds ``policy_version`` live: the baseline of deltas may advance to it."""
 
     policy_version: int
 

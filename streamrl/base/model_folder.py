@@ -1,4 +1,4 @@
-"""What a model folder may hold: whoever wrote it must not get code to run here. Read without torch.
+"""What a model folder may hold: its author must not get code to run here. Read without torch.
 
 Weights come as safetensors, which are numbers only; a pickle runs code when it is loaded, and a module of the folder
 when its configuration names it. Nothing here reads either, but other code that is given the folder might.

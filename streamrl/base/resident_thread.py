@@ -41,7 +41,7 @@ class ResidentThread:
             loop, future, function = work
             try:
                 result, error = function(), None
-            except BaseException as raised:  # noqa: BLE001 - handed to the caller, whatever it is
+            except BaseException as raised:  # noqa: BLE001 - every kind is handed to the caller
                 result, error = None, raised
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, future, result, error)

@@ -1,5 +1,5 @@
 """How the rewards of a run are changed: orders to the controller, and its answers on ``steps``. They are asked for by
-whoever holds the ``Pipeline``, and over the control socket of the run (``control_protocol``)."""
+the owner of the ``Pipeline``, and over the control socket of the run (``control_protocol``)."""
 
 from __future__ import annotations
 

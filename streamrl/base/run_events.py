@@ -94,8 +94,8 @@ class RunDecided(Message, frozen=True):
 
 
 class EngineLost(Message, frozen=True):
-    """An engine died, or was ended because it stood still; the run goes on with the others. ``requests``: those that it
-    served, which are asked for elsewhere."""
+    """An engine died, or was ended because it made no progress; the run goes on with the others. ``requests``: those
+    that it served, which are asked for elsewhere."""
 
     engine: str
     reason: str

@@ -110,8 +110,8 @@ EndedOutcome = Scored | TrajectoryLost
 
 class RolloutStatistics(Record, frozen=True):
     """``busy_seconds``: integral of running trajectories over time, no more than the capacity at once, for the bubble
-    ratio. ``verified_tokens``: of losers, that were kept; ``accepted_tokens`` of them the new weights chose, too, and
-    they were not decoded again."""
+    ratio. ``verified_tokens``: of deferred completions, that were kept; ``accepted_tokens`` of them the new weights
+    chose, too, and they were not decoded again."""
 
     launched: int
     finished: int

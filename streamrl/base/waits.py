@@ -1,4 +1,4 @@
-"""Named waits: who waits for what, since when. One registry a run; whoever waits long says so where it waits."""
+"""Named waits: who waits for what, since when. One registry a run; a long wait registers itself where it waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telling whoever waits to look again. Costs next to nothing while nobody waits, which is the usual case under load."""
+"""Wake every waiter, to look again. Costs next to nothing while nobody waits, which is the usual case under load."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Wakeup:
 class Turns:
     """One operation after another at one end of a stream: each begins when ``ready`` says that it need not wait.
 
-    ``changed`` waits until it is worth looking again. Whoever never has to wait lets the event loop turn now and then:
-    ``QUICK`` operations cost one turn of it instead of one each, and nobody is starved.
+    ``changed`` waits until it is worth looking again. A caller that never has to wait yields to the event loop now and
+    then: ``QUICK`` operations cost one turn of it instead of one each, and nobody is starved.
     """
 
     QUICK = 64

@@ -1,4 +1,4 @@
-"""Small files that are whole or absent, whoever reads them meanwhile and whenever their writer is killed; those that
+"""Small files that are whole or absent for every reader, whenever their writer is killed; those that
 must outlive a power cut are flushed. All of it blocks, and raises ``OSError``."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def flush_directory(directory: Path) -> None:
 
 
 def leave_beside(directory: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Put ``files``, of any size, where whoever writes ``directory`` takes them from (``take_beside``), in place of
+    """Put ``files``, of any size, where the writer of ``directory`` takes them from (``take_beside``), in place of
     what an earlier call left there. Returns their sha256 by name. Durable when it returns."""
     folder = beside_folder(directory)
     shutil.rmtree(folder, ignore_errors=True)

@@ -56,7 +56,7 @@ class SendStream(Protocol[T_contra]):
 
 
 class WatchedSendStream(SendStream[T_contra], Protocol[T_contra]):
-    """A sending end that says when it broke, also to whoever has nothing to send."""
+    """A sending end that reports that it broke, also while nothing is sent."""
 
     async def watch(self) -> None:
         """Return never; raise ``StreamBroken``, or ``StreamClosed``."""
@@ -71,7 +71,7 @@ class ReceiveStream(Protocol[T_co]):
         ...
 
     async def watch(self) -> None:
-        """Return never; raise ``StreamBroken``, or ``StreamClosed``: for whoever waits for no item."""
+        """Return never; raise ``StreamBroken``, or ``StreamClosed``: for a caller that waits for no item."""
         ...
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@
       BYE        ->                            GOODBYE has arrived, the sockets may go
       BROKEN     <->                           either end, at any time, with the reason; answered by GOODBYE
 
-The number of ITEM, CREDIT and END is the sequence number of the header. HELLO, WELCOME and READY carry a ``Greeting``,
+The number of ITEM, CREDIT and END is the sequence number of the header. HELLO, WELCOME and READY carry a ``Hello``,
 REFUSED and BROKEN a reason in UTF-8: these two are understood across versions.
 """
 
@@ -64,7 +64,7 @@ class Phase(StrEnum):
     BROKEN = "broken"
 
 
-class Greeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one end is. ``session`` names the connecting end's life; ``message_bytes`` is the most it accepts."""
 
     item_type: str
@@ -85,8 +85,8 @@ class Origin(msgspec.Struct, frozen=True):
 
 Transmit = Callable[[bytes, Sequence[Buffer]], None]
 
-_encode_greeting = msgspec.msgpack.Encoder().encode
-_decode_greeting = msgspec.msgpack.Decoder(Greeting).decode
+_encode_hello = msgspec.msgpack.Encoder().encode
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 class StreamEnd(ABC):
@@ -96,14 +96,14 @@ class StreamEnd(ABC):
     ``parted`` (nothing more will come from the peer and it needs nothing more) may have changed.
     """
 
-    def __init__(self, greeting: Greeting, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
-        self.greeting = greeting
+    def __init__(self, hello: Hello, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
+        self.hello = hello
         self.binds = binds
         self.limits = limits
         self.phase = Phase.WAITING
         self.reason = ""
         self.peer: Origin | None = None
-        self.peer_greeting: Greeting | None = None
+        self.peer_hello: Hello | None = None
         self.parted = True
         self.strangers = 0
         """Messages ignored because they did not come from the peer."""
@@ -117,15 +117,15 @@ class StreamEnd(ABC):
     @property
     def window(self) -> int:
         """Items that may be under way: the smaller of the two windows."""
-        other = self.peer_greeting.window if self.peer_greeting else self.greeting.window
-        return min(self.greeting.window, other)
+        other = self.peer_hello.window if self.peer_hello else self.hello.window
+        return min(self.hello.window, other)
 
     # ---- what happens ----------------------------------------------------------------------------
 
     def on_connected(self) -> None:
         """A connecting end has a connection (again): say hello until somebody answers."""
         if not self.binds and self.phase is Phase.WAITING:
-            self._send(Kind.HELLO, _encode_greeting(self.greeting))
+            self._send(Kind.HELLO, _encode_hello(self.hello))
 
     def on_disconnected(self) -> None:
         """The connection to the peer is gone."""
@@ -152,7 +152,7 @@ class StreamEnd(ABC):
                 self.fail(str(error))
 
     def fail(self, reason: str) -> None:
-        """Break the stream from this side; the peer is told why. Does nothing to a finished stream."""
+        """Break the stream from this side, and send the peer the reason. Does nothing to a finished stream."""
         if self.finished:
             return
         if self.peer is not None:
@@ -175,10 +175,10 @@ class StreamEnd(ABC):
             self._refuse(origin, mismatch)
             self._enter_broken(mismatch)
         elif header.kind == Kind.HELLO:
-            session = _greeting(frames).session
-            self._send(Kind.WELCOME, self._greeting_for(session), to=origin.peer)
+            session = _hello(frames).session
+            self._send(Kind.WELCOME, self._hello_for(session), to=origin.peer)
         else:
-            self._adopt(origin, _greeting(frames))
+            self._adopt(origin, _hello(frames))
 
     def _on_answer(self, origin: Origin, header: Header, frames: Sequence[Buffer]) -> None:
         if header.kind == Kind.REFUSED:
@@ -187,18 +187,18 @@ class StreamEnd(ABC):
             self.strangers += 1
         elif mismatch := self._mismatch(header, frames):
             self._enter_broken(mismatch)
-        elif (greeting := _greeting(frames)).session == self.greeting.session:
-            self._send(Kind.READY, _encode_greeting(self.greeting))
-            self._adopt(origin, greeting)
+        elif (hello := _hello(frames)).session == self.hello.session:
+            self._send(Kind.READY, _encode_hello(self.hello))
+            self._adopt(origin, hello)
 
-    def _greeting_for(self, session: str) -> bytes:
-        return _encode_greeting(msgspec.structs.replace(self.greeting, session=session))
+    def _hello_for(self, session: str) -> bytes:
+        return _encode_hello(msgspec.structs.replace(self.hello, session=session))
 
     def _mismatch(self, header: Header, frames: Sequence[Buffer]) -> str:
         """Why this peer cannot have the other end of the stream; empty where it can."""
         if header.version != WIRE_VERSION:
             return f"wire version {header.version} at one end, {WIRE_VERSION} at the other: install the same streamrl"
-        mine, other = self.greeting, _greeting(frames)
+        mine, other = self.hello, _hello(frames)
         if other.item_type != mine.item_type:
             return f"the {other.role} carries {other.item_type}, the {mine.role} {mine.item_type}"
         if other.role == mine.role:
@@ -212,8 +212,8 @@ class StreamEnd(ABC):
     def _refuse(self, origin: Origin, reason: str) -> None:
         self._send(Kind.REFUSED, _reason_bytes(reason), to=origin.peer)
 
-    def _adopt(self, origin: Origin, greeting: Greeting) -> None:
-        self.peer, self.peer_greeting, self.parted = origin, greeting, False
+    def _adopt(self, origin: Origin, hello: Hello) -> None:
+        self.peer, self.peer_hello, self.parted = origin, hello, False
         self.phase = Phase.OPEN
         self._on_open()
 
@@ -248,7 +248,7 @@ class StreamEnd(ABC):
 
     @property
     def _other_role(self) -> Role:
-        return Role.RECEIVER if self.greeting.role is Role.SENDER else Role.SENDER
+        return Role.RECEIVER if self.hello.role is Role.SENDER else Role.SENDER
 
     def _enter_broken(self, reason: str) -> None:
         self.phase = Phase.BROKEN
@@ -309,8 +309,8 @@ class ReceivingEnd(StreamEnd):
     taken = 0
     _granted = 0
 
-    def __init__(self, greeting: Greeting, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
-        super().__init__(greeting, binds=binds, limits=limits, transmit=transmit)
+    def __init__(self, hello: Hello, *, binds: bool, limits: WireLimits, transmit: Transmit) -> None:
+        super().__init__(hello, binds=binds, limits=limits, transmit=transmit)
         self.items: deque[Sequence[Buffer]] = deque()
 
     def take(self) -> None:
@@ -339,11 +339,11 @@ class ReceivingEnd(StreamEnd):
             self.received += 1
 
 
-def _greeting(frames: Sequence[Buffer]) -> Greeting:
+def _hello(frames: Sequence[Buffer]) -> Hello:
     try:
-        return _decode_greeting(frames[1])
+        return _decode_hello(frames[1])
     except (IndexError, *UNDECODABLE) as error:
-        raise WireError(f"a handshake without a greeting: {error}") from error
+        raise WireError(f"a handshake without a hello: {error}") from error
 
 
 def _reason(frames: Sequence[Buffer]) -> str:

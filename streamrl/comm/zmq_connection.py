@@ -109,7 +109,7 @@ class StreamConnection:
             self.service()
 
     async def _watch_gate(self, fd: int) -> None:
-        """Whoever cannot be joined any more does not go on: raises ``StreamRLError``."""
+        """Raise ``StreamRLError`` when no peer can be authenticated any more."""
         await anyio.wait_readable(fd)
         if self._socket is not None:
             zmq_sockets.check_gate(self._socket)

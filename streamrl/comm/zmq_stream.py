@@ -6,7 +6,7 @@
         await orders.send(Generate(...))
 
 Entering binds, or starts connecting, and returns at once; the first ``send`` or ``receive`` waits for the peer, for as
-long as it takes (whoever started the peer watches its process). The binding side is a ROUTER, the other a DEALER;
+long as it takes (the supervisor watches the peer's process). The binding side is a ROUTER, the other a DEALER;
 ``stream_protocol`` decides what they say. A task of the context manager moves messages between socket and memory,
 so a cancelled ``send`` or ``receive`` never touches a socket and loses nothing. Leaving normally ends the stream,
 leaving with an exception breaks it and tells the peer why. A peer that dies breaks it at once.
@@ -27,7 +27,7 @@ from anyio.abc import TaskGroup
 from streamrl.base.errors import StreamBroken, StreamClosed, StreamEnded, WireError
 from streamrl.base.wakeup import Turns
 from streamrl.comm.stream import StreamStatistics
-from streamrl.comm.stream_protocol import Greeting, Phase, ReceivingEnd, Role, SendingEnd
+from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
 from streamrl.remote.transport_keys import KeyRole
@@ -144,8 +144,8 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         self._codec: WireCodec[T] = WireCodec(item_type, limits)
         self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
         self._connection.peer_role = peer_role
-        greeting = _greeting(self._codec, Role.SENDER, window, limits, name)
-        self._end = SendingEnd(greeting, binds=bind, limits=limits, transmit=self._connection.transmit)
+        hello = _hello(self._codec, Role.SENDER, window, limits, name)
+        self._end = SendingEnd(hello, binds=bind, limits=limits, transmit=self._connection.transmit)
         self._connection.end = self._end
         self._closing: anyio.Event | None = None
 
@@ -158,9 +158,9 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         frames = self._codec.encode(item)
         size = sum(len(frame) for frame in frames)
         await self._turns.take(self._has_credit)
-        greeting = self._end.peer_greeting
-        if greeting is not None and HEADER_BYTES + size > greeting.message_bytes:
-            most = greeting.message_bytes - HEADER_BYTES
+        hello = self._end.peer_hello
+        if hello is not None and HEADER_BYTES + size > hello.message_bytes:
+            most = hello.message_bytes - HEADER_BYTES
             raise WireError(self._describe(f"an item of {size} bytes, the receiver takes at most {most}"))
         self._end.send_item(frames)
         self._bytes += size
@@ -174,7 +174,7 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         """End the stream and wait until the receiver has everything, at most ``close_seconds``.
 
         Raises ``StreamBroken`` where that could not be known. A stream that had broken before is only closed:
-        ``send`` is what tells of that. Whoever closes it, too, meanwhile waits as long: leaving ``async with`` must not
+        ``send`` is what tells of that. A second closer waits as long: leaving ``async with`` must not
         take the connection from a closer that waits for the receiver's answer.
         """
         if self._closed:
@@ -190,7 +190,7 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
     async def _end_stream(self) -> None:
         self._connection.wake()
         with anyio.move_on_after(self._close_seconds):
-            # An end before the peer came is still an end: it is told when it comes.
+            # An end before the peer came is still an end: it is sent when the peer comes.
             while self._end.phase is Phase.WAITING or (self._end.phase is Phase.OPEN and not self._end.has_credit):
                 await self._connection.changed()
         if self._end.phase is not Phase.OPEN:
@@ -236,8 +236,8 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
         self._codec: WireCodec[T] = WireCodec(item_type, limits)
         self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
         self._connection.peer_role = peer_role
-        greeting = _greeting(self._codec, Role.RECEIVER, window, limits, name)
-        self._end = ReceivingEnd(greeting, binds=bind, limits=limits, transmit=self._connection.transmit)
+        hello = _hello(self._codec, Role.RECEIVER, window, limits, name)
+        self._end = ReceivingEnd(hello, binds=bind, limits=limits, transmit=self._connection.transmit)
         self._connection.end = self._end
 
     async def receive(self) -> T:
@@ -299,10 +299,10 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
             raise StopAsyncIteration from None
 
 
-def _greeting(codec: WireCodec[Any], role: Role, window: int, limits: WireLimits, name: str) -> Greeting:
+def _hello(codec: WireCodec[Any], role: Role, window: int, limits: WireLimits, name: str) -> Hello:
     if window < 1:
         raise ValueError(f"stream {name!r}: a window of {window} items lets nothing pass; use at least 1")
-    return Greeting(
+    return Hello(
         item_type=codec.item_type_name,
         role=role,
         window=window,

@@ -6,10 +6,11 @@ where the Gumbel noise G depends on the request's seed, on t and on v alone. Tha
 deferred completion that is *replayed* is this function once more, of the new weights and the same noise. *Verifying*
 computes the same value for less: one prefill gives the new p at all positions of the tokens that were kept, the new
 choices follow from p and G, and up to the first position where they differ the replay would have sampled just these.
-From there the engine samples on with the noise of that position. So the verified completion equals the replayed one
-token by token, and is as strictly on-policy as any other. Speculative acceptance, min(1, p_new / p_old), would need the
-residual distribution of weights that are gone; without it, or with new noise at the rejected position, it is biased.
-Stopping early is always right: the engine then samples itself what the rest of the kept tokens would have said.
+From there the engine samples on with the random numbers of that position. So the verified completion equals the
+replayed one token by token, and is as strictly on-policy as any other. Speculative acceptance, min(1, p_new / p_old),
+would need the residual distribution of weights that are gone; without it, or with new noise at the rejected position,
+it is biased. Stopping early is always right: the engine then samples itself what the rest of the kept tokens would
+have said.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def resumed_request(request: Generate, partial: Completion, *, seed: int, reques
     """``request`` with what ``partial`` sampled appended to its tokens.
 
     ``max_tokens`` stays the limit of the whole completion; ``prefix_length`` says how much of it is used.
-    ``seed`` must be new: a generator that starts anew with the old seed repeats the noise of the first tokens.
+    ``seed`` must be new: a generator that starts again with the old seed repeats the random numbers of the first
+    tokens.
     """
     if partial.token_ids and request.kept:  # what of them holds is in ``partial``
         request = msgspec.structs.replace(request, token_ids=request.token_ids[: -request.kept], kept=0)
@@ -81,7 +83,7 @@ def join_completions(first: Completion, second: Completion) -> Completion:
 
 def accepted_prefix(kept: Sequence[int], chosen: Sequence[int]) -> int:
     """How many tokens of ``kept`` the new weights choose too, from the start. ``chosen[t]``: their choice at t with the
-    noise of t, given the kept tokens before it; the part that is missing at its end counts as not chosen."""
+    random numbers of t, given the kept tokens before it; the part that is missing at its end counts as not chosen."""
     for place, (old, new) in enumerate(zip(kept, chosen, strict=False)):
         if old != new:
             return place

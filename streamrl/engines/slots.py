@@ -93,7 +93,7 @@ class EngineSlot:
         await self._closed.wait()
 
     async def abandon(self) -> None:
-        """Stop listening to the host, whatever it does: it is being ended, perhaps before it ever was ready."""
+        """Stop listening to the host: it is being ended, perhaps before it ever was ready."""
         self._serving.cancel()
         await self._closed.wait()
 

@@ -171,7 +171,7 @@ def all_gather_values(values: torch.Tensor) -> torch.Tensor:
 
 LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which gloo and NCCL are told where to listen; what the user has set stays."""
+"""Variables that say where gloo and NCCL listen; a value that the user has set stays."""
 
 
 def meet_at(rendezvous: str, rank: int, ranks: int, timeout: timedelta) -> Store:

@@ -1,4 +1,4 @@
-"""The metrics socket: publish to whoever listens, never wait for them. The schema is in docs/metrics.md.
+"""The metrics socket: publish to all subscribers, never wait for one. The schema is in docs/metrics.md.
 
 A thread owns the sockets, so that a subscriber that joins late gets the last message of every topic at once,
 also while the run publishes nothing. ``publish`` only puts the message into a bounded queue.

@@ -221,5 +221,5 @@ def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:
 
 
 def control_socket(topology: Topology) -> Path:
-    """Where the holder of the run listens for whoever looks at it or changes it: this user on this host."""
+    """Where the run listens for commands that look at it or change it: this user on this host."""
     return Path(topology.endpoint(Role.CONTROLLER.value, "steps").removeprefix("ipc://")).with_name("control")

@@ -13,7 +13,7 @@ _STEP, _START = 7919, 20_250_701
 
 
 class CanaryBounds(msgspec.Struct, frozen=True):
-    """Nats. Above ``alarm`` people are told; an engine above ``limit`` is taken for broken and gets an anchor."""
+    """Nats. Above ``alarm`` the run reports it; an engine above ``limit`` is taken for broken and gets an anchor."""
 
     alarm: float
     limit: float

@@ -30,7 +30,7 @@ PATH_OPTIONS = {"reward_model": ("path",), "judge": ("cache",)}
 
 
 class FailurePolicy(StrEnum):
-    """What becomes of a sample without a reward. ``drop_sample``: it is not trained, its siblings are. ``drop_group``:
+    """How a sample without a reward is trained. ``drop_sample``: it is not trained, its siblings are. ``drop_group``:
     none of its group is. ``stop``: the run ends."""
 
     DROP_SAMPLE = "drop_sample"

@@ -85,7 +85,7 @@ class Rollout(Section, frozen=True):
 
 
 class DeferredPrompts(StrEnum):
-    """What becomes of a prompt that lost a race: sampled again from its start with a new seed; again with the *same*
+    """How a deferred prompt is sampled: sampled again from its start with a new seed; again with the *same*
     seeds (so that its length is not redrawn); the same, but what the new weights choose again of the tokens that it had
     is not decoded again (strictly on-policy, as ``replay``, and cheaper); or resumed from its tokens (off-policy by a
     version or more)."""
@@ -118,7 +118,7 @@ class TailBatching(Section, frozen=True):
 
     @property
     def verifies(self) -> bool:
-        """Whether tokens of losers are kept."""
+        """Whether tokens of deferred completions are kept."""
         return self.deferred_prompts is DeferredPrompts.VERIFY
 
 
@@ -208,7 +208,8 @@ def _sizes(rollout: Rollout, group_sizing: GroupSizing) -> tuple[int, ...]:
 
 
 def tail_batching_slots(options: TailBatching, batch: int, sizes: tuple[int, ...]) -> int:
-    """What races, or runs in a long round; parked losers keep theirs: a batch, and what one more race adds, at most."""
+    """What races, or runs in a long round; deferred completions keep theirs: a batch, and what one more race adds, at
+    most."""
     racing = max(
         math.ceil(options.prompt_oversampling * (batch // size)) * math.ceil(options.response_oversampling * size)
         for size in sizes

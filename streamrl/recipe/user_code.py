@@ -1,6 +1,6 @@
 """Finding the user's own objects: ``module:name`` or ``path/to/file.py:name``.
 
-User modules may do anything while they are imported, so whoever must not hang or die imports them in a
+User modules may do anything while they are imported, so a process that must not hang or die imports them in a
 process of its own (``streamrl.rewards.inspect``).
 """
 
@@ -34,7 +34,7 @@ def describe_error(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """``text`` with what UTF-8 has no bytes for written as an escape: half of a surrogate pair, which JSON that a model
-    wrote may name, ends whoever sends or prints it."""
+    wrote may name, ends the process that sends or prints it."""
     return text.encode(errors="backslashreplace").decode()
 
 

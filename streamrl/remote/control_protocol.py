@@ -1,7 +1,7 @@
 """What is said on the control socket of a run: one request a connection, one answer. Pure.
 
-A request is an operation and, where the operation changes something, the run's key. An operation is a message; whoever
-adds one adds it to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only looks, to ``READ_ONLY``:
+A request is an operation and, where the operation changes something, the run's key. An operation is a message: to
+add one, add it to ``ControlOperation``, its answer to ``ControlAnswer``, and, where it only looks, to ``READ_ONLY``:
 all others need the key. Both directions are a length of four bytes (big-endian) and so many bytes of msgpack, over a
 unix socket in a directory that only this user may enter. Nothing is decoded that is longer than allowed.
 """
@@ -65,7 +65,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 def is_allowed(request: ControlRequest, key: str) -> bool:
-    """Whether the operation may be carried out by whoever knows ``request.key``. Takes as long for every wrong key."""
+    """Whether ``request.key`` permits the operation. Takes as long for every wrong key."""
     if isinstance(request.operation, READ_ONLY):
         return True
     return hmac.compare_digest(request.key.encode(), key.encode())

@@ -207,7 +207,7 @@ async def ask_control(path: Path, operation: ControlOperation, key: str, timeout
         with anyio.fail_after(timeout_s):
             async with await anyio.connect_unix(path) as stream:
                 if peer_user(stream) not in (os.getuid(), 0):
-                    raise StreamRLError(f"{path} belongs to another user: it was told nothing")
+                    raise StreamRLError(f"{path} belongs to another user: nothing was sent to it")
                 await stream.send(encode_request(ControlRequest(operation=operation, key=key)))
                 return decode_answer(await _receive(stream, LARGEST_ANSWER))
     except TimeoutError:

@@ -103,7 +103,7 @@ def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | N
 
 
 def guard_connector(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole) -> None:
-    """Before a socket is connected: its key, and the key that whoever listens there must have."""
+    """Before a socket is connected: its key, and the key that the listener there must have."""
     keys = keys_for(endpoint)
     if keys is None:
         return

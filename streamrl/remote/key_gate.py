@@ -2,7 +2,7 @@
 
 The question goes to a fixed inproc address, so there is one gate in a context, and it counts for the sockets of that
 context only. Each socket asks in its own domain, which says who is let in. A gate that is gone lets nobody in
-(``ZAP_ENFORCE_DOMAIN``); that it is gone ends whoever relies on it, by ``ended_fd``.
+(``ZAP_ENFORCE_DOMAIN``); its end ends every process that relies on it, by ``ended_fd``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class KeyGate:
 
     def _tell_refused(self, domain: bytes, address: bytes) -> None:
         self._refused += 1
-        if self._refused & (self._refused - 1) == 0:  # 1, 2, 4, ...: whoever tries again and again fills no disk
+        if self._refused & (self._refused - 1) == 0:  # 1, 2, 4, ...: a peer that tries again and again fills no disk
             log.warning(
                 "a connection from %r was refused at a socket for %r: its key is not known there (%d so far)",
                 address[:64],

@@ -11,7 +11,7 @@ A process needs the secret of its own role and everybody's public keys. A ``.pub
 first is who serves, all of them are let in. So a host may have a pair of its own, and a key is replaced by adding the
 new line, giving out the new secret, and removing the old line; the file is read at each connection.
 
-Where the keys are is told to a process by its environment (as vLLM's worker processes inherit it), never the keys.
+A process learns from its environment where the keys are (as vLLM's worker processes inherit it), never the keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEY_LENGTH = 40
 
 
 class KeyRole(StrEnum):
-    """Whose key it is. Reward workers, judges and whoever uses the control socket have none: they never leave the host,
+    """Whose key it is. Reward workers, judges and users of the control socket have none: they never leave the host,
     and the control socket has a key of its own."""
 
     CONTROLLER = "controller"
@@ -156,7 +156,7 @@ def _refuse_others(path: Path) -> None:
     try:
         status = path.stat()
     except FileNotFoundError:
-        return  # whoever reads it next says so
+        return  # the next reader reports it
     if status.st_uid not in (os.getuid(), 0):
         raise StreamRLError(f"{path} belongs to another user: make keys of your own with `streamrl keys DIRECTORY`")
     if stat.S_IMODE(status.st_mode) & 0o077:

@@ -119,7 +119,7 @@ def combination(recipe: Recipe) -> Broken:
 
 @rule("rewards", "judge")
 def judges_are_there(recipe: Recipe) -> Broken:
-    """Whoever asks is answered, and whoever is started is asked."""
+    """A judge that is asked is started, and one that is started is asked."""
     asking = [index for index, reward in enumerate(recipe.rewards) if asks_own_judge(reward)]
     if recipe.judge.model:
         if not asking:

@@ -98,7 +98,7 @@ def staleness_of_rounds(recipe: Recipe) -> Broken:
     elif rollout.rounds is RoundKind.TAIL_BATCHING and recipe.tail_batching.deferred_prompts is DeferredPrompts.RESUME:
         # What one race parks is trained by the next batches, one batch of it each.
         needed = max(1, math.ceil(recipe.tail_batching.prompt_oversampling - 1))
-        why = 'with tail_batching.deferred_prompts = "resume", where losers keep their tokens'
+        why = 'with tail_batching.deferred_prompts = "resume", where deferred prompts keep their tokens'
     if bound < needed:
         yield Problem(
             "rollout.max_staleness",

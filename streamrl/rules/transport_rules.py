@@ -10,7 +10,7 @@ from streamrl.rules.rule import Broken, Problem, rule
 
 _REMEDY = (
     "make keys with `streamrl keys DIRECTORY` and set transport.keys to it, set {field} to a loopback address, "
-    'or (whoever reaches it then changes the run) transport.security = "none"'
+    'or (every host that reaches it then can change the run) transport.security = "none"'
 )
 
 
@@ -84,6 +84,6 @@ def insecure_notice(recipe: Recipe) -> str:
     reached = ", ".join(f"{field} = {value}" for field, value in open_to_others(recipe))
     return (
         reached
-        and f"INSECURE: {reached} without keys: whoever reaches it reads the run and changes its weights "
+        and f"INSECURE: {reached} without keys: every host that reaches it reads the run and changes its weights "
         '(transport.advanced.security = "none"); `streamrl keys DIRECTORY` makes keys'
     )

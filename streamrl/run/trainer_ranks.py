@@ -49,21 +49,21 @@ class TrainerRanks:
         self._one_question = Lock()  # yields to nobody where nobody has it
 
     async def ready(self) -> list[TrainerReady]:
-        """The greeting of every rank. Raises ``StreamRLError`` when ranks disagree about what they hold."""
-        greetings: list[TrainerReady] = []
+        """The hello of every rank. Raises ``StreamRLError`` when ranks disagree about what they hold."""
+        hellos: list[TrainerReady] = []
         for index, (_, reports) in enumerate(self._ranks):
             try:
-                greeting = await reports.receive()
+                hello = await reports.receive()
             except StreamEnded as error:
                 raise StreamBroken(f"trainer-{index} ended before it was ready") from error
-            if not isinstance(greeting, TrainerReady) or greeting.rank != index or greeting.ranks != len(self._ranks):
-                raise StreamRLError(f"trainer-{index} greeted with {greeting}; {len(self._ranks)} ranks were expected")
-            greetings.append(greeting)
-        self._ordered_version = greetings[0].policy_version
-        self._together_tokens = greetings[0].together_tokens
-        if len({(g.policy_version, g.parameters) for g in greetings}) != 1:
-            raise StreamRLError(f"trainer ranks hold different models: {greetings}")
-        return greetings
+            if not isinstance(hello, TrainerReady) or hello.rank != index or hello.ranks != len(self._ranks):
+                raise StreamRLError(f"trainer-{index} said hello with {hello}; {len(self._ranks)} ranks were expected")
+            hellos.append(hello)
+        self._ordered_version = hellos[0].policy_version
+        self._together_tokens = hellos[0].together_tokens
+        if len({(g.policy_version, g.parameters) for g in hellos}) != 1:
+            raise StreamRLError(f"trainer ranks hold different models: {hellos}")
+        return hellos
 
     async def run(self) -> None:
         """Receive answers until every rank ended its stream. Then whoever still waits for one, also where it cannot be

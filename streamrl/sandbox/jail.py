@@ -82,7 +82,7 @@ def watch(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoReturn:
         for fd in {*job.stdio, *job.open_fds}:
             os.close(fd)
         _report(report_fd, _wait(pid, limits.seconds, alone=layers.namespaces))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the zygote must hear of it and this process end
+    except BaseException as error:  # noqa: BLE001 - the zygote must hear of every kind, and this process end
         _report(report_fd, {"error": _described(error)})
     os._exit(0)
 
@@ -112,7 +112,7 @@ def _become(layers: Layers, limits: Limits, job: Job, report_fd: int) -> NoRetur
         os.umask(0o077)
         _confine(layers, limits)
         run = job.prepare()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is reported and this process ends
+    except BaseException as error:  # noqa: BLE001 - every kind is reported and ends this process
         _report(report_fd, {"error": _described(error)})
         os._exit(70)
     os.close(report_fd)

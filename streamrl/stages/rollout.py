@@ -2,8 +2,8 @@
 
 A request that the engine cut (a pause that aborts, a drained engine) goes on from its tokens with a seed of its own. A
 trajectory that control held waits, outside of the engine, until it is continued; only one that was cancelled, or that
-the engine refused, ends as ``TrajectoryLost``. Where losers are verified, the tokens of what was cancelled are kept
-until the same draw is launched again (``engines/resumption.py``).
+the engine refused, ends as ``TrajectoryLost``. Where deferred completions are verified, the tokens of what was
+cancelled are kept until the same draw is launched again (``engines/resumption.py``).
 """
 
 from __future__ import annotations
@@ -252,7 +252,8 @@ class RolloutStage:
         self._waiting -= 1
 
     def _kept_of(self, order: LaunchTrajectory) -> TokenArray:
-        """What was sampled of this draw before it was cancelled; nothing where losers are not verified."""
+        """What was sampled of this draw before it was cancelled; nothing where deferred completions are not
+        verified."""
         if self._kept is None or order.evaluation:
             return token_array()
         self._kept.open(len(self._open) + 1)

@@ -51,8 +51,8 @@ class EngineOrders:
         return self._supervisor.start_engine(name)
 
     def _kill(self, order: KillEngine) -> None:
-        """End an engine host that stands still, by SIGKILL: a death like another, which the watch deals with. Another
-        host than the one that is meant is left alone."""
+        """End an engine host that makes no progress, by SIGKILL: a death like another, which the watch deals with.
+        Another host than the one that is meant is left alone."""
         child = self._supervisor.engine_host(order.engine)
         if child is None or not child.running or order.pid not in (0, child.process.pid):
             return

@@ -16,7 +16,8 @@ RESUMED = (Role.CONTROLLER, Role.TRAINER)
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 SETTLED_AFTER_S = 5.0
-"""A process that lived so long did not die of being started: pauses begin anew. The budget does not."""
+"""A process that lived so long did not die of being started: pauses start again from the shortest. The budget does
+not."""
 RENEWED_AFTER_S = 600.0
 """A process that lived so long did not die of what its predecessors died of: the budget is whole again."""
 

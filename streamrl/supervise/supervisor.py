@@ -211,7 +211,7 @@ class Supervisor:
             child.not_replaced()
 
     async def _settled(self, deaths: list[Death]) -> list[Death]:
-        """Wait until the first cause can be told from what followed from it."""
+        """Wait until the first cause can be distinguished from what followed from it."""
         began_s = time.monotonic()
         while not self._ending:
             await anyio.sleep(POLL_S)

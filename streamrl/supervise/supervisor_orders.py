@@ -9,8 +9,8 @@ from streamrl.base.run_events import RunEvent
 
 
 class StopEngine(Message, frozen=True):
-    """The host of ``engine`` serves nothing any more, and its end is no death. It was told to end: the supervisor ends
-    it when it has not done so after ``patience_s``."""
+    """The host of ``engine`` serves nothing any more, and its end is no death. It was ordered to end: the supervisor
+    ends it when it has not done so after ``patience_s``."""
 
     engine: str
     patience_s: float = 0.0
@@ -23,7 +23,7 @@ class StartEngine(Message, frozen=True):
 
 
 class KillEngine(Message, frozen=True):
-    """The host of ``engine`` stands still (``reason``): end it as a death would, so that another is started in its
+    """The host of ``engine`` makes no progress (``reason``): end it as a death would, so that another is started in its
     place. Only the host that is meant: by its ``pid``, or (0: it never said one) the one that was started
     ``older_than_s`` ago or earlier."""
 

@@ -1,4 +1,4 @@
-"""The watchdog of the controller: a run that stands still says what it waits for, and ends.
+"""The watchdog of the controller: a run without progress says what it waits for, and ends.
 
 It looks at a progress counter that changes whenever anything gets done: a token, an outcome, a step, a push, a byte of
 a checkpoint. That something is alive (answers, uses the processor) is no progress. What is waited for is in ``waits``.
@@ -51,8 +51,8 @@ _LONGEST_STACKS = 1 << 20  # characters: a run has thousands of tasks, most of t
 
 
 def stall_limit_s(recipe: Recipe) -> float:
-    """How long a run may stand still: ``run.advanced.stall_timeout_s``, and longer than its slowest time limit; 0: for
-    ever."""
+    """How long a run may make no progress: ``run.advanced.stall_timeout_s``, and longer than its slowest time limit;
+    0: for ever."""
     if not recipe.run.stall_timeout_s:
         return 0.0
     limits = [recipe.weights.push_timeout_s, recipe.engines.start_timeout_s, recipe.engines.progress_timeout_s]

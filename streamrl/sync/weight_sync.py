@@ -173,7 +173,7 @@ class WeightSync:
     # ---- engines that come and go ------------------------------------------------------------------
 
     async def admit(self, name: str, engine: Engine) -> None:
-        """Bring a started engine, whatever it holds, to the live version while the others sample; later pushes reach
+        """Bring a started engine to the live version while the others sample; later pushes reach
         it. It is sampling when this returns, unless all are paused.
 
         It gets what was pushed last, for which it fetches the deltas that it lacks, and an anchor if it refuses that.

@@ -297,7 +297,7 @@ class VllmEngine:
 
 
 def merge_checksums(parts: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Checksums of all workers: a lone worker keeps its names, several are told apart by a prefix."""
+    """Checksums of all workers: a lone worker keeps its names, several are distinguished by a prefix."""
     if len(parts) == 1:
         return dict(parts[0])
     return {f"worker{rank}.{name}": digest for rank, part in enumerate(parts) for name, digest in part.items()}

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from streamrl.comm import stream_protocol, wire
-from streamrl.comm.stream_protocol import Greeting, Kind, Role
+from streamrl.comm.stream_protocol import Hello, Kind, Role
 from streamrl.comm.wire import WireLimits, pack_header
 
 
 def test_credit_that_was_never_earned_breaks_the_sender() -> None:
     sent: list[Any] = []
-    mine = Greeting(item_type="Note", role=Role.SENDER, window=4, message_bytes=100, session="s")
+    mine = Hello(item_type="Note", role=Role.SENDER, window=4, message_bytes=100, session="s")
     theirs = msgspec.structs.replace(mine, role=Role.RECEIVER)
     end = stream_protocol.SendingEnd(mine, binds=False, limits=WireLimits(), transmit=lambda _, f: sent.append(f))
     origin = stream_protocol.Origin(b"", None)

@@ -21,7 +21,7 @@ from streamrl.base.errors import StreamBroken, WireError
 from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, Resume
 from streamrl.base.types import Record, TokenArray
 from streamrl.comm import socket_options, wire
-from streamrl.comm.stream_protocol import Greeting, Kind, Role
+from streamrl.comm.stream_protocol import Hello, Kind, Role
 from streamrl.comm.wire import WireLimits, pack_header
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 
@@ -98,17 +98,17 @@ async def answer(dealer: zmq.Socket[bytes]) -> tuple[Kind, bytes]:
     return Kind(wire.parse_header(frames[0]).kind), b"".join(frames[1:])
 
 
-def greeting(**changes: Any) -> bytes:
-    same = Greeting(
+def hello_bytes(**changes: Any) -> bytes:
+    same = Hello(
         item_type=wire.item_type_name(EngineOrder), role=Role.SENDER, window=4, message_bytes=10**6, session="s"
     )
     return msgspec.msgpack.encode(msgspec.structs.replace(same, **changes))
 
 
 async def shake_hands(dealer: zmq.Socket[bytes]) -> None:
-    dealer.send_multipart([pack_header(Kind.HELLO), greeting()])
+    dealer.send_multipart([pack_header(Kind.HELLO), hello_bytes()])
     assert (await answer(dealer))[0] is Kind.WELCOME
-    dealer.send_multipart([pack_header(Kind.READY), greeting()])
+    dealer.send_multipart([pack_header(Kind.READY), hello_bytes()])
     assert (await answer(dealer))[0] is Kind.CREDIT
 
 
@@ -450,8 +450,8 @@ async def test_an_end_that_nobody_acknowledges_is_an_error_and_bounded(new_endpo
             async with zmq_sender(EngineOrder, endpoint, bind=False, close_seconds=0.2) as sends:
                 await anyio.to_thread.run_sync(router.poll, 5000)
                 peer, _, hello = router.recv_multipart()
-                theirs = msgspec.msgpack.decode(hello, type=Greeting)
-                reply = greeting(role=Role.RECEIVER, session=theirs.session)
+                theirs = msgspec.msgpack.decode(hello, type=Hello)
+                reply = hello_bytes(role=Role.RECEIVER, session=theirs.session)
                 router.send_multipart([peer, pack_header(Kind.WELCOME), reply])
                 router.send_multipart([peer, pack_header(Kind.CREDIT, 0)])
                 await sends.send(Resume(order_id=1))

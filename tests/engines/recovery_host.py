@@ -5,7 +5,7 @@ says what else it does, when there is such a file:
 
 poison   it dies of a request with the seed 666
 deaf     it takes requests, says that it is well, and never samples a token
-late     it never greets
+late     it never says hello
 
 Every other role waits for SIGTERM.
 """

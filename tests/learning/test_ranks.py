@@ -337,8 +337,8 @@ async def train_two_batches(topology: Topology, ranks: int) -> list[list[StepRep
     """Be the controller: two batches, then the end of the run."""
     steps = []
     async with controller_of(topology, ranks) as trainer, anyio.create_task_group() as tasks:
-        greetings = await trainer.ready()
-        assert [greeting.rank for greeting in greetings] == list(range(ranks))
+        hellos = await trainer.ready()
+        assert [hello.rank for hello in hellos] == list(range(ranks))
         tasks.start_soon(trainer.run)
         for version in range(2):
             groups = make_groups(version, SIZES, seed=version, version=version)

@@ -93,7 +93,7 @@ def _packed_logprobs(policy: PackedPolicy, tokens_T: Tensor, sequences: Sequence
 
 
 def _check_windows(policy: PackedPolicy, tokens_T: Tensor) -> None:
-    """What a far token may see by the mask of a layer must be what its attention function is told: a few tokens cannot
+    """What a far token may see by the mask of a layer must be what its attention function gets: a few tokens cannot
     show a window of 4096. The mask is replaced by a tensor that says how far it reaches."""
     wrong: dict[str, str] = {}
 

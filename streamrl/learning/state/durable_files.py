@@ -25,7 +25,7 @@ def files_below(directory: Path) -> list[str]:
 
 
 def flush_and_digest(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Force these files to the disk, whoever wrote them, and return their sha256 by name."""
+    """Force these files to the disk, also those of other libraries, and return their sha256 by name."""
     digests = {}
     for name in names:
         with (directory / name).open("rb") as file:

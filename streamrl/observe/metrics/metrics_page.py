@@ -34,7 +34,7 @@ _PLACES = """## Where they go
 | stdout | one line a step: the bold metrics |
 | `metrics.jsonl` | one flat object a line: `kind` (`step`, `evaluation`), `time`, `step`, `policy_version`, metrics |
 | `trace.jsonl` | trajectories, steps and engine loads, for the simulator (`observe/report/trajectory_trace.py`) |
-| `older-trace.jsonl` | what it held when it had grown to 1 GiB and was begun anew, for the last time |
+| `older-trace.jsonl` | its content before it last grew to 1 GiB and was started again |
 | `samples.jsonl` | best, worst and a random completion of each batch; `streamrl samples RUN` shows them |
 | `evaluations/step-N.jsonl` | each completion of the evaluation at step N (`evaluate/sample_files.py`) |
 | `stalls/*.txt` | who waits for whom, with stacks: when nothing moves, or the controller is sent `SIGUSR1` |

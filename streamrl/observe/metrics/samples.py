@@ -1,4 +1,4 @@
-"""What is told of completions: those trained, those sampled, those of an evaluation."""
+"""Metrics of completions: those trained, those sampled, those of an evaluation."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ SPEED: tuple[Metric, ...] = (
     Metric(
         "time/weight_stage_s", "s", MAX, "Time to fetch and decode a version, on the slowest engine; it still samples."
     ),
-    Metric(
-        "time/engine_paused_s", "s", MAX, "Time in which an engine stood still for a commit, on the slowest engine."
-    ),
+    Metric("time/engine_paused_s", "s", MAX, "Time in which an engine was paused for a commit, on the slowest engine."),
     Metric("time/eval_s", "s", SUM, "Wall time of the evaluation, which runs beside the next step."),
     Metric(
         "time/engine_switch_s",
@@ -102,8 +100,8 @@ SPEED: tuple[Metric, ...] = (
         "perf/kept_tok_accepted_ratio",
         "share",
         SHARE,
-        "Tokens of losers that the new weights chose again, of all that were verified since the last step "
-        '(tail_batching.deferred_prompts = "verify"); they were not decoded twice, though they count as wasted where '
+        "Tokens of deferred completions that the new weights chose again, of all that were verified since the last step
+        " '(tail_batching.deferred_prompts = "verify"); they were not decoded twice, though they count as wasted where '
         "they lost.",
     ),
     Metric(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 REPEAT_STEPS = 20
-"""An alarm is told at most once in so many steps, whether it lasts or comes and goes."""
+"""An alarm is reported at most once in so many steps, whether it lasts or comes and goes."""
 NO_SIGNAL_SHARE = 0.95
 NO_SIGNAL_STEPS = 10
 
@@ -64,11 +64,11 @@ class Alarms:
         self._failure_told = -math.inf
 
     def check(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """What is to be told after ``step``: alarms that were not told in the last ``REPEAT_STEPS`` steps."""
+        """Alarms to report after ``step``: those that were not reported in the last ``REPEAT_STEPS`` steps."""
         return [message for rule in self._rules if (message := self._check_rule(rule, step, metrics))]
 
     def reward_failed(self, step: int, message: str) -> str:
-        """What is to be told of a reward that failed: of the first one, and of others as seldom as of an alarm."""
+        """What to report of failed rewards: the first one, and others as seldom as an alarm."""
         self._failures += 1
         if step - self._failure_told < REPEAT_STEPS:
             return ""

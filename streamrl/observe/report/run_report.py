@@ -205,7 +205,7 @@ class RunReport:
     # ---- steps -----------------------------------------------------------------------------------
 
     def batch_closed(self, round_kind: str) -> None:
-        """The trainer was told to step on the batch of a round of ``round_kind``."""
+        """The trainer was ordered to step on the batch of a round of ``round_kind``."""
         self._closed_at = self._clock()
         self._closed_rollout = self._rollout()
         self._round_kind = round_kind

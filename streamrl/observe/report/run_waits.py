@@ -10,7 +10,7 @@ from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reas
 
 class RunWaits:
     """``shell``: what only the shell knows, now. Between two looks the run counts as waiting for what it waited for at
-    the first of them: look whenever control was told something, and a few times a second."""
+    the first of them: look whenever control has handled an event, and a few times a second."""
 
     def __init__(self, clock: Callable[[], float], shell: Callable[[], ShellView]) -> None:
         self._clock = clock

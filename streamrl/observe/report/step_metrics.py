@@ -12,7 +12,8 @@ from streamrl.control.model import RunState
 from streamrl.observe.report.trajectory_stats import FirstLengths, SampledLength, StepWindow, percentile
 
 UNSEEN = 0.05
-"""``length/unbiased_mean`` is told where lengths that nobody has seen whole cannot add more than this share to it."""
+"""``length/unbiased_mean`` is reported where lengths that were not observed to their end cannot add more than this
+share to it."""
 
 
 def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
