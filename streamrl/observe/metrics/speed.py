@@ -100,9 +100,9 @@ SPEED: tuple[Metric, ...] = (
         "perf/kept_tok_accepted_ratio",
         "share",
         SHARE,
-        "Tokens of deferred completions that the new weights chose again, of all that were verified since the last step
-        " '(tail_batching.deferred_prompts = "verify"); they were not decoded twice, though they count as wasted where '
-        "they lost.",
+        "Tokens of deferred completions that the new weights chose again, of all that were verified since the last "
+        'step (tail_batching.deferred_prompts = "verify"); they were not decoded twice, though they count as wasted '
+        "where they lost.",
     ),
     Metric(
         "perf/wasted_tok_ratio", "share", SHARE, "Generated tokens that were not trained, of all whose end is known."
