@@ -5,8 +5,8 @@ where the surroundings are judged there. It passes when the command ends in time
 what the case expects (the run is done, or refused in a sentence), when every reward of the trace is one that the
 function returned (none is 0), and when no process is left. Cases that mount something are skipped without root.
 
-    python benchmarks/odd_surroundings.py            # all
-    python benchmarks/odd_surroundings.py full fifo  # those with one of these words in their names
+    python campaigns/hostile/hostile_surroundings.py            # all
+    python campaigns/hostile/hostile_surroundings.py full fifo  # those with one of these words in their names
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from streamrl.recipe.toml_text import toml_value
 
 AT_ONCE = 2
 LIMIT_S = 150.0
-RECIPE = Path(__file__).parents[1] / "examples" / "sort" / "recipe.toml"
+RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 LEAST_REWARD = 0.25
 
 REWARD = "def reward(completion):\n    return 0.25 + len(completion) % 4 / 4\n"
