@@ -103,43 +103,32 @@ def _finding(name: str, good: bool, detail: str, remedy: str, otherwise: State =
 
 
 def _python() -> Iterable[Finding]:
-    version = sys.version_info[:2]
     supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED_PYTHON)
-    yield _finding(
-        "python",
-        version in SUPPORTED_PYTHON,
+    here, remedy = (
         f"{platform.python_version()} at {sys.executable}",
-        f"make a virtual environment with Python {supported}",
+        f"make a virtual environment of Python {supported}",
     )
-    yield _finding(
-        "system",
-        sys.platform == "linux",
-        f"{platform.system()} {platform.machine()}",
-        "real engines need Linux (children that die with their parent); here only simulated runs work",
-        State.WARN,
-    )
+    yield _finding("python", sys.version_info[:2] in SUPPORTED_PYTHON, here, remedy)
+    remedy = "real engines need Linux (children that die with their parent); here only simulated runs work"
+    yield _finding("system", sys.platform == "linux", f"{platform.system()} {platform.machine()}", remedy, State.WARN)
 
 
 def _packages() -> Iterable[Finding]:
     torch, engine = installed_version("torch"), engine_package()
     transformers = installed_version("transformers")
-    yield _finding("torch", torch is not None, torch or "not installed: no training", _INSTALL_CUDA)
-    yield _finding(
-        "transformers", transformers is not None, transformers or "not installed: no training", _INSTALL_CUDA
-    )
-    yield _finding(
-        "vllm", engine is not None, " ".join(engine) if engine else "not installed: no engines", _INSTALL_CUDA
-    )
+    for name, version, without in (
+        ("torch", torch, "training"),
+        ("transformers", transformers, "training"),
+        ("vllm", " ".join(engine) if engine else None, "engines"),
+    ):
+        yield _finding(name, version is not None, version or f"not installed: no {without}", _INSTALL_CUDA)
     if torch and engine and transformers:
         yield _version_pair(engine, torch, transformers)
     if torch:
         strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if _mismatched_build(name, torch)]
-        yield _finding(
-            "torch companions",
-            not strays,
-            f"{', '.join(strays)} of another build than torch {torch}" if strays else "none that breaks transformers",
-            f"run: pip uninstall -y {' '.join(strays)} (streamrl does not need them)",
-        )
+        said = f"{', '.join(strays)} of another build than torch {torch}" if strays else "none that breaks transformers"
+        remedy = f"run: pip uninstall -y {' '.join(strays)} (streamrl does not need them)"
+        yield _finding("torch companions", not strays, said, remedy)
 
 
 def _version_pair(engine: tuple[str, str], torch: str, transformers: str) -> Finding:
@@ -223,21 +212,13 @@ def available_memory() -> int:
 
 
 def _memory() -> Iterable[Finding]:
-    available = available_memory()
-    yield _finding(
-        "memory",
-        available >= 4 * GIB,
-        f"{available / GIB:.1f} GiB can be had of {psutil.virtual_memory().total / GIB:.1f} GiB",
-        "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_num_seqs",
-        State.WARN,
-    )
+    available, total = available_memory(), psutil.virtual_memory().total
+    had = f"{available / GIB:.1f} GiB can be had of {total / GIB:.1f} GiB"
+    remedy = "the demo needs 4 GiB with one engine: stop other programs, or lower engines.max_num_seqs"
+    yield _finding("memory", available >= 4 * GIB, had, remedy, State.WARN)
     if (free := shared_memory()) is not None:
-        yield _finding(
-            "shared memory",
-            free >= GIB // 2,
-            f"/dev/shm has {free / GIB:.1f} GiB free",
-            "vLLM needs about 0.5 GiB of /dev/shm an engine: in a container use --shm-size=2g or --ipc=host",
-        )
+        remedy = "vLLM needs about 0.5 GiB of /dev/shm an engine: in a container use --shm-size=2g or --ipc=host"
+        yield _finding("shared memory", free >= GIB // 2, f"/dev/shm has {free / GIB:.1f} GiB free", remedy)
 
 
 def usable_cores() -> int:
@@ -245,18 +226,10 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cores() -> Iterable[Finding]:
-    cores = usable_cores()
-    yield _finding(
-        "cores",
-        cores >= 2,
-        f"{cores} usable of {os.cpu_count()}",
-        "engine and trainer share one core: give this process two or more (taskset, container limit)",
-        State.WARN,
-    )
-
-
 def _limits() -> Iterable[Finding]:
+    cores = usable_cores()
+    remedy = "engine and trainer share one core: give this process two or more (taskset, container limit)"
+    yield _finding("cores", cores >= 2, f"{cores} usable of {os.cpu_count()}", remedy, State.WARN)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = f"run: ulimit -n {min(hard, 65_536) if hard > 0 else 65_536}"
     yield _finding("open files", soft >= 1024, f"limit {soft} (hard {hard})", raised, State.WARN)
@@ -265,19 +238,12 @@ def _limits() -> Iterable[Finding]:
 def _endpoints() -> Iterable[Finding]:
     directory = tempfile.gettempdir()
     length = len(directory.encode()) + LONGEST_SOCKET_NAME
-    yield _finding(
-        "ipc path",
-        length <= LONGEST_SOCKET_PATH,
-        f"sockets go below {directory}: {length} of {LONGEST_SOCKET_PATH} bytes",
-        "set TMPDIR to a shorter directory, such as /tmp",
-    )
+    there = f"sockets go below {directory}: {length} of {LONGEST_SOCKET_PATH} bytes"
+    remedy = "set TMPDIR to a shorter directory, such as /tmp"
+    yield _finding("ipc path", length <= LONGEST_SOCKET_PATH, there, remedy)
     problem = port_problem("127.0.0.1", 0)
-    yield _finding(
-        "loopback",
-        problem is None,
-        "a port of 127.0.0.1 can be bound" if problem is None else problem,
-        "bring up the loopback interface: ip link set lo up",
-    )
+    remedy = "bring up the loopback interface: ip link set lo up"
+    yield _finding("loopback", problem is None, problem or "a port of 127.0.0.1 can be bound", remedy)
 
 
 def port_problem(host: str, port: int) -> str | None:
@@ -297,36 +263,13 @@ def port_problem(host: str, port: int) -> str | None:
     return None
 
 
-def _hugging_face() -> Iterable[Finding]:
-    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    detail = (
-        "HF_HUB_OFFLINE is set"
-        if offline
-        else "not needed: models are directories, engines start with HF_HUB_OFFLINE=1"
-    )
-    yield _finding("hugging face hub", True, detail, "")
-
-
 def _disk(directory: Path) -> Iterable[Finding]:
     existing = next(path for path in [directory.absolute(), *directory.absolute().parents] if path.exists())
     free = shutil.disk_usage(existing).free
     writable = os.access(existing, os.W_OK | os.X_OK)
-    yield _finding(
-        "disk",
-        writable and free >= 2 * GIB,
-        f"{existing} has {free / GIB:.1f} GiB free" + ("" if writable else " and cannot be written"),
-        "set run.directory to a place that can be written and has at least 2 GiB for checkpoints",
-        State.WARN if writable else State.FAIL,
-    )
+    there = f"{existing} has {free / GIB:.1f} GiB free" + ("" if writable else " and cannot be written")
+    remedy = "set run.directory to a place that can be written and has at least 2 GiB for checkpoints"
+    yield _finding("disk", writable and free >= 2 * GIB, there, remedy, State.WARN if writable else State.FAIL)
 
 
-_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (
-    _python,
-    _packages,
-    _cuda,
-    _memory,
-    _cores,
-    _limits,
-    _endpoints,
-    _hugging_face,
-)
+_CHECKS: tuple[Callable[[], Iterable[Finding]], ...] = (_python, _packages, _cuda, _memory, _limits, _endpoints)
