@@ -1,4 +1,5 @@
-"""The shape of the code: import arrows, where third-party libraries are confined, sizes, and what is never written.
+"""The shape of the code: import arrows, where third-party libraries are confined, and what is never written. Sizes are
+counted by lint/house.py.
 
 The arrows are those of docs/adr/0013-rooms.md. Imports inside functions count: an arrow is a dependency, whenever it is
 followed. When a rule here is in the way, the design is what has to change first (an ADR), then this file.
@@ -16,39 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.recipe.fields import paths_in_view
-from streamrl.recipe.sections import Recipe
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streamrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FUNCTION = 80
-# Lines of Python below each folder, keys of a recipe, words of the README: lower a number when its count falls, raise
-# none. The product stays larger than its tests.
-MOST_LINES = {"streamrl": 62308, "tests": 56691}
-MOST_KEYS = 110
-MOST_README_WORDS = 800
-LARGEST_CLASS = 250
-# Classes above the limit, with the size each may not exceed: lower a number when its class shrinks, add none.
-LARGE_CLASSES = {
-    "streamrl/run/controller.py:Controller": 321,
-    "streamrl/observe/report/run_report.py:RunReport": 335,
-    "streamrl/learning/trainer.py:TorchTrainer": 331,
-}
-
 # Folders of the kernel: what trains with no package beside it. The kernel names no package (docs/adr/0013-rooms.md);
 # imports that still do are counted, and the count may only fall.
 BASE = {"base", "recipe"}
 KERNEL = {*BASE, "control", "buffers", "comm", "engines", "learning", "rewards", "stages", "run"}
 KERNEL_TO_PACKAGE_IMPORTS = 28
-# Import circles between files, counted as the files that are part of one; may only fall.
-FILES_IN_CIRCLES = 0
-MOST_FILES_A_FOLDER = 15
 OF_THE_BASE = {"streamrl", "anyio", "msgspec", "numpy", "__future__"}
-LARGE_FOLDERS = {
-    "streamrl/journal": 20,
-    "streamrl/simulate": 19,
-}
 # What runs inside of vLLM's own processes.
 WORKER_SIDE = ("streamrl/vllm/", "streamrl/weights/vllm/")
 # In a reward's own process, once the first completion comes.
@@ -138,64 +115,6 @@ def test_the_base_imports_nothing_above_it() -> None:
     assert_none(problems(wrong))
 
 
-def test_folders_are_small() -> None:
-    counts: dict[str, int] = {}
-    for path in FILES:
-        folder = name_of(path.parent)
-        counts[folder] = counts.get(folder, 0) + 1
-    large = {name: count for name, count in counts.items() if count > LARGE_FOLDERS.get(name, MOST_FILES_A_FOLDER)}
-    assert large == {}
-
-
-def module_of(path: Path) -> str:
-    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def files_in_circles() -> list[list[str]]:
-    """Sets of product files that import each other, at the top of the file (Tarjan's strongly connected components)."""
-    modules = {module_of(path): path for path in FILES}
-    graph: dict[str, list[str]] = {}
-    for name, path in modules.items():
-        targets: list[str] = []
-        for node in tree_of(path).body:
-            if isinstance(node, ast.Import):
-                targets += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                targets += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        graph[name] = [target for target in targets if target in modules and target != name]
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    circles: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in graph[name]:
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            circle = [stack.pop()]
-            while circle[-1] != name:
-                circle.append(stack.pop())
-            if len(circle) > 1:
-                circles.append(sorted(circle))
-
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return circles
-
-
-def test_files_do_not_import_each_other() -> None:
-    circles = files_in_circles()
-    if sum(map(len, circles)) > FILES_IN_CIRCLES:
-        pytest.fail("\n".join(" <-> ".join(circle) for circle in circles), pytrace=False)
-
-
 def pure_control() -> list[Path]:
     """The core and everything in control that it imports, and every round policy."""
     found: set[Path] = set()
@@ -241,32 +160,6 @@ def test_base_imports_msgspec_and_the_standard_library_only() -> None:
                     yield f": the base must not import {module}"
 
     assert_none(problems(wrong))
-
-
-def test_sizes() -> None:
-    def wrong(path: Path) -> Iterator[str]:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                most = LONGEST_FUNCTION
-            elif isinstance(node, ast.ClassDef):
-                most = LARGE_CLASSES.get(f"{name_of(path)}:{node.name}", LARGEST_CLASS)
-            else:
-                continue
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > most:
-                yield f":{node.lineno}: {node.name} has {length} lines, at most {most}"
-
-    assert_none(problems(wrong))
-
-
-def test_the_whole_does_not_grow() -> None:
-    lines = {
-        folder: sum(path.read_text().count("\n") for path in (ROOT / folder).rglob("*.py")) for folder in MOST_LINES
-    }
-    assert {folder: count for folder, count in lines.items() if count > MOST_LINES[folder]} == {}
-    assert lines["tests"] < lines["streamrl"]
-    assert len(list(paths_in_view(Recipe))) <= MOST_KEYS
-    assert len((ROOT / "README.md").read_text().split()) <= MOST_README_WORDS
 
 
 def test_file_names_say_what_is_inside() -> None:
