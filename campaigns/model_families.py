@@ -1,7 +1,7 @@
 """A small model of each family on a task made for it: the dry run refuses the model, or it trains and gets better.
 
-    python benchmarks/model_families.py                # all
-    python benchmarks/model_families.py gpt2 phi       # some
+    python campaigns/model_families.py                # all
+    python campaigns/model_families.py gpt2 phi       # some
 
 The task: write a word backwards (``abc:`` is answered by ``cba.``). Each model has random weights and a short warm-up
 on a teacher that may stop too early at each letter, so that it can do the task and often does not. Then the dry run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -190,7 +191,7 @@ def _processes(world: World, put: Any, put_for: Any) -> None:
     put_for(_PLAN, plan_topology)
     put(run_module, "_make_run_directory", make_run_directory)
     put_for(serving_control, no_control_socket)
-    put(run_module.tempfile, "mkdtemp", lambda **_: world.sockets)
+    put(tempfile, "mkdtemp", lambda **_: world.sockets)
     put(Watchdog, "_watch_loop", lambda _: None)  # in simulated time a loop is never blocked
     put(Watchdog, "_beat", lambda _: anyio.sleep_forever())
     put_for(child_process.start_child, machine.start_child)

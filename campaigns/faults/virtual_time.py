@@ -115,6 +115,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """``compute_s``: how long a function takes that is given to a thread; ``computes`` is told of both ends, and
     ``together`` ends it: at once, or when others have come as far."""
 
+    _ready: deque[Any]  # of BaseEventLoop, which its stub leaves out
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -143,9 +145,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._timers_set, handle))
         return handle
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:  # type: ignore[override]
+    ) -> asyncio.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def time(self) -> float:
@@ -285,7 +287,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for task in (*self._graveyard, *asyncio.all_tasks(self)):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             try:
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
             except BaseException:  # noqa: BLE001 - nobody is left who could be told
                 continue
         self._graveyard.clear()

@@ -41,7 +41,7 @@ RECOVERY_S = 5.0
 LOOK_EVERY_S = 10.0
 
 
-COLLECTIVE = {CloseBatch: Phase.TRAIN, SaveCheckpoint: Phase.CHECKPOINT}
+COLLECTIVE: dict[type, Phase] = {CloseBatch: Phase.TRAIN, SaveCheckpoint: Phase.CHECKPOINT}
 """What ranks do together, and the phase that it is."""
 
 

@@ -12,6 +12,9 @@ import argparse
 import importlib
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CAMPAIGNS = ("messages", "rewards", "surroundings")
 
@@ -23,7 +26,9 @@ def main() -> None:
     failed = 0
     for name in parser.parse_args().campaigns or CAMPAIGNS:
         began = time.monotonic()
-        failures = importlib.import_module(f"hostile_{name}").run(lambda line: print(line, flush=True))
+        failures = importlib.import_module(f"campaigns.hostile.hostile_{name}").run(
+            lambda line: print(line, flush=True)
+        )
         print(f"{name}: {failures} cases failed, {time.monotonic() - began:.0f} s", flush=True)
         failed += failures
     sys.exit(bool(failed))

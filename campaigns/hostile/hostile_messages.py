@@ -5,7 +5,7 @@ socket and every listening tcp port of its processes gets ``MESSAGES`` hostile m
 refuse itself, and ZeroMQ messages that streamrl has to refuse. Passed when optimizer steps go on during the flood and
 after it, and when the run then drains with exit code 0 and without a traceback.
 
-    python campaigns/hostile_messages.py
+    python campaigns/hostile/hostile_messages.py
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ the function do its worst; then another completion is scored. A case passes when
 processes go on, and every sample ends as a value that the function returned or as a recorded failure. Where only the
 call itself can be hurt, the other completions have their values. At the end no process is left.
 
-    python campaigns/hostile_rewards.py
-    python campaigns/hostile_rewards.py "kills its server"    # cases whose name has this
+    python campaigns/hostile/hostile_rewards.py
+    python campaigns/hostile/hostile_rewards.py "kills its server"    # cases whose name has this
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from hostile_reward_cases import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from campaigns.hostile.hostile_reward_cases import (
     COROUTINES,
     CRASHES,
     DESCRIPTORS,
@@ -42,7 +45,6 @@ from hostile_reward_cases import (
     RETURNS,
     SOUND,
 )
-
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import (
     FinishReason,

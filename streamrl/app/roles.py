@@ -17,7 +17,7 @@ from streamrl.base.stage_messages import RewardOrder, RewardResult
 from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
 from streamrl.engines.engine_host import WatchedEngine, serve_engine
 from streamrl.judge.messages import JudgeEvent, JudgeOrder
-from streamrl.plan.topology import RENDEZVOUS, ProcessPlan, Role, Topology, judge_socket
+from streamrl.plan.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.supervise.child import ChildContext, RoleMain
@@ -115,7 +115,7 @@ async def run_trainer(context: ChildContext) -> None:
         context.plan.index,
         recipe.run.name,
         endpoint(name, "weights"),
-        rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / 'rendezvous'}",
+        rendezvous=context.topology.endpoints[RENDEZVOUS] or f"file://{context.socket_directory / RENDEZVOUS_FILE}",
         resume_from=str(newest or ""),
     )
     if context.plan.gpus:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from streamrl.base.types import DropReason, FinishReason, Record, TrajectoryId
 
-EVENT_SCHEMA = 4
-
 
 class Event(Record, frozen=True, tag=True):
     """Base of everything that happens to control."""

@@ -24,8 +24,6 @@ from streamrl.recipe.scheduling import (
 from streamrl.recipe.sections import Recipe
 from streamrl.rules.rule import Broken, Problem, has_no_effect, rule
 
-STRICT = frozenset({RoundKind.SYNCHRONOUS, RoundKind.AUTO})
-
 _CLASS = re.compile(r"^.+:[A-Za-z_]\w*$")
 _ROUNDS = ("rollout.rounds", "tail_batching", "length_sorted")
 

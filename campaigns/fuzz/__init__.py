@@ -1,0 +1,1 @@
+"""Mutated bytes for every decoder of bytes from another process."""

@@ -1,0 +1,1 @@
+"""Hostile messages, rewards and surroundings against real runs."""
