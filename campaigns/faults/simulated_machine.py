@@ -18,7 +18,7 @@ from streamrl.plan.topology import ProcessPlan
 from streamrl.supervise import child
 from streamrl.supervise.child import ChildContext, Terminated
 from streamrl.supervise.child_process import ChildProcess
-from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, leaves, reason_of, write_reason
+from streamrl.supervise.exit_reason import TERMINATED_CODE, exit_code_of, failures, reason_of, write_reason
 
 if TYPE_CHECKING:
     from campaigns.faults.world import World
@@ -118,7 +118,7 @@ class Machine:
                     world.error = world.error or error
                     if BEYOND_WINDOW in reason.message:  # which no fault can make of messages in order
                         world.ledger.violated("slots", f"{plan.name} died of {reason.message}")
-                    undeclared = [leaf for leaf in leaves(error) if not isinstance(leaf, DECLARED)]
+                    undeclared = [leaf for leaf in failures(error) if not isinstance(leaf, DECLARED)]
                     if undeclared and not world.over:
                         world.ledger.violated(
                             "errors", f"{plan.name} died of {undeclared[0]!r}, which nothing declares"

@@ -43,7 +43,7 @@ from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
 from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.engine_orders import EngineOrders
-from streamrl.supervise.exit_reason import leaves
+from streamrl.supervise.exit_reason import failures
 from streamrl.supervise.supervisor import Supervisor
 from streamrl.supervise.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine
 from streamrl.supervise.watchdog import ask_for_stacks
@@ -113,7 +113,7 @@ class Pipeline:
             return await self._start()
         except BaseException as error:
             self._let_go()
-            for leaf in leaves(error):
+            for leaf in failures(error):
                 if isinstance(leaf, OSError) and leaf.filename is None:  # of a write
                     leaf.filename = str(self.run_directory if self._resumes else self.recipe.run.directory)
             raise

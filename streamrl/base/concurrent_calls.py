@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 import anyio
 import anyio.abc
 
+from streamrl.base.errors import leaves
+
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
@@ -48,9 +50,7 @@ class BegunEarly(Generic[T]):
 
 def first_error(error: BaseException) -> BaseException:
     """The first leaf of an exception group, or the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return next(leaves(error))
 
 
 def start_unless_ending(

@@ -8,6 +8,7 @@ Every message names the thing, its value and the remedy.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
 import msgspec
 
@@ -19,6 +20,15 @@ RecursionError, also in fields that nobody asked for."""
 UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """What msgspec raises for a value that cannot be written: of a class that it does not know, half of a character, a
 number of too many bits, nesting without end."""
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, or all errors of a group and of the groups in it, in order."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
 
 
 class StreamRLError(Exception):

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import RecipeError, StreamRLError, leaves
 from streamrl.cli.command import Command, parse_command
 from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.screen import open_screen
@@ -118,11 +118,7 @@ def report_error(error: BaseException) -> int:
 
 def first_of(kind: type[Failure], error: BaseException) -> Failure | None:
     """The error itself, or the first one in a group, that is of ``kind``."""
-    if isinstance(error, kind):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, (first_of(kind, inner) for inner in error.exceptions)), None)
-    return None
+    return next((leaf for leaf in leaves(error) if isinstance(leaf, kind)), None)
 
 
 def _check_surroundings() -> None:

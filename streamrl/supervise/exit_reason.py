@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.base import errors
-from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, StreamBroken
+from streamrl.base.errors import UNDECODABLE, EngineError, ModelRefused, StreamBroken, leaves
 from streamrl.base.whole_files import write_whole
 from streamrl.plan.topology import Role
 from streamrl.rewards.exit_codes import REWARD_RESTART_EXIT_CODE
@@ -98,7 +98,7 @@ def first_cause(deaths: Iterable[Death]) -> Death:
 
 def reason_of(role: Role, error: BaseException) -> ExitReason:
     """Classify the exception that ended a process of ``role``; groups are reduced to the leaf that tells most."""
-    found = list(leaves(error)) or [error]
+    found = list(failures(error)) or [error]
     causes = [leaf for leaf in found if not _is_consequence(role, leaf)]
     reported = causes[0] if causes else found[0]
     kind = ExitKind.CAUSE if causes else ExitKind.CONSEQUENCE
@@ -136,7 +136,7 @@ def reason_path(run_directory: Path, name: str) -> Path:
 
 def exit_code_of(error: BaseException) -> int:
     """Exit code for the exception that ended a process: that of a ``SystemExit``, of a full disk, or 1."""
-    for leaf in leaves(error):
+    for leaf in failures(error):
         cause: BaseException | None = leaf
         while cause is not None:
             if getattr(cause, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
@@ -186,13 +186,9 @@ def _says_all(death: Death) -> bool:
     return isinstance(getattr(errors, death.reason.message.partition(":")[0], None), type)
 
 
-def leaves(error: BaseException) -> Iterator[BaseException]:
+def failures(error: BaseException) -> Iterator[BaseException]:
     """The error itself, or all in a group, but for those of being cancelled."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from leaves(inner)
-    elif not isinstance(error, asyncio.CancelledError):
-        yield error
+    return (leaf for leaf in leaves(error) if not isinstance(leaf, asyncio.CancelledError))
 
 
 def _is_consequence(role: Role, error: BaseException) -> bool:
