@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive_limit.py [--scale 0.1] [--rounds 6]
 
-The run times are the reference's (RollPacker, arXiv 2509.21009; ``refs/rollpacker.md`` sections 2.2 and 5.4): a ceiling
+The run times are the reference's (RollPacker, arXiv 2509.21009): a ceiling
 of 30 s, a floor of 2 s, factor 1.5; 5 % of the completions run into the ceiling (generated code in an endless loop),
 1 % take 2 to 30 s, the others have a median of 0.31 s and a 90th percentile of 0.87 s. How they spread over prompts is
 not published: here that is each prompt's own time, and its completions vary by a tenth around it. Two thirds of those

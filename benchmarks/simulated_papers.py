@@ -44,7 +44,7 @@ from streamrl.simulate.lengths import LengthModel
 from streamrl.simulate.report import SimulationReport, StepRow
 from streamrl.simulate.simulation import simulate
 
-# RollPacker figure 11, cap 16k (refs/rollpacker.md 3.4): rollout seconds by (eta_P, eta_R).
+# RollPacker (arXiv 2509.21009) figure 11, cap 16k: rollout seconds by (eta_P, eta_R).
 ETA_TABLE: dict[tuple[float, float], float] = {
     (1.0, 1.0): 277.0,
     (1.0, 1.125): 260.0,
@@ -204,7 +204,7 @@ def sorted_reports(capacity: int, cohort: int, cohorts: int = 2) -> dict[str, Si
 
 
 def sorted_rounds(say: Callable[[str], None], capacity: int = 320, cohort: int = 48) -> None:
-    """The bubble ratio of the rollout (refs/sortedrl.md 1.8: 74 %, 5.81 %, 3.37 %)."""
+    """The bubble ratio of the rollout (SortedRL, arXiv 2603.23414: 74 %, 5.81 %, 3.37 %)."""
     for name, report in sorted_reports(capacity, cohort, cohorts=1).items():
         say(
             f"SortedRL, cap {SORTED_CAP}, batch {SORTED_BATCH}, capacity {capacity}, cohort of {cohort} batches, "

@@ -140,7 +140,7 @@ class SimulatedTrainer:
 
     def _source(self, base: int | None) -> WeightSource:
         key = f"{digest_of(self.rank, base, self.content):016x}"
-        self.world.shelf[key] = PublishedPart(base, self.content, self.life)
+        self.world.published[key] = PublishedPart(base, self.content, self.life)
         return WeightSource(
             rank=self.rank,
             endpoint=f"trainer-{self.rank}.weights",

@@ -84,7 +84,7 @@ class StampedEngine(SimulatedEngine):
         mischief = world.faults.take(self.name, "refuse_delta", "corrupt_delta", "slow_fetch")
         seconds = world.random.expovariate(1 / world.shape.fetch_s) * (20 if mischief == "slow_fetch" else 1)
         await asyncio.sleep(seconds)
-        parts = [world.shelf[source.manifest_digest] for source in announcement.sources]
+        parts = [world.published[source.manifest_digest] for source in announcement.sources]
         if mischief == "refuse_delta":
             raise WeightError(f"{self.name}: planted: version {announcement.policy_version} is refused")
         if any(part.life is not None and part.life.dead for part in parts):  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ class World:
         self.faults = Faults(self, plan)
         self.operator = Operator(self)
         self.topology: Topology | None = None
-        self.shelf: dict[str, PublishedPart] = {}
+        self.published: dict[str, PublishedPart] = {}
         self.reward_calls = 0
         self.over = False
         self.history: list[str] = []

@@ -19,12 +19,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from campaigns.fuzz import (
-    targets_journal,
-    targets_rewards,
-    targets_streams,
-    targets_weights,
-)
+from campaigns.fuzz import targets_journal, targets_rewards, targets_streams, targets_weights
 from campaigns.fuzz.execution import Fault, Target, check_seeds, run_inputs, run_slice
 from streamrl.base.whole_files import write_whole
 

@@ -5,7 +5,7 @@ socket and every listening tcp port of its processes gets ``MESSAGES`` hostile m
 refuse itself, and ZeroMQ messages that streamrl has to refuse. Passed when optimizer steps go on during the flood and
 after it, and when the run then drains with exit code 0 and without a traceback.
 
-    python campaigns/hostile/hostile_messages.py
+    python campaigns/hostile/hostile.py messages
 """
 
 from __future__ import annotations
@@ -266,12 +266,3 @@ def run(out: Callable[[str], None]) -> int:
             settings["transport.keys"] = "made when the run is"
         failed += flood(name, settings, out)
     return failed
-
-
-def main() -> None:
-    """Run the campaign; exit code 1 if a run failed."""
-    sys.exit(bool(run(lambda line: print(line, flush=True))))
-
-
-if __name__ == "__main__":
-    main()

@@ -87,18 +87,18 @@ def keys_of(struct: type[msgspec.Struct]) -> Mapping[str, Key]:
     return {field.name: _key(field, hints[field.name]) for field in kind.fields}
 
 
-def written(value: Any) -> Any:
+def as_table(value: Any) -> Any:
     """``value`` with every ``Section`` in it as the table that a file has: its advanced keys below ``advanced``."""
     if isinstance(value, Mapping):
-        return {key: written(item) for key, item in value.items()}
+        return {key: as_table(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [written(item) for item in value]
+        return [as_table(item) for item in value]
     if not isinstance(value, Section):
         return value
     table: dict[str, Any] = {}
     for name, key in keys_of(type(value)).items():
         place = table.setdefault(ADVANCED, {}) if key.advanced else table
-        place[name] = written(getattr(value, name))
+        place[name] = as_table(getattr(value, name))
     return table
 
 

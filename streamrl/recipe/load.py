@@ -14,7 +14,7 @@ from msgspec import structs
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import CheckedTable
-from streamrl.recipe.fields import written
+from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
 from streamrl.recipe.sections import Recipe
@@ -45,7 +45,7 @@ def load_recipe(given: str | Path | Mapping[str, Any], overrides: Sequence[str] 
     if isinstance(overrides, str):
         raise RecipeError([f"overrides is one text: write load_recipe(..., [{overrides!r}])"])
     if isinstance(given, Mapping):
-        table = msgspec.to_builtins(written(given), enc_hook=str)
+        table = msgspec.to_builtins(as_table(given), enc_hook=str)
         return _check(*_overridden(table, Origin(file="recipe", lines={}), overrides), Path.cwd())
     path = Path(given)
     text = _read(path)

@@ -34,7 +34,7 @@ from streamrl.base.types import (
     ScoredTrajectory,
 )
 from streamrl.base.waits import Waits
-from streamrl.buffers.prompt_shelf import PromptShelf, PromptSource
+from streamrl.buffers.prompt_store import PromptSource, PromptStore
 from streamrl.buffers.scored_payloads import ScoredPayloads
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control import actions as do
@@ -77,7 +77,7 @@ class Controller:
         load: Callable[[], EngineLoad],
         waits: Waits | None = None,
         elastic: ElasticEngines,
-        shelf: PromptShelf,
+        prompt_store: PromptStore,
         journal: RunJournal,
         start_version: int = 0,
         recovered: RecoveredRun | None = None,
@@ -98,10 +98,10 @@ class Controller:
         self._load = load
         self._waits = waits or Waits()
         self._elastic = elastic
-        # For others it would only make the log of a run of days longer.
-        self._tells_load = control.settings.rounds is RoundKind.CUSTOM
+        # Only a policy of the user's reads it; for others it would make the journal longer.
+        self._reports_load = control.settings.rounds is RoundKind.CUSTOM
         self._start_version = start_version
-        self._shelf = shelf
+        self._prompt_store = prompt_store
         self._journal = journal
         self._recovered = recovered
         self._live_push: PushReport | None = None
@@ -109,12 +109,12 @@ class Controller:
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
-        no_end = float("inf")  # but for the slots, and one answer for each kind of order
-        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](no_end)
+        unbounded = float("inf")  # slots bound it, and one answer for each kind of order
+        self._tell, self._events = anyio.create_memory_object_stream[on.ControlEvent](unbounded)
 
     @property
     def state(self) -> RunState:
-        """Of control."""
+        """The state of control."""
         return self._control.state
 
     def stop(self, reason: str) -> None:
@@ -131,7 +131,7 @@ class Controller:
         reason = ""
         async with self._tell, self._events, anyio.create_task_group() as children:
             children.start_soon(self._receive_outcomes, scored)
-            self._sync.on_version_left = partial(start_unless_ending, children, self._give_evaluation_up, orders)
+            self._sync.on_version_left = partial(start_unless_ending, children, self._cancel_evaluation, orders)
             retrained = Retrained(self._start_version)
             if self._recovered is not None:
                 self._report.waits.look(self.state)
@@ -151,7 +151,7 @@ class Controller:
                 self._tell.send_nowait(on.RunBegan(version, self._control.settings.steps))
             else:
                 await self._report.resumed(self._recovered, retrained, self._start_version, anchor.state_hash)
-                for action in await self._go_on(self._recovered, retrained):
+                for action in await self._continue(self._recovered, retrained):
                     reason = await self._perform(action, orders, children) or reason
                 self._recovered.forget_content()
             while not reason:
@@ -161,22 +161,22 @@ class Controller:
                 await self._report.progress(self.state, self._evaluation)
             self._measuring.cancel()
             self._elastic.end()
-            self._sync.on_version_left = lambda: None  # by an engine that joins now: no evaluation waits
+            self._sync.on_version_left = lambda: None  # no evaluation waits for an engine that joins now
             await self._journal.settled()
             await orders.aclose()
-        # Not before the last reward of a loser came back: ranks that have ended for long are missed.
+        # Not before the last reward of a deferred prompt came back: the supervisor misses ranks that ended long ago.
         await self._trainer.aclose()
         return reason
 
-    async def _go_on(self, recovered: RecoveredRun, retrained: Retrained) -> list[do.ControlAction]:
-        """What the last life of the run had ordered and nobody answered, but for what is known."""
+    async def _continue(self, recovered: RecoveredRun, retrained: Retrained) -> list[do.ControlAction]:
+        """Return what the last controller ordered and was not answered; answers that are known become events first."""
         version, state = retrained.policy_version, self.state
         self._payloads.restore(recovered.payloads())
-        steps = self._control.settings.steps  # by the recipe, which may say another number now
+        steps = self._control.settings.steps  # of the recipe, which may have changed since
         if state.draining or state.finished or state.steps != steps:
             await self._handle(on.RunContinued(steps=steps))
         if (evaluated := state.evaluating) is not None and evaluated != version:
-            await self._warn_given_up(evaluated, f"the run was resumed with version {version}")
+            await self._warn_cancelled_evaluation(evaluated, f"the run was resumed with version {version}")
             await self._handle(on.EvaluationDone(policy_version=evaluated))
         if version > state.live_version:
             self._report.trained_before(version, recovered.batch_of(version), retrained.reports)
@@ -199,7 +199,7 @@ class Controller:
         if isinstance(event, on.RunBegan):
             await self._journal.begin(self._control)
         if isinstance(event, on.BatchTrained):
-            self._shelf.forget_others(lambda: prompts_needed(self.state))
+            self._prompt_store.forget_others(lambda: prompts_needed(self.state))
         return actions
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
@@ -242,7 +242,7 @@ class Controller:
                 if self._evaluation is not None:
                     await self._evaluation.cancel(orders)
             case do.WriteCheckpoint():
-                beside = fork_point(self._control.snapshot(), self._shelf) | dict(self._beside())
+                beside = fork_point(self._control.snapshot(), self._prompt_store) | dict(self._beside())
                 children.start_soon(self._checkpoint, action.policy_version, beside)
             case do.End():
                 if action.error:
@@ -274,15 +274,15 @@ class Controller:
         with self._waits.waiting_for(f"{count} prompts"):
             prompts = await self._prompts.draw(count)
         self._journal.drawn(prompts)
-        await self._tell.send(self._shelf.drawn(prompts, exhausted=len(prompts) < count))
+        await self._tell.send(self._prompt_store.drawn(prompts, exhausted=len(prompts) < count))
 
     async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder], children: TaskGroup) -> None:
-        prompt = self._shelf[action.ids[0].prompt_id]
-        self._report.launched(action, len(prompt.token_ids))
-        version, tokens = action.policy_version, len(prompt.token_ids)
-        await self._elastic.launched(action.round_kind, action.ids, tokens, version, children)
+        prompt = self._prompt_store[action.ids[0].prompt_id]
+        tokens = len(prompt.token_ids)
+        self._report.launched(action, tokens)
+        await self._elastic.launched(action.round_kind, action.ids, tokens, action.policy_version, children)
         for trajectory in action.ids:
-            # Not of the group: a prompt whose launch is replayed draws what it drew before.
+            # Not derived from the group: a prompt that is launched again with its seed draws the same completions.
             seed = derive_seed(self._seed, prompt.prompt_id, action.seed_base, trajectory.sample)
             done = self._recovered.take_done(trajectory) if self._recovered else None
             await orders.send(
@@ -317,7 +317,7 @@ class Controller:
             with self._waits.waiting_for(f"every engine to hold version {policy_version}"):
                 push = self._live_push = await self._sync.push(self._announced.pop(policy_version))
             await self._trainer.acknowledge(policy_version)
-        else:  # live since this controller began; only what was held for it waits
+        else:  # live since this controller began; only engines that were paused for it wait
             await self._sync.resume()
         await self._elastic.begin_round(last=action.last)
         await self._audit(policy_version)
@@ -333,7 +333,7 @@ class Controller:
             while True:
                 await anyio.sleep(MEASURING_INTERVAL_S)
                 measured = self._report.engines_measured(self._load())
-                if self._tells_load:
+                if self._reports_load:
                     await self._tell.send(measured)
 
     async def _evaluate(self, evaluation: Evaluation, orders: SendStream[RolloutOrder]) -> None:
@@ -343,19 +343,20 @@ class Controller:
         if not evaluation.cancelled:
             await self._report.evaluation_finished(version, figures)
         await self._tell.send(on.EvaluationDone(policy_version=version))
-        # From here on a newer version may be published: the disk must not hold it up.
+        # From here on a newer version may be published: it must not wait for the disk.
         if not evaluation.cancelled:
             await self._scored(version, figures, evaluation.limit)
         if not evaluation.cancelled and self._store is not None:
             await self._store(version, evaluation.outcomes)
 
-    async def _give_evaluation_up(self, orders: SendStream[RolloutOrder]) -> None:
-        """Its version is gone: the engines that held it died, and the trainer has made the next one, which waits."""
+    async def _cancel_evaluation(self, orders: SendStream[RolloutOrder]) -> None:
+        """Cancel the evaluation of a version that is gone: the engines that held it died, and the next version
+        waits."""
         if (evaluation := self._evaluation) is not None and not evaluation.cancelled:
-            await self._warn_given_up(evaluation.policy_version, "no engine holds it any more")
+            await self._warn_cancelled_evaluation(evaluation.policy_version, "no engine holds it any more")
             await evaluation.cancel(orders)
 
-    async def _warn_given_up(self, version: int, why: str) -> None:
+    async def _warn_cancelled_evaluation(self, version: int, why: str) -> None:
         await self._report.warned(version, f"evaluation of version {version} given up: {why}")
 
     async def _checkpoint(self, policy_version: int, beside: Mapping[str, bytes]) -> None:

@@ -9,7 +9,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.buffers.prompt_shelf import PromptShelf
+from streamrl.buffers.prompt_store import PromptStore
 from streamrl.control.machine import Control, fork
 from streamrl.control.model import Snapshot
 from streamrl.control.settings import ControlSettings
@@ -34,7 +34,7 @@ class RunRecord(msgspec.Struct, frozen=True):
 
     control: Control
     journal: RunJournal
-    shelf: PromptShelf
+    prompt_store: PromptStore
     file: Journal | None = None
     recovered: RecoveredRun | None = None
 
@@ -59,19 +59,19 @@ async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: 
 
 
 def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
-    shelf = PromptShelf()
+    prompt_store = PromptStore()
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
-    journal = RunJournal(file, lambda: shelf.prompts, recovered)
+    journal = RunJournal(file, lambda: prompt_store.prompts, recovered)
     if recovered is not None:
-        shelf.put(recovered.prompts.values())
-        return RunRecord(recovered.control, journal, shelf, file, recovered)
+        prompt_store.put(recovered.prompts.values())
+        return RunRecord(recovered.control, journal, prompt_store, file, recovered)
     resumed = recipe.checkpoint.resume_from
     point = read_fork_point(surviving(Path(resumed))) if resumed else None
     control = make_control(settings, fork(point.control, settings) if point else None)
     if point is None:
         control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch
-    shelf.put(point.prompts if point else ())
-    return RunRecord(control, journal, shelf, file)
+    prompt_store.put(point.prompts if point else ())
+    return RunRecord(control, journal, prompt_store, file)
 
 
 def _open_journal(

@@ -47,7 +47,7 @@ class ClusterModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     push: PushModel = PushModel()
 
 
-# A-demo of refs/scheduling-model.md, section 1: the demo model on this machine, fitted to three measured points.
+# The demo model on two CPU cores, fitted to three measured points.
 DEMO = ClusterModel(
     engine=EngineModel(
         base_s=1.7e-3,
@@ -80,7 +80,7 @@ HEAVY = msgspec.structs.replace(
     ),
 )
 
-# B math of the same section; lengths and steps of refs/rollpacker.md, 5.4.
+# RollPacker's math task (arXiv 2509.21009): its lengths and times of a step.
 ROLLPACKER_14B = ClusterModel(
     engine=EngineModel(
         base_s=11e-3,

@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 FEWEST_SAMPLES = 12
 PRESUBMITTED_SHARE = 0.2
 """Cost of a request that waits in a paused engine over that of one that arrives, where a run had no such requests: 0.2
-against 1 ms were measured on the demo model (refs/scheduling-model.md, 1)."""
+against 1 ms were measured on the demo model."""
 
 _ROUNDS = 12
 _SURE = 2.0  # standard errors: a slowdown that is smaller may be none

@@ -1,4 +1,4 @@
-"""One engine as an event-to-event cost model: no loop over tokens (refs/scheduling-model.md 1, rollpacker.md 5.4).
+"""One engine as an event-to-event cost model: no loop over tokens.
 
 All running requests decode together, so an engine has one token clock. A decode step with ``b`` running requests and
 ``K`` tokens of context takes ``a + c b + g K`` seconds, and ``K`` grows by ``b``: ``n`` steps take

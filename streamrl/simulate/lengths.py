@@ -32,7 +32,7 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ``cap_share``: of all completions reach ``cap``. Beyond ``tail_from`` tokens survival follows a power law to that
     share; 0: the missing share is a mass at the cap (degenerate loops). ``correlation``: of two completions of a
-    prompt, in the Gaussian copula ``z = sqrt(rho) u + sqrt(1 - rho) e`` (refs/rollpacker.md, 5.4). ``drift_per_step``:
+    prompt, in the Gaussian copula ``z = sqrt(rho) u + sqrt(1 - rho) e``. ``drift_per_step``:
     the natural log of every length below the cap grows by so much with each policy version, ``drift_steps`` long (0:
     without end).
     """

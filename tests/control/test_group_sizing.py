@@ -1,7 +1,7 @@
 """Group sizing: the straggler event, what is learnt from groups of any size, the budget over a long run, resuming.
 
-The simulations draw lognormal lengths (``shared/refs/sagc.md``, section 7): spread 0.5 between prompts, another one
-inside a prompt that may drift, cut at four times the median. No model and no engine.
+The simulations draw lognormal lengths: spread 0.5 between prompts, another one inside a prompt that may drift, cut at
+four times the median. No model and no engine.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ DEEP = EngineSet(name="4x2", engines=4, tensor_parallel_size=2, kv_tokens=120_00
 SETS = (WIDE, DEEP)
 COST = StepCost(base_s=0.01, per_running_s=0.0001)
 
-# RollPacker, Qwen3-8B at 32k on 8 devices: seconds and preemptions of short and long rounds (refs/rollpacker.md, 2.1).
+# RollPacker, Qwen3-8B at 32k on 8 devices: seconds and preemptions of short and long rounds (arXiv 2509.21009).
 PAPER = {("short", "8x1"): (1029, 5199), ("long", "8x1"): (1172, 2900)}
 PAPER |= {("short", "4x2"): (768, 4102), ("long", "4x2"): (1284, 2601)}
 

@@ -14,7 +14,7 @@ from streamrl.simulate.calibrate import fit_lengths
 from streamrl.simulate.cluster import DEMO, HEAVY, ROLLPACKER_14B
 from streamrl.simulate.lengths import LengthModel, ModelledLengths, RecordedLengths, recorded_rows
 
-# refs/scheduling-model.md 1 and refs/rollpacker.md 3.3: quantiles, and the share at the cap.
+# Measured on the demo, and of RollPacker (arXiv 2509.21009): quantiles, and the share at the cap.
 EXPECTED = [
     (DEMO.lengths, {0.5: 45, 0.9: 214}, 0.041),
     (HEAVY.lengths, {0.5: 45, 0.95: 315}, 0.02),

@@ -33,7 +33,7 @@ def raced(
 
 
 def test_four_short_rounds_to_a_long_one_and_their_longest_completions() -> None:
-    """refs/rollpacker.md 1.1 and 3.3: short rounds of code reach 1800 to 2403 tokens, long ones the cap."""
+    """RollPacker (arXiv 2509.21009): short rounds of code reach 1800 to 2403 tokens, long ones the cap."""
     racing = TailBatching(
         prompt_oversampling=1.25, response_oversampling=1.25, deferred_prompts=DeferredPrompts.REGENERATE
     )
@@ -47,7 +47,7 @@ def test_four_short_rounds_to_a_long_one_and_their_longest_completions() -> None
 
 
 def test_two_entries_of_the_eta_table_predict_the_others() -> None:
-    """refs/rollpacker.md 3.4, with its averaging: the longest short and long round of the run in a fixed cycle; the
+    """RollPacker's table of eta, with its averaging: the longest short and long round of the run in a fixed cycle; the
     mean round where there is no cycle. One cycle, and four entries of the eight."""
     table = {(1.0, 1.0): 277, (1.0, 1.25): 232, (1.25, 1.0): 169, (1.25, 1.25): 88}
     found = {}
@@ -68,7 +68,7 @@ def test_two_entries_of_the_eta_table_predict_the_others() -> None:
 
 
 def test_sorted_rounds_fill_the_bubble_of_the_tail() -> None:
-    """refs/sortedrl.md 1.8: 74 %, 5.81 %, 3.37 %; here a batch of 64 and a cohort of 16: the direction."""
+    """SortedRL (arXiv 2603.23414): 74 %, 5.81 %, 3.37 %; here a batch of 64 and a cohort of 16: the direction."""
     model = with_part(ROLLPACKER_14B, "lengths", cap=8192, cap_share=0.0229)
     model = with_part(with_part(model, "push", round_s=0.0), "engine", max_num_seqs=32, kv_tokens=0)
     model = msgspec.structs.replace(model, engines=Engines(count=1, prompt_tokens=128, capacity=32))
@@ -112,7 +112,7 @@ def test_straggler_rate_stays_at_its_budget_while_lengths_drift() -> None:
 
 
 def test_the_second_domain_has_its_own_lengths() -> None:
-    """refs/rollpacker.md 3.3: the median of code is that of math, its upper quarter is shorter."""
+    """RollPacker: the median of code is that of math, its upper quarter is shorter."""
     math, code = ROLLPACKER_14B.lengths, ROLLPACKER_14B_CODE.lengths
     grid, of_math = math.quantile_table()
     _, of_code = code.quantile_table()

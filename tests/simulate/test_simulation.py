@@ -75,14 +75,14 @@ def test_a_run_repeats_exactly_and_another_seed_differs() -> None:
 def test_synchronous_rollouts_of_the_demo_take_what_the_reference_says(
     prompts: int, model_s: float, measured_s: float
 ) -> None:
-    """refs/scheduling-model.md section 1: its own model, and what was measured on this machine."""
+    """A model in closed form, and what was measured on this machine."""
     report = simulate(control_settings(batch_groups=prompts, group_size=8), DEMO, 16)
     assert report.kinds[0].rollout_s == pytest.approx(model_s, rel=0.06)
     assert report.kinds[0].rollout_s == pytest.approx(measured_s, rel=0.15)
 
 
 def test_tail_batching_of_the_demo_takes_what_the_reference_says() -> None:
-    """refs/scheduling-model.md section 1, 8x8: model short 0.57, long 1.17; generated/trained 1.61; length 0.81."""
+    """A model in closed form, 8x8: short 0.57, long 1.17; generated/trained 1.61; length 0.81."""
     racing = TailBatching(response_oversampling=1.25, deferred_prompts=DeferredPrompts.REGENERATE)
     chosen = control_settings(batch_groups=8, group_size=8, rounds=RoundKind.TAIL_BATCHING, tail_batching=racing)
     report = simulate(chosen, DEMO, 50, warm_up=5)
@@ -96,7 +96,7 @@ def test_tail_batching_of_the_demo_takes_what_the_reference_says() -> None:
 
 
 def test_a_replayed_loser_keeps_its_length_and_a_regenerated_one_gets_shorter() -> None:
-    """refs/scheduling-model.md section 4 (10i): selection cancels over the cycle when losers keep their noise."""
+    """Selection cancels over the cycle when deferred prompts keep their seed."""
     ratio = {}
     for losers in (DeferredPrompts.REPLAY, DeferredPrompts.REGENERATE):
         racing = TailBatching(deferred_prompts=losers)
@@ -109,7 +109,7 @@ def test_a_replayed_loser_keeps_its_length_and_a_regenerated_one_gets_shorter() 
 
 
 def test_verified_losers_are_replayed_ones_that_take_less_time() -> None:
-    """refs/scheduling-model.md 10i: nothing is generated twice at d = 0, a little at d = 0.001."""
+    """Nothing is generated twice at d = 0, a little at d = 0.001."""
     report = {}
     for losers, rejected in (
         (DeferredPrompts.REPLAY, 0.0),
@@ -152,7 +152,7 @@ def test_partial_mode_wastes_nothing_and_trains_every_draw() -> None:
 def test_presubmission_hides_the_arrivals() -> None:
     """What reaches the paused engines before the weights are live costs 0.2 ms a request instead of 1 ms and more. The
     step of the demo leaves time for 50 of 256 requests, a push of 0.3 s for all: then the gain is that of the reference
-    (scheduling-model.md 10f, A-demo 32x8: 1.40 over 1.07)."""
+    (a model in closed form, demo 32x8: 1.40 over 1.07)."""
     gain = {}
     for push_s in (0.03, 0.3):
         model = with_part(DEMO, "push", seconds=push_s)

@@ -1,4 +1,4 @@
-"""Prompts that control may launch: drawn from the source, kept while they may be asked for (again)."""
+"""Prompts by id: drawn from the source, and stored while control may launch them (again)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class PromptSource(Protocol):
 
 
 FEW_PROMPTS = 256
-"""So many may stay that nobody needs: to look for them costs more."""
+"""Unneeded prompts that may stay: a search for them costs more."""
 
 
-class PromptShelf:
-    """The prompts that control may ask for, and not many more."""
+class PromptStore:
+    """Prompts by id: those that control may launch, and at most as many others."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, Prompt] = {}
-        self._untold: tuple[str, ...] = ()
+        self._newest: tuple[str, ...] = ()
         self._full = FEW_PROMPTS
 
     def __getitem__(self, prompt_id: str) -> Prompt:
@@ -36,21 +36,22 @@ class PromptShelf:
         return tuple(self._prompts.values())
 
     def put(self, prompts: Iterable[Prompt]) -> None:
-        """Keep ``prompts``."""
+        """Store ``prompts``."""
         self._prompts.update((prompt.prompt_id, prompt) for prompt in prompts)
 
     def forget_others(self, needed: Callable[[], Set[str]]) -> None:
-        """Keep those that are ``needed``, which is asked when there are twice as many as were needed before: what it
-        costs is in proportion to what was drawn since. Those of the last draw stay: control may not know them yet."""
+        """Remove prompts that are not ``needed``. That is called only when there are twice as many prompts as were
+        needed before, so that its cost is proportional to the draws since. Prompts of the last draw stay: control may
+        not have taken their event yet."""
         if len(self._prompts) > self._full:
-            kept = needed() | set(self._untold)
+            kept = needed() | set(self._newest)
             self._prompts = {name: prompt for name, prompt in self._prompts.items() if name in kept}
             self._full = max(2 * len(self._prompts), FEW_PROMPTS)
 
     def drawn(self, prompts: list[Prompt], *, exhausted: bool) -> PromptsDrawn:
-        """What control is told of ``prompts``, which are put on the shelf. One draw follows another."""
+        """Store ``prompts`` of a draw and return its event for control. Draws do not overlap."""
         self.put(prompts)
-        self._untold = tuple(prompt.prompt_id for prompt in prompts)
+        self._newest = tuple(prompt.prompt_id for prompt in prompts)
         return PromptsDrawn(
             prompt_ids=tuple(p.prompt_id for p in prompts),
             exhausted=exhausted,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.base.types import Prompt, token_array
-from streamrl.buffers.prompt_shelf import FEW_PROMPTS, PromptShelf
+from streamrl.buffers.prompt_store import FEW_PROMPTS, PromptStore
 from streamrl.control.events import PromptsDrawn
 
 
@@ -12,32 +12,32 @@ def prompts(first: int, count: int) -> list[Prompt]:
 
 
 def test_what_nobody_needs_is_forgotten_and_asked_for_rarely() -> None:
-    shelf, asked = PromptShelf(), []
+    prompt_store, asked = PromptStore(), []
 
     def needed() -> set[str]:
-        asked.append(len(shelf.prompts))
+        asked.append(len(prompt_store.prompts))
         return {f"p{n}" for n in range(newest - 40, newest)}
 
     for newest in range(0, 20 * FEW_PROMPTS, 8):
-        assert shelf.drawn(prompts(newest, 8), exhausted=False) == PromptsDrawn(
+        assert prompt_store.drawn(prompts(newest, 8), exhausted=False) == PromptsDrawn(
             prompt_ids=tuple(f"p{n}" for n in range(newest, newest + 8)), prompt_tokens=(1,) * 8
         )
-        shelf.forget_others(needed)
-        assert len(shelf.prompts) <= FEW_PROMPTS + 8
+        prompt_store.forget_others(needed)
+        assert len(prompt_store.prompts) <= FEW_PROMPTS + 8
         for n in range(max(newest - 40, 0), newest + 8):  # those of the last draw, too: control was not told of them
-            assert shelf[f"p{n}"].token_ids[0] == n
+            assert prompt_store[f"p{n}"].token_ids[0] == n
     assert 15 < len(asked) < 30
 
 
 def test_all_stay_where_all_are_needed() -> None:
-    shelf, asked = PromptShelf(), 0
+    prompt_store, asked = PromptStore(), 0
 
     def needed() -> set[str]:
         nonlocal asked
         asked += 1
-        return {prompt.prompt_id for prompt in shelf.prompts}
+        return {prompt.prompt_id for prompt in prompt_store.prompts}
 
     for first in range(0, 64 * FEW_PROMPTS, 100):
-        shelf.put(prompts(first, 100))
-        shelf.forget_others(needed)
-    assert len(shelf.prompts) >= 64 * FEW_PROMPTS and asked < 10
+        prompt_store.put(prompts(first, 100))
+        prompt_store.forget_others(needed)
+    assert len(prompt_store.prompts) >= 64 * FEW_PROMPTS and asked < 10
