@@ -350,8 +350,7 @@ class Controller:
             await self._store(version, evaluation.outcomes)
 
     async def _cancel_evaluation(self, orders: SendStream[RolloutOrder]) -> None:
-        """Cancel the evaluation of a version that is gone: the engines that held it died, and the next version
-        waits."""
+        """Cancel the evaluation of a version that is gone: the engines that held it died."""
         if (evaluation := self._evaluation) is not None and not evaluation.cancelled:
             await self._warn_cancelled_evaluation(evaluation.policy_version, "no engine holds it any more")
             await evaluation.cancel(orders)
