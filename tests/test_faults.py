@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from campaigns.faults.campaign import catch, run_seed
+from campaigns.faults.campaign import catch, plan_of, run_seed, shrink
 from campaigns.faults.fault_plan import Fault, Phase, cells
 from campaigns.faults.planted import PLANTED
 from campaigns.faults.virtual_time import NothingCanHappen, SimulatedProcess, VirtualLoop
+from campaigns.faults.world_shape import draw_shape
 
 FIRST_SEED = 1_000
 SECONDS = 25.0
@@ -68,6 +69,17 @@ def test_a_run_whose_faults_do_not_fire_has_shown_nothing() -> None:
 def test_a_planted_bug_is_caught(name: str) -> None:
     [bug] = [bug for bug in PLANTED if bug.name == name]
     assert catch(bug, 30)[0], f"{name}: 30 worlds did not notice"
+
+
+@pytest.mark.timeout(120)
+def test_a_failing_seed_shrinks_to_what_matters() -> None:
+    [bug] = [bug for bug in PLANTED if bug.name == "a decoder raises what nobody expects"]
+    seed = catch(bug, 30)[0] - 1
+    with bug.planted():
+        faults, _, outcome = shrink(seed)
+    assert outcome.violations and outcome.history
+    assert 1 <= len(faults) < len(plan_of(seed, draw_shape(seed))) / 4
+    assert any(fault.kind == "corrupt" for fault in faults)
 
 
 def test_every_planted_bug_has_a_name_of_its_own_and_cells_cover_all_components() -> None:

@@ -101,7 +101,8 @@ def draw_shape(seed: int, *, steps: int = 0) -> Shape:
     """The run of ``seed``. ``steps`` 0: drawn, too."""
     random = Random(f"shape {seed}")
     rollout = _rollout(random)
-    steps = steps or random.randint(4, 12)
+    drawn_steps = random.randint(4, 12)  # always drawn: what is drawn after it stays the same when ``steps`` is given
+    steps = steps or drawn_steps
     every = random.choice((0, 2, 3))
     restarts = 0 if random.random() < 0.15 else 1000
     pace = random.choice((0.2, 1.0, 5.0, 20.0))  # how long everything takes, beside what the product waits by itself

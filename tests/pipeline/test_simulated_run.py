@@ -129,7 +129,7 @@ async def test_evaluation_samples_are_on_disk_and_agree_with_the_figure(tmp_path
 
 async def test_a_drain_cancels_the_evaluation_that_runs(tmp_path: Path) -> None:
     chosen = run_settings(evaluate_every=2, evaluate_at_end=True, checkpoint_at_end=True)
-    run = SimulatedRun(chosen, tmp_path, held_out=4000, evaluation_in_flight=24)
+    run = SimulatedRun(chosen, tmp_path, held_out=4000, evaluation_in_flight=24, kept=False)
     assert await run.run(stop_at=("close", 3)) == "drained"
     assert not any(isinstance(e, EvaluationFinished) for e in run.events)
     assert 0 < len(run.scorer.held_out) < 100
@@ -138,7 +138,7 @@ async def test_a_drain_cancels_the_evaluation_that_runs(tmp_path: Path) -> None:
 
 
 async def test_an_evaluation_whose_version_is_gone_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = SimulatedRun(run_settings(steps=3, evaluate_every=2), tmp_path, held_out=4000, evaluation_in_flight=24)
+    run = SimulatedRun(run_settings(steps=3, evaluate_every=2), tmp_path, held_out=4000, evaluation_in_flight=24, kept=False)
     noted = run.ranks[0].happened
 
     def happened(kind: str, version: int) -> None:
