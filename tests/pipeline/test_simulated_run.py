@@ -138,7 +138,9 @@ async def test_a_drain_cancels_the_evaluation_that_runs(tmp_path: Path) -> None:
 
 
 async def test_an_evaluation_whose_version_is_gone_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = SimulatedRun(run_settings(steps=3, evaluate_every=2), tmp_path, held_out=4000, evaluation_in_flight=24, kept=False)
+    run = SimulatedRun(
+        run_settings(steps=3, evaluate_every=2), tmp_path, held_out=4000, evaluation_in_flight=24, kept=False
+    )
     noted = run.ranks[0].happened
 
     def happened(kind: str, version: int) -> None:
