@@ -51,6 +51,7 @@ class _State(msgspec.Struct):
     prompts: list[tuple[str, FadingMean]]
     variance: FadingMean
     persistent: FadingMean
+    longest: float = 0.0
 
 
 class PromptLengthPredictor:
@@ -63,6 +64,7 @@ class PromptLengthPredictor:
         self._prompts: dict[str, FadingMean] = {}  # in order of last observation
         self._variance = FadingMean(mean=_PRIOR_VARIANCE, count=_PRIOR_COUNT)
         self._persistent = FadingMean(mean=_PRIOR_VARIANCE * _PRIOR_PERSISTENCE, count=_PRIOR_COUNT)
+        self._longest = 0.0  # log length
 
     def predict(self, prompt_id: str, prompt_tokens: int) -> float:
         """Expected longest completion of a group of this prompt in tokens (a geometric mean); 0 before any was seen.
@@ -76,15 +78,16 @@ class PromptLengthPredictor:
 
         ``cut``: it was stopped, so that its longest completion is *above* ``longest``: the conditional mean of a
         normal log length above that point is learned in its place, since to ignore it would make long prompts look
-        short.
+        short. At most the longest length of any group so far: where every group is cut, each mean above a cut would
+        raise the next one without end.
         """
         bucket = _bucket(prompt_tokens)
         predicted = self._log_length(prompt_id, prompt_tokens)
         observed = math.log(max(longest, 1))
+        self._longest = max(self._longest, observed)
         if cut:
-            observed = _mean_above(
-                observed, predicted if self._level.count else observed, math.sqrt(self._variance.mean)
-            )
+            mean = predicted if self._level.count else observed
+            observed = min(_mean_above(observed, mean, math.sqrt(self._variance.mean)), self._longest)
         known = self._prompts.pop(prompt_id, None)
         deviation = observed - self._expected(bucket)
         if self._level.count:
@@ -111,6 +114,7 @@ class PromptLengthPredictor:
             prompts=list(self._prompts.items()),
             variance=self._variance,
             persistent=self._persistent,
+            longest=self._longest,
         )
         built: dict[str, object] = msgspec.to_builtins(state)
         return built
@@ -121,7 +125,7 @@ class PromptLengthPredictor:
         self._level = known.level
         self._buckets = dict(known.buckets)
         self._prompts = dict(known.prompts)
-        self._variance, self._persistent = known.variance, known.persistent
+        self._variance, self._persistent, self._longest = known.variance, known.persistent, known.longest
 
     def _expected(self, bucket: int) -> float:
         """Log length without knowing the prompt."""

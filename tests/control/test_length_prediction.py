@@ -64,6 +64,13 @@ def test_a_cut_group_is_longer_than_where_it_was_cut() -> None:
     assert predictor.predict("early", 30) == pytest.approx(before, rel=0.15)
 
 
+def test_where_every_group_is_cut_predictions_stay_within_what_was_seen() -> None:
+    predictor = PromptLengthPredictor()
+    for step in range(20_000):
+        predictor.observe(f"p{step % 500}", step % 40, 50 + 37 * step % 400, cut=True)
+    assert 1 <= max(predictor.predict(f"p{n}", n % 40) for n in range(500)) < 2 * 450
+
+
 def test_follows_a_drift_and_keeps_what_it_knows_of_prompts() -> None:
     predictor = PromptLengthPredictor()
     feed(predictor, persistence=0.9, epochs=6)
