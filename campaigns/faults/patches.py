@@ -25,6 +25,7 @@ from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThr
 from streamrl.app import pipeline as run_module
 from streamrl.app import roles, run_controller
 from streamrl.comm import zmq_stream
+from streamrl.comm.stream_protocol import Hello
 from streamrl.control.machine import Control
 from streamrl.elastic.freeing import Freeing, FreeingSettings
 from streamrl.engines import engine_host
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 _ROLES = (run_controller, supervisor)  # imported before anything is looked for
 _INIT, _HANDLE, _SNAPSHOT = Control.__init__, Control.handle, Control.snapshot
 _PLAN = topology_module.plan_topology
-_GREETING = zmq_stream._hello
 
 FREED_OFTEN = FreeingSettings(window=(0.05, 0.95), least_lengths=4)
 """Rounds are short here."""
@@ -95,12 +95,12 @@ def patched_product(world: World) -> Iterator[None]:
             for owner, name in _places_of(original):
                 put(owner, name, value)
 
-        def hello(codec: Any, role: Any, window: int, *others: Any) -> Any:
-            return _GREETING(codec, role, min(window, world.shape.window), *others)
+        def hello(*, window: int, **others: Any) -> Any:
+            return Hello(window=min(window, world.shape.window), **others)
 
         put(anyio, "open_signal_receiver", parts.SimulatedSignals)
         put(zmq_stream, "StreamConnection", world.network.make_connection)
-        put(zmq_stream, "_hello", hello)
+        put(zmq_stream, "Hello", hello)
         _walked_in_order(put)
         _files_and_user_code(world, put, put_for)
         _processes(world, put, put_for)

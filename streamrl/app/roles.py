@@ -20,6 +20,8 @@ from streamrl.judge.messages import JudgeEvent, JudgeOrder
 from streamrl.plan.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.sections import EngineKind, Recipe
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import KeyRole
 from streamrl.supervise.child import ChildContext, RoleMain
 from streamrl.vllm.options import EngineOptions, engine_options
 
@@ -46,10 +48,11 @@ async def controller_streams(
     """Open the two streams of the process ``name`` to the controller: its orders, and what it says. Each is given as
     (stream, type of its items)."""
     (orders_stream, order_type), (events_stream, event_type) = orders, events
+    guard = KeyGuard(KeyRole.CONTROLLER)
     orders_at, events_at = topology.endpoint(name, orders_stream), topology.endpoint(name, events_stream)
     async with (
-        zmq_sender(event_type, events_at, bind=False, name=f"{name}.{events_stream}") as sender,
-        zmq_receiver(order_type, orders_at, bind=False, name=f"{name}.{orders_stream}") as receiver,
+        zmq_sender(event_type, events_at, bind=False, name=f"{name}.{events_stream}", guard=guard) as sender,
+        zmq_receiver(order_type, orders_at, bind=False, name=f"{name}.{orders_stream}", guard=guard) as receiver,
     ):
         yield receiver, sender
 

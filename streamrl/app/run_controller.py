@@ -85,6 +85,7 @@ from streamrl.recipe.canary import canary_bounds
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import Recipe
 from streamrl.recipe.user_code import load_user_object
+from streamrl.remote.guarded_sockets import KeyGuard
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
 from streamrl.run.checkpoints import CheckpointKeeper
@@ -269,7 +270,8 @@ async def _greetings(
 
 def _slots(recipe: Recipe, topology: Topology) -> dict[str, EngineSlot]:
     names = [name for one in prepared_sets(recipe) for name in one.engines]
-    return {n: EngineSlot(n, topology.endpoint(n, "orders"), topology.endpoint(n, "completions")) for n in names}
+    at, guard = topology.endpoint, KeyGuard(KeyRole.ENGINE)
+    return {n: EngineSlot(n, at(n, "orders"), at(n, "completions"), guard) for n in names}
 
 
 async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams: AsyncExitStack) -> RankStreams:
@@ -283,7 +285,7 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
             bind=True,
             window=window,
             name=f"{name}.batches",
-            peer_role=KeyRole.TRAINER,
+            guard=KeyGuard(KeyRole.TRAINER),
         )
     )
     reports = await streams.enter_async_context(
@@ -292,7 +294,7 @@ async def _connect_rank(recipe: Recipe, topology: Topology, index: int, streams:
             topology.endpoint(name, "reports"),
             bind=True,
             name=f"{name}.reports",
-            peer_role=KeyRole.TRAINER,
+            guard=KeyGuard(KeyRole.TRAINER),
         )
     )
     return batches, reports

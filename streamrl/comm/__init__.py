@@ -1,2 +1,2 @@
 """Streams between coroutines and processes: the contract (``stream``), in memory, over ZeroMQ; the wire format.
-Imports ``base``, and ``remote`` for keys."""
+Imports ``base``."""

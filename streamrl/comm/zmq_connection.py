@@ -14,27 +14,32 @@ from collections.abc import Sequence
 import anyio
 import zmq
 
+from streamrl.base.errors import StreamRLError
 from streamrl.base.wakeup import Wakeup
 from streamrl.comm import zmq_sockets
 from streamrl.comm.stream_protocol import Origin, StreamEnd
 from streamrl.comm.wire import Buffer, WireLimits
-from streamrl.remote.transport_keys import KeyRole
 
 UNBIND_SECONDS = 1.0
 
 
 class StreamConnection:
-    """One socket of one end of a stream. ``end`` and ``peer_role`` are set by its owner before ``open``."""
+    """One socket of one end of a stream. ``end`` is set by its owner before ``open``. Raises ``StreamRLError`` where an
+    endpoint is none, or is a tcp address and there is no ``guard``."""
 
     end: StreamEnd
-    peer_role: KeyRole | None = None
 
-    def __init__(self, endpoint: str, *, bind: bool, window: int, limits: WireLimits) -> None:
+    def __init__(
+        self, endpoint: str, *, bind: bool, window: int, limits: WireLimits, guard: zmq_sockets.SocketGuard | None
+    ) -> None:
         self.endpoint = endpoint
         self._binds = bind
         self._gate_fd = -1
         self._limits = limits
         self._transport = zmq_sockets.transport_of(endpoint)
+        if self._transport == "tcp" and guard is None:
+            raise StreamRLError(f"{endpoint}: nothing decides who may connect over tcp; give the stream a guard")
+        self._guard = guard if self._transport == "tcp" else None
         self._receive_high_water_mark = 2 * window + 64  # items and a credit for each, with room for the handshake
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq_sockets.ConnectionMonitor | None = None
@@ -49,9 +54,10 @@ class StreamConnection:
 
     def open(self) -> None:
         """Bind, or start to connect. Raises ``StreamRLError``."""
-        kind = zmq.ROUTER if self._binds else zmq.DEALER
+        guard = self._guard
         self._socket = zmq_sockets.create_socket(
-            kind,
+            guard.context if guard else zmq_sockets.StreamContext.instance(),
+            zmq.ROUTER if self._binds else zmq.DEALER,
             self.endpoint,
             max_frame_bytes=self._limits.frame_bytes,
             receive_high_water_mark=self._receive_high_water_mark,
@@ -60,11 +66,11 @@ class StreamConnection:
             if self._transport != "inproc":  # inproc has no connections to watch: both ends share a process
                 self._monitor = zmq_sockets.ConnectionMonitor(self._socket)
             if self._binds:
-                self.endpoint = zmq_sockets.bind(self._socket, self.endpoint, self.peer_role)
-                self._gate_fd = zmq_sockets.gate_watch(self._socket)
+                self.endpoint = (guard or zmq_sockets).bind(self._socket, self.endpoint)
+                self._gate_fd = guard.watch(self._socket) if guard else -1
                 self._ipc_identity = zmq_sockets.ipc_path_identity(self.endpoint)
             else:
-                zmq_sockets.connect(self._socket, self.endpoint, self.peer_role or KeyRole.CONTROLLER)
+                (guard or zmq_sockets).connect(self._socket, self.endpoint)
         except BaseException:
             self.close()
             raise
@@ -96,8 +102,8 @@ class StreamConnection:
                     tasks.start_soon(self._watch, self._monitor.fd)
                 if self._socket is not None:
                     tasks.start_soon(self._watch, self._socket.fileno())
-                if self._gate_fd >= 0:
-                    tasks.start_soon(self._watch_gate, self._gate_fd)
+                if self._guard is not None and self._gate_fd >= 0:
+                    tasks.start_soon(self._watch_gate, self._guard, self._gate_fd)
 
     def stop(self) -> None:
         """End ``run``."""
@@ -108,11 +114,10 @@ class StreamConnection:
             await anyio.wait_readable(fd)
             self.service()
 
-    async def _watch_gate(self, fd: int) -> None:
+    async def _watch_gate(self, guard: zmq_sockets.SocketGuard, fd: int) -> None:
         """Raise ``StreamRLError`` when no peer can be authenticated any more."""
         await anyio.wait_readable(fd)
-        if self._socket is not None:
-            zmq_sockets.check_gate(self._socket)
+        guard.check()
 
     async def changed(self) -> None:
         """Wait until something has happened to the stream."""

@@ -1,4 +1,5 @@
-"""The one place where ZeroMQ sockets are bound and connected, and where those of streams are made and watched."""
+"""The one place where ZeroMQ sockets are bound and connected, and where those of streams are made and watched. Over tcp
+a ``SocketGuard`` decides who may connect."""
 
 from __future__ import annotations
 
@@ -8,21 +9,13 @@ import socket as sockets
 import stat
 import time
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError
 from streamrl.comm.socket_options import make_socket
-from streamrl.remote.guarded_sockets import (
-    GuardedContext,
-    check_strangers_are_refused,
-    gate_of,
-    guard_connector,
-    guard_listener,
-    kind_of,
-)
-from streamrl.remote.transport_keys import KeyRole
 
 IPC_PATH_BYTES = 107
 """A unix socket address holds 108 bytes with the closing zero."""
@@ -55,7 +48,42 @@ def transport_of(endpoint: str) -> str:
     return transport
 
 
-def create_socket(kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int) -> zmq.Socket[bytes]:
+class SocketGuard(Protocol):
+    """Who may connect to a tcp socket, and whose socket may be connected to. ``remote.guarded_sockets`` has the one
+    with keys."""
+
+    @property
+    def context(self) -> zmq.Context[Any]:
+        """The context of sockets that this guard binds and connects."""
+        ...
+
+    def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        """Bind and return the endpoint with its real port. Raises ``StreamRLError``."""
+        ...
+
+    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        """Start connecting. Raises ``StreamRLError``."""
+        ...
+
+    def watch(self, socket: zmq.Socket[bytes]) -> int:
+        """A file descriptor of the caller's own that becomes readable when nobody decides any more who may connect to a
+        bound ``socket``; -1 where it is a plain one."""
+        ...
+
+    def check(self) -> None:
+        """Raise ``StreamRLError`` when nobody decides any more who may connect."""
+        ...
+
+
+class StreamContext(zmq.Context["zmq.Socket[bytes]"]):
+    """The context of streams that stay on this host."""
+
+    _instance = None  # of its own: vllm, in the same process, uses zmq.Context.instance() as well
+
+
+def create_socket(
+    context: zmq.Context[Any], kind: int, endpoint: str, *, max_frame_bytes: int, receive_high_water_mark: int
+) -> zmq.Socket[bytes]:
     """A socket of a stream. Frames above ``max_frame_bytes`` cut the connection.
 
     Nothing is queued without credit, so there is no bound on sending; the one on receiving is against a peer that
@@ -63,7 +91,7 @@ def create_socket(kind: int, endpoint: str, *, max_frame_bytes: int, receive_hig
     """
     transport_of(endpoint)
     return make_socket(
-        GuardedContext.instance(),
+        context,
         kind,
         endpoint=endpoint,
         max_frame_bytes=max_frame_bytes,
@@ -73,52 +101,33 @@ def create_socket(kind: int, endpoint: str, *, max_frame_bytes: int, receive_hig
     )
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None = None) -> str:
-    """Bind and return the endpoint with its real port. ``admits``: whose keys are let in, where there are keys.
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind and return the endpoint with its real port. Who may connect is for a ``SocketGuard`` to decide.
 
-    Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
-    where a stranger is not refused.
+    Raises ``StreamRLError`` naming the endpoint and the remedy.
     """
     if transport_of(endpoint) == "ipc" and has_ipc_listener(endpoint):
         raise StreamRLError(f"cannot bind {endpoint}: {_bind_remedy(errno.EADDRINUSE)}")
-    gate = guard_listener(socket, endpoint, admits)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise StreamRLError(
             f"cannot bind {endpoint}: {zmq.strerror(error.errno or 0)}; {_bind_remedy(error.errno)}"
         ) from error
-    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
-    if gate is not None:
-        check_strangers_are_refused(kind_of(socket), bound, gate)
-    return bound
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") or endpoint
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole = KeyRole.CONTROLLER) -> None:
-    """Start connecting; libzmq retries until somebody binds. ``serves``: whose key must be there, where there are keys.
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Start connecting; libzmq retries until somebody binds.
 
-    Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys.
+    Raises ``StreamRLError`` for an impossible address.
     """
-    guard_connector(socket, endpoint, serves)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         raise StreamRLError(
             f"cannot connect to {endpoint}: {zmq.strerror(error.errno or 0)}; check host and port"
         ) from error
-
-
-def gate_watch(socket: zmq.Socket[bytes]) -> int:
-    """A file descriptor of the caller's own that becomes readable when nobody decides any more who may connect to a
-    bound ``socket``; -1 where it is a plain one."""
-    gate = gate_of(socket)
-    return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
-
-
-def check_gate(socket: zmq.Socket[bytes]) -> None:
-    """Raise ``StreamRLError`` when nobody decides any more who may connect to ``socket``."""
-    if (gate := gate_of(socket)) is not None:
-        gate.check()
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
 import anyio
 from anyio.abc import TaskGroup
@@ -30,26 +30,52 @@ from streamrl.comm.stream import StreamStatistics
 from streamrl.comm.stream_protocol import Hello, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import HEADER_BYTES, WireCodec, WireLimits
 from streamrl.comm.zmq_connection import StreamConnection
-from streamrl.remote.transport_keys import KeyRole
+from streamrl.comm.zmq_sockets import SocketGuard
 
 T = TypeVar("T")
 
 CLOSE_SECONDS = 5.0
-"""How long a closing sender waits until the receiver has everything."""
+WINDOW = 256
 
 PARTING_SECONDS = 0.5
 """How long an end that breaks or is ended waits for the peer to know. A courtesy: it sees the connection close."""
 
 
-class _ZmqStream(ABC):
+class StreamOptions(TypedDict, total=False):
+    """``window``: items that may be sent and not yet taken (the smaller of both ends counts). ``name``: for messages.
+    ``close_seconds``: how long a closing sender waits until the receiver has everything. ``guard``: who may connect, or
+    whose address it is; a tcp stream needs one."""
+
+    window: int
+    name: str
+    limits: WireLimits | None
+    close_seconds: float
+    guard: SocketGuard | None
+
+
+class _ZmqStream(ABC, Generic[T]):
     """What sender and receiver share: the context manager, waiting for changes, parting."""
 
-    def __init__(self, endpoint: str, role: Role, name: str, limits: WireLimits, close_seconds: float) -> None:
-        self.name = name or endpoint
+    def __init__(self, item_type: Any, endpoint: str, role: Role, bind: bool, options: StreamOptions) -> None:
+        self.name = options.get("name") or endpoint
         self._role = role
-        self._limits = limits
-        self._close_seconds = close_seconds
-        self._connection: StreamConnection
+        self._limits = options.get("limits") or WireLimits()
+        self._close_seconds = options.get("close_seconds", CLOSE_SECONDS)
+        self._codec: WireCodec[T] = WireCodec(item_type, self._limits)
+        window = options.get("window", WINDOW)
+        if window < 1:
+            raise ValueError(f"stream {self.name!r}: a window of {window} items lets nothing pass; use at least 1")
+        self._connection = StreamConnection(
+            endpoint, bind=bind, window=window, limits=self._limits, guard=options.get("guard")
+        )
+        self._hello = Hello(
+            item_type=self._codec.item_type_name,
+            role=role,
+            window=window,
+            message_bytes=self._limits.message_bytes,
+            session=uuid.uuid4().hex,
+            name=options.get("name", ""),
+        )
         self._tasks: TaskGroup
         self._turns = Turns(lambda: self._connection.changed())
         self._closed = False
@@ -125,27 +151,12 @@ class _ZmqStream(ABC):
             raise StreamBroken(self._describe(self._connection.end.reason))
 
 
-class ZmqSendStream(_ZmqStream, Generic[T]):
+class ZmqSendStream(_ZmqStream[T]):
     """The sending end; make it with ``zmq_sender``. Safe for several coroutines that send at once."""
 
-    def __init__(
-        self,
-        item_type: Any,
-        endpoint: str,
-        *,
-        bind: bool,
-        window: int,
-        name: str,
-        limits: WireLimits,
-        close_seconds: float,
-        peer_role: KeyRole | None = None,
-    ) -> None:
-        super().__init__(endpoint, Role.SENDER, name, limits, close_seconds)
-        self._codec: WireCodec[T] = WireCodec(item_type, limits)
-        self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
-        self._connection.peer_role = peer_role
-        hello = _hello(self._codec, Role.SENDER, window, limits, name)
-        self._end = SendingEnd(hello, binds=bind, limits=limits, transmit=self._connection.transmit)
+    def __init__(self, item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> None:
+        super().__init__(item_type, endpoint, Role.SENDER, bind, options)
+        self._end = SendingEnd(self._hello, binds=bind, limits=self._limits, transmit=self._connection.transmit)
         self._connection.end = self._end
         self._closing: anyio.Event | None = None
 
@@ -217,27 +228,12 @@ class ZmqSendStream(_ZmqStream, Generic[T]):
         return self._end.sent - self._end.taken
 
 
-class ZmqReceiveStream(_ZmqStream, Generic[T]):
+class ZmqReceiveStream(_ZmqStream[T]):
     """The receiving end; make it with ``zmq_receiver``. ``async for`` over it stops at the end of the stream."""
 
-    def __init__(
-        self,
-        item_type: Any,
-        endpoint: str,
-        *,
-        bind: bool,
-        window: int,
-        name: str,
-        limits: WireLimits,
-        close_seconds: float,
-        peer_role: KeyRole | None = None,
-    ) -> None:
-        super().__init__(endpoint, Role.RECEIVER, name, limits, close_seconds)
-        self._codec: WireCodec[T] = WireCodec(item_type, limits)
-        self._connection = StreamConnection(endpoint, bind=bind, window=window, limits=limits)
-        self._connection.peer_role = peer_role
-        hello = _hello(self._codec, Role.RECEIVER, window, limits, name)
-        self._end = ReceivingEnd(hello, binds=bind, limits=limits, transmit=self._connection.transmit)
+    def __init__(self, item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> None:
+        super().__init__(item_type, endpoint, Role.RECEIVER, bind, options)
+        self._end = ReceivingEnd(self._hello, binds=bind, limits=self._limits, transmit=self._connection.transmit)
         self._connection.end = self._end
 
     async def receive(self) -> T:
@@ -299,88 +295,33 @@ class ZmqReceiveStream(_ZmqStream, Generic[T]):
             raise StopAsyncIteration from None
 
 
-def _hello(codec: WireCodec[Any], role: Role, window: int, limits: WireLimits, name: str) -> Hello:
-    if window < 1:
-        raise ValueError(f"stream {name!r}: a window of {window} items lets nothing pass; use at least 1")
-    return Hello(
-        item_type=codec.item_type_name,
-        role=role,
-        window=window,
-        message_bytes=limits.message_bytes,
-        session=uuid.uuid4().hex,
-        name=name,
-    )
-
-
 @overload
 def zmq_sender(
-    item_type: type[T], endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
-) -> ZmqSendStream[T]: ...  # fmt: skip
+    item_type: type[T], endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
+) -> ZmqSendStream[T]: ...
 @overload
 def zmq_sender(
-    item_type: Any, endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
-) -> ZmqSendStream[Any]: ...  # fmt: skip
-def zmq_sender(
-    item_type: Any,
-    endpoint: str,
-    *,
-    bind: bool,
-    window: int = 256,
-    name: str = "",
-    limits: WireLimits | None = None,
-    close_seconds: float = CLOSE_SECONDS,
-    peer_role: KeyRole | None = None,
-) -> ZmqSendStream[Any]:
-    """The sending end of a stream, to be entered with ``async with``.
+    item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
+) -> ZmqSendStream[Any]: ...
+def zmq_sender(item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]) -> ZmqSendStream[Any]:
+    """The sending end of a stream, to be entered with ``async with``. ``item_type`` may be a union of records.
 
-    ``item_type`` may be a union of records. ``window``: items that may be sent and not yet taken (the smaller of
-    both ends counts). ``peer_role``: whose keys are let in where this end binds (required where there are keys), or
-    whose key must be at the other end (default: the controller's). Entering raises ``StreamRLError`` where the endpoint
-    cannot be bound, or where other hosts could reach it without keys.
+    Raises ``StreamRLError`` where the endpoint is none; entering does where it cannot be bound, or where other hosts
+    could reach it without keys.
     """
-    return ZmqSendStream(
-        item_type,
-        endpoint,
-        bind=bind,
-        window=window,
-        name=name,
-        limits=limits or WireLimits(),
-        close_seconds=close_seconds,
-        peer_role=peer_role,
-    )
+    return ZmqSendStream(item_type, endpoint, bind=bind, **options)
 
 
 @overload
 def zmq_receiver(
-    item_type: type[T], endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
-) -> ZmqReceiveStream[T]: ...  # fmt: skip
+    item_type: type[T], endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
+) -> ZmqReceiveStream[T]: ...
 @overload
 def zmq_receiver(
-    item_type: Any, endpoint: str, *, bind: bool, window: int = ..., name: str = ...,
-    limits: WireLimits | None = ..., close_seconds: float = ..., peer_role: KeyRole | None = ...,
-) -> ZmqReceiveStream[Any]: ...  # fmt: skip
+    item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
+) -> ZmqReceiveStream[Any]: ...
 def zmq_receiver(
-    item_type: Any,
-    endpoint: str,
-    *,
-    bind: bool,
-    window: int = 256,
-    name: str = "",
-    limits: WireLimits | None = None,
-    close_seconds: float = CLOSE_SECONDS,
-    peer_role: KeyRole | None = None,
+    item_type: Any, endpoint: str, *, bind: bool, **options: Unpack[StreamOptions]
 ) -> ZmqReceiveStream[Any]:
     """The receiving end of a stream, to be entered with ``async with``. Arguments as for ``zmq_sender``."""
-    return ZmqReceiveStream(
-        item_type,
-        endpoint,
-        bind=bind,
-        window=window,
-        name=name,
-        limits=limits or WireLimits(),
-        close_seconds=close_seconds,
-        peer_role=peer_role,
-    )
+    return ZmqReceiveStream(item_type, endpoint, bind=bind, **options)

@@ -6,26 +6,28 @@ import anyio
 
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineEvent, EngineOrder
+from streamrl.comm.zmq_sockets import SocketGuard
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.engines.remote_engine import RemoteEngine
-from streamrl.remote.transport_keys import KeyRole
 
 WINDOW = 4096
 
 
 class EngineSlot:
     """Binds the two streams of engine ``name`` anew for each host that takes the slot. ``run`` must run beside it.
+    ``guard``: which hosts may connect over tcp.
 
     To empty it: ``aclose`` of the engine, which ends its host, then ``wait_closed``; or ``abandon``, when the
     supervisor ends the host. To fill it again: ``open``, and a new host at the same endpoints. Each host has streams of
     its own: nothing that one sends late is taken for the next one's.
     """
 
-    def __init__(self, name: str, orders_at: str, completions_at: str) -> None:
+    def __init__(self, name: str, orders_at: str, completions_at: str, guard: SocketGuard | None = None) -> None:
         self.name = name
         self.death_is_fatal = True
         """Whether the death of a host ends ``run``; else only what waits for its engine hears of it."""
         self._endpoints = orders_at, completions_at
+        self._guard = guard
         self._wanted = anyio.Event()
         self._bound = anyio.Event()
         self._closed = anyio.Event()
@@ -51,19 +53,11 @@ class EngineSlot:
 
     async def _serve(self) -> None:
         name, (orders_at, completions_at) = self.name, self._endpoints
-        async with (
-            zmq_sender(
-                EngineOrder, orders_at, bind=True, window=WINDOW, name=f"{name}.orders", peer_role=KeyRole.ENGINE
-            ) as orders,
-            zmq_receiver(
-                EngineEvent,
-                completions_at,
-                bind=True,
-                window=WINDOW,
-                name=f"{name}.completions",
-                peer_role=KeyRole.ENGINE,
-            ) as completions,
-        ):
+        sender = zmq_sender(EngineOrder, orders_at, bind=True, window=WINDOW, guard=self._guard, name=f"{name}.orders")
+        receiver = zmq_receiver(
+            EngineEvent, completions_at, bind=True, window=WINDOW, guard=self._guard, name=f"{name}.completions"
+        )
+        async with sender as orders, receiver as completions:
             self._engine = engine = RemoteEngine(name, orders, completions)
             self._bound.set()
             try:

@@ -18,8 +18,7 @@ import zmq
 
 from streamrl.base.errors import UNDECODABLE, UNENCODABLE, StreamRLError, WireError
 from streamrl.comm.socket_options import make_signal, make_socket
-from streamrl.comm.zmq_sockets import bind, connect
-from streamrl.remote.guarded_sockets import GuardedContext
+from streamrl.remote.guarded_sockets import GuardedContext, bind, connect
 from streamrl.remote.transport_keys import KeyRole
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """What a ZeroMQ socket must be before it is bound or connected: plain where only this host or this user reaches it,
 CURVE with an allow-list where the process has keys, refused otherwise.
 
-There is no way around it: ``zmq_sockets.bind`` and ``connect`` are the only ones who bind and connect.
+There is no way around it: only the functions ``bind`` and ``connect`` here, and streams, call those of ``zmq_sockets``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError
+from streamrl.comm import zmq_sockets
 from streamrl.comm.socket_options import SMALL_FRAME, make_socket
 from streamrl.plan.hosts import host_of, is_loopback, is_wildcard
 from streamrl.remote.key_gate import ZAP_ENDPOINT, KeyGate
@@ -49,19 +50,6 @@ class GuardedContext(zmq.Context["zmq.Socket[bytes]"]):
             self._gate.close()
 
 
-def gate_of(socket: zmq.Socket[bytes]) -> KeyGate | None:
-    """The gate of the socket's context, where one was needed."""
-    context: object = socket.context
-    return context.opened_gate if isinstance(context, GuardedContext) else None
-
-
-def kind_of(socket: zmq.Socket[bytes]) -> int:
-    """``zmq.ROUTER`` and so on."""
-    kind = socket.getsockopt(zmq.TYPE)
-    assert isinstance(kind, int)
-    return kind
-
-
 def keys_for(endpoint: str) -> RoleKeys | None:
     """Keys that a socket at ``endpoint`` must use; None: a plain one. Raises ``StreamRLError`` where neither may be."""
     host = host_of(endpoint)
@@ -75,6 +63,62 @@ def keys_for(endpoint: str) -> RoleKeys | None:
             'address; transport.advanced.security = "none" leaves it open to everybody'
         )
     return keys
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None = None) -> str:
+    """Bind and return the endpoint with its real port. ``admits``: whose keys are let in, where there are keys.
+
+    Raises ``StreamRLError`` naming the endpoint and the remedy, also where other hosts would reach it without keys, or
+    where a stranger is not refused.
+    """
+    gate = guard_listener(socket, endpoint, admits)
+    bound = zmq_sockets.bind(socket, endpoint)
+    if gate is not None:
+        kind = socket.getsockopt(zmq.TYPE)
+        assert isinstance(kind, int)
+        check_strangers_are_refused(kind, bound, gate)
+    return bound
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str, serves: KeyRole = KeyRole.CONTROLLER) -> None:
+    """Start connecting; libzmq retries until somebody binds. ``serves``: whose key must be there, where there are keys.
+
+    Raises ``StreamRLError`` for an impossible address, or one on another host where this process has no keys.
+    """
+    guard_connector(socket, endpoint, serves)
+    zmq_sockets.connect(socket, endpoint)
+
+
+class KeyGuard:
+    """The guard of a stream (``comm.zmq_sockets.SocketGuard``) whose other end is a process of the role ``peer``."""
+
+    def __init__(self, peer: KeyRole) -> None:
+        self._peer = peer
+
+    @property
+    def context(self) -> GuardedContext:
+        """One for all streams of this process."""
+        context = GuardedContext.instance()
+        assert isinstance(context, GuardedContext)
+        return context
+
+    def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
+        """Let in the keys of the peer's role. Raises as ``bind`` of this module."""
+        return bind(socket, endpoint, self._peer)
+
+    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        """Talk to the first key of the peer's role only. Raises as ``connect`` of this module."""
+        connect(socket, endpoint, self._peer)
+
+    def watch(self, socket: zmq.Socket[bytes]) -> int:
+        """See ``SocketGuard``."""
+        gate = self.context.opened_gate
+        return -1 if gate is None or socket.getsockopt(zmq.MECHANISM) != zmq.CURVE else os.dup(gate.ended_fd)
+
+    def check(self) -> None:
+        """See ``SocketGuard``."""
+        if (gate := self.context.opened_gate) is not None:
+            gate.check()
 
 
 def guard_listener(socket: zmq.Socket[bytes], endpoint: str, admits: KeyRole | None) -> KeyGate | None:

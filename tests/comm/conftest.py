@@ -6,14 +6,22 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from streamrl.comm import zmq_stream
 from streamrl.comm.memory_stream import memory_stream
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import KeyRole
+
+# Who may connect over tcp: everybody on this host, since no test here has keys.
+zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))
+zmq_receiver = partial(zmq_stream.zmq_receiver, guard=KeyGuard(KeyRole.CONTROLLER))
+
 
 OpenEnds = Callable[..., AbstractAsyncContextManager[tuple[Any, Any]]]
 KINDS = [

@@ -6,17 +6,23 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 
 from streamrl.base.errors import StreamEnded, StreamRLError
-from streamrl.comm.zmq_stream import CLOSE_SECONDS, zmq_receiver, zmq_sender
-from streamrl.remote.transport_keys import OPEN_TO_ALL
+from streamrl.comm import zmq_stream
+from streamrl.comm.zmq_stream import CLOSE_SECONDS
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole
 
 pytestmark = pytest.mark.asyncio
 NewEndpoint = Callable[[str], str]
+# Who may connect over tcp: everybody on this host, since no test here has keys.
+zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))
+zmq_receiver = partial(zmq_stream.zmq_receiver, guard=KeyGuard(KeyRole.CONTROLLER))
 
 
 async def test_a_taken_port_is_named_with_a_remedy() -> None:

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -20,10 +21,15 @@ import zmq
 from streamrl.base.errors import StreamBroken, WireError
 from streamrl.base.messages import EngineEvent, EngineLoad, EngineOrder, Resume
 from streamrl.base.types import Record, TokenArray
-from streamrl.comm import socket_options, wire
+from streamrl.comm import socket_options, wire, zmq_stream
 from streamrl.comm.stream_protocol import Hello, Kind, Role
 from streamrl.comm.wire import WireLimits, pack_header
-from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import KeyRole
+
+# Who may connect over tcp: everybody on this host, since no test here has keys.
+zmq_sender = partial(zmq_stream.zmq_sender, guard=KeyGuard(KeyRole.CONTROLLER))
+zmq_receiver = partial(zmq_stream.zmq_receiver, guard=KeyGuard(KeyRole.CONTROLLER))
 
 pytestmark = pytest.mark.asyncio
 NewEndpoint = Callable[[str], str]
@@ -33,17 +39,20 @@ import sys, time, anyio
 from streamrl.comm import socket_options
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.base.messages import EngineOrder, Resume
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import KeyRole
 
 socket_options.HEARTBEAT_INTERVAL_MS = 0  # it answers the heartbeats of the other end and has none of its own
 
 async def main(role, endpoint, then):
+    guard = KeyGuard(KeyRole.CONTROLLER)
     if role == "sender":
-        async with zmq_sender(EngineOrder, endpoint, bind=False, window=4) as sends:
+        async with zmq_sender(EngineOrder, endpoint, bind=False, window=4, guard=guard) as sends:
             for number in range(3):
                 await sends.send(Resume(order_id=number))
             await rest(then)
     else:
-        async with zmq_receiver(EngineOrder, endpoint, bind=False, window=4) as receives:
+        async with zmq_receiver(EngineOrder, endpoint, bind=False, window=4, guard=guard) as receives:
             await receives.receive()
             await rest(then)
 

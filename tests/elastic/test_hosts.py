@@ -19,6 +19,8 @@ from streamrl.engines.remote_engine import ENGINE_FAILURE
 from streamrl.engines.simulated.engine import LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.scheduling import InFlight
+from streamrl.remote.guarded_sockets import KeyGuard
+from streamrl.remote.transport_keys import KeyRole
 from streamrl.supervise.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
 from streamrl.sync.weight_sync import WeightSync
 
@@ -41,8 +43,9 @@ class Started:
     def __init__(self, directory: str, group: anyio.abc.TaskGroup, *, first_port: int | None, sleeps: bool) -> None:
         self.directory, self.group, self.first_port, self.sleeps = directory, group, first_port, sleeps
         self.ports: dict[str, int] = {}
+        guard = KeyGuard(KeyRole.ENGINE)
         self.slots = {
-            n: EngineSlot(n, self.at(n, "orders"), self.at(n, "completions")) for n in ("engine-0", "engine-1")
+            n: EngineSlot(n, self.at(n, "orders"), self.at(n, "completions"), guard) for n in ("engine-0", "engine-1")
         }
         self.scopes: dict[str, anyio.CancelScope] = {}
         self.told: list[SupervisorOrder] = []
@@ -78,10 +81,11 @@ class Started:
             slot.retire()
 
     async def host(self, name: str, lives: str) -> None:
+        guard = KeyGuard(KeyRole.CONTROLLER)
         with anyio.CancelScope() as self.scopes[name]:
             async with (
-                zmq_sender(EngineEvent, self.at(name, "completions"), bind=False, name="completions") as events,
-                zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, name="orders") as orders,
+                zmq_sender(EngineEvent, self.at(name, "completions"), bind=False, guard=guard) as events,
+                zmq_receiver(EngineOrder, self.at(name, "orders"), bind=False, guard=guard) as orders,
             ):
                 if lives == "serves":
                     lengths = LengthMixture(median=30.0, sigma=0.0, long_share=0.0)

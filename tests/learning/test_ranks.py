@@ -49,6 +49,8 @@ from streamrl.recipe.sections import (  # noqa: E402
     Transport,
     TransportKind,
 )
+from streamrl.remote.guarded_sockets import KeyGuard  # noqa: E402
+from streamrl.remote.transport_keys import KeyRole  # noqa: E402
 from streamrl.run.trainer_ranks import TrainerRanks  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(630)]
@@ -324,11 +326,12 @@ def test_the_other_rank_ends_with_a_reason(launch: Trainers, name: str, most_s: 
 @asynccontextmanager
 async def controller_of(topology: Topology, ranks: int) -> AsyncIterator[TrainerRanks]:
     """The controller's ends of the streams of all ranks."""
+    guard = KeyGuard(KeyRole.TRAINER)
     async with AsyncExitStack() as streams:
         ends = []
         for name in (f"trainer-{rank}" for rank in range(ranks)):
-            orders = zmq_sender(TrainingOrder, topology.endpoint(name, "batches"), bind=True, window=64, name=name)
-            events = zmq_receiver(TrainingEvent, topology.endpoint(name, "reports"), bind=True, name=name)
+            orders = zmq_sender(TrainingOrder, topology.endpoint(name, "batches"), bind=True, window=64, guard=guard)
+            events = zmq_receiver(TrainingEvent, topology.endpoint(name, "reports"), bind=True, guard=guard)
             ends.append((await streams.enter_async_context(orders), await streams.enter_async_context(events)))
         yield TrainerRanks(ends)
 

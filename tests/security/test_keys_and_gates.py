@@ -16,12 +16,11 @@ from zmq.utils.monitor import parse_monitor_message
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import EngineOrder, Resume
-from streamrl.comm import zmq_sockets
 from streamrl.comm.socket_options import make_socket
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.observe.telemetry import TelemetryPublisher, TelemetrySubscriber
 from streamrl.remote import guarded_sockets
-from streamrl.remote.guarded_sockets import GuardedContext, gate_of, keys_for
+from streamrl.remote.guarded_sockets import GuardedContext, KeyGuard, keys_for
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import OPEN_TO_ALL, KeyRole, make_keys, public_keys, read_role_keys
 from streamrl.weights.publish.publisher import WeightPublisher
@@ -49,7 +48,7 @@ def listening(kind: int, admits: KeyRole) -> Iterator[str]:
     context = GuardedContext()
     socket = make_socket(context, kind, endpoint=LOOPBACK, max_frame_bytes=1 << 16)
     try:
-        yield zmq_sockets.bind(socket, LOOPBACK, admits)
+        yield guarded_sockets.bind(socket, LOOPBACK, admits)
     finally:
         socket.close(linger=0)
         context.close_gate()
@@ -120,9 +119,9 @@ def test_each_role_reaches_what_is_its_own_and_nothing_else(
 @pytest.mark.asyncio
 async def test_streams_run_between_processes_with_keys(act_as: ActAs) -> None:
     act_as(KeyRole.CONTROLLER)
-    async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, peer_role=KeyRole.ENGINE) as receives:
+    async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, guard=KeyGuard(KeyRole.ENGINE)) as receives:
         act_as(KeyRole.ENGINE)
-        async with zmq_sender(EngineOrder, receives.endpoint, bind=False) as sends:
+        async with zmq_sender(EngineOrder, receives.endpoint, bind=False, guard=KeyGuard(KeyRole.CONTROLLER)) as sends:
             with anyio.fail_after(10):
                 await sends.send(Resume(order_id=1))
                 assert await receives.receive() == Resume(order_id=1)
@@ -153,7 +152,7 @@ def test_no_socket_leaves_the_host_without_keys(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv("STREAMRL_KEYS", raising=False)
     context = GuardedContext()
     try:
-        for kind, attempt in ((zmq.ROUTER, zmq_sockets.bind), (zmq.DEALER, zmq_sockets.connect)):
+        for kind, attempt in ((zmq.ROUTER, guarded_sockets.bind), (zmq.DEALER, guarded_sockets.connect)):
             socket = make_socket(context, kind, endpoint=endpoint, max_frame_bytes=1)
             with socket, pytest.raises(StreamRLError, match="can be reached from other hosts, and this process has no"):
                 attempt(socket, endpoint, KeyRole.ENGINE)
@@ -175,7 +174,7 @@ def test_the_recipe_may_say_that_everybody_is_let_in(monkeypatch: pytest.MonkeyP
 def listening_openly() -> Iterator[str]:
     context = GuardedContext()
     with make_socket(context, zmq.ROUTER, endpoint="tcp://0.0.0.0:*", max_frame_bytes=1 << 16) as socket:
-        yield zmq_sockets.bind(socket, "tcp://0.0.0.0:*").replace("0.0.0.0", "127.0.0.1")
+        yield guarded_sockets.bind(socket, "tcp://0.0.0.0:*").replace("0.0.0.0", "127.0.0.1")
     context.term()
 
 
@@ -198,7 +197,7 @@ def test_who_is_let_in_must_be_said(act_as: ActAs) -> None:
     context = GuardedContext()
     socket = make_socket(context, zmq.ROUTER, endpoint=LOOPBACK, max_frame_bytes=1)
     with socket, pytest.raises(StreamRLError, match="does not say whose keys"):
-        zmq_sockets.bind(socket, LOOPBACK)
+        guarded_sockets.bind(socket, LOOPBACK)
     context.term()
 
 
@@ -244,7 +243,7 @@ def plain_socket(monkeypatch: pytest.MonkeyPatch) -> None:
         socket.setsockopt(zmq.CURVE_SERVER, 0)
         return gate
 
-    monkeypatch.setattr(zmq_sockets, "guard_listener", forgotten)
+    monkeypatch.setattr(guarded_sockets, "guard_listener", forgotten)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +276,11 @@ def test_the_self_test_does_not_rely_on_the_enforced_domain_alone(
         assert pair is not None
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
-        gate = gate_of(socket) or GuardedContext.gate.fget(socket.context)  # type: ignore[attr-defined]
-        assert isinstance(gate, KeyGate)
-        return gate
+        assert isinstance(socket.context, GuardedContext)
+        return socket.context.gate
 
     no_gate(monkeypatch)
-    monkeypatch.setattr(zmq_sockets, "guard_listener", unenforced)
+    monkeypatch.setattr(guarded_sockets, "guard_listener", unenforced)
     with pytest.raises(StreamRLError, match="an unknown key was let in"), listening(zmq.ROUTER, KeyRole.ENGINE):
         pytest.fail("it started")
 
@@ -311,7 +309,7 @@ async def test_the_death_of_the_gate_ends_the_streams_and_lets_nobody_in(
     context = GuardedContext()
     monkeypatch.setattr(GuardedContext, "_instance", context)  # its gate does not come back
     with pytest.raises(BaseExceptionGroup) as raised:
-        async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, peer_role=KeyRole.ENGINE) as receives:
+        async with zmq_receiver(EngineOrder, LOOPBACK, bind=True, guard=KeyGuard(KeyRole.ENGINE)) as receives:
             break_gate(GuardedContext.instance().gate, monkeypatch)
             outcome = knock(zmq.DEALER, receives.endpoint, with_keys(keys, KeyRole.ENGINE, KeyRole.CONTROLLER), 200)
             assert outcome != "HANDSHAKE_SUCCEEDED"

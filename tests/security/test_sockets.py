@@ -23,7 +23,7 @@ def every_socket(directory: Path) -> Iterator[dict[str, tuple[Any, int]]]:
     publisher = TelemetryPublisher(f"ipc://{directory}/m", run_id="r")
     subscriber = TelemetrySubscriber(f"ipc://{directory}/m")
     sockets = {
-        "stream": (create_socket(zmq.ROUTER, "ipc:///x", max_frame_bytes=77, receive_high_water_mark=9), 77),
+        "stream": (create_socket(context, zmq.ROUTER, "ipc:///x", max_frame_bytes=77, receive_high_water_mark=9), 77),
         "weights": (
             pull_socket(context, zmq.ROUTER, "tcp://127.0.0.1:1", max_frame_bytes=REQUEST_LIMIT),
             REQUEST_LIMIT,
@@ -61,9 +61,10 @@ def test_every_option_is_set(tmp_path: Path) -> None:
 
 def test_a_reply_to_a_peer_that_is_gone_is_an_error() -> None:
     """ROUTER_MANDATORY, which cannot be read back."""
+    context = GuardedContext.instance()
     routers = [
-        create_socket(zmq.ROUTER, "inproc://x", max_frame_bytes=1, receive_high_water_mark=1),
-        pull_socket(GuardedContext.instance(), zmq.ROUTER, "ipc:///x", max_frame_bytes=1),
+        create_socket(context, zmq.ROUTER, "inproc://x", max_frame_bytes=1, receive_high_water_mark=1),
+        pull_socket(context, zmq.ROUTER, "ipc:///x", max_frame_bytes=1),
     ]
     for router in routers:
         with router, pytest.raises(zmq.ZMQError, match="unreachable"):

@@ -17,7 +17,8 @@ import zmq
 
 from streamrl.base.errors import WeightError
 from streamrl.comm.socket_options import make_signal
-from streamrl.comm.zmq_sockets import bind, connect, ipc_path_identity, remove_ipc_path
+from streamrl.comm.zmq_sockets import ipc_path_identity, remove_ipc_path
+from streamrl.remote.guarded_sockets import bind, connect
 from streamrl.remote.key_gate import KeyGate
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.requests import (

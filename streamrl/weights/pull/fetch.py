@@ -19,7 +19,8 @@ import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
-from streamrl.comm.zmq_sockets import ConnectionMonitor, connect
+from streamrl.comm.zmq_sockets import ConnectionMonitor
+from streamrl.remote.guarded_sockets import connect
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, MODULUS, Manifest, ShardSpec
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
