@@ -1,8 +1,5 @@
 """A small model of each family on a task made for it: the dry run refuses the model, or it trains and gets better.
 
-    python campaigns/model_families.py                # all
-    python campaigns/model_families.py gpt2 phi       # some
-
 The task: write a word backwards (``abc:`` is answered by ``cba.``). Each model has random weights and a short warm-up
 on a teacher that may stop too early at each letter, so that it can do the task and often does not. Then the dry run,
 and a short run with a vLLM engine: about two minutes a family. Passed when the held-out score rises by 0.1, and also
@@ -109,13 +106,16 @@ class Outcome(msgspec.Struct, frozen=True):
         return not self.refusal and self.after >= self.before + RISE
 
 
-def main() -> None:
-    """Print the table; exit code 1 where a family failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this campaign."""
     parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)} (all)")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--directory", type=Path, help="where models and runs are kept (none are)")
-    arguments = parser.parse_args()
+    parser.set_defaults(work=try_families)
+
+
+def try_families(arguments: argparse.Namespace) -> int:
+    """Print the table; 1 where a family failed."""
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.directory or Path(temporary)
         outcomes = [try_family(name, root / name, arguments.steps) for name in arguments.families or FAMILIES]
@@ -124,7 +124,7 @@ def main() -> None:
         scores = f"{one.before:.3f} -> {one.after:.3f}" if not one.refusal else ""
         how = f"refused by the dry run: {one.refusal}" if one.refusal else f"trained in {one.seconds:.0f} s"
         print(f"{one.family:8} {scores:>17}  {'' if one.passed else 'FAILED, '}{how}")
-    sys.exit(not all(one.passed for one in outcomes))
+    return int(not all(one.passed for one in outcomes))
 
 
 def try_family(family: str, directory: Path, steps: int) -> Outcome:
@@ -245,7 +245,3 @@ def save_tokenizer(directory: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
-
-
-if __name__ == "__main__":
-    main()

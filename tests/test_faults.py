@@ -1,5 +1,5 @@
 """Whole runs on simulated time, network, disk and processes, with faults: a few seconds of what
-``campaigns/faults/campaign.py`` does for hours. A seed that fails here is replayed and shrunk by that command."""
+``python -m campaigns faults run`` does for hours. A seed that fails here is replayed and shrunk by that command."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_runs_with_faults_keep_every_invariant_and_go_on_to_their_end() -> None:
         outcome = run_seed(seed)
         fired.update(outcome.fired)
         lives += outcome.lives
-        assert outcome.ok, f"campaigns/faults/campaign.py shrink {seed}: {outcome.kind} {outcome.violations}"
+        assert outcome.ok, f"python -m campaigns faults shrink {seed}: {outcome.kind} {outcome.violations}"
         assert outcome.kind == "finished"
     assert len(fired) > len(cells()) / 4 and lives > count, "next to nothing happened"
 

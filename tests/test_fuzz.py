@@ -1,6 +1,6 @@
 """Every decoder takes any bytes: a value or its one declared error, in bounded time and memory.
 
-A few hundred executions a target here; the campaign is ``python campaigns/fuzz/campaign.py``.
+A few hundred executions a target here; the campaign is ``python -m campaigns fuzz``.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ def test_a_fault_is_seen_and_runs_again(
 
 def test_mutations_know_the_structure() -> None:
     """The places of all values are found, and nearly every mutation changes something."""
-    packed = b"\x82\xa1a\x93\x01\xcd\x01\x00\xc0\xa1b\xc7\x01\x01i"
+    packed = b"\x82\xa1a\x93\x01\xcd\x01\x00\xc0\xa1b\xd4\x01i"
     assert {b"\x93\x01\xcd\x01\x00\xc0", b"\x01", b"\xcd\x01\x00", b"\xc0"} <= {
         packed[a:b] for a, b in seed(packed, MSGPACK).spans
     }
-    text = b'{"a": [1, "x\\"]"], "b": null}\n{"c": -1.5e3}\n'
-    assert {b'[1, "x\\"]"]', b"null", b"-1.5e3", b'"x\\"]"'} <= {text[a:b] for a, b in seed(text, JSON).spans}
+    text = b'{"a": [1, "x\\"]"], "b": null, "c": -1.5}'
+    assert {b'[1, "x\\"]"]', b"null", b"-1.5", b'"x\\"]"'} <= {text[a:b] for a, b in seed(text, JSON).spans}
     target = of(grow)
     inputs = {b"|".join(input_of(target, number)) for number in range(300)}
     assert len(inputs) > 150

@@ -1,10 +1,5 @@
 """Many seeds: which fail, what fired, the smallest plan that still fails, and whether planted bugs are caught.
 
-    python campaigns/faults/campaign.py run [--state FILE] [--seeds 0:2000] [--seconds S]
-    python campaigns/faults/campaign.py replay SEED [--state FILE]
-    python campaigns/faults/campaign.py shrink SEED [--state FILE]
-    python campaigns/faults/campaign.py planted [NAME ...] [--seeds N]
-
 ``run`` continues where the state file ends. Plans lean towards cells (component, fault, phase) that have fired least,
 so a seed is replayed with the plan that the state file has of it.
 """
@@ -18,13 +13,12 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from campaigns.faults.fault_plan import Fault, cells, draw_plan
 from campaigns.faults.planted import PLANTED, Planted
@@ -187,14 +181,12 @@ def _show(outcome: Outcome) -> int:
     return int(not outcome.ok)
 
 
-def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings are walked in the same order in every process
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of this campaign and their arguments."""
     commands = parser.add_subparsers(required=True)
     for work in (run_campaign, replay, shrink_command, planted):
         command = commands.add_parser(work.__name__.split("_")[0])
-        command.set_defaults(work=work)
+        command.set_defaults(work=partial(_repeatably, work))
         if work is planted:
             command.add_argument("names", nargs="*")
             command.add_argument("--seeds", type=int, default=60)
@@ -206,12 +198,13 @@ def main() -> int:
             continue
         command.add_argument("seed", type=int)
         command.add_argument("--steps", type=int, default=0)
-    arguments = parser.parse_args()
+
+
+def _repeatably(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings are walked in the same order in every process
+        command = [sys.executable, "-m", "campaigns", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": "0"})
     logging.disable(logging.CRITICAL)
     gc.collect()
     gc.freeze()
-    return int(arguments.work(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return work(arguments)

@@ -1,8 +1,5 @@
 """Fuzz every decoder of streamrl, for as long as one likes.
 
-    python campaigns/fuzz/campaign.py [--state FILE] [--executions N] [--seconds S] [--target NAME]
-    python campaigns/fuzz/campaign.py --replay fuzz-failures/streams.items-123.msgpack
-
 Inputs are valid messages with something wrong in them; input ``n`` of a target follows from the target's name and
 ``n`` alone. ``--state`` holds how many were run of each target: a campaign continues there. A fault (see
 ``execution.py``) ends it with exit code 1, and its input is in a file, which ``--replay`` runs again.
@@ -11,13 +8,10 @@ Inputs are valid messages with something wrong in them; input ``n`` of a target 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from campaigns.fuzz import targets_journal, targets_rewards, targets_streams, targets_weights
 from campaigns.fuzz.execution import Fault, Target, check_seeds, run_inputs, run_slice
@@ -64,22 +58,22 @@ def report(fault: Fault, directory: Path) -> int:
     return 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this campaign."""
     parser.add_argument("--target", default="", help="name, or how it begins; all by default")
     parser.add_argument("--executions", type=int, default=5_000_000, help="of each target, those of the state included")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--state", type=Path, help="file that says what was run; written after every slice")
     parser.add_argument("--failures", type=Path, default=Path("fuzz-failures"), help="where faulty inputs are stored")
     parser.add_argument("--replay", type=Path, help="run a stored input again")
-    options = parser.parse_args()
+    parser.set_defaults(work=fuzz_or_replay)
+
+
+def fuzz_or_replay(options: argparse.Namespace) -> int:
+    """Return 1 where a fault was found."""
     targets = every_target()
     if options.replay:
         stored = msgspec.msgpack.decode(options.replay.read_bytes(), type=Fault)
         found = run_inputs(targets[stored.target], [stored.frames]).fault
         return report(found, options.failures) if found else 0
     return fuzz({name: target for name, target in targets.items() if name.startswith(options.target)}, options)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

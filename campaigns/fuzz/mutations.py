@@ -27,14 +27,14 @@ def mutated_message(random: Random, frames: Sequence[Seed], others: Sequence[Seq
         # After the first mutation the places of values are not known any more.
         frame = frames[place]
         broken = _mutated(random, frame, other[min(place, len(other) - 1)]) if found[place] is frame.content else None
-        found[place] = (_broken_bytes(random, found[place], b"") if broken is None else broken)[:MOST_BYTES]
+        found[place] = (broken_bytes(random, found[place], b"") if broken is None else broken)[:MOST_BYTES]
     return found
 
 
 def _mutated(random: Random, frame: Seed, other: Seed) -> bytes:
     if frame.spans and random.random() < 0.7:
         return _broken_value(random, frame, other)
-    return _broken_bytes(random, frame.content, other.content)
+    return broken_bytes(random, frame.content, other.content)
 
 
 def _broken_value(random: Random, frame: Seed, other: Seed) -> bytes:
@@ -73,7 +73,8 @@ def _one(random: Random, things: Sequence[T]) -> T:
 # ---- bytes ---------------------------------------------------------------------------------------------
 
 
-def _broken_bytes(random: Random, frame: bytes, other: bytes) -> bytes:
+def broken_bytes(random: Random, frame: bytes, other: bytes) -> bytes:
+    """``frame`` with bytes changed, removed, repeated, inserted or taken from ``other``."""
     kind = int(random.random() * 12)
     if kind == 0 or not frame:
         return random.randbytes(int(random.random() * (min(2 * len(frame), 64) + 8)))

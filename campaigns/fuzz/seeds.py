@@ -7,10 +7,9 @@ A C decoder gives a fuzzer nothing to steer by, and random bytes end at its firs
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable
-from json.decoder import scanstring  # type: ignore[attr-defined]
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -22,7 +21,6 @@ class Grammar(msgspec.Struct, frozen=True, eq=False):
     """A format: how its values are found, and values that its decoders might not like. ``nest``: what
     opens and what closes a value that has another one inside."""
 
-    name: str
     spans_of: Callable[[bytes], list[Span]]
     nasty: tuple[bytes, ...]
     nest: tuple[tuple[bytes, bytes], ...]
@@ -46,47 +44,40 @@ def message(*frames: Seed) -> tuple[Seed, ...]:
     return frames
 
 
-# ---- MessagePack ---------------------------------------------------------------------------------------
-
-_FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-_FIXED |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xC0: 0, 0xC2: 0, 0xC3: 0}
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-
-
-def msgpack_spans(content: bytes) -> list[Span]:
-    """Of every value."""
+def _spans(content: bytes, value: Any, encode: Callable[[Any], bytes]) -> list[Span]:
+    """Of ``value``, which ``content`` is, and of every value in it: each is found behind the start of its parent."""
     found: list[Span] = []
-    try:
-        _msgpack_value(content, 0, found)
-    except IndexError:  # cut: a seed that is no valid message
-        return []
+
+    def find(value: Any, at: int) -> int:
+        code = encode(value)
+        start = content.find(code, at)
+        if start < 0:
+            return at
+        found.append((start, start + len(code)))
+        at = start + 1
+        if isinstance(value, dict):
+            value = chain.from_iterable(value.items())
+        for inner in value if isinstance(value, (list, tuple, chain)) else ():
+            at = find(inner, at)
+        return start + len(code)
+
+    find(value, 0)
     return found
 
 
-def _msgpack_value(content: bytes, at: int, found: list[Span]) -> int:
-    code, place = content[at], len(found)
-    found.append((at, at))
-    start, at = at, at + 1
-    values = 0
-    if code in _FIXED:
-        at += _FIXED[code]
-    elif 0xA0 <= code < 0xC0:
-        at += code & 31
-    elif code in _SIZED or code in _EXTENSIONS:
-        width = _SIZED.get(code) or _EXTENSIONS[code]
-        at += width + int.from_bytes(content[at : at + width], "big") + (code in _EXTENSIONS)
-    elif 0x80 <= code < 0xA0:
-        values = (code & 15) * (2 if code < 0x90 else 1)
-    elif code in _COUNTED:
-        width, each = _COUNTED[code]
-        values = each * int.from_bytes(content[at : at + width], "big")
-        at += width
-    for _ in range(values):
-        at = _msgpack_value(content, at, found)
-    found[place] = (start, at)
-    return at
+# ---- MessagePack ---------------------------------------------------------------------------------------
+
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4}
+_COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+
+def msgpack_spans(content: bytes) -> list[Span]:
+    """Of every value; none in a seed that is no valid message."""
+    try:
+        value = msgspec.msgpack.decode(content)
+    except msgspec.DecodeError:
+        return []
+    return _spans(content, value, msgspec.msgpack.encode)
 
 
 def _pack(*values: Any) -> tuple[bytes, ...]:
@@ -111,8 +102,7 @@ _ARRAYS = tuple(
     for content in (b"", b"\0\0\0\0", b"\xff\xff\xff\xff", b"\1\0\0\0\0\0\0\0", b"\0\0\0")
 )
 _DECLARED = (
-    *(bytes((code,)) + b"\xff" * width for code, width in {**_SIZED, **_EXTENSIONS}.items()),
-    *(bytes((code,)) + b"\xff" * width for code, (width, _) in _COUNTED.items()),
+    *(bytes((code,)) + b"\xff" * width for code, width in (_SIZED | _COUNTED).items()),
     b"\xdb\x7f\xff\xff\xff",
     b"\xdd\x00\x10\x00\x00",
     b"\xdf\x00\x10\x00\x00",
@@ -129,7 +119,6 @@ _BAD_KEYS = (
 )
 
 MSGPACK = Grammar(
-    "msgpack",
     msgpack_spans,
     (
         *_pack(*_NUMBERS, *_FLOATS, *_TEXTS, None, True, False, b"", b"\0\1", [], {}, [[]], {"": {}}, [0] * 40),
@@ -146,48 +135,15 @@ MSGPACK = Grammar(
 
 # ---- JSON ----------------------------------------------------------------------------------------------
 
-_JSON_ATOM = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null")
-_JSON_SPACE = re.compile(r"[ \t\r\n]*")
-
 
 def json_spans(content: bytes) -> list[Span]:
-    """Of every value and key, in one document or in lines of them. Text beyond ASCII has none."""
-    if not content.isascii():
-        return []
-    text = content.decode()
-    found: list[Span] = []
-    at = 0
-    try:
-        while at < len(text):
-            start, at = at, _json_value(text, at, found)
-            found.append((start, at))
-            at = _JSON_SPACE.match(text, at).end()  # type: ignore[union-attr]
-    except (ValueError, AttributeError, IndexError):
-        return []
-    return found
-
-
-def _json_value(text: str, at: int, found: list[Span]) -> int:
-    at = _JSON_SPACE.match(text, at).end()  # type: ignore[union-attr]
-    start = at
-    if text[at] == '"':
-        at = scanstring(text, at + 1)[1]
-    elif text[at] in "[{":
-        at += 1
-        while text[at] not in "]}":
-            at = _JSON_SPACE.match(text, _json_value(text, at, found)).end()  # type: ignore[union-attr]
-            at += text[at] in ",:"
-        at += 1
-    else:
-        at = _JSON_ATOM.match(text, at).end()  # type: ignore[union-attr]
-    found.append((start, at))
-    return at
+    """Of every value and key of what ``json.dumps`` wrote."""
+    return _spans(content, json.loads(content), lambda value: json.dumps(value).encode())
 
 
 _PLAIN: tuple[Any, ...] = (*_NUMBERS, *_FLOATS, *_TEXTS, None, True, False, [], {}, [[]])
 
 JSON = Grammar(
-    "json",
     json_spans,
     (
         *(json.dumps(value).encode() for value in _PLAIN),
@@ -206,7 +162,7 @@ JSON = Grammar(
     ((b"[", b"]"), (b"[", b""), (b'{"a":', b"}"), (b"[1,", b"]"), (b'{"type":', b"}"), (b'{"type":"', b'"}')),
 )
 
-PLAIN = Grammar("bytes", lambda content: [], (b"", b"\0", b"\xff" * 8), ((b"\0", b""),))
+PLAIN = Grammar(lambda content: [], (b"", b"\0", b"\xff" * 8), ((b"\0", b""),))
 """What has no values: only its bytes are mutated."""
 
 
@@ -222,9 +178,4 @@ def fixed_fields(*widths: int) -> Grammar:
 
     values = [value.to_bytes(width, "little") for width in (1, 2, 4, 8) for value in (0, 1, (1 << 8 * width) - 1)]
     values += [value[::-1] for value in values]
-    return Grammar("fields", spans, (*PLAIN.nasty, *values), PLAIN.nest)
-
-
-def lines_of(*lines: bytes) -> bytes:
-    """Each with its newline."""
-    return b"".join(line + b"\n" for line in lines)
+    return Grammar(spans, (*PLAIN.nasty, *values), PLAIN.nest)

@@ -73,7 +73,7 @@ def whole_transfers() -> Target:
     return Target(
         name="weights.transfers",
         messages=[message(seed(bytes(8), PLAIN))],
-        run=lambda frames: transfers.run_case(7, int.from_bytes(frames[0], "little")),
+        run=lambda frames: transfers.run_case(int.from_bytes(frames[0], "little")),
         refusals=(),
         repair=lambda random, _: [random.randbytes(5)],
         quick=150,

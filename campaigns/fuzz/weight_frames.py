@@ -1,6 +1,6 @@
 """Feed broken frames to both ends of the weight path: none may crash it, hang it, or change a weight wrongly.
 
-Every frame is a case of its own, made from (seed, number); target ``weights.transfers`` of the campaign runs them.
+Every frame is a case of its own, made from its number; target ``weights.transfers`` of the campaign runs them.
 Kinds of cases:
 
 * a *reply* to a receiver, mutated on its way, in the midst of a transfer that otherwise goes well;
@@ -10,20 +10,16 @@ Kinds of cases:
 
 from __future__ import annotations
 
-import faulthandler
-import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
+from random import Random
 from unittest import mock
 
 import msgspec
 import numpy as np
 import zstandard
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
+from campaigns.fuzz.mutations import broken_bytes
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_manifest, digest_of, encode_manifest
@@ -35,7 +31,6 @@ from streamrl.weights.pull.received_part import ReceivedChain
 from streamrl.weights.pull.replica import CheckpointReplica
 from streamrl.weights.requests import ChunkReply, GetChunk, GetManifest, ManifestReply, encoder
 
-SECONDS_A_CASE = 20.0
 CHUNK = 512  # bytes: several chunks of a small delta
 TENSORS = {"norm": ("bfloat16", (16,)), "layer": ("bfloat16", (90, 60)), "head": ("float32", (30, 20))}
 Bits = dict[str, np.ndarray]
@@ -160,51 +155,25 @@ def fetched_of(sample: Sample, chain: ReceivedChain, replica: CheckpointReplica)
     return FetchedVersion(sample.announced, manifest.base_version, manifest.base_part_hash, patches, size, run_id)
 
 
-# ---- mutations -------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
-def mutated(random: np.random.Generator, frame: bytes, other: bytes) -> bytes:
-    """One frame, broken in one of many ways."""
-    broken = bytearray(frame)
-    kind = random.integers(10)
-    if kind == 0 or not frame:
-        return random.bytes(int(random.integers(0, 2 * len(frame) + 8)))
-    place = int(random.integers(len(frame)))
-    if kind <= 3:
-        for _ in range(int(random.integers(1, 5))):
-            broken[int(random.integers(len(frame)))] ^= 1 << int(random.integers(8))
-    elif kind == 4:
-        del broken[place:]
-    elif kind == 5:
-        del broken[place : place + int(random.integers(1, 40))]
-    elif kind == 6:
-        broken[place:place] = random.bytes(int(random.integers(1, 40)))
-    elif kind == 7:
-        width = int(random.choice([1, 2, 4, 8]))
-        broken[place : place + width] = bytes([int(random.choice([0, 0x7F, 0x80, 0xFF]))]) * width
-    elif kind == 8:
-        broken[place:] = other[place:] or b"\x00"
-    else:
-        broken += broken[: place + 1]
-    return bytes(broken)
-
-
-def reply_case(random: np.random.Generator) -> str:
+def reply_case(random: Random) -> str:
     """A transfer with one broken reply in it: lost, repeated, late, or mutated."""
     everything = world()
-    which, stranger = (int(random.integers(len(everything.samples))) for _ in range(2))
+    which, stranger = (random.randrange(len(everything.samples)) for _ in range(2))
     sample, replies, foreign = everything.samples[which], honest_replies(which), honest_replies(stranger)
-    broken = int(random.integers(len(replies)))
-    other = foreign[int(random.integers(len(foreign)))]
+    broken = random.randrange(len(replies))
+    other = foreign[random.randrange(len(foreign))]
     frames = list(replies[broken])
     if random.random() < 0.2:
-        frames = other if random.random() < 0.5 else frames[: int(random.integers(2))] + frames
+        frames = other if random.random() < 0.5 else frames[: random.randrange(2)] + frames
     else:
-        place = int(random.integers(2))
-        frames[place] = mutated(random, frames[place], other[place])
+        place = random.randrange(2)
+        frames[place] = broken_bytes(random, frames[place], other[place])
     order = [*replies[:broken], frames, *replies[broken:]]
     if random.random() < 0.3:
-        order = [order[i] for i in random.permutation(len(order))]
+        order = random.sample(order, len(order))
     part = receiving(sample)
     for frames in (*order, *replies):
         part.take(frames)
@@ -213,35 +182,35 @@ def reply_case(random: np.random.Generator) -> str:
     return judge(sample, part)
 
 
-def request_case(random: np.random.Generator) -> str:
+def request_case(random: Random) -> str:
     everything = world()
-    sample = everything.samples[int(random.integers(len(everything.samples)))]
+    sample = everything.samples[random.randrange(len(everything.samples))]
     digest = sample.part.manifest_digest
-    asked = GetChunk(digest, int(random.integers(-1, 9))) if random.random() < 0.8 else GetManifest(digest)
+    asked = GetChunk(digest, random.randrange(-1, 9)) if random.random() < 0.8 else GetManifest(digest)
     request = encoder.encode(asked)
-    broken = mutated(random, request, random.bytes(len(request)))
-    frames = [[broken], [request], [broken, request]][int(random.choice(3, p=[0.8, 0.1, 0.1]))]
+    broken = broken_bytes(random, request, random.randbytes(len(request)))
+    frames = random.choices(([broken], [request], [broken, request]), (8, 1, 1))[0]
     reply, payload = everything.server._answer(frames)
     assert len(encoder.encode(reply)) and len(payload) <= 1 << 20
     return type(reply).__name__
 
 
-def patch_case(random: np.random.Generator) -> str:
+def patch_case(random: Random) -> str:
     """One patch is mutated before it is cut into chunks with valid digests: what decodes is refused by its hash."""
     everything = world()
-    sample = everything.samples[int(random.integers(len(everything.samples)))]
+    sample = everything.samples[random.randrange(len(everything.samples))]
     payload = b"".join(sample.part.chunks)
     starts = np.cumsum([0, *(entry.payload_bytes for entry in sample.manifest.tensors)])
-    index = int(random.integers(len(sample.manifest.tensors)))
+    index = random.randrange(len(sample.manifest.tensors))
     patch = payload[starts[index] : starts[index + 1]]
-    broken = mutated(random, patch, bytes(payload[starts[index] // 2 :]))
+    broken = broken_bytes(random, patch, bytes(payload[starts[index] // 2 :]))
     entry = msgspec.structs.replace(sample.manifest.tensors[index], payload_bytes=len(broken))
     tensors = (*sample.manifest.tensors[:index], entry, *sample.manifest.tensors[index + 1 :])
     payload = payload[: starts[index]] + broken + payload[starts[index + 1] :]
     return hostile(sample, msgspec.structs.replace(sample.manifest, tensors=tensors), payload)
 
 
-def late_case(random: np.random.Generator) -> str:
+def late_case(random: Random) -> str:
     """Two versions at once, of which one reply is broken, or the earlier one wrong behind a valid digest."""
     sample = world().late
     earlier, digest = sample.earlier, sample.part.manifest_digest
@@ -249,7 +218,7 @@ def late_case(random: np.random.Generator) -> str:
     manifest, chunks = earlier.manifest, list(earlier.chunks)
     newer, announced = sample.part.manifest, sample.announced
     if hostile := random.random() < 0.5:
-        manifest = mutated(random, manifest, newer)
+        manifest = broken_bytes(random, manifest, newer)
         changed = msgspec.structs.replace(sample.manifest, base_digest=digest_of(manifest))
         newer = encode_manifest(changed)
         digest = digest_of(newer)
@@ -263,9 +232,9 @@ def late_case(random: np.random.Generator) -> str:
         *([encoder.encode(ChunkReply(before, i)), bytes(chunk)] for i, chunk in enumerate(chunks)),
         *([encoder.encode(ChunkReply(digest, i)), bytes(chunk)] for i, chunk in enumerate(sample.part.chunks)),
     ]
-    number, which = int(random.integers(1, len(honest))), int(random.integers(2))
+    number, which = random.randrange(1, len(honest)), random.randrange(2)
     broken = list(honest[number])
-    broken[which] = mutated(random, broken[which], honest[0][which])
+    broken[which] = broken_bytes(random, broken[which], honest[0][which])
     chain = ReceivedChain(announced.sources[0], announced, {})
     chain.take(honest[0])
     chain.extend()
@@ -279,21 +248,21 @@ def late_case(random: np.random.Generator) -> str:
     return judge(msgspec.structs.replace(sample, announced=announced), chain)
 
 
-def manifest_case(random: np.random.Generator) -> str:
+def manifest_case(random: Random) -> str:
     """The manifest is mutated, and its digest is that of the mutated bytes."""
     everything = world()
-    sample = everything.samples[int(random.integers(len(everything.samples)))]
+    sample = everything.samples[random.randrange(len(everything.samples))]
     if random.random() < 0.7:
         manifests = sample.part.manifest, everything.samples[0].part.manifest
         if random.random() < 0.5:  # below the zstd frame
-            broken = zstandard.compress(mutated(random, *(zstandard.decompress(whole) for whole in manifests)))
+            broken = zstandard.compress(broken_bytes(random, *(zstandard.decompress(whole) for whole in manifests)))
         else:
-            broken = mutated(random, *manifests)
+            broken = broken_bytes(random, *manifests)
         return hostile_bytes(sample, broken, list(sample.part.chunks), sample.manifest.payload_bytes)
     entries = list(sample.manifest.tensors)
-    index = int(random.integers(len(entries)))
-    field = str(random.choice(["offset", "count", "shape", "name", "dtype", "joined", "changed_elements"]))
-    number = int(random.choice([-1, 0, 1, 7, 2**31, 2**32, 2**62, -(2**62)]))
+    index = random.randrange(len(entries))
+    field = random.choice(["offset", "count", "shape", "name", "dtype", "joined", "changed_elements"])
+    number = random.choice([-1, 0, 1, 7, 2**31, 2**32, 2**62, -(2**62)])
     value = {"shape": (number, number), "name": "other", "dtype": "float16"}.get(field, number)
     entry = entries[index]
     if field in ("joined", "changed_elements"):
@@ -343,27 +312,10 @@ def judge(sample: Sample, part: ReceivedChain) -> str:
 CASES = (reply_case, reply_case, patch_case, patch_case, manifest_case, request_case, late_case)
 
 
-def run_case(seed: int, number: int) -> str:
+def run_case(number: int) -> str:
     """How case ``number`` ends: ``equal``, ``refused``, ``incomplete``, or the kind of a reply. Else it raises."""
-    random = np.random.default_rng([seed, number])
     case = CASES[number % len(CASES)]
     try:
-        return f"{case.__name__}: {case(random)}"
+        return f"{case.__name__}: {case(Random(number))}"
     except WeightError:
         return f"{case.__name__}: refused"
-
-
-def run_cases(seed: int, first: int, count: int) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """Outcomes, and the cases that failed. A case that hangs ends the process with a traceback."""
-    outcomes: Counter[str] = Counter()
-    failed = []
-    for number in range(first, first + count):
-        faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
-        try:
-            outcomes[run_case(seed, number)] += 1
-        except BaseException as error:  # a panic of compiled code is no Exception
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            failed.append((number, f"{type(error).__name__}: {error}"))
-    faulthandler.cancel_dump_traceback_later()
-    return outcomes, failed

@@ -4,8 +4,6 @@ A real run (simulated engines) is started over ipc, over tcp without keys, and o
 socket and every listening tcp port of its processes gets ``MESSAGES`` hostile messages: raw bytes that ZeroMQ has to
 refuse itself, and ZeroMQ messages that streamrl has to refuse. Passed when optimizer steps go on during the flood and
 after it, and when the run then drains with exit code 0 and without a traceback.
-
-    python campaigns/hostile/hostile.py messages
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,9 +24,9 @@ import msgspec
 import psutil
 import zmq
 
+from campaigns.hostile.real_runs import train_command
 from streamrl.comm.stream_protocol import Kind
 from streamrl.comm.wire import pack_header
-from streamrl.recipe.toml_text import toml_value
 from streamrl.remote.transport_keys import make_keys
 
 MESSAGES = 10_000
@@ -39,7 +36,6 @@ RAW_SHARE = 0.1
 """Share of the messages that are a connection of raw bytes each; the others are ZeroMQ messages."""
 
 STEP_LIMIT_S = 120.0
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
 _GREETING_3 = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # ZMTP 3.0: signature and version, to be followed by a mechanism
 _NULL = _GREETING_3 + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -145,20 +141,10 @@ class LiveRun:
         self.directory = directory
         self._sockets = directory / "t"
         self._sockets.mkdir()
-        settings = {
-            "engines.kind": "simulated",
-            "run.steps": 1_000_000,
-            "run.directory": str(directory / "runs"),
-            "rollout.prompts_per_batch": 4,
-            "rollout.group_size": 4,
-            "sampling.max_tokens": 32,
-            "evaluation.prompts": "",
-            "training.advanced.threads": 1,
-        } | settings
-        flags = [part for name, value in settings.items() for part in ("--set", f"{name}={toml_value(value)}")]
+        settings = {"run.steps": 1_000_000, "run.directory": str(directory / "runs")} | settings
         with (directory / "output").open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "streamrl", "train", str(RECIPE), *flags],
+                train_command(settings),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -250,10 +236,12 @@ def free_ports(count: int) -> int:
     raise SystemExit(f"no {count} free ports in a row")
 
 
-def run(out: Callable[[str], None]) -> int:
-    """Flood a run over each transport. Returns how many runs failed."""
+def run(out: Callable[[str], None], words: Sequence[str] = ()) -> int:
+    """Flood a run over each transport (``words``: over these). Returns how many runs failed."""
     failed = 0
     for name in ("ipc", "tcp", "tcp with keys"):
+        if words and not any(word in name for word in words):
+            continue
         settings: dict[str, object] = {}
         if name != "ipc":
             first = free_ports(12)

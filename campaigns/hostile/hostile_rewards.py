@@ -4,20 +4,14 @@ Every case is a module of its own, inspected and opened as ``streamrl reward tes
 the function do its worst; then another completion is scored. A case passes when all of that ends in time, the reward
 processes go on, and every sample ends as a value that the function returned or as a recorded failure. Where only the
 call itself can be hurt, the other completions have their values. At the end no process is left.
-
-    python campaigns/hostile/hostile_rewards.py
-    python campaigns/hostile/hostile_rewards.py "kills its server"    # cases whose name has this
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
-import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -25,9 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from campaigns.hostile.hostile_reward_cases import (
     COROUTINES,
@@ -45,6 +36,7 @@ from campaigns.hostile.hostile_reward_cases import (
     RETURNS,
     SOUND,
 )
+from campaigns.hostile.real_runs import adopt_orphans, end_left_behind, train_command
 from streamrl.base.errors import StreamRLError
 from streamrl.base.types import (
     FinishReason,
@@ -58,7 +50,6 @@ from streamrl.base.types import (
 )
 from streamrl.evaluate.trial_completions import PlainText
 from streamrl.recipe.rewards import Reward, RewardLimits
-from streamrl.recipe.toml_text import toml_value
 from streamrl.rewards.inspect import inspect_in_subprocess
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.scoring import Outcome
@@ -75,7 +66,6 @@ NASTIEST = (
     *("KEPT.append(mmap.mmap(-1, 8 << 20))", "threading.Thread(target=sleeps, daemon=True).start()"),
     *("os.fork() == 0 and sleeps()", "raise SystemExit"),
 )
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -223,22 +213,16 @@ def _whole_run(directory: Path) -> str:
     settings = {
         "run.directory": str(directory / "runs"),
         "run.steps": 30,
-        "engines.kind": "simulated",
         "rewards.0.function": f"{module}:reward",
         "rewards.0.timeout_s": 1.0,
         "rewards.0.memory_mib": MEMORY_MIB,
         "reward_limits.advanced.processes": 4,
         "reward_limits.max_failed_share": 0.9,
         "rollout.prompts_per_batch": 8,
-        "rollout.group_size": 4,
         "sampling.max_tokens": 8,
-        "evaluation.prompts": "",
-        "training.advanced.threads": 1,
     }
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}")]
-    command = [sys.executable, "-m", "streamrl", "train", str(RECIPE), *flags]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+        done = subprocess.run(train_command(settings), capture_output=True, text=True, timeout=170, check=False)
     except subprocess.TimeoutExpired as error:
         return f"did not end: {(error.stdout or b'')[-2000:]!r}"
     if done.returncode != 0 or "ended with exit code" in done.stdout + done.stderr:
@@ -250,50 +234,19 @@ def _whole_run(directory: Path) -> str:
     return "" if steps[-1].get("reward/func/reward/raised_total", 0) else "no prompt was hostile"
 
 
-def _left(waits_s: float = 5.0) -> str:
-    """Processes that are still there; what is ours to reap is reaped."""
-    deadline = time.monotonic() + waits_s
-    while True:
-        children = [child for child in psutil.Process().children(recursive=True) if _lives(child)]
-        if not children or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    names = [" ".join(child.cmdline()) or child.name() for child in children]
-    for child in children:
-        child.send_signal(signal.SIGKILL)
-    return f"left behind: {names}" if names else ""
-
-
-def _lives(child: psutil.Process) -> bool:
-    try:
-        return bool(child.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def run(out: Callable[[str], None], pattern: str = "") -> int:
-    """Run all cases; the number of those that failed."""
+def run(out: Callable[[str], None], words: Sequence[str] = ()) -> int:
+    """Run all cases, or those with one of ``words`` in their names. Returns how many failed."""
     logging.getLogger("streamrl").setLevel(logging.CRITICAL)
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what is left behind becomes a child of this process
-    chosen = [case for case in cases() if pattern in case.name]
+    adopt_orphans()
+    chosen = [case for case in cases() if not words or any(word in case.name for word in words)]
     with tempfile.TemporaryDirectory() as directory:
         out(f"{len(chosen)} hostile rewards")
         failed = asyncio.run(_run_all(chosen, Path(directory), out))
-        problems = {"what is left": _left()}
-        if not pattern:
+        problems = {"left behind": ", ".join(end_left_behind(5.0))}
+        if not words:
             problems["a whole run"] = _whole_run(Path(directory))
     for name, problem in problems.items():
         if problem:
             failed += 1
             out(f"  {name}: {problem}")
     return failed
-
-
-def main() -> None:
-    """Run the cases whose name has the first argument; exit code 1 where one failed."""
-    failed = run(lambda line: print(line, flush=True), " ".join(sys.argv[1:]))
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()

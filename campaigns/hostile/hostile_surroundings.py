@@ -4,9 +4,6 @@ Each case is a shell script that runs ``streamrl train`` or ``streamrl resume`` 
 where the surroundings are judged there. It passes when the command ends in time and without a traceback, when it does
 what the case expects (the run is done, or refused in a sentence), when every reward of the trace is one that the
 function returned (none is 0), and when no process is left. Cases that mount something are skipped without root.
-
-    python campaigns/hostile/hostile_surroundings.py            # all
-    python campaigns/hostile/hostile_surroundings.py full fifo  # those with one of these words in their names
 """
 
 from __future__ import annotations
@@ -26,23 +23,17 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.recipe.toml_text import toml_value
+from campaigns.hostile.real_runs import RECIPE, flags
 
 AT_ONCE = 2
 LIMIT_S = 150.0
-RECIPE = Path(__file__).parents[2] / "examples" / "sort" / "recipe.toml"
 LEAST_REWARD = 0.25
 
 REWARD = "def reward(completion):\n    return 0.25 + len(completion) % 4 / 4\n"
-SETTINGS = {
+SETTINGS: dict[str, object] = {
     "run.name": "odd",
     "run.steps": 2,
-    "engines.kind": "simulated",
     "rollout.prompts_per_batch": 2,
-    "rollout.group_size": 4,
-    "sampling.max_tokens": 32,
-    "evaluation.prompts": "",
-    "training.advanced.threads": 1,
     "checkpoint.advanced.min_free_gib": 0.0,
 }
 
@@ -59,29 +50,7 @@ steps() {{ cat runs/odd-*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"'; }
 await() {{ while [ "$(steps)" -lt "$1" ] && kill -0 $pid; do sleep 0.05; done; }}
 """
 
-# Runs the script, ends what is left of it, and prints the exit code and the command lines of what was left. Orphans
-# are reparented to it.
 FULL = ("disk is full", "No space left on device")
-RUNNER = """\
-import ctypes, os, psutil, subprocess, sys, time
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-script, out, err, limit = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
-with open(out, "wb") as o, open(err, "wb") as e:
-    child = subprocess.Popen(["bash", "-c", script], stdout=o, stderr=e, stdin=subprocess.DEVNULL)
-    try:
-        code = child.wait(limit)
-    except subprocess.TimeoutExpired:
-        code = "late"
-def left():
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
-deadline = time.monotonic() + (10 if code != "late" else 0)
-while left() and time.monotonic() < deadline:
-    time.sleep(0.05)
-found = [" ".join(p.cmdline())[:150] for p in left()]
-for p in left():
-    p.kill()
-print(code, *found, sep="\\n")
-"""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -355,16 +324,14 @@ def failures(case: Case, root: Path, base: Path) -> list[str]:
     """Run ``case`` in ``root``; what was wrong."""
     (root / "reward.py").write_text(REWARD)
     settings = SETTINGS | {"rewards.0.function": f"{root / 'reward.py'}:reward"}
-    given = shlex.join(part for key, value in settings.items() for part in ("--set", f"{key}={toml_value(value)}"))
-    prelude = PRELUDE.format(
-        root=shlex.quote(str(root)), base=base, recipe=RECIPE, python=shlex.quote(sys.executable), given=given
-    )
+    python, given = shlex.quote(sys.executable), shlex.join(flags(settings))
+    prelude = PRELUDE.format(root=shlex.quote(str(root)), base=base, recipe=RECIPE, python=python, given=given)
     script = prelude + case.script
     if case.script.startswith("#unshare "):
         options = case.script.partition("\n")[0].removeprefix("#unshare ")
         script = f"exec unshare {options} bash -c {shlex.quote(script)}"
     out, err = root / "out.txt", root / "err.txt"
-    command = [sys.executable, "-c", RUNNER, script, str(out), str(err), str(LIMIT_S)]
+    command = [sys.executable, "-m", "campaigns.hostile.real_runs", script, str(out), str(err), str(LIMIT_S)]
     code, *left = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     text, complaint = out.read_text(errors="replace"), err.read_text(errors="replace")
     found = [f"left running: {process}" for process in left]
@@ -432,12 +399,3 @@ def _timed(numbered: tuple[int, Case], root: Path, base: Path) -> tuple[Case, li
     wrong = failures(case, place, base)
     shutil.rmtree(place, ignore_errors=True)
     return case, wrong, time.monotonic() - began
-
-
-def main() -> None:
-    """Run the cases named on the command line; exit code 1 where one failed."""
-    sys.exit(run(partial(print, flush=True), sys.argv[1:]) > 0)
-
-
-if __name__ == "__main__":
-    main()

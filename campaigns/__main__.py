@@ -1,0 +1,50 @@
+"""One command for all campaigns.
+
+    python -m campaigns faults run | replay SEED | shrink SEED | planted [NAME ...]      # docs/fault_simulation.md
+    python -m campaigns fuzz [--target NAME] [--replay FILE]
+    python -m campaigns messages | rewards | surroundings [WORD ...]     # cases with one of the words in their names
+    python -m campaigns families [NAME ...]
+
+The exit code is 1 where something failed. ``--help`` behind a name lists its options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from campaigns import model_families
+from campaigns.faults import campaign as faults
+from campaigns.fuzz import campaign as fuzz
+from campaigns.hostile import hostile_messages, hostile_rewards, hostile_surroundings
+
+RunCases = Callable[[Callable[[str], None], Sequence[str]], int]
+HOSTILE = {"messages": hostile_messages, "rewards": hostile_rewards, "surroundings": hostile_surroundings}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    campaigns = parser.add_subparsers(required=True, metavar="CAMPAIGN")
+    for name, module in {"faults": faults, "fuzz": fuzz, "families": model_families, **HOSTILE}.items():
+        command = campaigns.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
+        if name in HOSTILE:
+            command.add_argument("words", nargs="*", help="only cases that have one of these in their names")
+            command.set_defaults(work=partial(_run_cases, name, module.run))
+        else:
+            module.add_arguments(command)
+    arguments = parser.parse_args()
+    return int(arguments.work(arguments))
+
+
+def _run_cases(name: str, run: RunCases, arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    failed = run(partial(print, flush=True), arguments.words)
+    print(f"{name}: {failed} cases failed, {time.monotonic() - began:.0f} s")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
