@@ -31,7 +31,7 @@ from streamrl.base.run_process import RUN_MARKER
 from streamrl.base.stage_messages import RolloutStatistics
 from streamrl.base.waits import Waits
 from streamrl.control.model import RunState
-from streamrl.observe.report.run_waits import RunWaits
+from streamrl.observe.report.wait_reason import RunWaits
 from streamrl.plan.topology import Role
 from streamrl.recipe.sections import Launch, Recipe
 from streamrl.supervise.exit_reason import ExitKind, ExitReason, write_reason

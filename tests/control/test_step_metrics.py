@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -64,6 +65,10 @@ def identity(group: int, sample: int, attempt: int = 0) -> TrajectoryId:
     return TrajectoryId(prompt_id=f"p{group}", group_id=group, sample=sample, attempt=attempt)
 
 
+def launch(ids: Sequence[TrajectoryId], version: int, kind: str) -> LaunchGroup:
+    return LaunchGroup(group_id=ids[0].group_id, ids=tuple(ids), policy_version=version, seed_base=0, round_kind=kind)
+
+
 def trajectory(
     trajectory_id: TrajectoryId, tokens: int, reason: FinishReason = FinishReason.STOP, version: int = 0
 ) -> Trajectory:
@@ -116,7 +121,7 @@ def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
     slow = RewardCall(function="slow", seconds=3.0, waited_s=1.0, limit_s=5.0, adapted=True)
     late = RewardCall(function="slow", seconds=5.0, failure=RewardFailureKind.TIMED_OUT)
     ids = [identity(0, sample) for sample in range(4)]
-    stats.launched(ids, 0.0, round_kind="short", prompt_tokens=1, policy_version=0)
+    stats.launched(launch(ids, 0, "short"), 1, 0.0)
     # Sampled at 0, 5 and 6 seconds, rewarded at 4, 5.1 and 9: without rewards the batch would be complete at 6.
     for item, now in (
         (returned(0, 4.0, quick, slow), 4.0),
@@ -147,7 +152,7 @@ def test_each_ends_once_whatever_comes_first(tmp_path: Path) -> None:
     trace = TrajectoryTrace(tmp_path / "t", HEADER)
     work = TrajectoryStats(trace)
     ids = [identity(0, sample) for sample in range(9)]
-    work.launched(ids, 1.0, round_kind="short", prompt_tokens=3, policy_version=4)
+    work.launched(launch(ids, 4, "short"), 3, 1.0)
     work.came_back(TrajectoryHeld(id=ids[0], tokens=5), 1.5)
     work.came_back(Scored(outcome=scored(ids[0], 10)), 2.0)
     work.trained([scored(ids[0], 10)], 2.5)
@@ -226,7 +231,7 @@ def test_what_nobody_has_seen_whole_is_not_guessed() -> None:
 
 def test_siblings_that_race_say_nothing_of_the_lengths_that_lost() -> None:
     work = TrajectoryStats(limit=0)
-    work.launched([identity(0, 0)], 0.0, round_kind="short", prompt_tokens=3, policy_version=0)
+    work.launched(launch([identity(0, 0)], 0, "short"), 3, 0.0)
     work.came_back(Scored(outcome=scored(identity(0, 0), 10)), 1.0)
     work.trained([scored(identity(0, 0), 10)], 1.0)
     assert "length/bias" not in length_metrics(work.take_window(), work.lengths, by_kind=False)
@@ -252,8 +257,8 @@ def test_a_race_is_seen_through() -> None:
 def test_lengths_of_each_kind_of_round() -> None:
     work = TrajectoryStats(limit=30)
     kept, slow, truncated = identity(0, 0), identity(0, 1), identity(1, 0, attempt=1)
-    work.launched([kept, slow], 0.0, round_kind="short", prompt_tokens=3, policy_version=0)
-    work.launched([truncated], 0.0, round_kind="long", prompt_tokens=3, policy_version=0)
+    work.launched(launch([kept, slow], 0, "short"), 3, 0.0)
+    work.launched(launch([truncated], 0, "long"), 3, 0.0)
     work.came_back(Scored(outcome=scored(kept, 10)), 1.0)
     work.came_back(lost(slow, 30), 1.0)
     work.came_back(Scored(outcome=scored(truncated, 100, reason=FinishReason.LENGTH)), 1.0)
@@ -348,9 +353,7 @@ class Story:
     async def step(self, version: int, kind: str, batch: list[ScoredTrajectory]) -> dict[str, float]:
         """Rollout 2 s at 4 running and 2 s at 1; training 3 s; 0.5 s of waiting; a push of 0.5 s."""
         ids = tuple(s.trajectory.id for s in batch)
-        self.report.launched(
-            LaunchGroup(group_id=0, ids=ids, policy_version=version - 1, seed_base=0, round_kind=kind), 3
-        )
+        self.report.launched(launch(ids, version - 1, kind), 3)
         self.runs(2.0, 4.0)
         self.runs(2.0, 1.0)
         for member in batch:
@@ -384,7 +387,7 @@ async def test_a_step_is_told_as_it_was(tmp_path: Path) -> None:
     story = Story(trace)
     story.report.began()
     extra = identity(7, 0)
-    story.report.launched(LaunchGroup(group_id=7, ids=(extra,), policy_version=0, seed_base=0, round_kind="short"), 3)
+    story.report.launched(launch([extra], 0, "short"), 3)
     story.report.came_back(Scored(outcome=scored(extra, 50, reward=0.25)))
     story.report.dropped([extra], DropReason.LOST_RACE)
     metrics = await story.step(1, "short", batch_of(2, 2, 20))

@@ -19,8 +19,7 @@ from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.model import RunState
 from streamrl.observe.metrics.all_metrics import unregistered
-from streamrl.observe.report.run_waits import RunWaits
-from streamrl.observe.report.wait_reason import ShellView, WaitReason, wait_reason
+from streamrl.observe.report.wait_reason import RunWaits, ShellView, WaitReason, wait_reason
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import RoundKind
 

@@ -20,8 +20,7 @@ from streamrl.base.waits import Waits
 from streamrl.control.events import RunBegan
 from streamrl.control.machine import Control
 from streamrl.control.settings import ControlSettings
-from streamrl.observe.report.run_waits import RunWaits
-from streamrl.observe.report.wait_reason import ShellView
+from streamrl.observe.report.wait_reason import RunWaits, ShellView
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.scheduling import RoundKind, StalePolicy
 from streamrl.recipe.sections import (

@@ -1,2 +1,1 @@
-"""Definitions of all metrics: name, unit, aggregation, meaning; a file a subject.
-``docs/metrics.md`` is made from them."""
+"""Definitions of all metrics: name, unit, aggregation, meaning. ``docs/metrics.md`` is made from them."""

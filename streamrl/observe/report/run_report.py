@@ -30,7 +30,6 @@ from streamrl.control.model import RunState
 from streamrl.evaluate.evaluation import Evaluation
 from streamrl.evaluate.sample_files import TrainingSamples
 from streamrl.journal.recover import RecoveredRun, Retrained, what_was_restored
-from streamrl.observe.report.run_waits import RunWaits
 from streamrl.observe.report.step_metrics import (
     completion_metrics,
     control_metrics,
@@ -40,9 +39,17 @@ from streamrl.observe.report.step_metrics import (
     staleness_metrics,
     waste_metrics,
 )
+from streamrl.observe.report.step_timer import (
+    BatchTimes,
+    StepTimer,
+    StepTimes,
+    engines_line,
+    load_between,
+    time_metrics,
+)
 from streamrl.observe.report.trajectory_stats import RewardCalls, TrajectoryStats
-from streamrl.observe.report.trajectory_trace import EnginesLine, StepLine, TrajectoryTrace
-from streamrl.observe.report.wait_reason import ShellView
+from streamrl.observe.report.trajectory_trace import StepLine, TrajectoryTrace
+from streamrl.observe.report.wait_reason import RunWaits, ShellView
 from streamrl.sync.weight_sync import PushReport
 
 PROGRESS_INTERVAL_S = 0.25
@@ -58,9 +65,7 @@ class _Trained(msgspec.Struct):
     samples: int
     groups: int
     tokens: int
-    rollout_s: float
-    training_s: float
-    rollout_bubble: float
+    times: BatchTimes
     shown: list[CompletionSampled]
 
 
@@ -97,9 +102,8 @@ class RunReport:
         self._trace, self._samples = trace, samples
         self._clock = clock
         self._lived_s = lived_s
-        self._started = self._step_started = self._closed_at = self._progressed_at = clock()
-        self._trained_at = self._publishing_at = self._started
-        self._last_rollout = self._closed_rollout = rollout()
+        self._started = self._progressed_at = clock()
+        self._timer = StepTimer(clock, rollout, capacity)
         self._trained: dict[int, _Trained] = {}
         self._timed: dict[int, RoundTimed] = {}
         self._rewards = RewardCalls()
@@ -115,10 +119,9 @@ class RunReport:
 
     def began(self) -> None:
         """The first version is live: the first step begins."""
-        self._step_started = self._clock()
+        self._timer.began()
         self._recovering = False
-        self.waits.take(self._step_started)
-        self._last_rollout = self._rollout()
+        self.waits.take(self._clock())
 
     async def resumed(self, recovered: RecoveredRun, retrained: Retrained, held_version: int, state_hash: int) -> None:
         """The run goes on from its journal, with weights of ``state_hash``."""
@@ -146,13 +149,7 @@ class RunReport:
 
     def launched(self, action: LaunchGroup, prompt_tokens: int) -> None:
         """A group was ordered."""
-        self._trajectories.launched(
-            action.ids,
-            self.elapsed(),
-            round_kind=action.round_kind,
-            prompt_tokens=prompt_tokens,
-            policy_version=action.policy_version,
-        )
+        self._trajectories.launched(action, prompt_tokens, self.elapsed())
 
     def came_back(self, item: RewardOutcome) -> None:
         """An outcome of one trajectory arrived: before it is looked at, also for one that was dropped meanwhile."""
@@ -179,42 +176,22 @@ class RunReport:
         before, self._last_load = self._last_load, load
         if load.generated_tokens < before.generated_tokens:
             before = load  # an engine left, and its counters with it: from here on again
-        steps = load.decode_steps - before.decode_steps
-        decoded = load.decode_tokens - before.decode_tokens
-        measured = EnginesMeasured(
-            running=decoded / steps * self._engines if steps > 0 else float(load.running),
-            waiting=load.waiting,
-            token_s=(load.decode_s - before.decode_s) / steps if steps > 0 else 0.0,
-            kv_usage=load.kv_cache_usage,
-            preemptions=load.preemptions - before.preemptions,
-        )
+        measured = load_between(before, load, self._engines)
         if self._trace is not None and load != before:
-            line = EnginesLine(
-                time_s=round(self.elapsed(), 4),
-                running=load.running,
-                waiting=load.waiting,
-                kv_usage=round(load.kv_cache_usage, 5),
-                token_s=round(measured.token_s, 7),
-                mean_running=round(measured.running, 3) if steps > 0 else 0.0,
-                generated_tokens=load.generated_tokens - before.generated_tokens,
-                preemptions=measured.preemptions,
-            )
-            self._trace.append(line)
+            self._trace.append(engines_line(self.elapsed(), before, load, measured))
         return measured
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def batch_closed(self, round_kind: str) -> None:
         """The trainer was ordered to step on the batch of a round of ``round_kind``."""
-        self._closed_at = self._clock()
-        self._closed_rollout = self._rollout()
+        self._timer.batch_closed()
         self._round_kind = round_kind
 
     def batch_trained(self, policy_version: int, batch: Sequence[ScoredTrajectory], trainer: dict[str, float]) -> None:
         """The trainer stepped on ``batch``; ``trainer`` are its own figures."""
-        now = self._trained_at = self._clock()
+        times = self._timer.batch_trained()
         reward_cost = self._trajectories.trained(batch, self.elapsed())
-        rollout_s = max(self._closed_at - self._step_started, 0.0)
         groups = len({s.trajectory.id.group_id for s in batch})
         kind = self._round_kind
         if kind:
@@ -226,63 +203,51 @@ class RunReport:
                 **completion_metrics(batch),
                 **staleness_metrics(batch, policy_version - 1),
                 **trainer,
-                "time/wait_batch_s": rollout_s,
-                "time/close_batch_s": now - self._closed_at,
+                "time/wait_batch_s": times.rollout_s,
+                "time/close_batch_s": times.training_s,
+                "util/rollout_bubble_ratio": times.rollout_bubble,
             }
             | ({f"round/{kind}/group_size": len(batch) / groups} if kind else {}),
             round_kind=kind,
             samples=len(batch),
             groups=groups,
             tokens=sum(s.trajectory.generated_tokens for s in batch),
-            rollout_s=rollout_s,
-            training_s=now - self._closed_at,
-            rollout_bubble=self._idle_share(self._last_rollout, self._closed_rollout, rollout_s),
+            times=times,
             shown=self._samples.take(policy_version, batch) if self._samples is not None else [],
         )
 
     def publishing(self) -> None:
         """The version that was trained last is pushed now."""
-        self._publishing_at = self._clock()
+        self._timer.publishing()
 
     async def step_finished(self, push: PushReport, state: RunState, engines: Mapping[str, float]) -> dict[str, float]:
         """Every engine holds the version that the step made. ``engines``: figures of the sets of engines, if there are
         several. Returns what was reported."""
-        now = self._clock()
-        seconds = max(now - self._step_started, 1e-9)
-        self._step_started = now
+        times = self._timer.step_finished()
         version = push.policy_version
         trained = self._trained.pop(version, None)
         if trained is None:  # of a life before this one, which told of it
             return {}
-        rollout, before = self._rollout(), self._last_rollout
-        self._last_rollout = rollout
-        sampled = rollout.generated_tokens - before.generated_tokens
-        metrics = trained.metrics | self._time_metrics(trained, push, seconds)
+        metrics = trained.metrics | time_metrics(times, push, trained.metrics)
         metrics |= {
-            "util/bubble_ratio": self._idle_share(before, rollout, seconds),
-            "util/rollout_bubble_ratio": trained.rollout_bubble,
             "util/capacity": float(self._capacity),
             "util/loop_lag_s": self._loop_lag(),
-            "perf/gen_tok_s": sampled / seconds,
-            "perf/train_tok_s": trained.tokens / seconds,
-            "perf/samples_s": trained.samples / seconds,
-            "perf/groups_s": trained.groups / seconds,
+            "perf/train_tok_s": trained.tokens / times.seconds,
+            "perf/samples_s": trained.samples / times.seconds,
+            "perf/groups_s": trained.groups / times.seconds,
         }
-        if verified := rollout.verified_tokens - before.verified_tokens:
-            metrics["perf/kept_tok_accepted_ratio"] = (rollout.accepted_tokens - before.accepted_tokens) / verified
         metrics |= self._work_metrics(trained) | control_metrics(state) | self._rewards.take() | dict(engines)
         metrics["reward/in_flight"] = float(self._rewards_in_flight())
-        metrics |= self.waits.take(now)
+        metrics |= self.waits.take(times.ended_at)
         if version == self._recovered:  # it began in another life: what it took is not known
             metrics = {name: value for name, value in metrics.items() if not name.startswith(_MEASURED_WITH_TIME)}
         else:
+            batch = trained.times
             self._timed[version] = RoundTimed(
-                policy_version=version,
-                rollout_s=trained.rollout_s,
-                training_s=trained.training_s,
-                push_s=now - self._publishing_at,
+                policy_version=version, rollout_s=batch.rollout_s, training_s=batch.training_s, push_s=times.push_s
             )
-            self._trace_step(trained, push, seconds, sampled)
+            if self._trace is not None:
+                self._trace.append(_step_line(self.elapsed(), trained, push, times))
         await self._emit(StepFinished(step=version, policy_version=version, metrics=metrics))
         for sample in trained.shown:
             await self._emit(sample)
@@ -340,29 +305,6 @@ class RunReport:
             recovering=self._recovering,
         )
 
-    def _idle_share(self, before: RolloutStatistics, after: RolloutStatistics, seconds: float) -> float:
-        """1 - sum(min(running, capacity) dt) / (capacity sum(dt))."""
-        if seconds <= 0:
-            return 0.0
-        busy = (after.busy_seconds - before.busy_seconds) / (self._capacity * seconds)
-        return min(max(1 - busy, 0.0), 1.0)
-
-    def _time_metrics(self, trained: _Trained, push: PushReport, seconds: float) -> dict[str, float]:
-        figures = trained.metrics
-        working = sum(figures.get(f"time/{part}_s", 0.0) for part in ("forward_backward", "optim", "publish"))
-        return {
-            "time/step_s": seconds,
-            "time/wait_eval_s": self._publishing_at - self._trained_at,
-            "time/weight_sync_s": push.total_s,
-            "time/weight_stage_s": push.staged_s,
-            "time/engine_paused_s": push.paused_s,
-            "weights/payload_bytes": float(push.payload_bytes),
-            "weights/changed_ratio": push.changed_share,
-            "weights/reanchored": float(push.reanchored),
-            **({"weights/canary_deviation": push.canary.deviation} if push.canary else {}),
-            "util/trainer_idle_ratio": max(1 - working / seconds, 0.0),
-        }
-
     def _work_metrics(self, trained: _Trained) -> dict[str, float]:
         """What was sampled, kept and discarded since the last step."""
         window = self._trajectories.take_window()
@@ -375,23 +317,20 @@ class RunReport:
         metrics["perf/generated_per_trained_tok"] = ended / max(trained.tokens, 1)
         return metrics
 
-    def _trace_step(self, trained: _Trained, push: PushReport, seconds: float, sampled: int) -> None:
-        if self._trace is None:
-            return
-        figures = trained.metrics
-        line = StepLine(
-            time_s=round(self.elapsed(), 4),
-            policy_version=push.policy_version,
-            round_kind=trained.round_kind,
-            group_size=round(trained.samples / trained.groups, 3),
-            samples=trained.samples,
-            trained_tokens=trained.tokens,
-            generated_tokens=sampled,
-            step_s=round(seconds, 5),
-            rollout_s=round(trained.rollout_s, 5),
-            training_s=round(trained.training_s, 5),
-            push_s=round(self._timed[push.policy_version].push_s, 5),
-            paused_s=round(push.paused_s, 5),
-            forward_backward_s=round(figures.get("time/forward_backward_s", 0.0), 5),
-        )
-        self._trace.append(line)
+
+def _step_line(elapsed_s: float, trained: _Trained, push: PushReport, times: StepTimes) -> StepLine:
+    return StepLine(
+        time_s=round(elapsed_s, 4),
+        policy_version=push.policy_version,
+        round_kind=trained.round_kind,
+        group_size=round(trained.samples / trained.groups, 3),
+        samples=trained.samples,
+        trained_tokens=trained.tokens,
+        generated_tokens=times.sampled,
+        step_s=round(times.seconds, 5),
+        rollout_s=round(trained.times.rollout_s, 5),
+        training_s=round(trained.times.training_s, 5),
+        push_s=round(times.push_s, 5),
+        paused_s=round(push.paused_s, 5),
+        forward_backward_s=round(trained.metrics.get("time/forward_backward_s", 0.0), 5),
+    )

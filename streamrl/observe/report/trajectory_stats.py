@@ -9,6 +9,7 @@ import msgspec
 
 from streamrl.base.stage_messages import EndedOutcome, RewardOutcome, Scored, TrajectoryHeld, TrajectoryLost
 from streamrl.base.types import DropReason, FinishReason, RewardFailure, ScoredTrajectory, Trajectory, TrajectoryId
+from streamrl.control.actions import LaunchGroup
 from streamrl.observe.report.trajectory_trace import TRAINED, UNFINISHED, TrajectoryLine, TrajectoryTrace
 
 
@@ -67,12 +68,10 @@ class TrajectoryStats:
         self.wasted_tokens: Counter[str] = Counter()
         self.ended_tokens = 0
 
-    def launched(
-        self, ids: Iterable[TrajectoryId], now: float, *, round_kind: str, prompt_tokens: int, policy_version: int
-    ) -> None:
-        """They were ordered."""
-        for trajectory in ids:
-            self._open[trajectory] = _Open(now, round_kind, prompt_tokens, policy_version)
+    def launched(self, action: LaunchGroup, prompt_tokens: int, now: float) -> None:
+        """A group was ordered."""
+        for trajectory in action.ids:
+            self._open[trajectory] = _Open(now, action.round_kind, prompt_tokens, action.policy_version)
 
     def came_back(self, item: RewardOutcome, now: float) -> None:
         """An outcome arrived."""
