@@ -350,10 +350,6 @@ def _batch(steps: int) -> tuple[int, int, int, float]:
 
 
 def _recipe(cell: Cell, folder: Path, ledger: Path, steps: int) -> str:
-    from streamrl.recipe.sections import Engines, Run
-
-    restarts = {"run": Run, "engines": Engines}
-    forgiven = {name: "restarts = 100" if "restarts" in s.__struct_fields__ else "" for name, s in restarts.items()}
     function = "ledgered_sort" if steps else "ledgered"
     evaluation = f'prompts = "{EXAMPLE / "held_out.jsonl"}"\nat_start = false' if steps else ""
     batch = _batch(steps)
@@ -363,7 +359,8 @@ name = "chaos"
 directory = "{folder / "runs"}"
 seed = {cell.seed}
 steps = {steps or ENDLESS}
-{forgiven["run"]}
+[run.advanced]
+restarts = 100
 [model]
 path = "{EXAMPLE / "model"}"
 [prompts]
@@ -389,7 +386,8 @@ kind = "{cell.engines}"
 count = {cell.engine_count}
 max_model_len = 512
 dtype = "float32"
-{forgiven["engines"]}
+[engines.advanced]
+restarts = 100
 [weights.advanced]
 audit_interval = 1
 [checkpoint]
