@@ -48,7 +48,7 @@ from streamrl.recipe.sections import Model, Prompts, Recipe
 from streamrl.rewards.reward_exchange import score_message
 from streamrl.rewards.reward_set import RewardSet, RewardsOf
 from streamrl.rewards.worker import run_reward_worker
-from streamrl.sandbox.reward import code_reward
+from streamrl.sandbox.reward import CODE
 from streamrl.stages.reward import ORDERS_WINDOW, RewardSettings, RewardStage, next_ready
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz 0123456789"
@@ -211,7 +211,7 @@ async def open_line(directory: Path, reward: Reward) -> AsyncIterator[Line]:
 
 async def programs_a_second(count: int) -> float:
     """Programs through the sandbox of the code reward, as many at once as there are CPUs."""
-    reward = code_reward()
+    reward = CODE()
     program = "```python\nprint(sum(map(int, input().split())))\n```"
     tests = [{"input": "3 4", "output": "7"}]
     left: Iterator[int] = iter(range(count))
@@ -227,7 +227,7 @@ async def programs_a_second(count: int) -> float:
         for _ in range(2 * len(os.sched_getaffinity(0))):
             tasks.create_task(judge_some())
     seconds = time.perf_counter() - started
-    await reward.aclose()
+    await reward.aclose()  # type: ignore[attr-defined]
     return count / seconds
 
 

@@ -25,7 +25,7 @@ from streamrl.base.types import (
 )
 from streamrl.comm.stream_protocol import Hello, Kind, Origin, Phase, ReceivingEnd, Role, SendingEnd
 from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
-from streamrl.judge import messages as judge_messages
+from streamrl.judge import gate as judge_gate
 from streamrl.recipe.rewards import Reward
 from streamrl.remote import control_protocol
 from streamrl.supervise import supervisor_orders
@@ -81,7 +81,7 @@ def _codecs() -> list[tuple[WireCodec[Any], Sequence[Any]]]:
     limits = WireLimits(message_bytes=1 << 25, frame_bytes=1 << 24, body_bytes=1 << 24, frames=24)
     unions = [says.EngineOrder, says.EngineEvent, says.TrainingOrder, says.TrainingEvent, ParentMessage]
     unions += [stage.RewardOrder, stage.RewardResult, reward_changes.RewardRequest, reward_changes.RewardReply]
-    unions += [getattr(judge_messages, n) for n in dir(judge_messages) if n.endswith(("Order", "Event", "Report"))]
+    unions += [getattr(judge_gate, n) for n in dir(judge_gate) if n.endswith(("Order", "Event", "Report"))]
     unions += [getattr(supervisor_orders, name) for name in dir(supervisor_orders) if name.endswith("Order")]
     return [
         (WireCodec(union, limits, raw_frame_bytes=_RAW_FROM), [example(one) for one in get_args(union) or (union,)])

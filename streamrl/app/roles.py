@@ -16,7 +16,7 @@ from streamrl.base.run_process import RUN_MARKER
 from streamrl.base.stage_messages import RewardOrder, RewardResult
 from streamrl.comm.zmq_stream import ZmqReceiveStream, ZmqSendStream, zmq_receiver, zmq_sender
 from streamrl.engines.engine_host import WatchedEngine, serve_engine
-from streamrl.judge.messages import JudgeEvent, JudgeOrder
+from streamrl.judge.gate import JudgeEvent, JudgeOrder
 from streamrl.plan.topology import RENDEZVOUS, RENDEZVOUS_FILE, ProcessPlan, Role, Topology, judge_socket
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET
 from streamrl.recipe.sections import EngineKind, Recipe

@@ -14,7 +14,7 @@ from streamrl.run.outcome_events import event_of
 
 
 class ScoredPayloads:
-    """Kept from the reward until its group is trained or dropped; the journal is told of both."""
+    """Kept from the reward until its group is trained or dropped; the journal gets both events."""
 
     def __init__(self, journal: RunJournal) -> None:
         self._journal = journal

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from streamrl.cli.command import AsJson, Command
+from streamrl.cli.command import AsJson, Command, print_json
 from streamrl.plan.machine_check import Finding, State, check_machine, worst
 
 _MARKS = {State.OK: "ok  ", State.WARN: "warn", State.FAIL: "FAIL"}
@@ -19,7 +17,7 @@ class Check(Command, frozen=True):
         """1 where something must be repaired before a run with real engines."""
         findings = check_machine()
         if self.json:
-            print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+            print_json(findings)
         else:
             print("\n".join(finding_lines(findings)))
         return 1 if worst(findings) is State.FAIL else 0

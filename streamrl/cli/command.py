@@ -52,6 +52,11 @@ RunPath = Annotated[Path, Argument("the directory of a run, such as runs/latest"
 AsJson = Annotated[bool, Argument("as JSON", flag="--json")]
 
 
+def print_json(value: Any) -> None:
+    """On stdout, with an indentation."""
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
 def recipe_file(path: Path) -> Path:
     """The recipe of a run directory, or the path itself."""
     return path / "recipe.toml" if path.is_dir() else path

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import anyio
 import msgspec
 
-from streamrl.base.errors import RecipeError, StreamRLError
+from streamrl.base.errors import RecipeError
 from streamrl.base.reward_changes import (
     AttachReward,
     DetachReward,
@@ -18,10 +18,10 @@ from streamrl.base.reward_changes import (
     RewardsListed,
 )
 from streamrl.cli.command import Argument, AsJson, Command, RunPath
-from streamrl.plan.topology import TOPOLOGY_FILE, control_socket, read_topology
+from streamrl.plan.topology import control_socket, read_topology
 from streamrl.recipe.load import resolved_reward
 from streamrl.recipe.rewards import Reward
-from streamrl.recipe.toml_text import parse_toml
+from streamrl.recipe.toml_text import value_or_text
 from streamrl.remote.control_protocol import ControlAnswer, ControlOperation, ControlRefused, DrainRun
 from streamrl.remote.control_socket import ask_control, read_key
 
@@ -113,7 +113,7 @@ class Drain(Command, frozen=True):
 
     def run(self) -> int:
         """When it was asked for: the run takes its time."""
-        _ask(_socket_of(self.run_directory), DrainRun(), read_key(self.run_directory))
+        _ask(self.run_directory, DrainRun())
         print("it finishes the open step, saves and ends")
         return 0
 
@@ -126,7 +126,7 @@ class ListAttached(Command, frozen=True):
 
     def run(self) -> int:
         """Print it."""
-        answer = _ask(_socket_of(self.run_directory), ListRewards(), "")
+        answer = _ask(self.run_directory, ListRewards(), changes=False)
         assert isinstance(answer, RewardsListed), answer
         if self.json:
             listed = {"reward_version": answer.reward_version, "rewards": answer.rewards}
@@ -145,31 +145,19 @@ def reward_option(text: str) -> tuple[str, Any]:
     key, equals, raw = text.partition("=")
     if not equals or not key:
         raise RecipeError([f"--option {text}: write --option key=value, such as --option column=answer"])
-    try:
-        return key, parse_toml(f"value = {raw}")["value"]
-    except (ValueError, RecursionError):
-        return key, raw
+    return key, value_or_text(raw)
 
 
 def _change(run_directory: Path, operation: ControlOperation) -> int:
-    path = _socket_of(run_directory)
-    answer = _ask(path, operation, read_key(run_directory))
+    answer = _ask(run_directory, operation)
     assert isinstance(answer, RewardsChanged), answer
     print(f"version {answer.reward_version}: {', '.join(answer.rewards)}")
     return 0
 
 
-def _socket_of(run_directory: Path) -> Path:
-    try:
-        topology = read_topology(run_directory)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StreamRLError(
-            f"{run_directory} is not the directory of a run ({TOPOLOGY_FILE}: {error}): give one, such as runs/latest"
-        ) from error
-    return control_socket(topology)
-
-
-def _ask(path: Path, operation: ControlOperation, key: str) -> ControlAnswer:
+def _ask(run_directory: Path, operation: ControlOperation, *, changes: bool = True) -> ControlAnswer:
+    path = control_socket(read_topology(run_directory))
+    key = read_key(run_directory) if changes else ""
     answer = anyio.run(ask_control, path, operation, key, ANSWER_LIMIT_S)
     if isinstance(answer, ControlRefused):
         raise RecipeError(list(answer.problems), "the run is as it was")

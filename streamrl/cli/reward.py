@@ -16,13 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import structs
 from rich.console import Console
 
 from streamrl.base.errors import RecipeError
 from streamrl.base.types import Prompt
-from streamrl.cli.command import Argument, AsJson, recipe_file
+from streamrl.cli.command import Argument, AsJson, print_json, recipe_file
 from streamrl.cli.control import FunctionName, RewardOptions
 from streamrl.evaluate.trial_completions import (
     CompletedGroup,
@@ -66,26 +65,21 @@ class Test(RewardOptions, frozen=True, kw_only=True):
 
     def run(self) -> int:
         """1 when no completion got a value."""
-        return run_reward_test(self)
-
-
-def run_reward_test(request: Test) -> int:
-    """Run the test and print the report. Exit code 1 when no completion got a value; raises ``RecipeError``."""
-    log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
-    reward = _reward(request)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with _only_the_report_on_stdout():
-        report = asyncio.run(_run(request, reward))
-    if request.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        Console(soft_wrap=True).print(rich_report(report, request.prompts))
-    return 0 if report.scored else 1
+        log_to(sys.stderr, logging.WARNING, "%(levelname)s %(name)s: %(message)s")
+        reward = _reward(self)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        with _only_the_report_on_stdout():
+            report = asyncio.run(_run(self, reward))
+        if self.json:
+            print_json(report)
+        else:
+            Console(soft_wrap=True).print(rich_report(report, self.prompts))
+        return 0 if report.scored else 1
 
 
 @contextlib.contextmanager
 def _only_the_report_on_stdout() -> Iterator[None]:
-    """vLLM logs to stdout, in several processes; whoever reads the report must not get that."""
+    """vLLM logs to stdout, in several processes; the reader of the report must not get that."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -27,12 +27,13 @@ class Samples(Command, frozen=True):
     def run(self) -> int:
         """Print them."""
         asked = tuple(kind for kind in ("best", "worst") if getattr(self, kind))
-        return show_samples(self.run_directory, self.step, asked or ("best", "worst", "random"))
+        print(printable("\n\n".join(_blocks(self.run_directory, self.step, asked or ("best", "worst", "random")))))
+        return 0
 
 
-def show_samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> int:
-    """Print those of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was trained,
-    and the last evaluation). Raises ``StreamRLError`` where there are none."""
+def _blocks(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> list[str]:
+    """Those of ``kinds`` (``best``, ``worst``, ``random``) of ``steps`` (empty: the last step that was trained, and
+    the last evaluation). Raises ``StreamRLError`` where there are none."""
     if not (run_directory / "recipe.toml").is_file():
         raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}
@@ -43,7 +44,7 @@ def show_samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]
             trained.setdefault(sample.step, {})[sample.chosen] = sample
     files = {int(path.stem[5:]): path for path in sorted((run_directory / "evaluations").glob("step-*.jsonl"))}
     chosen = set(steps) if steps else {*list(trained)[-1:], *list(files)[-1:]}
-    blocks = []
+    blocks: list[str] = []
     for step in sorted(chosen):
         evaluated = _of_evaluation(files[step], step) if step in files else {}
         for what, samples in (("training", trained.get(step, {})), ("evaluation", evaluated)):
@@ -54,8 +55,7 @@ def show_samples(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]
         if files:
             known += f", evaluations {', '.join(map(str, files))}"
         raise StreamRLError(f"{run_directory} has no completions of what was asked for: {known}")
-    print(printable("\n\n".join(blocks)))
-    return 0
+    return blocks
 
 
 def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from streamrl.base.errors import StreamRLError
-from streamrl.cli.command import Argument, AsJson, Command
+from streamrl.cli.command import Argument, AsJson, Command, print_json
 from streamrl.control.settings import control_settings
 from streamrl.journal.log import read_journal, writer_of
 from streamrl.journal.log_errors import JournalFailed
@@ -53,7 +53,10 @@ class Show(Command, frozen=True):
             print(read_member(self.subject, SUMMARY))
             return 0
         shown = read_run(self.subject)
-        print(msgspec.json.format(msgspec.json.encode(shown)).decode() if self.json else "\n".join(lines_of(shown)))
+        if self.json:
+            print_json(shown)
+        else:
+            print("\n".join(lines_of(shown)))
         return 0
 
 

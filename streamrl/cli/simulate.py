@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, recipe_file
+from streamrl.cli.command import Argument, AsJson, Command, Overrides, RecipePath, print_json, recipe_file
 from streamrl.control.settings import control_settings
 from streamrl.observe.report.trajectory_trace import RecordedRun
 from streamrl.recipe.load import load_recipe
@@ -60,7 +60,25 @@ class Simulate(Command, frozen=True):
 
     def run(self) -> int:
         """Simulate each candidate, print the tables (or JSON)."""
-        return simulate_recipe(self)
+        refuse_impossible_numbers(self.steps, self.warm_up, self.seed)
+        chosen = candidates(self)
+        name, model, lengths = _world(self)
+        console = Console(stderr=True)
+        cap = model.lengths.cap if lengths is None else lengths.cap
+        for note in dict.fromkeys(note for one in chosen for note in differences(one.recipe, model, cap)):
+            print(f"note: {note}", file=sys.stderr)
+        trace = ChromeTrace() if self.timeline else None
+        outcomes = [_simulate_one(candidate, self, name, model, lengths, console, trace) for candidate in chosen]
+        if trace is not None and self.timeline is not None:
+            write_output("--timeline", self.timeline, trace.encoded())
+        if self.json:
+            print_json(outcomes)
+            return 0
+        wide = Console(width=None if sys.stdout.isatty() else 150)
+        wide.print(f"cluster {name}: {_cluster_sentence(model)}")
+        for table in (speed_table(outcomes), quality_table(outcomes), kinds_table(outcomes)):
+            wide.print(table)
+        return 0
 
 
 class Calibrate(Command, frozen=True):
@@ -71,7 +89,19 @@ class Calibrate(Command, frozen=True):
 
     def run(self) -> int:
         """Write it, or print it; how well it fits goes to standard error."""
-        return calibrate_run(self.recorded, self.out)
+        fit = _fit(self.recorded, load_recording(self.recorded))
+        text = dump_cluster(fit.model)
+        print(
+            f"fitted to {fit.completions} completions and {fit.steps} steps of {self.recorded}: decode steps within "
+            f"{fit.step_error:.1%}, times from launch to last token within {fit.life_error:.1%} (medians)",
+            file=sys.stderr,
+        )
+        if self.out is None:
+            print(text, end="")
+        else:
+            write_output("--out", self.out, text.encode())
+            print(f"wrote {self.out}; use it with: streamrl simulate RECIPE --cluster {self.out}")
+        return 0
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,29 +118,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     took_s: float
     report: SimulationReport
-
-
-def simulate_recipe(request: Simulate) -> int:
-    """Simulate each candidate, print the tables (or JSON)."""
-    refuse_impossible_numbers(request.steps, request.warm_up, request.seed)
-    chosen = candidates(request)
-    name, model, lengths = _world(request)
-    console = Console(stderr=True)
-    cap = model.lengths.cap if lengths is None else lengths.cap
-    for note in dict.fromkeys(told for one in chosen for told in differences(one.recipe, model, cap)):
-        print(f"note: {note}", file=sys.stderr)
-    trace = ChromeTrace() if request.timeline else None
-    outcomes = [_simulate_one(candidate, request, name, model, lengths, console, trace) for candidate in chosen]
-    if trace is not None and request.timeline is not None:
-        write_output("--timeline", request.timeline, trace.encoded())
-    if request.json:
-        print(msgspec.json.format(msgspec.json.encode(outcomes), indent=2).decode())
-        return 0
-    wide = Console(width=None if sys.stdout.isatty() else 150)
-    wide.print(f"cluster {name}: {_cluster_sentence(model)}")
-    for table in (speed_table(outcomes), quality_table(outcomes), kinds_table(outcomes)):
-        wide.print(table)
-    return 0
 
 
 def refuse_impossible_numbers(steps: int, warm_up: int, seed: int) -> None:
@@ -199,7 +206,7 @@ def _cluster_sentence(model: ClusterModel) -> str:
 def speed_table(outcomes: list[Outcome]) -> Table:
     """One row a candidate: times and rates. Speed-ups are against the first one."""
     names = ("step s", "P50", "P95", "groups/s", "goodput tok/s", "speed in groups", "in tokens", "preemptions")
-    table = _table("simulated", ("rounds", *names))
+    table = results_table("simulated", ("rounds", *names))
     first = outcomes[0].report
     for outcome in outcomes:
         r = outcome.report
@@ -220,7 +227,7 @@ def speed_table(outcomes: list[Outcome]) -> Table:
 def quality_table(outcomes: list[Outcome]) -> Table:
     """One row a candidate: what the engines' time went into, how old and how long what is trained is."""
     names = ("bubble", "of step", "staleness", "largest", "wait", "largest", "length", "wasted", "stragglers")
-    table = _table("", ("rounds", *names))
+    table = results_table("", ("rounds", *names))
     for outcome in outcomes:
         r = outcome.report
         table.add_row(
@@ -238,17 +245,18 @@ def quality_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
-def _table(title: str, columns: tuple[str, ...]) -> Table:
+def results_table(title: str, columns: tuple[str, ...]) -> Table:
+    """An empty table; columns of words are on the left."""
     table = Table(title=title or None)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("rounds", "kind") else "right", overflow="fold")
+        table.add_column(column, justify="left" if column in ("rounds", "kind", "") else "right", overflow="fold")
     return table
 
 
 def kinds_table(outcomes: list[Outcome]) -> Table:
     """One row a kind of round: how long it takes, and what it trains on against what the prompts would give."""
     columns = ("rounds", "kind", "steps", "step s", "rollout s", "longest", "trained mean", "P95", "at cap", "unbiased")
-    table = _table("by kind of round; unbiased: mean, P95, share at the cap", columns)
+    table = results_table("by kind of round; unbiased: mean, P95, share at the cap", columns)
     for outcome in outcomes:
         unbiased = outcome.report.unbiased
         for kind in outcome.report.kinds:
@@ -273,20 +281,3 @@ def write_output(flag: str, path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise RecipeError([f"{flag} {path}: {error.strerror}: name a file that can be written to"]) from error
-
-
-def calibrate_run(recorded: Path, out: Path | None) -> int:
-    """Fit a cluster model to a run and write it, or print it; how well it fits goes to standard error."""
-    fit = _fit(recorded, load_recording(recorded))
-    text = dump_cluster(fit.model)
-    print(
-        f"fitted to {fit.completions} completions and {fit.steps} steps of {recorded}: decode steps within "
-        f"{fit.step_error:.1%}, times from launch to last token within {fit.life_error:.1%} (medians)",
-        file=sys.stderr,
-    )
-    if out is None:
-        print(text, end="")
-    else:
-        write_output("--out", out, text.encode())
-        print(f"wrote {out}; use it with: streamrl simulate RECIPE --cluster {out}")
-    return 0

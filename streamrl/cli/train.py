@@ -26,7 +26,7 @@ from streamrl.recipe.sections import EngineKind, Recipe
 from streamrl.rules.transport_rules import insecure_notice
 
 DRAIN_S = 600.0
-"""How long a drain may take: the open step and a checkpoint. Whoever cannot wait sends the signal again."""
+"""How long a drain may take: the open step and a checkpoint. A second signal ends the run at once."""
 
 
 class Train(Command, frozen=True):

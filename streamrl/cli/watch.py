@@ -36,19 +36,18 @@ class Watch(Command, frozen=True):
 
     def run(self) -> int:
         """Until the run has ended or Ctrl-C; 1 where it ended without saying so."""
-        return watch(self.where, as_json=self.json, keys=self.keys)
+        where = self.where
+        if "://" not in where and not Path(where).is_dir():
+            raise StreamRLError(
+                f"{where} is neither the directory of a run nor an endpoint: write runs/latest, tcp://HOST:PORT or "
+                "ipc://PATH"
+            )
+        if self.keys is not None:
+            os.environ.update({KEYS_DIRECTORY: str(self.keys), KEY_ROLE: KeyRole.OBSERVER.value})
+        return _watch(endpoint_of(Path(where)) if Path(where).is_dir() else where, as_json=self.json)
 
 
-def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
-    """Show messages. ``where``: a run's directory, or the endpoint of its metrics. ``keys``: where the keys of an
-    observer are, for a run that has keys. Raises ``StreamRLError``."""
-    if "://" not in where and not Path(where).is_dir():
-        raise StreamRLError(
-            f"{where} is neither the directory of a run nor an endpoint: write runs/latest, tcp://HOST:PORT or ipc://PATH"
-        )
-    endpoint = endpoint_of(Path(where)) if Path(where).is_dir() else where
-    if keys is not None:
-        os.environ.update({KEYS_DIRECTORY: str(keys), KEY_ROLE: KeyRole.OBSERVER.value})
+def _watch(endpoint: str, *, as_json: bool) -> int:
     quiet = False
     with TelemetrySubscriber(endpoint) as subscriber, StdoutReporter() as report:
         try:
@@ -76,12 +75,7 @@ def watch(where: str, *, as_json: bool, keys: Path | None = None) -> int:
 
 def endpoint_of(run_directory: Path) -> str:
     """Where the run of that directory publishes its metrics. Raises ``StreamRLError`` for one that is not a run's."""
-    try:
-        topology = read_topology(run_directory)
-    except OSError as error:
-        raise StreamRLError(
-            f"{run_directory} is not the directory of a run ({error.strerror}): give one, such as runs/latest"
-        ) from error
+    topology = read_topology(run_directory)
     return metrics_endpoint(load_recipe(run_directory / "recipe.toml"), topology)
 
 

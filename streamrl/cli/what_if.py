@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from streamrl.base.errors import RecipeError
-from streamrl.cli.command import Argument, AsJson, Command, Overrides
-from streamrl.cli.simulate import Cluster, Seed, WarmUp, refuse_impossible_numbers
+from streamrl.cli.command import Argument, AsJson, Command, Overrides, print_json, recipe_file
+from streamrl.cli.simulate import DEFAULT_CLUSTER, Cluster, Seed, WarmUp, refuse_impossible_numbers, results_table
 from streamrl.control.settings import control_settings
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
@@ -24,7 +24,6 @@ from streamrl.simulate.lengths import LengthSource, ModelledLengths, RecordedLen
 from streamrl.simulate.recording import TRACE_FILE, load_recording
 from streamrl.simulate.what_if import Advice, Budget, Search, Tried, World, recipe_fragment
 
-DEFAULT_CLUSTER = "demo"
 STEPS = 90
 """Whole cycles of races at 1.125, 1.25 and 1.5 (9, 5 and 3 rounds): a part of one would flatter a race, or wrong it."""
 
@@ -52,34 +51,24 @@ class WhatIf(Command, frozen=True):
     json: AsJson = False
 
     def run(self) -> int:
-        """Search, and print the recommended recipe with its figures (or JSON)."""
-        return what_if(self)
-
-
-def what_if(question: WhatIf) -> int:
-    """Search, and print the recommended recipe with its figures (or JSON). Raises ``StreamRLError``."""
-    recipe = load_recipe(_recipe_of(question.subject), question.overrides)
-    refuse_impossible_numbers(question.steps, question.warm_up, question.seed)
-    stale = recipe.rollout.max_staleness if question.max_staleness is None else question.max_staleness
-    try:
-        budget = Budget(max_staleness=stale, min_length_share=question.min_length_share)
-    except ValueError as error:
-        raise RecipeError([str(error)]) from None
-    name, world, warning = _world(question, recipe)
-    if warning:
-        print(f"note: {warning}", file=sys.stderr)
-    advice = _search(world, budget, recipe)
-    if question.json:
-        print(msgspec.json.format(msgspec.json.encode(_as_json(advice, name, budget, warning)), indent=2).decode())
+        """Search, and print the recommended recipe with its figures (or JSON). Raises ``StreamRLError``."""
+        of_trace = self.subject.name == TRACE_FILE
+        recipe = load_recipe(recipe_file(self.subject.parent if of_trace else self.subject), self.overrides)
+        refuse_impossible_numbers(self.steps, self.warm_up, self.seed)
+        stale = recipe.rollout.max_staleness if self.max_staleness is None else self.max_staleness
+        try:
+            budget = Budget(max_staleness=stale, min_length_share=self.min_length_share)
+        except ValueError as error:
+            raise RecipeError([str(error)]) from None
+        name, world, warning = _world(self, recipe)
+        if warning:
+            print(f"note: {warning}", file=sys.stderr)
+        advice = _search(world, budget, recipe)
+        if self.json:
+            print_json(_as_json(advice, name, budget, warning))
+        else:
+            _print_advice(advice, name, budget, self)
         return 0
-    _print_advice(advice, name, budget, question)
-    return 0
-
-
-def _recipe_of(subject: Path) -> Path:
-    if subject.name == TRACE_FILE:
-        return subject.parent / "recipe.toml"
-    return subject / "recipe.toml" if subject.is_dir() else subject
 
 
 def _world(question: WhatIf, recipe: Recipe) -> tuple[str, World, str]:
@@ -163,10 +152,8 @@ def _print_advice(advice: Advice, cluster: str, budget: Budget, question: WhatIf
 
 def advice_table(shown: list[Tried], advice: Advice) -> Table:
     """One row a candidate; speeds are against the recipe as it is."""
-    table = Table()
     names = ("goodput tok/s", "speed", "groups/s", "step s", "length", "wasted", "bubble", "staleness", "wait", "")
-    for column in ("rounds", *names):
-        table.add_column(column, justify="left" if column in ("rounds", "") else "right", overflow="fold")
+    table = results_table("", ("rounds", *names))
     now = advice.current.figures
     for tried in shown:
         figures = tried.figures

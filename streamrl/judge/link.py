@@ -15,7 +15,7 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import StepFinished
 from streamrl.comm.stream import ReceiveStream, SendStream, converse
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.plan.topology import JUDGE, Topology
 from streamrl.recipe.sections import Recipe
 from streamrl.vllm.options import installed_device

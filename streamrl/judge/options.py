@@ -74,12 +74,6 @@ def judge_problems(recipe: Recipe, *, device: str = "") -> Iterator[str]:
     directory = Path(recipe.judge.model)
     if not recipe.judge.model:
         return
-    if not directory.is_dir():
-        yield (
-            f"judge.model: {directory} is not a directory: give a Hugging Face model directory "
-            "(streamrl downloads nothing; `hf download NAME --local-dir DIR` makes one)"
-        )
-        return
     try:
         read_model_facts(directory)
         judge_options(recipe, "", device=device)

@@ -15,8 +15,7 @@ from streamrl.base.concurrent_calls import first_error
 from streamrl.base.errors import StreamEnded
 from streamrl.base.messages import PauseMode
 from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
-from streamrl.judge.gate import JudgeGate, gate_policy
-from streamrl.judge.messages import JudgeEvent, JudgeOrder, JudgeReady
+from streamrl.judge.gate import JudgeEvent, JudgeGate, JudgeOrder, JudgeReady, gate_policy
 from streamrl.recipe.judge import Judge, YieldKind
 
 if TYPE_CHECKING:

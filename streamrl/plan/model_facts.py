@@ -65,6 +65,11 @@ class ModelDirectoryError(ValueError):
 
 def read_model_facts(directory: Path) -> ModelFacts:
     """Sizes from ``config.json`` and the headers of ``*.safetensors``. Raises ``ModelDirectoryError``."""
+    if not directory.is_dir():
+        raise ModelDirectoryError(
+            "is not a directory: give a Hugging Face model directory (streamrl downloads nothing; `hf download NAME "
+            "--local-dir DIR` makes one)"
+        )
     if unsafe := unsafe_content(directory):
         raise ModelDirectoryError(unsafe)
     config = read_model_config(directory)

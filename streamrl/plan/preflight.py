@@ -113,15 +113,6 @@ def preflight(recipe: Recipe, kept: RewardsSnapshot | None = None) -> None:
 def check_model(recipe: Recipe) -> CheckedModel:
     """The model's sizes and its context. Raises ``RecipeError`` when the directory is not a whole model."""
     directory = Path(recipe.model.path)
-    if not directory.is_dir():
-        raise RecipeError(
-            [
-                (
-                    f"model.path: {directory} is not a directory: give a Hugging Face model directory "
-                    "(streamrl downloads nothing; `hf download NAME --local-dir DIR` makes one)"
-                )
-            ]
-        )
     try:
         facts = read_model_facts(directory)
     except ModelDirectoryError as error:

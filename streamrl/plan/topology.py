@@ -207,12 +207,13 @@ def rewards_endpoint(topology: Topology) -> str:
 
 
 def read_topology(run_directory: Path) -> Topology:
-    """As the supervisor of the run wrote it. Raises ``OSError``, and ``StreamRLError`` for another file."""
-    path = run_directory / TOPOLOGY_FILE
+    """As the supervisor of the run wrote it. Raises ``StreamRLError`` where there is none, or another file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Topology)
-    except UNDECODABLE as error:
-        raise StreamRLError(f"{path} is not the topology of a run ({error}): give the directory of one") from error
+        return msgspec.json.decode((run_directory / TOPOLOGY_FILE).read_bytes(), type=Topology)
+    except (OSError, *UNDECODABLE) as error:
+        raise StreamRLError(
+            f"{run_directory} is not the directory of a run ({TOPOLOGY_FILE}: {error}): give one, such as runs/latest"
+        ) from error
 
 
 def metrics_endpoint(recipe: Recipe, topology: Topology) -> str:

@@ -214,7 +214,7 @@ class StragglerAwareSize:
         return f"{memory.size} to {best}: {standing}"
 
     def _warning(self) -> str:
-        """What the user is told, once, where no size meets the budget."""
+        """The warning that the user gets, once, where no size meets the budget."""
         memory, smallest = self._memory, self._sizes[0]
         if memory.warned or memory.steps < self._settings.dwell or not sagc.is_out_of_reach(memory, smallest):
             return ""

@@ -29,7 +29,7 @@ ROUND_POLICIES: dict[RoundKind, Callable[[ControlSettings], RoundPolicy]] = {
 }
 
 _ASKED = tuple(sorted(name for name in {*vars(RoundPolicy), *RoundPolicy.__annotations__} if not name.startswith("_")))
-"""What control asks of a policy: without one of them a run would fail hours later, at its first loser or checkpoint."""
+"""What control asks of a policy: a run without one of them would fail hours later, when a checkpoint is written."""
 
 
 def make_round_policy(settings: ControlSettings) -> RoundPolicy:

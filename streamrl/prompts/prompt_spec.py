@@ -20,8 +20,8 @@ from urllib.parse import unquote
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.recipe.problems import nearest
-from streamrl.recipe.toml_text import parse_toml
+from streamrl.recipe.problems import did_you_mean
+from streamrl.recipe.toml_text import value_or_text
 
 _LINE_ENDINGS = (".jsonl", ".ndjson")
 _TABLE_ENDINGS = (".parquet", ".arrow")
@@ -66,8 +66,7 @@ class PromptSpec(msgspec.Struct, frozen=True, kw_only=True):
         every = (*known, *RowForm.__struct_fields__)
         for key in self.options:
             if key not in known:
-                meant = nearest(key, every)
-                hint = f'; did you mean "{meant}"?' if meant else "."
+                hint = did_you_mean(key, every, ".")
                 raise RecipeError([f'prompts "{self.text}": unknown option "{key}"{hint} Options: {", ".join(every)}'])
         return dict(self.options)
 
@@ -120,8 +119,4 @@ def _option(text: str, part: str) -> tuple[str, Any]:
     key, equals, raw = part.partition("=")
     if not key.isidentifier() or not equals:
         raise RecipeError([f'prompts "{text}": "{part}" is no option: write ?key=value&key=value'])
-    raw = unquote(raw)
-    try:
-        return key, parse_toml(f"value = {raw}")["value"]
-    except (ValueError, RecursionError):
-        return key, raw
+    return key, value_or_text(unquote(raw))

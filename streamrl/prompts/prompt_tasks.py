@@ -10,7 +10,7 @@ from typing import Any
 from streamrl.base.errors import RecipeError
 from streamrl.prompts.prompt_rows import BadRow, RowStore
 from streamrl.prompts.prompt_spec import PromptSpec
-from streamrl.recipe.problems import nearest
+from streamrl.recipe.problems import did_you_mean
 from streamrl.recipe.user_code import describe_error
 
 INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
@@ -56,8 +56,7 @@ def _create(spec: PromptSpec, settings: Mapping[str, Any]) -> Any:
         raise RecipeError([f"prompts \"{spec.text}\" need reasoning-gym: pip install 'streamrl[reasoning-gym]'"])
     factory: Any = import_module("reasoning_gym.factory")
     if spec.source not in factory.DATASETS:
-        meant = nearest(spec.source, factory.DATASETS)
-        hint = f'; did you mean "{meant}"?' if meant else ""
+        hint = did_you_mean(spec.source, factory.DATASETS)
         count = len(factory.DATASETS)
         raise RecipeError([f'prompts "{spec.text}": reasoning-gym has no task "{spec.source}" among its {count}{hint}'])
     try:

@@ -21,8 +21,8 @@ def expected(kind: inspect.Type) -> str:
     kind = bare(kind)
     if type(kind) in NUMBERS:
         return NUMBERS[type(kind)][0] + _range(kind)
-    if isinstance(kind, inspect.EnumType):
-        return "one of " + ", ".join(shown(member) for member in kind.cls)
+    if isinstance(kind, inspect.EnumType | inspect.LiteralType):
+        return "one of " + ", ".join(map(shown, kind.cls if isinstance(kind, inspect.EnumType) else kind.values))
     if isinstance(kind, inspect.VarTupleType):
         item = bare(kind.item_type)
         if isinstance(item, inspect.StructType):

@@ -18,7 +18,7 @@ from streamrl.recipe.fields import as_table
 from streamrl.recipe.problems import Origin, problem
 from streamrl.recipe.rewards import PATH_OPTIONS, Reward
 from streamrl.recipe.sections import Recipe
-from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document
+from streamrl.recipe.toml_text import key_lines, parse_toml, toml_document, value_or_text
 
 RULES = "streamrl.rules.rules"
 """Where it is there, its ``broken_rules`` says what does not fit together, its ``foreign_answer`` what a key of another
@@ -108,7 +108,7 @@ def _override(table: dict[str, Any], text: str, problems: list[str]) -> str | No
     if isinstance(target, list):
         problems.append(f"--set {text}: name a key of the item, such as {path.strip()}.weight=2")
         return None
-    target[keys[-1]] = _override_value(raw.strip())
+    target[keys[-1]] = value_or_text(raw.strip())
     return ".".join(keys)
 
 
@@ -123,15 +123,6 @@ def _item(items: list[Any], key: str) -> Any:
     if int(key) == len(items):
         items.append({})
     return items[int(key)]
-
-
-def _override_value(raw: str) -> Any:
-    """A TOML value where ``raw`` is one, otherwise the bare string."""
-    try:
-        parsed = parse_toml(f"value = {raw}")
-    except (ValueError, RecursionError):
-        return raw
-    return parsed["value"] if list(parsed) == ["value"] else raw
 
 
 def _check(table: dict[str, Any], origin: Origin, problems: list[str], directory: Path) -> Recipe:
@@ -175,6 +166,8 @@ def _recipe(checked: CheckedTable) -> Recipe:
 
 
 def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
+    # Absolute now, because ``runs/latest`` is another run once this one has begun.
+    resume_from = _absolute_if_given(recipe.checkpoint.resume_from, Path.cwd())
     return structs.replace(
         recipe,
         model=structs.replace(recipe.model, path=str(_absolute(recipe.model.path, directory))),
@@ -187,7 +180,7 @@ def _resolve_paths(recipe: Recipe, directory: Path) -> Recipe:
         ),
         evaluation=structs.replace(recipe.evaluation, prompts=resolve_spec(recipe.evaluation.prompts, directory)),
         transport=structs.replace(recipe.transport, keys=_absolute_if_given(recipe.transport.keys, directory)),
-        checkpoint=structs.replace(recipe.checkpoint, resume_from=_absolute_to_here(recipe.checkpoint.resume_from)),
+        checkpoint=structs.replace(recipe.checkpoint, resume_from=resume_from),
     )
 
 
@@ -209,11 +202,6 @@ def _is_path(function: str, option: str, value: Any) -> bool:
 
 def _absolute_if_given(path: str, directory: Path) -> str:
     return str(_absolute(path, directory)) if path else path
-
-
-def _absolute_to_here(path: str) -> str:
-    """Absolute now, because ``runs/latest`` is another run once this one has begun."""
-    return _absolute_if_given(path, Path.cwd())
 
 
 def _absolute(path: str, directory: Path) -> Path:

@@ -43,6 +43,12 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def did_you_mean(word: str, candidates: Iterable[str], otherwise: str = "") -> str:
+    """``; did you mean "X"?``, or ``otherwise`` where no candidate is near."""
+    meant = nearest(word, candidates)
+    return f'; did you mean "{meant}"?' if meant else otherwise
+
+
 def problem(origin: Origin, path: str, text: str) -> str:
     """The line for a problem at ``path``."""
     return f"{origin.locate(path)}: {path}: {text}" if path else f"{origin.file}: {text}"

@@ -38,6 +38,15 @@ def parse_toml(text: str) -> dict[str, Any]:
     return table
 
 
+def value_or_text(raw: str) -> Any:
+    """The TOML value that ``raw`` is, otherwise ``raw`` itself."""
+    try:
+        parsed = parse_toml(f"value = {raw}")
+    except (ValueError, RecursionError):
+        return raw
+    return parsed["value"] if list(parsed) == ["value"] else raw
+
+
 def _is_nested_deeper(value: Any, most: int) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(most == 0 or _is_nested_deeper(item, most - 1) for item in inside)

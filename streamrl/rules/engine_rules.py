@@ -36,19 +36,7 @@ def prepared_engine_sets(recipe: Recipe) -> Broken:
             yield Problem("engines.rounds", "has no effect without engines.sets: leave it out, or prepare another set")
         return
     yield from _shapes(recipe)
-    rounds = recipe.rollout.rounds
-    if not recipe.on_policy:
-        yield Problem(
-            "engines.sets",
-            f'does not fit rounds = "{rounds}" at staleness {recipe.rollout.max_staleness}, where one round runs '
-            "into the next and no set may leave: leave engines.sets out, or take rounds that train on-policy",
-        )
-    if recipe.rollout.presubmit:
-        yield Problem(
-            "engines.sets",
-            "does not fit rollout.presubmit, which submits a round before its set of engines serves: "
-            "set presubmit = false, or leave engines.sets out",
-        )
+    yield from _between_rounds(recipe, "engines.sets", "leave engines.sets out")
     if engines.release is not ReleaseKind.NEVER:
         yield Problem(
             "engines.sets",
@@ -177,20 +165,25 @@ def released_engines(recipe: Recipe) -> Broken:
     release, field = recipe.engines.release, "engines.release"
     if release is ReleaseKind.NEVER:
         return
-    said = f'"{release}"'
     if recipe.engines.count < 2:
         yield Problem(
-            field, f'{said} needs an engine that goes on: set engines.count = 2 or more, or release = "never"'
+            field, f'"{release}" needs an engine that goes on: set engines.count = 2 or more, or release = "never"'
         )
+    yield from _between_rounds(recipe, field, 'set release = "never"')
+
+
+def _between_rounds(recipe: Recipe, field: str, remedy: str) -> Broken:
+    """Engines that leave must do so while no request is under way."""
+    rollout = recipe.rollout
     if not recipe.on_policy:
         yield Problem(
             field,
-            f'{said} does not fit rounds = "{recipe.rollout.rounds}" at staleness {recipe.rollout.max_staleness}, '
-            'where one round runs into the next: set release = "never", or rounds that train on-policy',
+            f'does not fit rounds = "{rollout.rounds}" at staleness {rollout.max_staleness}, where one round runs into '
+            f"the next and no engine may leave: {remedy}, or take rounds that train on-policy",
         )
-    if recipe.rollout.presubmit:
+    if rollout.presubmit:
         yield Problem(
             field,
-            f"{said} does not fit rollout.presubmit, which needs all engines while the step ends: "
-            'set presubmit = false, or release = "never"',
+            "does not fit rollout.presubmit, which needs all engines before the next round begins: "
+            f"set presubmit = false, or {remedy}",
         )

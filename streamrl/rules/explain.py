@@ -14,7 +14,7 @@ from streamrl.recipe.algorithms import METHODS
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_in_view, paths_to, written_path
 from streamrl.recipe.objective import Algorithm, Surrogate
-from streamrl.recipe.problems import nearest, shown
+from streamrl.recipe.problems import did_you_mean, shown
 from streamrl.recipe.sections import Recipe
 from streamrl.rules.foreign_keys import foreign_answer
 
@@ -36,8 +36,7 @@ def explain(path: str) -> list[str]:
     known: list[str] = list(sections)
     if section in sections:
         known = [one.partition(".")[2] for one in paths_in_view(Recipe, with_advanced=True) if one.startswith(section)]
-    close = nearest(name if section in sections else section, known)
-    hint = f'; did you mean "{close}"?' if close else "."
+    hint = did_you_mean(name if section in sections else section, known, ".")
     what, names = ("key", f"Keys of [{section}]") if section in sections else ("section", "Sections")
     raise RecipeError([f"{path}: unknown {what}{hint} {names}: {', '.join(known)}"])
 

@@ -147,28 +147,6 @@ FOREIGN_KEYS: dict[str, str] = {
     "lora_alpha": "lora.alpha",
     "target_modules": "lora.targets",
     "lora_dropout": "-adapters are trained without dropout: the policy that is trained is the policy that sampled",
-    # Earlier names of this project
-    "advantage_normalization": "objective.advantages",
-    "importance_cap": "off_policy.cap",
-    "objective": "objective.algorithm",
-    "max_running": "engines.max_num_seqs (and judge.max_num_seqs)",
-    "max_context": "engines.max_model_len (and judge.max_model_len)",
-    "gpu_memory_share": "engines.gpu_memory_utilization (and judge.gpu_memory_utilization)",
-    "tensor_parallel": "engines.tensor_parallel_size",
-    "stall_s": "run.stall_timeout_s",
-    "silent_s": "engines.silence_timeout_s",
-    "stalled_s": "engines.progress_timeout_s",
-    "engine_patience_s": "-an engine that is later than weights.push_timeout_s is started again",
-    "patience_s": "judge.batch_wait_s",
-    "longest_wait_s": "judge.max_wait_s",
-    "yields": "judge.when_idle",
-    "time_limit_s": "rewards.N.timeout_s",
-    "adaptive_limit": "rewards.N.adaptive_timeout",
-    "floor_s": "min_s of rewards.N.adaptive_timeout",
-    "on_late": "rewards.N.on_timeout",
-    "eta_prompts": "tail_batching.prompt_oversampling",
-    "eta_responses": "tail_batching.response_oversampling",
-    "losers": "tail_batching.deferred_prompts",
 }
 """By the last part of a key, or the last parts. An answer that begins with ``-`` says why there is no such key."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import inspect
 import logging
 import os
 import secrets
@@ -17,6 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.base.errors import RecipeError
+from streamrl.recipe.fields import Natural, Positive, PositiveFloat
+from streamrl.rewards.builtin.declared import BadOption, BuiltinReward, Options, declare
 from streamrl.sandbox.asserts import SimpleTest, parse_test, passes, take_apart
 from streamrl.sandbox.cases import (
     CallCase,
@@ -38,7 +39,7 @@ _MOST_CHARACTERS = 300
 _log = logging.getLogger(__name__)
 
 
-class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CodeOptions(Options, frozen=True):
     """Options of the code reward.
 
     ``column``: holds the tests (see ``streamrl.sandbox.cases``). ``entry_point_column``, ``setup_column``:
@@ -63,17 +64,17 @@ class CodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stop_at_first_failure: bool = True
     compare: Comparison = "lines"
     tolerance: float | None = None
-    timeout_s: float = 5.0
+    timeout_s: PositiveFloat = 5.0
     time_limit_is_wrong: bool = True
-    memory_mb: int = 512
-    output_mb: int = 8
-    scratch_mb: int = 16
-    processes: int = 1
-    threads: int = 16
-    open_files: int = 64
-    stack_mb: int = 64
+    memory_mb: Positive = 512
+    output_mb: Positive = 8
+    scratch_mb: Positive = 16
+    processes: Positive = 1
+    threads: Positive = 16
+    open_files: Positive = 64
+    stack_mb: Positive = 64
     forgeable: bool = True
-    concurrency: int = 0
+    concurrency: Natural = 0
     allow_unsandboxed: bool = False
 
 
@@ -113,18 +114,9 @@ class CodeReward:
 
     def __init__(self, options: CodeOptions, sandbox: Sandbox) -> None:
         self.options = options
-        self.__name__ = self.__qualname__ = "code"
         self._sandbox = sandbox
         self._slots = asyncio.Semaphore(options.concurrency or len(os.sched_getaffinity(0)))
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        self.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter("completion", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                inspect.Parameter(options.column, keyword),
-                inspect.Parameter(options.entry_point_column, keyword, default=None),
-                inspect.Parameter(options.setup_column, keyword, default=None),
-            ]
-        )
+        declare(self, columns=[options.column], optional=[options.entry_point_column, options.setup_column])
 
     async def __call__(self, completion: str, **columns: Any) -> float | None:
         """The value. Raises ``ValueError`` for tests that are none, ``SandboxError``, and ``TimeoutError`` where
@@ -267,39 +259,15 @@ def _outcome(end: CaseEnd, report: RunReport, message: str, inside: bool = False
     return CaseOutcome(end, report.seconds, report.cpu_seconds, message, inside)
 
 
-def code_reward(**options: Any) -> CodeReward:
-    """The reward function that runs code; the options are those of ``CodeOptions``.
-
-    Raises ``RecipeError`` for options that are none, and where this machine cannot isolate the code and
-    ``allow_unsandboxed`` is not set.
-    """
-    try:
-        read = msgspec.convert(options, CodeOptions)
-    except msgspec.ValidationError as error:
-        raise RecipeError([f'reward "code": {error}: correct rewards.options']) from error
-    if read.compare == "exact" and read.tolerance is not None:
-        raise RecipeError(
-            [
-                (
-                    f'reward "code": rewards.options.tolerance = {read.tolerance:g} has no effect with '
-                    'rewards.options.compare = "exact": leave it out, or write compare = "lines" or "tokens"'
-                )
-            ]
+def _code(options: CodeOptions) -> CodeReward:
+    """Raises ``RecipeError`` where this machine cannot isolate the code and ``allow_unsandboxed`` is not set."""
+    if options.compare == "exact" and options.tolerance is not None:
+        raise BadOption(
+            f'"tolerance" = {options.tolerance:g} has no effect with compare = "exact": leave it out, or write '
+            'compare = "lines" or "tokens"'
         )
-    for name in (
-        "timeout_s",
-        "memory_mb",
-        "output_mb",
-        "scratch_mb",
-        "processes",
-        "threads",
-        "open_files",
-        "stack_mb",
-    ):
-        if getattr(read, name) <= 0:
-            raise RecipeError([f'reward "code": rewards.options.{name} = {getattr(read, name)} must be above 0'])
     found = available_layers()
-    if not read.allow_unsandboxed:
+    if not options.allow_unsandboxed:
         require_isolation(found)
     elif not found.isolating:
         _log.warning(
@@ -307,7 +275,7 @@ def code_reward(**options: Any) -> CodeReward:
             "user %d can: read and delete files, use the network, signal processes",
             os.getuid(),
         )
-    return CodeReward(read, Sandbox(ALL_LAYERS))
+    return CodeReward(options, Sandbox(ALL_LAYERS))
 
 
 def require_isolation(found: LayersFound) -> None:
@@ -325,3 +293,6 @@ def require_isolation(found: LayersFound) -> None:
             )
         ]
     )
+
+
+CODE = BuiltinReward("code", CodeOptions, _code)

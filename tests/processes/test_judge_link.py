@@ -14,8 +14,8 @@ from streamrl.base.messages import EngineLoad
 from streamrl.base.run_events import RunFinished, StepFinished
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
+from streamrl.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.judge.link import JudgeLink
-from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.plan.topology import JUDGE, Topology, plan_topology
 from streamrl.recipe.judge import Judge
 from streamrl.recipe.rewards import Reward

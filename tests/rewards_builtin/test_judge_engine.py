@@ -18,7 +18,7 @@ import pytest
 
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
-from streamrl.judge.messages import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
+from streamrl.judge.gate import ActorLoad, JudgeEvent, JudgeOrder, JudgeReady, JudgeReport
 from streamrl.plan.topology import JUDGE, Topology, judge_socket, plan_topology
 from streamrl.recipe.judge import JUDGE_MODEL, JUDGE_SOCKET, Judge
 from streamrl.recipe.load import dump_recipe

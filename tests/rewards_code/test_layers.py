@@ -102,16 +102,16 @@ def test_without_a_layer_the_reward_is_refused(monkeypatch: pytest.MonkeyPatch, 
     nothing = LayersFound((), {"namespaces": "Operation not permitted", "seccomp": "no such call"})
     monkeypatch.setattr(reward, "available_layers", lambda: nothing)
     with pytest.raises(RecipeError, match=r"Operation not permitted.*allow_unsandboxed = true"):
-        reward.code_reward()
+        reward.CODE()
     with caplog.at_level(logging.WARNING):
-        reward.code_reward(allow_unsandboxed=True)
+        reward.CODE(allow_unsandboxed=True)
     assert "WITHOUT A SANDBOX" in caplog.text
 
 
 def test_with_a_layer_it_is_not(caplog: Any) -> None:
     require_isolation(LayersFound(("seccomp",), {"namespaces": "no"}))
     with caplog.at_level(logging.WARNING):
-        reward.code_reward(allow_unsandboxed=True)
+        reward.CODE(allow_unsandboxed=True)
     assert not caplog.text
 
 
@@ -124,7 +124,7 @@ def test_another_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"time_limit": 3}, {"timeout_s": "x"}, {"memory_mb": 0}, {"value": "some"}])
 def test_wrong_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
-        reward.code_reward(**options)
+        reward.CODE(**options)
 
 
 @pytest.mark.parametrize(("machine", "header"), HEADERS, ids=["x86-64", "aarch64"])

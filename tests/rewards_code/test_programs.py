@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.base.errors import RecipeError
 from streamrl.sandbox.cases import ProgramCase, SnippetCase, extract_code, read_cases, same_output
-from streamrl.sandbox.reward import CaseEnd, CodeOptions, CodeReward, code_reward
+from streamrl.sandbox.reward import CODE, CaseEnd, CodeOptions, CodeReward
 from streamrl.sandbox.sandbox import Sandbox
 from streamrl.sandbox.values import same_result
 
@@ -150,8 +150,8 @@ async def test_outputs(given: str, expected: str, options: dict[str, Any], same:
 
 
 async def test_exact_outputs_and_a_tolerance_contradict_each_other() -> None:
-    with pytest.raises(RecipeError, match=r'tolerance = 1e-06 has no effect with .*compare = "exact"'):
-        code_reward(compare="exact", tolerance=1e-6)
+    with pytest.raises(RecipeError, match=r'"tolerance" = 1e-06 has no effect with compare = "exact"'):
+        CODE(compare="exact", tolerance=1e-6)
 
 
 @pytest.mark.parametrize(

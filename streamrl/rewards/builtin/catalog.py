@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from streamrl.judge.reward import JUDGE
-from streamrl.rewards.builtin.declared import RewardCallable
+from streamrl.rewards.builtin.declared import BuiltinReward, RewardCallable
 from streamrl.rewards.builtin.length import LENGTH, OVERLONG
 from streamrl.rewards.builtin.mathematics import MATH
 from streamrl.rewards.builtin.reasoning_gym_task import REASONING_GYM
@@ -22,8 +22,8 @@ from streamrl.rewards.builtin.text import EXACT, FORMAT, REGEX
 
 def code(**options: Any) -> RewardCallable:
     """The program of a completion against test cases, in the sandbox, which is imported when a recipe asks for it."""
-    make: Any = import_module("streamrl.sandbox.reward").code_reward
-    return make(**options)  # type: ignore[no-any-return]
+    reward: BuiltinReward = import_module("streamrl.sandbox.reward").CODE
+    return reward(**options)
 
 
 BUILTIN: Mapping[str, Callable[..., RewardCallable]] = {

@@ -15,7 +15,7 @@ import msgspec
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.check_fields import expected
 from streamrl.recipe.fields import keys_of
-from streamrl.recipe.problems import nearest, shown
+from streamrl.recipe.problems import did_you_mean, shown
 
 RewardCallable = Callable[..., Any]
 """``function(completion, **columns)``, or a coroutine function of that form."""
@@ -62,8 +62,7 @@ class BuiltinReward:
         for key, value in options.items():
             place = f'reward "{self.name}": option "{key}"'
             if key not in fields:
-                meant = nearest(key, fields)
-                hint = f'; did you mean "{meant}"?' if meant else "."
+                hint = did_you_mean(key, fields, ".")
                 yield f"{place} is unknown{hint} Its options: {', '.join(fields) or 'none'}"
                 continue
             try:
