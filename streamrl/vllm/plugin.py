@@ -131,7 +131,7 @@ def watch_after_loading() -> None:
         return
 
     def watched(model: Any, *arguments: Any, **options: Any) -> None:
-        from streamrl.weights.vllm.load_plan_layouts import observe_after_loading
+        from streamrl.weights.vllm.load_plan_reload import observe_after_loading
 
         observe_after_loading(model, lambda: original(model, *arguments, **options))
 

@@ -22,7 +22,7 @@ from streamrl.weights.vllm import load_plan_reload  # noqa: E402
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
 from streamrl.weights.vllm.live_weights_layers import LiveLayers  # noqa: E402
 from streamrl.weights.vllm.load_plan import record_load_plan  # noqa: E402
-from streamrl.weights.vllm.load_plan_layouts import observe_after_loading  # noqa: E402
+from streamrl.weights.vllm.load_plan_reload import observe_after_loading  # noqa: E402
 
 ROWS, COLUMNS = 4, 8
 TENSORS = {

@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from streamrl.weights.vllm.live_weights import LiveWeights, count_routes  # noqa: E402
-from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, record_load_plan  # noqa: E402
-from streamrl.weights.vllm.load_plan_layouts import fit_rectangles, observe_after_loading  # noqa: E402
+from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, fit_rectangles, record_load_plan  # noqa: E402
+from streamrl.weights.vllm.load_plan_reload import observe_after_loading  # noqa: E402
 
 ROWS, COLUMNS = 6, 8
 TENSORS = {

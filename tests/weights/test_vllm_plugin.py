@@ -60,20 +60,3 @@ def test_a_worker_can_start_where_numba_was_imported() -> None:
         assert numba.njit(lambda x: x + 1)(1) == 2
     """)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_places_of_packed_experts_are_those_where_vllm_puts_them(dtype: str) -> None:
-    torch, operations = pytest.importorskip("torch"), pytest.importorskip("vllm._custom_ops")
-    import numpy as np
-
-    from streamrl.weights.vllm.load_plan_layouts import _permutation_of_experts
-
-    shape = (3, 320, 224)  # 71,680 elements an expert: more than 16 bits count
-    experts = torch.nn.Parameter(torch.randn(shape).to(getattr(torch, dtype)), requires_grad=False)
-    packed = operations.cpu_prepack_moe_weight(experts.data, "vec").view(-1)
-    places = _permutation_of_experts("experts", experts, "vec").runtime_elements(np.arange(experts.numel()))
-    assert torch.equal(packed[torch.from_numpy(places)], experts.view(-1))
-    assert not torch.equal(packed, experts.view(-1)), "vLLM did not pack: this test says nothing"

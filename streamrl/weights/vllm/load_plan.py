@@ -3,14 +3,14 @@
 The model's own ``load_weights`` is run once over meta tensors under a dispatch mode that records the
 source view and the destination view of each copy and suppresses the write. Each pair is an affine map from
 flat checkpoint positions to runtime elements: fused projections, tensor-parallel shards, experts and tied
-embeddings need no code of their own. Where the engine rearranged a parameter after loading it, the map is carried on to
-the places that it has now (``load_plan_layouts``). Where it packed or quantised a layer, the map leads to what that was
-loaded as, and the layer is rebuilt from there (``load_plan_reload``). What is no such copy is refused by name.
+embeddings need no code of their own. Where the engine packed, rearranged or quantised a layer after loading it, the map
+leads to what that was loaded as, and the layer is rebuilt from there (``load_plan_reload``). What is no such copy is
+refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import PositionArray
 from streamrl.weights.pull.replica import TensorSpec
-from streamrl.weights.vllm.load_plan_layouts import BlockPermutation, fit_rectangles, permutations_of
-from streamrl.weights.vllm.load_plan_reload import ReloadedLayer, reloaded_layers
+from streamrl.weights.vllm.load_plan_reload import ReloadedLayer, refuse_unreachable, reloaded_layers
 
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _EXACT = {  # (published, runtime): how the runtime type holds every published bit pattern
@@ -114,7 +113,7 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
     parameters among them), one that was rearranged after loading in a way that is not known.
     """
     layers = reloaded_layers(model)
-    permutations = permutations_of(model, layers.keys())
+    refuse_unreachable(model, layers.keys())
     sources = without_values(tensors)
     with ExitStack() as loading:
         for layer in layers.values():
@@ -126,14 +125,12 @@ def record_load_plan(model: torch.nn.Module, tensors: Mapping[str, TensorSpec]) 
         loading.enter_context(recorder)
         run_loader(model, sources)
         _check_same_memory(model, parameters)
-    carry = _Carrier(permutations)
     routes: dict[str, list[Route]] = {name: [] for name in tensors}
-    for name, loaded in recorder.routes:
-        _check_exact(tensors[name], loaded.parameter, parameters[loaded.parameter])
-        route = carry.to_runtime(name, loaded)
+    for name, route in recorder.routes:
+        _check_exact(tensors[name], route.parameter, parameters[route.parameter])
         if route not in routes[name]:  # a loader may write a tied tensor twice
             routes[name].append(route)
-    _check_covered(parameters, routes, recorder.filled, permutations.keys())
+    _check_covered(parameters, routes, recorder.filled)
     storages = {name: _flat_storage(parameter) for name, parameter in parameters.items() if not parameter.is_meta}
     owners = {name: name.rpartition(".")[0] for name, parameter in parameters.items() if parameter.is_meta}
     rebuilt = {name: layers[owner] for name, owner in owners.items() if owner in layers}
@@ -300,34 +297,30 @@ def _fit(tensor: str, parameter: str, source: PositionArray, runtime: PositionAr
     )
 
 
-class _Carrier:
-    """Carries routes on from the places that the loader writes to those where a packed parameter keeps them."""
+def fit_rectangles(
+    first: PositionArray, second: PositionArray
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """Sizes, and strides in ``first`` and in ``second``, of one lattice that both int64 [n] walk in step.
 
-    def __init__(self, permutations: Mapping[str, BlockPermutation]) -> None:
-        self._permutations = permutations
-        self._fitted: dict[tuple[int, Rectangle, Rectangle], tuple[Rectangle, Rectangle]] = {}
-
-    def to_runtime(self, tensor: str, route: Route) -> Route:
-        permutation = self._permutations.get(route.parameter)
-        if permutation is None:
-            return route
-        block, first = divmod(route.runtime.offset, permutation.places.size)
-        source, target = (
-            _moved(route.checkpoint, -route.checkpoint.offset),
-            _moved(route.runtime, first - route.runtime.offset),
-        )
-        key = (id(permutation), source, target)  # experts are alike: fitted once
-        if key not in self._fitted:
-            elements = permutation.runtime_elements(target.positions())
-            fitted = _fit(tensor, route.parameter, source.positions(), elements)
-            self._fitted[key] = fitted.checkpoint, fitted.runtime
-        source, target = self._fitted[key]
-        runtime = _moved(target, block * permutation.places.size)
-        return Route(route.parameter, _moved(source, route.checkpoint.offset), runtime)
-
-
-def _moved(rectangle: Rectangle, by: int) -> Rectangle:
-    return Rectangle(rectangle.offset + by, rectangle.sizes, rectangle.strides)
+    Both begin at their first element. None when there is no such lattice with strides of at least 0.
+    """
+    dimensions: list[tuple[int, int, int]] = []
+    while first.size > 1:
+        steps, others = np.diff(first), np.diff(second)
+        broken = np.flatnonzero((steps != steps[0]) | (others != others[0]))
+        run = int(broken[0]) + 1 if broken.size else first.size
+        if first.size % run or steps[0] < 0 or others[0] < 0:
+            return None
+        for walk, step in ((first, steps[0]), (second, others[0])):
+            if not np.array_equal(
+                walk.reshape(-1, run) - walk[::run, None],
+                np.broadcast_to(np.arange(run) * step, (walk.size // run, run)),
+            ):
+                return None
+        dimensions.insert(0, (run, int(steps[0]), int(others[0])))
+        first, second = first[::run], second[::run]
+    dimensions = dimensions or [(1, 1, 1)]
+    return tuple(d[0] for d in dimensions), tuple(d[1] for d in dimensions), tuple(d[2] for d in dimensions)
 
 
 def _rectangle(view: torch.Tensor) -> Rectangle:
@@ -393,12 +386,8 @@ def _check_covered(
     parameters: Mapping[str, torch.nn.Parameter],
     routes: Mapping[str, Sequence[Route]],
     filled: Sequence[tuple[str, Rectangle]],
-    packed: Container[str],
 ) -> None:
-    """Every element of every parameter is written by one published tensor, or by a constant fill.
-
-    What packing added to a parameter is neither; it holds zeros.
-    """
+    """Every element of every parameter is written by one published tensor, or by a constant fill."""
     written_by: dict[str, list[Rectangle]] = {name: [] for name in parameters}
     for ways in routes.values():
         for route in ways:
@@ -425,7 +414,7 @@ def _check_covered(
             written.as_strided(part.sizes, part.strides, part.offset).fill_(True)
         own = written.as_strided(tuple(parameter.shape), tuple(parameter.stride()), int(parameter.storage_offset()))
         missing = own.numel() - int(own.count_nonzero())
-        if missing and not (name in packed and not parameter.detach().cpu()[~own].count_nonzero()):
+        if missing:
             raise WeightError(
                 f"no published tensor covers {missing} of {own.numel()} elements of runtime parameter {name!r} "
                 f"(shape {tuple(parameter.shape)})"

@@ -13,7 +13,7 @@ import torch
 from streamrl.vllm.options import EngineOptions
 from streamrl.weights.pull.replica import TensorSpec
 from streamrl.weights.vllm.load_plan import record_load_plan, run_loader, without_values
-from streamrl.weights.vllm.load_plan_layouts import observe_after_loading
+from streamrl.weights.vllm.load_plan_reload import observe_after_loading
 from streamrl.weights.vllm_names import engine_environment
 
 

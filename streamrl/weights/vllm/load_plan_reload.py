@@ -1,4 +1,10 @@
-"""Layers that vLLM packs or quantises after loading them: rebuilt as they were loaded, into the memory they have.
+"""What vLLM does to a model after loading it, and the layers that are made again for that reason.
+
+A load plan is recorded on the layout that the model's loader writes. What vLLM does to a parameter after that (packing,
+transposing, quantising, tensors derived from it) is invisible there: a delta would be written to wrong places, and read
+back without a fault. So the plugin compares every parameter before and after that step.
+
+Layers that vLLM packs or quantises after loading them: rebuilt as they were loaded, into the memory they have.
 
 The load plan of such a layer leads to its parameters *as its loader sees them* (bfloat16 weights, say), which the
 engine keeps no longer. They are made again from checkpoint bits, the layer's own ``process_weights_after_loading`` is
@@ -11,21 +17,35 @@ vLLM notes, when it makes a model, what each parameter was like before loading. 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from streamrl.base.errors import WeightError
-from streamrl.weights.vllm.load_plan_layouts import REMEDY, AfterLoading, after_loading, has_known_layout, place_sum
 
+REMEDY = "Start its engines without what does that (another quantization, attention or expert backend)"
+_ATTRIBUTE = "streamrl_after_loading"
+_BLOCK = 1 << 20  # 64-bit words digested at once
 _NOTES = "vllm.model_executor.model_loader.reload.layerwise"
 _ONLINE_LOADER = "online_process_loader"
 _ROW_WORDS = 1024
 _FINISHED = "_already_called_process_weights_after_loading"
 _KEPT = frozenset({"bias"})
 """Parameters that are never replaced after loading: plain copies reach them."""
+
+
+class AfterLoading(msgspec.Struct, frozen=True):
+    """What the engine did to a model between loading its weights and serving them.
+
+    ``rearranged``: runtime parameters whose bits changed. ``derived``: tensors that were made or changed and are no
+    parameters (they would keep the old weights), as ``module.attribute``.
+    """
+
+    rearranged: frozenset[str]
+    derived: frozenset[str]
 
 
 class ReloadedLayer:
@@ -102,7 +122,7 @@ class ReloadedLayer:
         derived = dict(_plain_tensors(self._module))
         with torch.no_grad(), self.as_loaded({n: _as_parameter(self.loading[n], t) for n, t in loaded.items()}):
             self._module.__dict__.pop(_FINISHED, None)
-            self._module.quant_method.process_weights_after_loading(self._module)  # type: ignore[union-attr,operator]
+            _process_weights(self._module)
             if hasattr(self._module, "update_param_tp_status"):
                 self._module.update_param_tp_status()  # type: ignore[operator]
             built = dict(self._tensors())
@@ -131,6 +151,56 @@ class ReloadedLayer:
                 )
 
 
+def observe_after_loading(model: torch.nn.Module, finish_loading: Callable[[], None]) -> None:
+    """Run ``finish_loading`` and note on the model what it did to its parameters (for ``after_loading``)."""
+    parameters, others = dict(digests(model.named_parameters())), dict(digests(_other_tensors(model)))
+    finish_loading()
+    after = dict(digests(model.named_parameters()))
+    noted = AfterLoading(
+        rearranged=frozenset(name for name, digest in after.items() if parameters.get(name) != digest),
+        derived=frozenset(name for name, digest in digests(_other_tensors(model)) if others.get(name) != digest),
+    )
+    setattr(model, _ATTRIBUTE, noted)
+
+
+def after_loading(model: torch.nn.Module) -> AfterLoading:
+    """What was noted when the model was loaded.
+
+    A model without vLLM's layers needs no note: nothing rearranges it. Raises ``WeightError`` for one that has them
+    and was loaded without streamrl's plugin.
+    """
+    noted: AfterLoading | None = getattr(model, _ATTRIBUTE, None)
+    if noted is not None:
+        return noted
+    layer = next((name or "<root>" for name, module in model.named_modules() if hasattr(module, "quant_method")), None)
+    if layer is not None:
+        raise WeightError(
+            f"nobody watched how layer {layer!r} was rearranged after loading: start the engine with streamrl's vLLM "
+            "plugin (VLLM_PLUGINS=streamrl, STREAMRL_ENGINE=1) and one of vLLM's weight loaders that read a checkpoint"
+        )
+    return AfterLoading(frozenset(), frozenset())
+
+
+def refuse_unreachable(model: torch.nn.Module, reloaded: Container[str]) -> None:
+    """Raise ``WeightError`` naming a tensor that the engine changed or made after loading, and that neither a copy nor
+    a rebuild of a layer reaches. ``reloaded``: modules that are rebuilt."""
+    noted = after_loading(model)
+    derived = [name for name in noted.derived if name.rpartition(".")[0] not in reloaded]
+    if derived:
+        raise WeightError(
+            f"{min(derived)!r} (one of {len(derived)}) was computed from weights after they were loaded, "
+            f"and would keep the old ones: updates of this model cannot be applied in place. {REMEDY}"
+        )
+    rearranged = [name for name in noted.rearranged if name.rpartition(".")[0] not in reloaded]
+    if rearranged:
+        name = min(rearranged)
+        method = getattr(model.get_submodule(name.rpartition(".")[0]), "quant_method", None)
+        raise WeightError(
+            f"runtime parameter {name!r} is rearranged after loading by {type(method).__name__}, and vLLM noted "
+            f"nothing to load that layer by again: updates of this model cannot be applied in place. {REMEDY}"
+        )
+
+
 def reloaded_layers(model: torch.nn.Module) -> dict[str, ReloadedLayer]:
     """By module, the layers that plain copies do not reach. Those of which no note is there are left out."""
     noted = after_loading(model)
@@ -138,7 +208,7 @@ def reloaded_layers(model: torch.nn.Module) -> dict[str, ReloadedLayer]:
     for name, module in model.named_modules():
         loading = loading_parameters(module)
         finishes = hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
-        if loading and finishes and not _reached_by_copies(model, name, module, loading, noted):
+        if loading and finishes and not _reached_by_copies(name, module, loading, noted):
             found[name] = ReloadedLayer(name, module, loading)
     return found
 
@@ -174,7 +244,6 @@ def _unwrap_loader(parameter: Any) -> None:
 
 
 def _reached_by_copies(
-    model: torch.nn.Module,
     name: str,
     module: torch.nn.Module,
     loading: Mapping[str, torch.Tensor],
@@ -184,12 +253,20 @@ def _reached_by_copies(
     if any(derived.rpartition(".")[0] == name for derived in noted.derived):
         return False
     mine = {attribute: p for attribute, p in module._parameters.items() if p is not None and attribute not in _KEPT}
-    changed = [f"{prefix}{attribute}" for attribute in mine if f"{prefix}{attribute}" in noted.rearranged]
-    if changed:
-        return all(has_known_layout(model, parameter) for parameter in changed)
+    if any(f"{prefix}{attribute}" in noted.rearranged for attribute in mine):
+        return False
     if getattr(module.quant_method, "uses_meta_device", False):
         return False
     return _forms(mine) == _forms(loading)
+
+
+def _process_weights(module: Any) -> None:
+    """Run the layer's own ``process_weights_after_loading``, all of it: vLLM's method for plain experts leaves out what
+    their kernel does with the weights (packs them, on CPU) whenever the kernel is there already."""
+    method, kernel = module.quant_method, getattr(module.quant_method, "moe_kernel", None)
+    method.process_weights_after_loading(module)
+    if kernel is not None and type(method).__name__ == "UnquantizedFusedMoEMethod":
+        kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _as_parameter(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -221,3 +298,34 @@ def _quick_digest(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of more than one element that the modules keep besides their parameters."""
+    for name, module in model.named_modules():
+        for attribute, value in [*vars(module).items(), *module._buffers.items()]:
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter) and value.numel() > 1:
+                yield f"{name}.{attribute}", value
+
+
+def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """By name: shape, strides, type and a 64-bit sum over places and values, on the tensor's device."""
+    for name, tensor in tensors:
+        total = 0 if tensor.is_meta else place_sum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        yield name, (*tensor.shape, *tensor.stride(), hash(str(tensor.dtype)), total)
+
+
+def place_sum(content: torch.Tensor) -> int:
+    """A 64-bit sum over places and values of ``content``: uint8, flat; taken as words of 64 bits, the rest as bytes."""
+    whole = content.numel() // 8 * 8 if content.data_ptr() % 8 == 0 else 0
+    total = 0
+    for words in (content[:whole].view(torch.int64), content[whole:]):
+        if not words.numel():
+            continue
+        places = torch.arange(min(words.numel(), _BLOCK), dtype=torch.int64, device=content.device)
+        factors = (2 * places + 1) * 0x9E3779B97F4A7C1
+        for start in range(0, words.numel(), _BLOCK):
+            block = words[start : start + _BLOCK]
+            mixed = block.to(torch.int64) * factors[: block.numel()]
+            total = (total * 1000003 + int((mixed ^ (mixed >> 29)).sum())) % 2**64
+    return total
