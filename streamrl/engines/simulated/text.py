@@ -13,7 +13,6 @@ from streamrl.base.errors import RecipeError
 from streamrl.base.messages import Generate
 from streamrl.base.types import FloatArray, TokenArray, float_array, token_array
 from streamrl.engines.resumption import remaining_tokens
-from streamrl.prompts.tokenizer import Tokenizer
 
 FIRST_STOP = 0.25
 """Chance that a completion begins with a full stop: an empty answer."""
@@ -47,6 +46,21 @@ class Draft(msgspec.Struct, frozen=True, eq=False):
     token_ids: TokenArray
     logprobs: FloatArray
     ends: bool
+
+
+class Vocabulary(Protocol):
+    """What sentences are made of: a part of ``prompts.tokenizer.Tokenizer``."""
+
+    eos_token_ids: tuple[int, ...]
+    vocabulary_size: int
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids of ``text``."""
+        ...
+
+    def decode(self, token_ids: TokenArray) -> str:
+        """The text of ``token_ids``."""
+        ...
 
 
 class SampledText(Protocol):
@@ -124,7 +138,7 @@ class Sentences:
         return Draft(tokens, logprobs, previous == self._end_token)
 
 
-def sentences_of(tokenizer: Tokenizer) -> Sentences:
+def sentences_of(tokenizer: Vocabulary) -> Sentences:
     """Sentences of the first tokens that ``tokenizer`` decodes to text, ended by its own end token.
 
     Raises ``RecipeError`` where it has no end token or next to no text.
