@@ -12,9 +12,10 @@ import msgspec
 from campaigns.fuzz.execution import Target
 from campaigns.fuzz.seeds import MSGPACK, PLAIN, Seed, fixed_fields, message, seed
 from streamrl.base import messages as says
-from streamrl.base import reward_changes
+from streamrl.base import reward_changes, run_events
 from streamrl.base import stage_messages as stage
 from streamrl.base.errors import WireError
+from streamrl.base.run_events import ParentMessage
 from streamrl.base.types import (
     Completion,
     FinishReason,
@@ -28,8 +29,6 @@ from streamrl.comm.wire import WireCodec, WireLimits, pack_header, parse_header
 from streamrl.judge import gate as judge_gate
 from streamrl.recipe.rewards import Reward
 from streamrl.remote import control_protocol
-from streamrl.supervise import supervisor_orders
-from streamrl.supervise.supervisor_orders import ParentMessage
 
 _RAW_FROM = 256  # bytes: small arrays travel in frames of their own too
 _HEADER = fixed_fields(4, 2, 1, 1, 8)
@@ -82,7 +81,7 @@ def _codecs() -> list[tuple[WireCodec[Any], Sequence[Any]]]:
     unions = [says.EngineOrder, says.EngineEvent, says.TrainingOrder, says.TrainingEvent, ParentMessage]
     unions += [stage.RewardOrder, stage.RewardResult, reward_changes.RewardRequest, reward_changes.RewardReply]
     unions += [getattr(judge_gate, n) for n in dir(judge_gate) if n.endswith(("Order", "Event", "Report"))]
-    unions += [getattr(supervisor_orders, name) for name in dir(supervisor_orders) if name.endswith("Order")]
+    unions += [getattr(run_events, name) for name in dir(run_events) if name.endswith("Order")]
     return [
         (WireCodec(union, limits, raw_frame_bytes=_RAW_FROM), [example(one) for one in get_args(union) or (union,)])
         for union in unions

@@ -14,7 +14,7 @@ import msgspec
 
 from streamrl.base.messages import EngineReady
 from streamrl.base.reward_changes import RewardReply
-from streamrl.base.run_events import RunEvent, RunWarning
+from streamrl.base.run_events import ParentMessage, RunEvent, RunWarning
 from streamrl.base.types import Prompt, token_array
 from streamrl.control.actions import Decision
 from streamrl.elastic.elastic_engines import OTHER_SET, ElasticEngines, engine_sizes, set_chooser
@@ -39,7 +39,6 @@ from streamrl.run.trainer_ranks import TrainerRanks
 from streamrl.stages.attached_rewards import AttachedRewards
 from streamrl.stages.reward import RewardStage
 from streamrl.stages.rollout import RolloutStage
-from streamrl.supervise.supervisor_orders import ParentMessage
 from streamrl.supervise.watchdog import Watchdog
 from streamrl.sync.verify import canary_of
 from streamrl.sync.weight_sync import WeightSync

@@ -24,7 +24,16 @@ import anyio.to_thread
 
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
 from streamrl.base.reward_changes import ListRewards, RewardReply
-from streamrl.base.run_events import RunEvent, RunFinished, RunProgress, StepFinished
+from streamrl.base.run_events import (
+    KillEngine,
+    ParentMessage,
+    RunEvent,
+    RunFinished,
+    RunProgress,
+    StartEngine,
+    StepFinished,
+    StopEngine,
+)
 from streamrl.base.whole_files import make_directory, write_durable, write_link
 from streamrl.comm.stream import ReceiveStream
 from streamrl.comm.zmq_stream import zmq_receiver
@@ -45,7 +54,6 @@ from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.exit_reason import failures
 from streamrl.supervise.supervisor import Supervisor
-from streamrl.supervise.supervisor_orders import KillEngine, ParentMessage, StartEngine, StopEngine
 from streamrl.supervise.watchdog import ask_for_stacks
 
 log = logging.getLogger(__name__)

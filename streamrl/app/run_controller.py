@@ -58,6 +58,7 @@ from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.base.reward_changes import RewardReply, RewardsListed
 from streamrl.base.run_events import (
     EvaluationFinished,
+    ParentMessage,
     RunEvent,
     RunFinished,
     RunStarted,
@@ -93,7 +94,6 @@ from streamrl.run.controller import Controller
 from streamrl.run.run_record import RunRecord, open_record
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.supervise.child import ChildContext
-from streamrl.supervise.supervisor_orders import ParentMessage
 from streamrl.supervise.watchdog import Watchdog
 from streamrl.sync.verify import WeightAudit
 from streamrl.vllm.options import expected_room, installed_device

@@ -1,10 +1,12 @@
-"""What a run tells its parent, and that its observers: the items of the ``steps`` stream."""
+"""The items of the ``steps`` stream: what a run tells its parent, and that its observers; what it orders of the
+supervisor, whose the processes are; answers to changes of rewards."""
 
 from __future__ import annotations
 
 from msgspec import structs
 
 from streamrl.base.messages import Message
+from streamrl.base.reward_changes import RewardReply
 
 
 class StartProgress(Message, frozen=True):
@@ -152,3 +154,32 @@ RunEvent = (
     | StallSeen
     | RunFinished
 )
+
+
+class StopEngine(Message, frozen=True):
+    """The host of ``engine`` serves nothing any more, and its end is no death. It was ordered to end: the supervisor
+    ends it when it has not done so after ``patience_s``."""
+
+    engine: str
+    patience_s: float = 0.0
+
+
+class StartEngine(Message, frozen=True):
+    """Start the host of ``engine`` again, which was stopped."""
+
+    engine: str
+
+
+class KillEngine(Message, frozen=True):
+    """The host of ``engine`` makes no progress (``reason``): end it as a death would, so that another is started in its
+    place. Only the host that is meant: by its ``pid``, or (0: it never said one) the one that was started
+    ``older_than_s`` ago or earlier."""
+
+    engine: str
+    reason: str
+    pid: int = 0
+    older_than_s: float = 0.0
+
+
+SupervisorOrder = StopEngine | StartEngine | KillEngine
+ParentMessage = RunEvent | SupervisorOrder | RewardReply

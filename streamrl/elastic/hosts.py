@@ -9,12 +9,12 @@ from typing import cast
 import anyio
 
 from streamrl.base.errors import EngineError, StreamBroken
+from streamrl.base.run_events import StartEngine, StopEngine, SupervisorOrder
 from streamrl.engines.engine import Engine
 from streamrl.engines.pool import EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.sections import Recipe
-from streamrl.supervise.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
 from streamrl.vllm.options import installed_device
 
 PATIENCE_SECONDS = 20.0

@@ -18,13 +18,12 @@ from anyio.abc import TaskGroup, TaskStatus
 from streamrl.base.concurrent_calls import start_unless_ending
 from streamrl.base.errors import EngineError
 from streamrl.base.messages import EngineReady
-from streamrl.base.run_events import EngineBack, EngineLost
+from streamrl.base.run_events import EngineBack, EngineLost, KillEngine, StopEngine, SupervisorOrder
 from streamrl.engines.engine import Engine, WeightPush
 from streamrl.engines.pool import LOST, EnginePool
 from streamrl.engines.remote_engine import RemoteEngine
 from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.sections import Engines
-from streamrl.supervise.supervisor_orders import KillEngine, StopEngine, SupervisorOrder
 
 LOOK_S = 0.5
 LONGEST_LOOK_S = 2.0

@@ -6,9 +6,9 @@ import logging
 
 import anyio
 
+from streamrl.base.run_events import KillEngine, StartEngine, StopEngine, SupervisorOrder
 from streamrl.plan.topology import Role
 from streamrl.supervise.supervisor import Supervisor
-from streamrl.supervise.supervisor_orders import KillEngine, StartEngine, StopEngine, SupervisorOrder
 
 log = logging.getLogger(__name__)
 

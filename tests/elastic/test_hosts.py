@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from streamrl.base.messages import EngineEvent, EngineOrder, Generate, OrderFailed, WeightAnnouncement
+from streamrl.base.run_events import StartEngine, StopEngine, SupervisorOrder
 from streamrl.base.types import token_array
 from streamrl.comm.zmq_stream import zmq_receiver, zmq_sender
 from streamrl.elastic.hosts import PATIENCE_SECONDS, EngineHosts
@@ -21,7 +22,6 @@ from streamrl.engines.slots import EngineSlot
 from streamrl.recipe.scheduling import InFlight
 from streamrl.remote.guarded_sockets import KeyGuard
 from streamrl.remote.transport_keys import KeyRole
-from streamrl.supervise.supervisor_orders import StartEngine, StopEngine, SupervisorOrder
 from streamrl.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.asyncio

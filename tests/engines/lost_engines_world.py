@@ -14,7 +14,7 @@ import anyio.abc
 from recovery_host import LENGTHS
 
 from streamrl.base.messages import Generate, WeightAnnouncement, WeightSource
-from streamrl.base.run_events import EngineBack, EngineLost
+from streamrl.base.run_events import EngineBack, EngineLost, SupervisorOrder
 from streamrl.base.stage_messages import FinishedTrajectory, LaunchTrajectory, RolloutOutcome
 from streamrl.base.types import Prompt, TokenArray, TrajectoryId, token_array
 from streamrl.comm.memory_stream import memory_stream
@@ -29,7 +29,6 @@ from streamrl.recipe.sections import Engines
 from streamrl.stages.rollout import RolloutStage
 from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.supervisor import Supervisor
-from streamrl.supervise.supervisor_orders import SupervisorOrder
 from streamrl.sync.weight_sync import WeightSync
 
 HOST = Path(__file__).with_name("recovery_host.py")

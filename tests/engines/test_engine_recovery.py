@@ -16,11 +16,10 @@ from lost_engines_world import Controller, controlled
 from recovery_host import POISON
 
 from streamrl.base.messages import Generate
-from streamrl.base.run_events import EngineBack, EngineLost
+from streamrl.base.run_events import EngineBack, EngineLost, KillEngine
 from streamrl.base.stage_messages import FinishedTrajectory
 from streamrl.base.types import FinishReason, token_array
 from streamrl.comm import socket_options
-from streamrl.supervise.supervisor_orders import KillEngine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

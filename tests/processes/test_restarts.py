@@ -15,6 +15,7 @@ import pytest
 from trials import NAMES, Trial, death_in, lives, surviving, until, watched
 
 from streamrl.base.errors import RecipeError, RewardFailureLimit, StreamRLError
+from streamrl.base.run_events import KillEngine, StartEngine, StopEngine
 from streamrl.plan.topology import RENDEZVOUS_FILE, ProcessPlan, Role
 from streamrl.supervise import engine_orders, restart_policy
 from streamrl.supervise import supervisor as supervisor_module
@@ -23,7 +24,6 @@ from streamrl.supervise.engine_orders import EngineOrders
 from streamrl.supervise.exit_reason import ExitKind, reason_of
 from streamrl.supervise.restart_policy import RENEWED_AFTER_S, SETTLED_AFTER_S, Restarts
 from streamrl.supervise.supervisor import Supervisor
-from streamrl.supervise.supervisor_orders import KillEngine, StartEngine, StopEngine
 
 ENGINE_1 = ProcessPlan(role=Role.ENGINE, index=1)
 RANK_1 = ProcessPlan(role=Role.TRAINER, index=1)
