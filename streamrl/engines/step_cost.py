@@ -8,18 +8,15 @@ import msgspec
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one decode step: ``base_s + per_running_s b + per_root_running_s sqrt(b) + per_running_squared_s b^2 +
+    """Seconds of one decode step: ``base_s + per_running_s b + per_root_running_s sqrt(b) +
     per_context_token_s K`` for ``b`` running requests that have ``K`` tokens of context together."""
 
     base_s: float
     per_running_s: float
     per_context_token_s: float = 0.0
-    per_running_squared_s: float = 0.0
     per_root_running_s: float = 0.0
 
     def step_s(self, running: float, context: float = 0.0) -> float:
         """Return the seconds of a step of ``running`` requests with ``context`` tokens."""
-        curved = self.per_running_squared_s * running * running
-        if self.per_root_running_s:
-            curved += self.per_root_running_s * math.sqrt(running)
+        curved = self.per_root_running_s * math.sqrt(running) if self.per_root_running_s else 0.0
         return self.base_s + self.per_running_s * running + curved + self.per_context_token_s * context

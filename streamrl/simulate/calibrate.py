@@ -140,7 +140,7 @@ def fit_trainer(run: RecordedRun, streaming_tokens: int = 0) -> TrainerFit:
 
 def _replayed(run: RecordedRun, model: TrainerModel) -> tuple[list[tuple[float, float]], list[float]]:
     """When ``model`` would have trained the groups as they came, and what of each step was left when it was full."""
-    clock = TrainerClock(model, 1)
+    clock = TrainerClock(model)
     spans: list[tuple[float, float]] = []
     left: list[float] = []
     groups = trained_groups(run)

@@ -18,7 +18,6 @@ from streamrl.simulate.stages import PushModel, RewardModel, TrainerModel
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``count`` equal engines; prompts of ``prompt_tokens``; ``capacity``: what bubble ratios count as all of it,
     in requests (0: ``count`` x ``max_num_seqs`` of the engine, or a batch of the recipe where that is fewer).
-    ``evaluation_s``: one evaluation, which delays the push; what it takes of the engines is not modelled.
 
     ``migration_s``: from the abort of a request that moves to its submission elsewhere. ``tensor_parallel_size``:
     workers of one engine; ``parallel_scaling``: share of the ideal speed-up that doubling them gives;
@@ -28,7 +27,6 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     count: int = 1
     prompt_tokens: int = 0
     capacity: int = 0
-    evaluation_s: float = 0.0
     migration_s: float = 0.0
     tensor_parallel_size: int = 1
     parallel_scaling: float = 0.8

@@ -81,7 +81,6 @@ class SimulatedFreeing:
         self._trainer = trainer
         self._freeing = Freeing(cap)
         self.launched = self._freeing.launched
-        self.freed = 0
 
     def ended(self, identity: TrajectoryId, tokens: int, now: float) -> Decision | None:
         """A trajectory was scored. Why engines were freed, where they were."""
@@ -92,15 +91,13 @@ class SimulatedFreeing:
         plan = self._freeing.plan([self._serving(index) for index in serving])
         if not plan.free:
             return None
-        self.freed = len(plan.free)
         self._rollout.free([int(name) for name in plan.free], {move.request_id: int(move.to) for move in plan.moves})
-        self._trainer.free(now, self.freed / len(serving))
+        self._trainer.free(now, len(plan.free) / len(serving))
         return plan.because
 
     def begin_round(self) -> None:
         """All engines serve again."""
         self._freeing.begin_round()
-        self.freed = 0
         self._rollout.take_back()
 
     def _serving(self, index: int) -> ServingEngine:
@@ -167,7 +164,6 @@ def scaled_engine(model: ClusterModel, one: EngineSet) -> EngineModel:
         base_s=engine.base_s / faster,
         per_running_s=engine.per_running_s / faster,
         per_context_token_s=engine.per_context_token_s / faster,
-        per_running_squared_s=engine.per_running_squared_s / faster,
         per_root_running_s=engine.per_root_running_s / faster,
         prefill_tokens_s=engine.prefill_tokens_s * faster,
         max_num_seqs=one.max_num_seqs,

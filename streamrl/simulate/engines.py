@@ -47,7 +47,6 @@ class Request:
     __slots__ = (
         "attempt_serial",
         "engine",
-        "finish",
         "first_version",
         "id",
         "launched_s",
@@ -58,7 +57,6 @@ class Request:
         "prompt",
         "prompt_tokens",
         "request_id",
-        "reward",
         "running",
         "sampled",
         "start",
@@ -75,12 +73,10 @@ class Request:
         self.launched_s = now
         self.sampled = 0.0
         self.start = 0.0
-        self.finish = 0.0
         self.attempt_serial = 0
         self.engine = -1
         self.first_version = -1
         self.newest_version = 0
-        self.reward = 0.0
         self.running = False
         self.stopped = False
         self.paused_arrival = False
@@ -250,12 +246,12 @@ class EngineClock:
         request.attempt_serial = self._serial
         request.running = True
         request.start = self.clock
-        request.finish = self.clock + request.length - request.sampled
         self.running[request] = None
         self._together.change(self.time, 1)
         self.context += request.prompt_tokens + request.sampled
         self.held_kv += own
-        heapq.heappush(self._finishing, (request.finish, self._serial, request))
+        finish = self.clock + request.length - request.sampled
+        heapq.heappush(self._finishing, (finish, self._serial, request))
 
     def _leave(self, request: Request) -> None:
         del self.running[request]

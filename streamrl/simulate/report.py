@@ -17,7 +17,6 @@ from streamrl.recipe.scheduling import SMALLEST_SIZE
 from streamrl.simulate.engines import EngineClock, Request, RunningTogether
 
 STEPS_REPORTED = 512
-RELATIVE_WIDTH = 0.005
 MOST_WAITING_PROMPTS = 1 << 16
 
 
@@ -58,7 +57,6 @@ class KindSummary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     step_s: float
     rollout_s: float
-    rollout_s_max: float
     longest_mean: float
     trained: LengthSummary
 
@@ -69,8 +67,9 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     ``goodput``: trained tokens a second; ``groups_s``: trained groups a second. ``unbiased``: lengths as the prompts
     that were launched would give them; ``trained``: those trained on. Bubble ratios: idle share of ``capacity``
     requests, over the rollout and over the whole step. Staleness: of the oldest token of each trained trajectory.
-    ``wait_mean``, ``wait_max``: optimizer steps between the first launch of a prompt and its training.
-    ``straggler_rate``: mean over trained samples of the share of their step's groups that straggle (SAGC's budget).
+    ``step_s_p50``, ``step_s_p95``: of the steps in ``recent``. ``wait_mean``, ``wait_max``: optimizer steps between the
+    first launch of a prompt and its training. ``straggler_rate``: mean over trained samples of the share of their
+    step's groups that straggle (SAGC's budget).
     """
 
     rounds: str
@@ -97,7 +96,6 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     straggler_rate: float
     group_sizes: dict[int, int]
     preemptions: int
-    trainer_idle: float
     dropped: dict[str, int]
     finished: str
     recent: tuple[StepRow, ...] = ()
@@ -112,33 +110,6 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     def length_ratio(self) -> float:
         """Mean trained length over mean unbiased length."""
         return self.trained.mean / self.unbiased.mean if self.unbiased.mean else 0.0
-
-
-class Spread:
-    """Mean, largest and quantiles of positive figures: counts in bins that are half a percent wide."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total = 0.0
-        self.largest = 0.0
-        self._bins: Counter[int] = Counter()
-
-    def add(self, value: float) -> None:
-        """Count one figure."""
-        self.count += 1
-        self.total += value
-        self.largest = max(self.largest, value)
-        self._bins[round(math.log(max(value, 1e-9)) / RELATIVE_WIDTH)] += 1
-
-    @property
-    def mean(self) -> float:
-        """0.0 for no figures."""
-        return self.total / self.count if self.count else 0.0
-
-    def quantile(self, share: float) -> float:
-        """Return the figure below which ``share`` of all lie, within half a percent; 0.0 for no figures."""
-        place = _quantile(self._bins, share * self.count)
-        return min(math.exp(place * RELATIVE_WIDTH), self.largest) if self.count else 0.0
 
 
 def _quantile(counts: Counter[int], wanted: float) -> int:
@@ -167,8 +138,9 @@ def summary_of(counts: Counter[int], cap: int) -> LengthSummary:
 class KindSums(msgspec.Struct):
     """Of one kind of round."""
 
-    step: Spread = msgspec.field(default_factory=Spread)
-    rollout: Spread = msgspec.field(default_factory=Spread)
+    steps: int = 0
+    step_s: float = 0.0
+    rollout_s: float = 0.0
     longest: int = 0
     lengths: Counter[int] = msgspec.field(default_factory=Counter)
 
@@ -189,7 +161,6 @@ class Sums(msgspec.Struct):
     over steps; ``stragglers``: sum over trained samples of the share of their step's groups that straggled."""
 
     began_s: float = 0.0
-    step: Spread = msgspec.field(default_factory=Spread)
     kinds: dict[str, KindSums] = {}
     unbiased: Counter[int] = msgspec.field(default_factory=Counter)
     samples: int = 0
@@ -206,7 +177,6 @@ class Sums(msgspec.Struct):
     wait_total: int = 0
     wait_max: int = 0
     preemptions_before: int = 0
-    trainer_before: float = 0.0
     group_sizes: Counter[int] = msgspec.field(default_factory=Counter)
     reasons: Counter[str] = msgspec.field(default_factory=Counter)
     recent: deque[StepRow] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_REPORTED))
@@ -236,7 +206,6 @@ class StepLedger:
         self._first_launch: dict[int, int] = {}
         self._began = self._full = self._trained = self._publishing = 0.0
         self._busy_began = self._busy_full = self._generated_began = 0.0
-        self._trainer_now = 0.0
         self._open = BatchSums()
         self._closed = BatchSums()
 
@@ -296,7 +265,7 @@ class StepLedger:
         """The push begins."""
         self._publishing = now
 
-    def live(self, now: float, version: int, trainer_worked_s: float) -> StepRow:
+    def live(self, now: float, version: int) -> StepRow:
         """Every engine holds the version that the step made: the step is over."""
         self._advance(now)
         busy = self._together.busy_s
@@ -322,10 +291,10 @@ class StepLedger:
         )
         straggled = straggler_rate(batch.tables, self._settings.group_sizing.straggler_ratio)
         sums.stragglers += batch.samples * (straggled or 0.0)
-        sums.step.add(step_s)
         kind = sums.kind(batch.kind)
-        kind.step.add(step_s)
-        kind.rollout.add(rollout_s)
+        kind.steps += 1
+        kind.step_s += step_s
+        kind.rollout_s += rollout_s
         kind.longest += batch.longest
         sums.generated += row.generated_tokens
         sums.busy_rollout += busy_rollout
@@ -333,13 +302,12 @@ class StepLedger:
         sums.rollout_s += rollout_s
         sums.recent.append(row)
         self._began, self._busy_began, self._generated_began = now, busy, generated
-        self._trainer_now = trainer_worked_s
         return row
 
     def begin(self, now: float) -> None:
         """The warm-up is over: figures count from here."""
         preemptions = sum(engine.preemptions for engine in self._engines)
-        self._sums = Sums(began_s=now, trainer_before=self._trainer_now, preemptions_before=preemptions)
+        self._sums = Sums(began_s=now, preemptions_before=preemptions)
 
     def _advance(self, now: float) -> None:
         for engine in self._engines:
@@ -352,22 +320,24 @@ class StepLedger:
         """Report over the steps that count."""
         sums, cap = self._sums, self._cap
         seconds = max(self._began - sums.began_s, 1e-12)
+        steps = sum(kind.steps for kind in sums.kinds.values())
+        step_s = sorted(row.step_s for row in sums.recent) or [0.0]
         trained: Counter[int] = Counter()
         for kind in sums.kinds.values():
             trained.update(kind.lengths)
         return SimulationReport(
             rounds=str(self._settings.rounds),
-            steps=sums.step.count,
+            steps=steps,
             seconds=seconds,
             trajectories=sums.samples,
             capacity=self.capacity,
-            step_s_mean=sums.step.mean,
-            step_s_p50=sums.step.quantile(0.5),
-            step_s_p95=sums.step.quantile(0.95),
+            step_s_mean=seconds / max(steps, 1),
+            step_s_p50=step_s[len(step_s) // 2],
+            step_s_p95=step_s[len(step_s) * 95 // 100],
             goodput=sums.trained_tokens / seconds,
             groups_s=sums.groups / seconds,
             rollout_bubble=_idle(sums.busy_rollout, self.capacity * sums.rollout_s),
-            step_bubble=_idle(sums.busy_step, self.capacity * sums.step.total),
+            step_bubble=_idle(sums.busy_step, self.capacity * seconds),
             staleness_mean=sums.staleness / max(sums.samples, 1),
             staleness_max=sums.staleness_max,
             unbiased=summary_of(sums.unbiased, cap),
@@ -380,7 +350,6 @@ class StepLedger:
             straggler_rate=sums.stragglers / max(sums.samples, 1),
             group_sizes=dict(sorted(sums.group_sizes.items())),
             preemptions=sum(engine.preemptions for engine in self._engines) - sums.preemptions_before,
-            trainer_idle=max(1 - (self._trainer_now - sums.trainer_before) / seconds, 0.0),
             dropped=accounting.dropped,
             finished=finished,
             recent=tuple(sums.recent),
@@ -391,11 +360,10 @@ class StepLedger:
 def _kind_summary(name: str, kind: KindSums, cap: int) -> KindSummary:
     return KindSummary(
         round_kind=name,
-        steps=kind.step.count,
-        step_s=kind.step.mean,
-        rollout_s=kind.rollout.mean,
-        rollout_s_max=kind.rollout.largest,
-        longest_mean=kind.longest / max(kind.step.count, 1),
+        steps=kind.steps,
+        step_s=kind.step_s / max(kind.steps, 1),
+        rollout_s=kind.rollout_s / max(kind.steps, 1),
+        longest_mean=kind.longest / max(kind.steps, 1),
         trained=summary_of(kind.lengths, cap),
     )
 

@@ -121,7 +121,7 @@ class Simulation:
         self._advice = advice
         self._recompute = in_flight is not InFlight.KEEP
         self._rewards = RewardServers(model.reward, seed)
-        self._trainer = TrainerClock(model.trainer, settings.batch_trajectories)
+        self._trainer = TrainerClock(model.trainer)
         self._trainer_stamp = 0
         self._release: SimulatedFreeing | None = None
         if engines.release is not ReleaseKind.NEVER:
@@ -311,7 +311,7 @@ class Simulation:
             self._release.begin_round()
         self.rollout.resume(recompute=self._recompute)
         self._trainer.advance(now)
-        row = self.ledger.live(now, version, self._trainer.worked_s)
+        row = self.ledger.live(now, version)
         if version == self._warm_up:
             self.ledger.begin(now)
         if self._progress is not None:
@@ -325,11 +325,11 @@ class Simulation:
 
     def _evaluate(self, action: do.Evaluate) -> None:
         done = on.EvaluationDone(policy_version=action.policy_version)
-        self.agenda.call_after(self.model.engines.evaluation_s, lambda: self._tell(done))
+        self.agenda.call_after(0.0, lambda: self._tell(done))
 
     def _checkpoint(self, action: do.WriteCheckpoint) -> None:
         done = on.CheckpointDone(policy_version=action.policy_version)
-        self.agenda.call_after(self.model.trainer.checkpoint_s, lambda: self._tell(done))
+        self.agenda.call_after(0.0, lambda: self._tell(done))
 
     def _end(self, action: do.End) -> None:
         if action.error:

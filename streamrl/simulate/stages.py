@@ -13,8 +13,8 @@ import numpy as np
 
 
 class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one reward: log-normal with ``median_s`` (0: none) and ``sigma``; a share of ``slow_share`` takes
-    ``slow_s`` (a sandbox that runs into its limit). ``concurrency``: rewards at once (0: any number).
+    """Seconds of one reward: log-normal with ``median_s`` (0: none) and ``sigma``. ``concurrency``: rewards at once
+    (0: any number).
 
     ``solved``: share of rewards that are 1, the others are 0; ``spread``: of the solve rate between prompts, in
     standard normal units. Completions at the cap get 0.
@@ -22,8 +22,6 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     median_s: float = 0.0
     sigma: float = 0.0
-    slow_share: float = 0.0
-    slow_s: float = 0.0
     concurrency: int = 0
     solved: float = 0.5
     spread: float = 1.0
@@ -32,19 +30,17 @@ class RewardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class TrainerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``token_s``, ``sequence_s``: forward and backward of one trained token, and of one sequence, at full speed.
 
-    ``optimizer_s``: closing a batch; ``checkpoint_s``: writing a checkpoint. ``streaming_speed``: share of that speed
-    at which groups are trained while the rollout goes on (0: only at the close, or on devices of freed engines), once
-    ``streaming_from`` of the batch is there; engines that are freed add their share of what is missing to full speed.
-    What comes while it is busy waits; an idle trainer begins once ``streaming_tokens`` wait, and then takes all of it.
-    ``rollout_slowdown``: a decode step takes so many times as long while the trainer works, where they share cores.
+    ``optimizer_s``: closing a batch. ``streaming_speed``: share of that speed at which groups are trained while the
+    rollout goes on (0: only at the close, or on devices of freed engines); engines that are freed add their share of
+    what is missing to full speed. What comes while it is busy waits; an idle trainer begins once ``streaming_tokens``
+    wait, and then takes all of it. ``rollout_slowdown``: a decode step takes so many times as long while the trainer
+    works, where they share cores.
     """
 
     token_s: float
     sequence_s: float = 0.0
     optimizer_s: float = 0.0
-    checkpoint_s: float = 0.0
     streaming_speed: float = 0.0
-    streaming_from: float = 0.0
     streaming_tokens: int = 0
     rollout_slowdown: float = 1.0
 
@@ -70,14 +66,14 @@ class RewardServers:
         self._block: list[float] = []
         self._uniform: list[float] = []
         self._levels = (self._source.standard_normal(1 << 14) * model.spread + _logit(model.solved)).tolist()
-        self.instant = not model.median_s and not model.slow_share
 
     def ends_at(self, now: float) -> float:
         """When the reward of a completion that ended ``now`` is known."""
-        if self.instant:
+        model = self.model
+        if not model.median_s:
             return now
         if not self._block:
-            self._block = self._draw()
+            self._block = (model.median_s * np.exp(self._source.standard_normal(4096) * model.sigma)).tolist()
         seconds = self._block.pop()
         if not self._free_at:
             return now + seconds
@@ -92,12 +88,6 @@ class RewardServers:
             self._uniform = np.log(uniform / (1 - uniform)).tolist()
         return float(self._uniform.pop() < self._levels[hash((prompt, 3)) & ((1 << 14) - 1)])
 
-    def _draw(self) -> list[float]:
-        model = self.model
-        seconds = model.median_s * np.exp(self._source.standard_normal(4096) * model.sigma)
-        slow = self._source.random(4096) < model.slow_share
-        return np.where(slow, model.slow_s, seconds).tolist()  # type: ignore[no-any-return]
-
 
 def _logit(share: float) -> float:
     share = min(max(share, 1e-6), 1 - 1e-6)
@@ -107,17 +97,14 @@ def _logit(share: float) -> float:
 class TrainerClock:
     """The work of the trainer, in seconds at full speed: what it is at, and what waits for it."""
 
-    def __init__(self, model: TrainerModel, batch_trajectories: int) -> None:
+    def __init__(self, model: TrainerModel) -> None:
         self.model = model
-        self.speed = 0.0
+        self.speed = model.streaming_speed
         self.worked_s = 0.0
         self._work_s = 0.0
         self._waiting_s = 0.0
         self._waiting_tokens = 0
         self._time = 0.0
-        self._samples = 0
-        self._needed = model.streaming_from * batch_trajectories
-        self._freed = 0.0
 
     @property
     def idle_at(self) -> float:
@@ -138,23 +125,17 @@ class TrainerClock:
             self._begin()
 
     def take(self, now: float, samples: int, tokens: int) -> None:
-        """A group joined the batch; it is trained at once where enough of the batch is there."""
+        """A group joined the batch."""
         self.advance(now)
         self._waiting_s += tokens * self.model.token_s + samples * self.model.sequence_s
         self._waiting_tokens += tokens
-        self._samples += samples
-        self._pick_up()
+        self._begin()
 
     def free(self, now: float, share: float) -> None:
         """So much of the engines does nothing until the batch is complete: their devices are for training."""
         self.advance(now)
-        self._freed = share
-        self._pick_up()
-
-    def _pick_up(self) -> None:
-        if self._samples >= self._needed:
-            own = self.model.streaming_speed
-            self.speed = own + (1 - own) * self._freed
+        own = self.model.streaming_speed
+        self.speed = own + (1 - own) * share
         self._begin()
 
     def _begin(self) -> None:
@@ -167,8 +148,8 @@ class TrainerClock:
         left = self._work_s + self._waiting_s
         full = engines_idle or not self.model.streaming_speed
         self.worked_s += left
-        self._work_s = self._waiting_s = self.speed = self._freed = 0.0
-        self._waiting_tokens = self._samples = 0
+        self._work_s = self._waiting_s = 0.0
+        self._waiting_tokens, self.speed = 0, self.model.streaming_speed
         return now + left / (1.0 if full else self.model.streaming_speed) + self.model.optimizer_s
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracle.control_walks import COMBINATIONS, ON_POLICY, CrashWorld, TwinWorld, random_run, random_settings
-from oracle.control_world import World, control_settings
+from oracle.control_world import World, begun, control_settings
 
 from streamrl.base.errors import StreamRLError
 from streamrl.base.stage_messages import Scored
@@ -130,20 +130,8 @@ def test_a_snapshot_of_another_schema_order_or_number_of_slots_is_refused() -> N
         make_control(chosen, snapshot)
 
 
-def test_a_synchronous_run_trains_each_trajectory_on_policy() -> None:
-    world = World(control_settings())
-    world.begin()
-    world.run_to_end()
-    assert world.finished == "finished"
-    assert world.state.accounting() == world.state.accounting()
-    assert (world.state.accounting().issued, world.state.accounting().trained) == (12, 12)
-    assert set(world.staleness) == {0}
-
-
 def test_a_continuous_run_keeps_every_slot_busy_and_uses_its_staleness() -> None:
-    world = World(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6))
-    world.begin()
-    world.answer_draw()
+    world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6)
     assert len(world.running) == 8  # (1 + 1) batches of 2 groups of 2
     world.run_to_end()
     assert world.finished == "finished"
@@ -153,9 +141,7 @@ def test_a_continuous_run_keeps_every_slot_busy_and_uses_its_staleness() -> None
 def test_groups_that_go_on_leave_room_for_others_at_once() -> None:
     cohort = LengthSorted(cohort_batches=4, partial=True, oversubscription=2.0)
     rounds = {"rounds": RoundKind.LENGTH_SORTED, "length_sorted": cohort, "max_staleness": 3}
-    world = World(control_settings(steps=9, batch_groups=8, group_size=1, **rounds))
-    world.begin()
-    world.answer_draw()
+    world = begun(steps=9, batch_groups=8, group_size=1, **rounds)
     while world.live_version < 1:
         if world.to_publish is not None:
             world.go_live()
@@ -167,9 +153,7 @@ def test_groups_that_go_on_leave_room_for_others_at_once() -> None:
 
 
 def test_a_straggler_is_waited_for_before_it_would_be_too_old() -> None:
-    world = World(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6, group_size=1, batch_groups=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6, group_size=1, batch_groups=1)
     straggler, *others = sorted(world.running)
     for trajectory in others:
         world.score(trajectory, 1.0, 1)
@@ -187,13 +171,9 @@ def test_a_straggler_is_waited_for_before_it_would_be_too_old() -> None:
 
 @pytest.mark.parametrize("when_stale", [StalePolicy.DROP, StalePolicy.REGENERATE])
 def test_a_straggler_is_dropped_or_drawn_again_when_the_recipe_says_so(when_stale: StalePolicy) -> None:
-    world = World(
-        control_settings(
-            rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6, group_size=1, batch_groups=1, when_stale=when_stale
-        )
+    world = begun(
+        rounds=RoundKind.CONTINUOUS, max_staleness=1, steps=6, group_size=1, batch_groups=1, when_stale=when_stale
     )
-    world.begin()
-    world.answer_draw()
     straggler = min(world.running)
     for _ in range(2):
         world.score(next(t for t in world.running if t != straggler), 1.0, 1)
@@ -209,9 +189,7 @@ def test_a_straggler_is_dropped_or_drawn_again_when_the_recipe_says_so(when_stal
 
 
 def test_dynamic_sampling_refills_groups_without_signal() -> None:
-    world = World(control_settings(dynamic_sampling=True, steps=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(dynamic_sampling=True, steps=1)
     first = sorted(world.running)[:2]
     for trajectory in first:
         world.score(trajectory, 1.0, 1)
@@ -232,9 +210,7 @@ def test_groups_that_never_have_signal_end_the_run_with_a_reason() -> None:
 
 
 def test_too_many_failed_rewards_stop_the_run_with_the_last_message() -> None:
-    world = World(control_settings(max_failed_share=0.25, failure_window=4, batch_groups=4))
-    world.begin()
-    world.answer_draw()
+    world = begun(max_failed_share=0.25, failure_window=4, batch_groups=4)
     for trajectory in sorted(world.running)[:2]:
         world.score(trajectory, 1.0, 1)
     for trajectory in sorted(world.running)[:2]:
@@ -244,9 +220,7 @@ def test_too_many_failed_rewards_stop_the_run_with_the_last_message() -> None:
 
 
 def test_a_run_whose_rewards_all_fail_does_not_wait_until_its_window_is_full() -> None:
-    world = World(control_settings(max_failed_share=0.25, failure_window=8, batch_groups=8))
-    world.begin()
-    world.answer_draw()
+    world = begun(max_failed_share=0.25, failure_window=8, batch_groups=8)
     for trajectory in sorted(world.running)[:3]:
         assert world.stopped is None
         world.fail(trajectory)
@@ -254,9 +228,7 @@ def test_a_run_whose_rewards_all_fail_does_not_wait_until_its_window_is_full() -
 
 
 def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_says_so() -> None:
-    world = World(control_settings(steps=1, group_size=3))
-    world.begin()
-    world.answer_draw()
+    world = begun(steps=1, group_size=3)
     a, b, *_ = sorted(world.running)
     world.score(a, 1.0, 3)
     world.fail(b, "drop_group")
@@ -264,9 +236,7 @@ def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_
     world.run_to_end()
     assert world.trained[a] == 0
     assert world.finished == "finished"
-    world = World(control_settings(steps=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(steps=1)
     world.fail(min(world.running), "stop")
     assert "planted" in str(world.stopped)
 
@@ -274,9 +244,7 @@ def test_a_failed_reward_takes_its_group_along_or_ends_the_run_where_the_recipe_
 @pytest.mark.parametrize("stops", ["policy", "share"])
 def test_a_run_that_a_failed_reward_ended_goes_on_as_if_it_had_not(stops: str) -> None:
     limits = {"max_failed_share": 0.0, "failure_window": 1} if stops == "share" else {}
-    world = World(control_settings(steps=1, batch_groups=1, group_size=2, **limits))
-    world.begin()
-    world.answer_draw()
+    world = begun(steps=1, batch_groups=1, group_size=2, **limits)
     a, b = sorted(world.running)
     world.score(a, 1.0, 1)
     world.fail(b, "stop" if stops == "policy" else "")
@@ -287,9 +255,7 @@ def test_a_run_that_a_failed_reward_ended_goes_on_as_if_it_had_not(stops: str) -
 
 
 def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
-    world = World(control_settings(group_size=3, batch_groups=1, steps=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(group_size=3, batch_groups=1, steps=1)
     a, b, c = sorted(world.running)
     world.fail(b)
     world.score(a, 1.0, 1)
@@ -300,9 +266,7 @@ def test_a_failed_reward_shrinks_its_group_and_never_becomes_a_number() -> None:
 
 
 def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in_time() -> None:
-    world = World(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, group_size=3, steps=6))
-    world.begin()
-    world.answer_draw()
+    world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, group_size=3, steps=6)
     assert len({t.group_id for t in world.running}) == 4
     for group_id in (0, 1, 2):
         world.fail(next(t for t in sorted(world.running) if t.group_id == group_id))
@@ -314,9 +278,7 @@ def test_slots_of_failed_members_do_not_become_a_group_that_no_batch_can_take_in
 
 
 def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
-    world = World(control_settings(group_size=2, batch_groups=1, steps=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(group_size=2, batch_groups=1, steps=1)
     a, b = sorted(world.running)
     world.fail(a)
     world.score(b, 1.0, 1)
@@ -326,9 +288,7 @@ def test_a_group_with_one_survivor_has_no_baseline_and_is_refilled() -> None:
 
 
 def test_a_lone_survivor_is_trained_where_the_objective_compares_no_siblings() -> None:
-    world = World(control_settings(batch_groups=1, group_size=3, steps=1, compares_siblings=False))
-    world.begin()
-    world.answer_draw()
+    world = begun(batch_groups=1, group_size=3, steps=1, compares_siblings=False)
     for trajectory in list(world.running)[:2]:
         world.fail(trajectory)
     (survivor,) = world.running
@@ -361,18 +321,14 @@ def score_apart(world: World, trajectory: TrajectoryId, rewards: dict[str, float
 
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ_where_each_is_compared_alone() -> None:
     """Right and long, wrong and short: totals are equal, and both rewards say something."""
-    world = World(control_settings(dynamic_sampling=True, batch_groups=1, steps=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(dynamic_sampling=True, batch_groups=1, steps=1)
     first, second = world.running
     score_apart(world, first, {"right": 1.0, "short": 0.0})
     score_apart(world, second, {"right": 0.0, "short": 1.0})
     assert world.state.accounting().dropped == {}
     assert world.to_step is not None
 
-    world = World(control_settings(dynamic_sampling=True, batch_groups=1, steps=1))
-    world.begin()
-    world.answer_draw()
+    world = begun(dynamic_sampling=True, batch_groups=1, steps=1)
     first, second = world.running
     score_apart(world, first, {"right": 1.0})
     score_apart(world, second, {"right": 1.0, "rare": 1.0})  # nobody to compare its second reward with
@@ -388,9 +344,7 @@ def test_an_exhausted_source_trains_the_smaller_last_batch_and_ends() -> None:
 
 
 def test_a_stop_lets_the_closed_batch_go_live_and_drops_the_rest() -> None:
-    world = World(control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, checkpoint_at_end=True))
-    world.begin()
-    world.answer_draw()
+    world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, checkpoint_at_end=True)
     for trajectory in sorted(world.running)[:4]:
         world.score(trajectory, 1.0, 1)
     assert world.to_step is not None
@@ -459,11 +413,7 @@ def test_a_checkpoint_of_the_last_step_leaves_nothing_to_train() -> None:
 
 
 def test_a_batch_that_is_complete_waits_for_the_checkpoint_of_the_version_before_it() -> None:
-    world = World(
-        control_settings(rounds=RoundKind.CONTINUOUS, max_staleness=1, checkpoint_every=1, batch_groups=1, group_size=1)
-    )
-    world.begin()
-    world.answer_draw()
+    world = begun(rounds=RoundKind.CONTINUOUS, max_staleness=1, checkpoint_every=1, batch_groups=1, group_size=1)
     first, second = sorted(world.running)
     world.score(first, 1.0, 1)
     world.step()

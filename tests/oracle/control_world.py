@@ -536,3 +536,11 @@ class World:
         again = self.control(self.settings, first)
         answers = [action for event in self.log for action in again.handle(event)]
         assert answers == self.answers, "a replay decides differently"
+
+
+def begun(**changes: object) -> World:
+    """A world with these settings whose first prompts are launched."""
+    world = World(control_settings(**changes))
+    world.begin()
+    world.answer_draw()
+    return world

@@ -130,7 +130,7 @@ def test_a_race_that_submits_in_advance_gives_its_constants_back_too() -> None:
 
 
 def test_the_trainer_begins_when_enough_tokens_wait() -> None:
-    trainer = TrainerClock(TrainerModel(token_s=1e-3, streaming_speed=1.0, streaming_tokens=100), 8)
+    trainer = TrainerClock(TrainerModel(token_s=1e-3, streaming_speed=1.0, streaming_tokens=100))
     trainer.take(0.0, 1, 60)
     assert trainer.idle_at == 0.0, "it waits for more"
     trainer.take(1.0, 1, 60)

@@ -53,7 +53,7 @@ def test_what_a_move_takes_is_paid() -> None:
 
 
 def test_the_trainer_has_the_share_of_the_freed_engines() -> None:
-    clock = TrainerClock(TrainerModel(token_s=1.0), 8)
+    clock = TrainerClock(TrainerModel(token_s=1.0))
     clock.take(0.0, 1, 10)
     clock.advance(100.0)
     assert clock.worked_s == 0.0, "all devices decode"
@@ -64,7 +64,7 @@ def test_the_trainer_has_the_share_of_the_freed_engines() -> None:
     clock.take(112.0, 1, 10)
     clock.advance(120.0)
     assert clock.worked_s == 10.0, "in the next round they decode again"
-    own = TrainerClock(TrainerModel(token_s=1.0, streaming_speed=0.5), 8)
+    own = TrainerClock(TrainerModel(token_s=1.0, streaming_speed=0.5))
     own.take(0.0, 1, 10)
     own.free(0.0, 0.5)
     own.advance(4.0)
