@@ -52,7 +52,7 @@ append(2)
 
 
 def lines_of(kind: str, path: Path) -> list[int]:
-    """The numbers of the lines, as whoever reads the file gets them."""
+    """The numbers of the lines, as a reader of the file gets them."""
     match kind:
         case "trace":
             return [line.running for line in read_trace(path).engines]

@@ -10,7 +10,6 @@ from msgspec import inspect
 
 from streamrl.base.errors import RecipeError
 from streamrl.recipe.fields import bare, keys_of, paths_in_view, written_path
-from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
 from streamrl.rules.explain import explain, reference
 from streamrl.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
@@ -18,17 +17,6 @@ from streamrl.rules.foreign_keys import FOREIGN_KEYS, foreign_answer
 REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
 SECTIONS = {name: section.struct for name, section in keys_of(Recipe).items()}
 KEYS = [written_path(Recipe, path) for path in paths_in_view(Recipe, with_advanced=True)]
-VERL = """
-[data]
-train_batch_size = 1024
-max_response_length = 1024
-[actor]
-kl_loss_coef = 0.001
-[sampling]
-stop = ["</s>"]
-[rollout]
-n = 5
-"""
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -76,19 +64,6 @@ def test_every_key_that_an_answer_names_is_one_of_a_recipe() -> None:
 def test_no_foreign_key_is_a_key_of_a_recipe() -> None:
     own = {key.rpartition(".")[2] for key in KEYS if not key.startswith("engines.advanced.sets.")} | SECTIONS.keys()
     assert not FOREIGN_KEYS.keys() & own
-
-
-def test_each_key_of_a_recipe_for_verl_is_answered(tmp_path: Path) -> None:
-    recipe = tmp_path / "verl.toml"
-    recipe.write_text('[model]\npath = "m"\n[prompts]\ntrain = "t.jsonl"\n[[rewards]]\nfunction = "a:b"\n' + VERL)
-    with pytest.raises(RecipeError) as refused:
-        load_recipe(recipe)
-    said = "\n".join(refused.value.problems)
-    assert "data.train_batch_size: unknown key: that is rollout.prompts_per_batch (x rollout.group_size" in said
-    assert "data.max_response_length: unknown key: that is sampling.max_tokens here" in said
-    assert "actor.kl_loss_coef: unknown key: that is objective.kl_coefficient here" in said
-    assert "sampling.stop: unknown key: there is no such key here: a completion ends with" in said
-    assert "rollout.n: unknown key: that is rollout.group_size here" in said
 
 
 def test_explain_answers_them_with_the_key_that_is_here() -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.base.errors import RecipeError
+from streamrl.control.settings import control_settings
+from streamrl.policies.round_policies import make_control
 from streamrl.recipe.load import load_recipe
+from streamrl.recipe.scheduling import RoundKind
 
 HERE = Path(__file__).parent
 SMALL = {"model": {"path": "m"}, "prompts": {"train": "t.jsonl"}, "rewards": [{"function": "a:b"}]}
@@ -29,8 +32,11 @@ def test_what_does_not_fit_is_refused_with_a_remedy(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", rows("allowed.txt"))
-def test_what_fits_is_allowed(row: str) -> None:
-    load_recipe(SMALL, row.split(" ; "))
+def test_what_fits_is_allowed_and_the_core_has_the_slots_that_the_recipe_counts(row: str) -> None:
+    made = load_recipe(SMALL, row.split(" ; "))
+    if made.rollout.rounds is not RoundKind.CUSTOM:
+        rules = make_control(control_settings(made)).rules
+        assert (rules.slots, rules.policy.on_policy) == (made.max_in_flight, made.on_policy)
 
 
 def test_as_many_problems_as_there_are() -> None:

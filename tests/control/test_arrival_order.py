@@ -1,4 +1,4 @@
-"""Deterministic runs: whoever answers first, the same is launched, joined and trained, in the same order."""
+"""Deterministic runs: in whatever order answers come, the same is launched, joined and trained, in the same order."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AnyOrder:
             self.obey(action)
 
     def crash(self) -> None:
-        """Nothing is left but what was told."""
+        """Nothing is left but what was reported."""
         replayed = make_control(self.settings)
         for event in self.told:
             replayed.handle(event)

@@ -304,7 +304,7 @@ def test_a_disk_that_cannot_take_what_control_keeps_is_named(tmp_path: Path) -> 
     ("changes", "every"),
     [
         ([], 100),
-        (["run.advanced.restarts=0"], 100),  # a journal is compacted at checkpoints, whoever is started again
+        (["run.advanced.restarts=0"], 100),  # a journal is compacted at checkpoints, whichever process is started again
         (["run.journal='none'"], 0),
         (["run.advanced.restarts=0", "checkpoint.every=7"], 7),
     ],

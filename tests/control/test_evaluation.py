@@ -285,7 +285,7 @@ async def test_samples_that_cannot_be_written_name_the_path_and_the_remedy(tmp_p
 
 
 def told(rule: AlarmRule, values: list[float | None]) -> list[int]:
-    """The steps (from 1) at which the alarm was told."""
+    """The steps (from 1) at which the alarm was raised."""
     alarms = Alarms([rule])
     metrics = [{} if value is None else {rule.metric: value} for value in values]
     return [step for step, figures in enumerate(metrics, start=1) if alarms.check(step, figures)]

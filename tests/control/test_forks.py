@@ -67,16 +67,16 @@ def test_prompts_that_lost_a_race_are_trained_first_whatever_the_rounds_are_now(
     )
     killed = killed_at(World(racing), 1)
     assert killed.checkpoint is not None
-    losers = [ref.prompt_id for ref in pool_of(killed).queue]
-    assert losers
+    deferred = [ref.prompt_id for ref in pool_of(killed).queue]
+    assert deferred
     forked = World(settings(**rounds), prompts=20, resumed_from=killed.checkpoint)
     forked.begin()
     drive(forked, lambda _: False)
     assert forked.stopped is None and forked.finished == "prompts exhausted"
     samples = Counter(trajectory.prompt_id for trajectory in forked.trained)
-    assert [samples[prompt] for prompt in losers] == [SIZE] * len(losers)
+    assert [samples[prompt] for prompt in deferred] == [SIZE] * len(deferred)
     firsts = [launched.ids[0].prompt_id for launched in forked.launched]
-    assert set(losers) <= set(firsts[: len(losers) + GROUPS])
+    assert set(deferred) <= set(firsts[: len(deferred) + GROUPS])
 
 
 def test_losers_of_a_race_that_regenerates_wait_for_their_long_round_again() -> None:

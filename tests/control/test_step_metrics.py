@@ -1,4 +1,4 @@
-"""What a step says about itself: trajectories are followed to their end, bias and idleness are told as they are."""
+"""What a step says about itself: trajectories are followed to their end, bias and idleness are reported."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_slow_reward_costs_what_the_batch_waited_for_it_alone() -> None:
     assert figures["reward/func/slow/adapted_limit_p50_s"] == 5.0
     assert figures["reward/func/slow/timed_out_total"] == 1.0
     assert not unregistered([*figures, *cost])
-    assert set(calls.take()) == {"reward/func/slow/timed_out_total"}  # counters go on, the rest begins anew
+    assert set(calls.take()) == {"reward/func/slow/timed_out_total"}  # counters go on, the rest starts at 0
 
 
 # ---- every trajectory to its end -----------------------------------------------------------------

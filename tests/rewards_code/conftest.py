@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from streamrl.sandbox.jail import Limits
+from streamrl.sandbox.reward import CodeOptions, CodeReward
 from streamrl.sandbox.sandbox import Sandbox
 from streamrl.sandbox.syscalls import drop_capabilities, set_no_new_privileges
 
@@ -38,6 +39,12 @@ async def no_sandbox() -> AsyncIterator[Sandbox]:
     async with Sandbox(()) as started:
         assert await started.layers() == ()
         yield started
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reward(sandbox: Sandbox) -> CodeReward:
+    """Of completions that are code and nothing else."""
+    return CodeReward(CodeOptions(whole=True, timeout_s=3.0), sandbox)
 
 
 def _unprivileged() -> None:

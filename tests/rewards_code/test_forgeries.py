@@ -8,18 +8,12 @@ import asyncio
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from streamrl.sandbox.asserts import parse_test, passes, take_apart
 from streamrl.sandbox.reward import CaseEnd, CodeOptions, CodeReward
 from streamrl.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reward(sandbox: Sandbox) -> CodeReward:
-    return CodeReward(CodeOptions(whole=True, timeout_s=3.0), sandbox)
 
 
 HONEST = """

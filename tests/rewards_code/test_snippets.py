@@ -7,17 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from streamrl.sandbox.reward import CaseEnd, CodeOptions, CodeReward
 from streamrl.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reward(sandbox: Sandbox) -> CodeReward:
-    return CodeReward(CodeOptions(whole=True, timeout_s=3.0), sandbox)
 
 
 # The code, and a snippet that holds for it.
@@ -127,15 +121,9 @@ CALLS: dict[str, tuple[str, Any, Any, float]] = {
     "only the first of the list": ("def f(a, t): return 0", [[2, 7, 9], 9], [0, 1], 0.0),
     "only the first, as JSON": ("def f(a, t): return 0", "[2, 7, 9]\n9", "[0, 1]", 0.0),
     "wrapped": ("def f(x): return 2", [1], [2], 1.0),
-    "a wrapped list": ("def f(x): return (1, 2)", [1], [[1, 2]], 1.0),
-    "nested tuples": ("def f(a, b): return list(zip(a, b))", [[1, 2], [3, 4]], [[1, 3], [2, 4]], 1.0),
     "a number as text": ("def f(n): return str(n)", [12], "12", 1.0),
     "a number, as JSON": ("def f(n): return n", "12", "12", 1.0),
     "text, as JSON": ("def f(n): return n", '"12"', '"12"', 1.0),
-    "keys that are numbers": ("def f(x): return {1: 2}", [1], {"1": 2}, 1.0),
-    "infinity": ("def f(x): return [float('inf'), x]", [float("-inf")], [float("inf"), float("-inf")], 1.0),
-    "not infinity": ("inf = 5\ndef f(x): return 5", [1], float("inf"), 0.0),
-    "almost": ("def f(x): return [0.1 + 0.2]", [1], [0.3], 0.0),
     "what equals everything": ("class E:\n    __eq__ = lambda s, o: True\ndef f(x): return E()", [1], [2], 0.0),
 }
 

@@ -221,7 +221,7 @@ def test_a_signal_drains_and_saves_and_the_run_goes_on_with_more_ranks(tmp_path:
     assert ended is not None
     state, accounting = ended.state, ended.state.accounting()
     assert accounting.in_flight == 0 and accounting.balanced
-    assert accounting.dropped["lost_race"] >= 4, "each race of five prompts has a loser"
+    assert accounting.dropped["lost_race"] >= 4, "each race of five prompts defers one"
     done = len(first.metrics())
     held_out = {
         "evaluation__prompts": str(EXAMPLE.with_name("held_out.jsonl")),

@@ -209,30 +209,6 @@ async def test_a_held_trajectory_that_is_cancelled_is_lost_with_its_tokens() -> 
     assert_joined(bench, 1)
 
 
-async def test_what_ended_before_the_hold_reached_it_comes_back_finished_and_its_continue_is_ignored() -> None:
-    async def during(bench: Bench) -> None:
-        await bench.until(lambda: len(bench.of(FinishedTrajectory)) == 1)
-        [finished] = bench.of(FinishedTrajectory)
-        done = finished.trajectory.id.sample
-        await bench.order(hold(done), go_on(done))
-
-    bench = await roll(during)
-    assert not bench.held and len(bench.of(FinishedTrajectory)) == 2
-    assert sorted(bench.engine.asked) == ["0.0.0/0", "0.1.0/0"]
-
-
-async def test_a_hold_that_is_taken_back_at_once_is_answered_and_loses_nothing() -> None:
-    async def during(bench: Bench) -> None:
-        await bench.steps(20)
-        await bench.order(hold(0, 1), go_on(0, 1))
-
-    bench = await roll(during)
-    assert set(bench.held) == {0, 1}
-    for sample in (0, 1):
-        assert_joined(bench, sample)
-        assert bench.held[sample] == len(bench.engine.pieces[f"0.{sample}.0/0"].token_ids) > 0
-
-
 class LateEngine(RecordingEngine):
     """Aborts take effect when they are let through."""
 

@@ -1,4 +1,4 @@
-"""The two stages alone: cut and resumed trajectories, cancellations, replaced reward workers, whole groups."""
+"""The reward stage alone: replaced reward workers, whole groups, other functions while trajectories flow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import msgspec
 import pytest
 
 from streamrl.base.errors import RecipeError, StreamEnded
-from streamrl.base.messages import PauseMode
 from streamrl.base.stage_messages import (
-    CancelTrajectories,
     CloseRewardSet,
     CompletionToScore,
     FinishedTrajectory,
     GroupScored,
     GroupsScored,
-    LaunchTrajectory,
     LoadRewardSet,
     RewardOrder,
     RewardSetLoaded,
@@ -43,71 +40,11 @@ from streamrl.base.types import (
 )
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.wire import WireCodec
-from streamrl.engines.simulated.engine import InstantClock, LengthMixture, SimulatedEngine, SimulationOptions
 from streamrl.recipe.rewards import Reward
 from streamrl.stages.reward import RewardSettings, RewardStage
-from streamrl.stages.rollout import RolloutStage
 
 pytestmark = pytest.mark.asyncio
 PROMPT = Prompt(prompt_id="p", token_ids=token_array([2, 3]))
-LONG = LengthMixture(median=200, sigma=0.01, long_share=0.0)
-
-
-def launch(sample: int, size: int = 2, seed: int = 7) -> LaunchTrajectory:
-    identity = TrajectoryId(prompt_id="p", group_id=0, sample=sample)
-    return LaunchTrajectory(id=identity, prompt=PROMPT, group_size=size, seed=seed + sample)
-
-
-def engine_with(lengths: LengthMixture) -> SimulatedEngine:
-    clock = InstantClock()
-    return SimulatedEngine(SimulationOptions(lengths=lengths, policy_version=3), clock=clock.now, sleep=clock.sleep)
-
-
-async def roll(engine: SimulatedEngine, during: Callable[[RolloutStage, Any], Awaitable[None]]) -> list[Any]:
-    """Launch two trajectories, let ``during`` interfere, and return both outcomes."""
-    await engine.start()
-    stage = RolloutStage(engine, max_tokens=300, temperature=1.0, top_p=1.0)
-    give, orders = memory_stream(8)
-    outcomes, take = memory_stream(8)
-    async with anyio.create_task_group() as group:
-        group.start_soon(stage.run, orders, outcomes)
-        await give.send(launch(0))
-        await give.send(launch(1))
-        while engine.load().running < 2:
-            await anyio.lowlevel.checkpoint()
-        await during(stage, give)
-        await give.aclose()
-        return [outcome async for outcome in take]
-
-
-async def test_a_pause_that_aborts_resumes_trajectories_from_their_tokens() -> None:
-    engine = engine_with(LONG)
-
-    async def during(stage: RolloutStage, give: Any) -> None:
-        for _ in range(20):
-            await anyio.lowlevel.checkpoint()
-        await engine.pause(PauseMode.ABORT, clear_cache=True)
-        await engine.resume()
-
-    outcomes = await roll(engine, during)
-    assert all(isinstance(o, FinishedTrajectory) for o in outcomes)
-    for outcome in outcomes:
-        [segment] = outcome.trajectory.segments
-        assert 150 < len(segment.token_ids) == len(segment.behavior_logprobs) <= 300
-        assert segment.version_spans[-1].end == len(segment.token_ids)
-        assert outcome.trajectory.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-
-
-async def test_a_cancelled_trajectory_ends_once_as_lost() -> None:
-    engine = engine_with(LONG)
-
-    async def during(stage: RolloutStage, give: Any) -> None:
-        await give.send(CancelTrajectories(ids=(launch(0).id, launch(5).id)))
-
-    outcomes = await roll(engine, during)
-    lost = [o for o in outcomes if isinstance(o, TrajectoryLost)]
-    assert [(o.id.sample, o.cancelled) for o in lost] == [(0, True)]
-    assert len(outcomes) == 2
 
 
 def trajectory(sample: int, group: int = 0) -> Trajectory:
@@ -470,7 +407,7 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
         of_group.setdefault((sample + 1) // 2, set()).add(version)
     assert all(len(versions) == 1 for versions in of_group.values()), "siblings that cannot be compared"
     assert sorted(worker.closed) == [0, 2]
-    # What the log says holds: whoever was scored before the note was scored by the version before.
+    # What the log says holds: what was scored before the note was scored by the version before.
     assert [version for _, version in worker.scored[: noted[0]]] == [0] * noted[0]
     assert len(noted) == 1
 
