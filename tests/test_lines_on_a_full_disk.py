@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from streamrl.observe.report.trajectory_trace import TRACE_SCHEMA, EnginesLine, TraceHeader, TrajectoryTrace
-from streamrl.observe.reporter import StepRecord
+from streamrl.base.run_events import StepFinished
 from streamrl.observe.sinks import JsonlSink
 
 kind, path = sys.argv[1], Path(sys.argv[2])
@@ -32,7 +32,7 @@ match kind:
         append = lambda n: trace.append(EnginesLine(time_s=float(n), running=n, waiting=0, kv_usage=0.0))
     case "metrics":
         sink = JsonlSink(path)
-        append = lambda n: sink.record_step(StepRecord(kind="step", time=0.0, step=n, policy_version=n, metrics={}))
+        append = lambda n: sink.record(StepFinished(step=n, policy_version=n, metrics={}))
 
 def room(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

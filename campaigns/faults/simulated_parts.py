@@ -84,12 +84,8 @@ class SilentSink:
 
     def __init__(self, endpoint: str, *, run_id: str = "", **_: Any) -> None:
         self.endpoint = endpoint
-        self.dropped = 0
 
-    def record_step(self, record: object) -> None:
-        pass
-
-    def record_event(self, record: object) -> None:
+    def record(self, event: object) -> None:
         pass
 
     def close(self) -> None:

@@ -39,7 +39,6 @@ from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from streamrl.app.controller_parts import (
     Emit,
@@ -57,13 +56,11 @@ from streamrl.base.concurrent_calls import BegunEarly
 from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.base.reward_changes import RewardReply, RewardsListed
 from streamrl.base.run_events import (
-    EvaluationFinished,
     ParentMessage,
     RunEvent,
     RunFinished,
     RunStarted,
     StartProgress,
-    StepFinished,
 )
 from streamrl.base.stage_messages import RewardOutcome, RolloutOrder, RolloutOutcome
 from streamrl.comm.memory_stream import memory_stream
@@ -78,8 +75,7 @@ from streamrl.journal.run_journal import JournalledOutcomes
 from streamrl.judge.link import JudgeLink
 from streamrl.observe.report.alarms import Alarms, alarm_rules
 from streamrl.observe.report.run_report import RunReport
-from streamrl.observe.reporter import Reporter
-from streamrl.observe.sinks import JsonlSink, PublishSink
+from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.plan.topology import Topology, metrics_endpoint, prepared_sets
 from streamrl.prompts.tokenizer import load_tokenizer, refuse_different_tokenizers
 from streamrl.recipe.canary import canary_bounds
@@ -125,7 +121,8 @@ async def run_controller(recipe: Recipe, topology: Topology, run_directory: Path
 
         async def emit(event: RunEvent | RewardReply) -> None:
             event = judge.measured(event)
-            _report(event, reporter)
+            if not isinstance(event, RewardsListed):  # it concerns only the process that asked
+                reporter.record(event)
             await steps.send(event)
 
         trainer, slots, judge = TrainerRanks(ranks), _slots(recipe, topology), JudgeLink(recipe, topology)
@@ -326,15 +323,3 @@ async def _stop_on_sigterm(controller: Controller) -> None:
 
 async def _remove_directory(path: Path) -> None:
     await anyio.to_thread.run_sync(partial(shutil.rmtree, path, ignore_errors=True))
-
-
-def _report(event: RunEvent | RewardReply, reporter: Reporter) -> None:
-    match event:
-        case StepFinished():
-            reporter.step(event.step, event.policy_version, event.metrics)
-        case EvaluationFinished():
-            reporter.evaluation(event.step, event.policy_version, event.metrics)
-        case RewardsListed():
-            return  # it concerns only the process that asked
-        case _:
-            reporter.event(type(event).__name__, **msgspec.structs.asdict(event))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
-
-from streamrl.base.errors import UNDECODABLE, StreamRLError
+from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
 from streamrl.cli.command import Argument, Command, RunPath
+from streamrl.observe.line_file import read_lines
 from streamrl.observe.terminal.printable import printable
 from streamrl.observe.terminal.sample_text import sample_block
 
@@ -38,7 +37,7 @@ def _blocks(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> 
         raise StreamRLError(f"{run_directory} is not the directory of a run: give one, such as runs/latest")
     trained: dict[int, dict[str, CompletionSampled]] = {}
     for name in ("older-samples.jsonl", "samples.jsonl"):
-        for sample in _lines(run_directory / name, CompletionSampled):
+        for sample in read_lines(run_directory / name, CompletionSampled):
             if sample.step < max(trained, default=0):  # the run went back: later steps were trained again, or are gone
                 trained = {step: samples for step, samples in trained.items() if step < sample.step}
             trained.setdefault(sample.step, {})[sample.chosen] = sample
@@ -60,7 +59,7 @@ def _blocks(run_directory: Path, steps: Sequence[int], kinds: Sequence[str]) -> 
 
 def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
     """The best, the worst and a random completion of an evaluation."""
-    scored = [line for line in _lines(path, dict[str, Any]) if line.get("reward") is not None]
+    scored = [line for line in read_lines(path, dict[str, Any]) if line.get("reward") is not None]
     if not scored:
         return {}
     ordered = sorted(scored, key=lambda line: line["reward"])
@@ -79,17 +78,3 @@ def _of_evaluation(path: Path, step: int) -> dict[str, CompletionSampled]:
         )
         for kind, line in some.items()
     }
-
-
-def _lines(path: Path, kind: Any) -> Iterator[Any]:
-    """Lines of a file of the run; none where there is no file, and not half a line of a run that was killed."""
-    decode = msgspec.json.Decoder(kind).decode
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    yield decode(line)
-                except UNDECODABLE:
-                    continue
-    except OSError:
-        return

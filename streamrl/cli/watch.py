@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+
 from streamrl.base.errors import StreamRLError
 from streamrl.cli.command import Argument, AsJson, Command
 from streamrl.comm.zmq_sockets import has_ipc_listener
 from streamrl.observe.telemetry import TelemetrySubscriber
 from streamrl.observe.terminal.stdout import StdoutReporter
-from streamrl.observe.terminal.watch import follow, to_run_event, write_json
+from streamrl.observe.topics import follow, to_run_event
 from streamrl.plan.topology import metrics_endpoint, read_topology
 from streamrl.recipe.load import load_recipe
 from streamrl.remote.transport_keys import KEY_ROLE, KEYS_DIRECTORY, KeyRole
@@ -62,7 +64,7 @@ def _watch(endpoint: str, *, as_json: bool) -> int:
                     continue
                 quiet = False
                 if as_json:
-                    write_json(message, sys.stdout)
+                    print(msgspec.json.encode(message).decode(), flush=True)
                 elif (event := to_run_event(message)) is not None:
                     report(event)
         except KeyboardInterrupt:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,8 +16,8 @@ from streamrl.base.errors import StreamRLError
 from streamrl.base.run_events import CompletionSampled
 from streamrl.base.stage_messages import EndedOutcome, TrajectoryLost
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray, Trajectory, TrajectoryId
-from streamrl.base.whole_files import append_whole
-from streamrl.observe.report.trajectory_trace import cut_torn_line
+from streamrl.base.whole_files import write_durable
+from streamrl.observe.line_file import LineFile
 
 MOST_BYTES = 64 << 20
 """Of ``samples.jsonl``: then it becomes ``older-samples.jsonl``, and another one is begun."""
@@ -32,10 +31,8 @@ class TrainingSamples:
     """Appends the best, the worst and a random completion of each batch to ``path``, after those of earlier lives."""
 
     def __init__(self, path: Path, decode: Callable[[TokenArray], str], *, most_bytes: int = MOST_BYTES) -> None:
-        self._path, self._decode, self._most_bytes = path, decode, most_bytes
-        if path.exists():
-            cut_torn_line(path)
-        self._file = path.open("ab", buffering=0)
+        self._decode = decode
+        self._file = LineFile(path, most_bytes=most_bytes)
 
     def take(self, step: int, batch: Sequence[ScoredTrajectory]) -> list[CompletionSampled]:
         """Write those of the batch of ``step``. Returns what to show: one of them now and then."""
@@ -43,11 +40,7 @@ class TrainingSamples:
         one = random.Random(step).choice(ordered)
         three = (("best", ordered[-1]), ("worst", ordered[0]), ("random", one))
         chosen = [sample_of(scored, self._decode, step=step, chosen=kind) for kind, scored in three]
-        append_whole(self._file, b"".join(msgspec.json.encode(sample) + b"\n" for sample in chosen))
-        if self._file.tell() > self._most_bytes:
-            self._file.close()
-            self._path.replace(self._path.with_name(f"older-{self._path.name}"))
-            self._file = self._path.open("wb", buffering=0)
+        self._file.append(*chosen)
         return chosen[-1:] if step == 1 or step % SHOWN_EVERY == 0 else []
 
     def close(self) -> None:
@@ -94,17 +87,8 @@ class EvaluationSamples:
 
 def _write_lines(path: Path, outcomes: list[EndedOutcome], decode: Callable[[TokenArray], str] | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("wb") as file:
-        for line in sorted((sample_line(outcome, decode) for outcome in outcomes), key=_order):
-            file.write(msgspec.json.encode(line) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def _order(line: dict[str, Any]) -> tuple[int, int]:
-    return line["prompt"], line["sample"]
+    lines = sorted((sample_line(outcome, decode) for outcome in outcomes), key=lambda at: (at["prompt"], at["sample"]))
+    write_durable(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def sample_line(outcome: EndedOutcome, decode: Callable[[TokenArray], str] | None) -> dict[str, Any]:

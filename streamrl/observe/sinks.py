@@ -1,58 +1,89 @@
-"""Where records go: files of JSON lines, and the metrics socket."""
+"""Where the events of a run go: a file of JSON lines, and the metrics socket."""
 
 from __future__ import annotations
 
-import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
-from streamrl.base.whole_files import append_whole
-from streamrl.observe.reporter import EventRecord, StepRecord, finite_or_none
+from streamrl.base.messages import Message
+from streamrl.base.run_events import EvaluationFinished, StepFinished
+from streamrl.observe.line_file import LineFile
 from streamrl.observe.telemetry import TelemetryPublisher
+from streamrl.observe.topics import finite_or_none, topic_and_fields
 
-_RUN_STATES = {"RunStarted": "started", "RunFinished": "finished"}
-_TOPICS = {
-    "RunProgress": "progress",
-    "CompletionSampled": "sample",
-    "RunWarning": "warning",
-    "RunDecided": "decision",
-    "StallSeen": "stall",
-}
+MOST_NAMES = 4096
+LONGEST_NAME = 256
+"""Characters."""
 
 
-class _LineFile:
-    """Appends JSON objects, one a line, each flushed: what was reported survives a kill of this process."""
+class Sink(Protocol):
+    """A place where events go. It must not block for long: it is called from the event loop."""
 
-    def __init__(self, path: Path) -> None:
-        self._stream = path.open("a+b", buffering=0)
-        if self._stream.tell():
-            self._stream.seek(-1, os.SEEK_END)
-            if self._stream.read(1) != b"\n":
-                self._stream.write(b"\n")  # a killed run may have left half a line
+    def record(self, event: Message) -> None: ...
 
-    def append(self, fields: dict[str, Any]) -> None:
-        append_whole(self._stream, msgspec.json.encode(fields) + b"\n")
+    def close(self) -> None: ...
+
+
+class Reporter:
+    """Hands each event to every sink, in order. ``standing``: metrics of every step that do not change in a run."""
+
+    def __init__(self, sinks: Sequence[Sink], *, standing: Mapping[str, float] | None = None) -> None:
+        self._sinks = tuple(sinks)
+        self._standing = dict(standing or {})
+        self._names: set[str] = set()
+        self._refused = 0
+
+    def record(self, event: Message) -> None:
+        """Report something that happened."""
+        if isinstance(event, StepFinished):
+            event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics | self._standing))
+        elif isinstance(event, EvaluationFinished):
+            event = msgspec.structs.replace(event, metrics=self._bounded(event.metrics))
+        for sink in self._sinks:
+            sink.record(event)
 
     def close(self) -> None:
-        self._stream.close()
+        """Close every sink; the first error is raised after all were closed."""
+        errors = []
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as error:  # a full disk must not keep the socket open
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _bounded(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Without names that would be more than a run may have: rewards name their parts, and may name each anew."""
+        kept: dict[str, float] = {}
+        for name, value in metrics.items():
+            if name not in self._names:
+                if len(self._names) >= MOST_NAMES or len(name) > LONGEST_NAME:
+                    self._refused += 1
+                    continue
+                self._names.add(name)
+            kept[name] = value
+        return kept | {"health/metrics_refused_total": float(self._refused)} if self._refused else kept
 
 
 class JsonlSink:
-    """``metrics.jsonl``: one flat object for each step and each evaluation."""
+    """``metrics.jsonl``: one flat object for each step and each evaluation; other events are in the journal, or go to
+    the socket alone. ``clock``: seconds since 1970."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = _LineFile(path)
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._lines = LineFile(path)
+        self._clock = clock
 
-    def record_step(self, record: StepRecord) -> None:
+    def record(self, event: Message) -> None:
         """Append one line."""
-        metrics = {name: finite_or_none(value) for name, value in record.metrics.items()}
-        head = {"kind": record.kind, "time": record.time, "step": record.step, "policy_version": record.policy_version}
-        self._lines.append(head | metrics)
-
-    def record_event(self, record: EventRecord) -> None:
-        """Events are in the journal, or go to the socket alone."""
+        if isinstance(event, StepFinished | EvaluationFinished):
+            kind = "step" if isinstance(event, StepFinished) else "evaluation"
+            head = {"kind": kind, "time": self._clock(), "step": event.step, "policy_version": event.policy_version}
+            self._lines.append(head | finite_or_none(event.metrics))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -64,34 +95,14 @@ class PublishSink:
 
     def __init__(self, endpoint: str, *, run_id: str = "") -> None:
         self._publisher = TelemetryPublisher(endpoint, run_id=run_id)
+        self.endpoint = self._publisher.endpoint
 
-    @property
-    def endpoint(self) -> str:
-        """Where it bound."""
-        return self._publisher.endpoint
-
-    @property
-    def dropped(self) -> int:
-        """A lower bound of the messages that some subscriber did not get."""
-        return self._publisher.dropped
-
-    def record_step(self, record: StepRecord) -> None:
-        """Publish on topic ``step`` or ``evaluation``."""
-        metrics = {name: finite_or_none(value) for name, value in record.metrics.items()}
-        if record.kind == "step":
-            metrics["health/telemetry_dropped_total"] = self.dropped
-        self._publisher.publish(
-            record.kind, {"step": record.step, "policy_version": record.policy_version, "metrics": metrics}
-        )
-
-    def record_event(self, record: EventRecord) -> None:
-        """Publish on topic ``run`` (started, finished), on that of its kind, else on ``event``."""
-        if state := _RUN_STATES.get(record.kind):
-            self._publisher.publish("run", {"state": state} | record.fields)
-        elif topic := _TOPICS.get(record.kind):
-            self._publisher.publish(topic, record.fields)
-        else:
-            self._publisher.publish("event", {"event": record.kind, "fields": record.fields})
+    def record(self, event: Message) -> None:
+        """Publish on the topic of its kind."""
+        topic, fields = topic_and_fields(event)
+        if topic == "step":  # a lower bound of the messages that some subscriber did not get
+            fields["metrics"]["health/telemetry_dropped_total"] = self._publisher.dropped
+        self._publisher.publish(topic, fields)
 
     def close(self) -> None:
         """Send what is queued and unbind. Idempotent."""

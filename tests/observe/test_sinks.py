@@ -6,13 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from streamrl.base.run_events import RunStarted
-from streamrl.observe.reporter import EventRecord, Reporter, StepRecord
-from streamrl.observe.sinks import JsonlSink, PublishSink
+from streamrl.base.messages import Message
+from streamrl.base.run_events import (
+    EngineLost,
+    EvaluationFinished,
+    RunDecided,
+    RunProgress,
+    RunStarted,
+    RunWarning,
+    StepFinished,
+)
+from streamrl.observe.sinks import JsonlSink, PublishSink, Reporter
 from streamrl.observe.telemetry import TelemetrySubscriber
+
+EVALUATION = EvaluationFinished(step=1, policy_version=1, metrics={"eval/held_out/avg@1": 0.25})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -20,13 +29,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_each_record_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
-    reporter = Reporter([JsonlSink(tmp_path / "metrics.jsonl")], clock=lambda: 17.0)
-    reporter.step(1, 1, {"reward/mean": 0.5, "optim/grad_norm": float("nan")})
+    reporter = Reporter([JsonlSink(tmp_path / "metrics.jsonl", clock=lambda: 17.0)])
+    metrics = {"reward/mean": 0.5, "optim/grad_norm": float("nan")}
+    reporter.record(StepFinished(step=1, policy_version=1, metrics=metrics))
     assert lines(tmp_path / "metrics.jsonl") == [
         {"kind": "step", "time": 17.0, "step": 1, "policy_version": 1, "reward/mean": 0.5, "optim/grad_norm": None}
     ]
-    reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
-    reporter.event("launched", group=3)
+    reporter.record(EVALUATION)
+    reporter.record(RunWarning(step=1, message="look there"))
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
     reporter.close()
 
@@ -35,18 +45,16 @@ def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "step", "st')
     sink = JsonlSink(path)
-    sink.record_step(StepRecord(kind="step", time=1.0, step=2, policy_version=2, metrics={}))
+    sink.record(StepFinished(step=2, policy_version=2, metrics={}))
     sink.close()
-    assert json.loads(path.read_text().splitlines()[1])["step"] == 2
+    assert [line["step"] for line in lines(path)] == [2]
 
 
 def test_close_reaches_every_sink_and_then_tells_the_first_error() -> None:
     closed = []
 
     class Broken:
-        def record_step(self, record: StepRecord) -> None: ...
-
-        def record_event(self, record: EventRecord) -> None: ...
+        def record(self, event: Message) -> None: ...
 
         def close(self) -> None:
             closed.append(self)
@@ -61,7 +69,7 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
     sink = PublishSink(f"ipc://{tmp_path}/m", run_id="run-7")
     reporter = Reporter([sink])
     started = RunStarted(run_id="run-7", directory="/r", metrics_endpoint=sink.endpoint, steps=3, parameters=9)
-    reporter.event("RunStarted", **msgspec.structs.asdict(started))
+    reporter.record(started)
     try:
         with TelemetrySubscriber(sink.endpoint) as subscriber:
             first = subscriber.receive(5)
@@ -69,12 +77,15 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
             assert first.topic == "run"
             assert first.fields["state"] == "started"
             assert first.fields["steps"] == 3
-            reporter.step(1, 1, {"optim/grad_norm": float("inf")})
-            reporter.evaluation(1, 1, {"eval/held_out/avg@1": 0.25})
-            reporter.event("RunProgress", step=2, phase="rollout", finished=1, wanted=2)
-            reporter.event("RunWarning", step=2, message="look there")
-            reporter.event("RunDecided", step=2, subject="rounds", reason="long ones wait", figures={"goodput": 2.5})
-            reporter.event("engine_lost", engine="engine-0")
+            for event in (
+                StepFinished(step=1, policy_version=1, metrics={"optim/grad_norm": float("inf")}),
+                EVALUATION,
+                RunProgress(step=2, phase="rollout", finished=1, wanted=2),
+                RunWarning(step=2, message="look there"),
+                RunDecided(step=2, subject="rounds", reason="long ones wait", figures={"goodput": 2.5}),
+                EngineLost(engine="engine-0", reason="it died"),
+            ):
+                reporter.record(event)
             topics = {}
             for _ in range(6):
                 message = subscriber.receive(5)
@@ -92,5 +103,5 @@ def test_the_socket_sink_publishes_what_the_document_lists(tmp_path: Path) -> No
         "progress": {"step": 2, "phase": "rollout", "finished": 1, "wanted": 2},
         "warning": {"step": 2, "message": "look there"},
         "decision": {"step": 2, "subject": "rounds", "reason": "long ones wait", "figures": {"goodput": 2.5}},
-        "event": {"event": "engine_lost", "fields": {"engine": "engine-0"}},
+        "event": {"event": "EngineLost", "fields": {"engine": "engine-0", "reason": "it died", "requests": 0}},
     }

@@ -350,15 +350,6 @@ def test_what_trains_beside_adapters_is_not_counted_as_trained() -> None:
     assert stream.getvalue().startswith("run r: 9 steps, 1,243,360 parameters (24,576 of them trained)\n")
 
 
-def test_a_run_that_made_no_step_ends_without_a_curve(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    with StdoutReporter(stream, clock=Clock()) as report:
-        report(RunStarted(run_id="r", directory=str(tmp_path), metrics_endpoint="", steps=2, parameters=1))
-        report(RunFinished(reason="drained", step=0))
-    assert stream.getvalue().splitlines()[-1] == "drained: 0 of 2 steps in 0.0 s"
-    assert not (tmp_path / "curve.svg").exists()
-
-
 # ---- curves --------------------------------------------------------------------------------------
 
 bounded = st.lists(st.floats(-1e12, 1e12) | st.just(float("nan")), max_size=60)
@@ -417,7 +408,7 @@ def test_two_points_of_an_evaluation_are_not_joined_and_three_are() -> None:
     assert dots[0] <= 2 + len(" ┤└─") * 0 + 70 and dots[1] > dots[0]
 
 
-@pytest.mark.parametrize("rewards", [[0.0] * 30, [0.1, 0.9]], ids=["constant", "two steps"])
+@pytest.mark.parametrize("rewards", [[], [0.0] * 30, [0.1, 0.9]], ids=["none", "constant", "two steps"])
 def test_a_run_without_a_shape_gets_no_plot(tmp_path: Path, rewards: list[float]) -> None:
     stream = io.StringIO()
     with StdoutReporter(stream, clock=Clock()) as report:

@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.base.errors import StreamRLError
+from streamrl.base.messages import Message
+from streamrl.base.run_events import StepFinished
 from streamrl.cli.main import report_error
 from streamrl.learning.state.durable_files import DIGESTS, read_digests
-from streamrl.observe.reporter import LONGEST_NAME, MOST_NAMES, EventRecord, Reporter, StepRecord
+from streamrl.observe.sinks import LONGEST_NAME, MOST_NAMES, Reporter
 from streamrl.observe.terminal.printable import LONGEST_RECORD, PrintableFormatter, one_line, printable
 from streamrl.observe.terminal.stdout import StdoutReporter
 from streamrl.recipe.sections import Model, Prompts, Recipe, Reward, Run
@@ -82,15 +84,14 @@ def test_no_text_forges_a_line_of_a_log() -> None:
 
 
 class Kept:
-    """A sink that keeps records."""
+    """A sink that keeps steps."""
 
     def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
+        self.steps: list[StepFinished] = []
 
-    def record_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
-
-    def record_event(self, record: EventRecord) -> None: ...
+    def record(self, event: Message) -> None:
+        assert isinstance(event, StepFinished)
+        self.steps.append(event)
 
     def close(self) -> None: ...
 
@@ -101,13 +102,14 @@ def test_metric_names_are_bounded() -> None:
     reporter = Reporter([kept])
     for step in range(1, 4):
         parts: Mapping[str, Any] = {f"reward/part/{step}-{n}/mean": 1.0 for n in range(MOST_NAMES)}
-        reporter.step(step, step, {"reward/mean": 1.0, **parts})
+        reporter.record(StepFinished(step=step, policy_version=step, metrics={"reward/mean": 1.0, **parts}))
     names = {name for record in kept.steps for name in record.metrics}
     assert len(names) == MOST_NAMES + 1
     assert all(record.metrics["reward/mean"] == 1.0 for record in kept.steps), "what was there first stays"
     assert kept.steps[-1].metrics["health/metrics_refused_total"] == 2 * MOST_NAMES + 1
     reporter = Reporter([kept := Kept()])
-    reporter.step(1, 1, {"x" * (LONGEST_NAME + 1): 1.0, "y" * LONGEST_NAME: 2.0})
+    metrics = {"x" * (LONGEST_NAME + 1): 1.0, "y" * LONGEST_NAME: 2.0}
+    reporter.record(StepFinished(step=1, policy_version=1, metrics=metrics))
     assert set(kept.steps[0].metrics) == {"y" * LONGEST_NAME, "health/metrics_refused_total"}
 
 

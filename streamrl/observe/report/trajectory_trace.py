@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from streamrl.base.errors import UNDECODABLE, StreamRLError
-from streamrl.base.whole_files import append_whole
+from streamrl.observe.line_file import LineFile
 from streamrl.recipe.sections import Recipe
 
 TRACE_SCHEMA = 1
@@ -23,7 +22,6 @@ TRAINED = "trained"
 UNFINISHED = "unfinished"
 """Outcome of a trajectory that was under way when the run ended."""
 
-_TAIL_BYTES = 1 << 16
 MOST_BYTES = 1 << 30
 """Of one file: some million trajectories. Then another one is begun."""
 
@@ -171,50 +169,11 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EnginesLine, ...]
 
 
-class TrajectoryTrace:
-    """Appends lines to ``path``, each whole or, where the disk is full, not at all: ``OSError`` is raised.
-
-    ``goes_on``: an earlier life of the run wrote a part already. ``most_bytes``: of the file; then it is put aside, in
-    place of the one before, and another one is begun.
-    """
+class TrajectoryTrace(LineFile):
+    """Appends ``TraceLine`` objects to ``path``. ``goes_on``: an earlier life of the run wrote a part already."""
 
     def __init__(self, path: Path, header: TraceHeader, *, goes_on: bool = False, most_bytes: int = MOST_BYTES) -> None:
-        self._path, self._header, self._most_bytes = path, header, most_bytes
-        if goes_on and path.exists():
-            cut_torn_line(path)
-        self._open("ab" if goes_on else "wb")
-
-    def append(self, line: TraceLine) -> None:
-        """Write one line."""
-        if self._file.tell() > self._most_bytes:
-            self._file.close()
-            self._path.replace(self._path.with_name(f"older-{self._path.name}"))
-            self._open("wb")
-        append_whole(self._file, msgspec.json.encode(line) + b"\n")
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
-
-    def _open(self, mode: str) -> None:
-        self._file: IO[bytes] = self._path.open(mode, buffering=0)
-        if not self._path.stat().st_size:
-            append_whole(self._file, msgspec.json.encode(self._header) + b"\n")
-
-
-def cut_torn_line(path: Path) -> None:
-    """Leave only whole lines in ``path``: a killed run may have left half of one."""
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(end - _TAIL_BYTES, 0)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+        super().__init__(path, goes_on=goes_on, head=header, most_bytes=most_bytes)
 
 
 def read_trace(path: Path, tail_bytes: int = 0) -> RecordedRun:

@@ -9,10 +9,8 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-import msgspec
-
-from streamrl.base.errors import UNDECODABLE
 from streamrl.base.run_events import EvaluationFinished, RunResumed, RunStarted, StepFinished
+from streamrl.observe.line_file import read_lines
 from streamrl.observe.terminal.curve import Curve, has_shape, svg_plot, terminal_plot
 from streamrl.observe.terminal.step_line import HELD_OUT, duration
 from streamrl.plan.summary import learning_rate_notice
@@ -185,30 +183,13 @@ class RunHistory:
         return path
 
 
-class _Record(msgspec.Struct):
-    """What every line of ``metrics.jsonl`` is asked for; an evaluation is read whole."""
-
-    kind: str
-    step: int
-    reward: float | None = msgspec.field(name="reward/mean", default=None)
-
-
 def read_records(path: Path, version: int) -> list[dict[str, Any]]:
-    """Steps and evaluations of ``metrics.jsonl`` up to ``version``, ascending; for duplicates after a
-    kill, the last wins. Lines that cannot be read are left out."""
+    """Steps (their reward alone) and evaluations of ``metrics.jsonl`` up to ``version``, ascending; of two lines of a
+    step, which a kill leaves, the last. Lines that cannot be read are left out."""
     records: dict[tuple[int, str], dict[str, Any]] = {}
-    decode = msgspec.json.Decoder(_Record).decode
-    try:
-        with path.open("rb") as lines:
-            for line in lines:
-                try:
-                    record = decode(line)
-                    if record.step <= version:
-                        short = {"kind": record.kind, "step": record.step, "reward/mean": record.reward}
-                        whole = record.kind == "evaluation"
-                        records[record.step, record.kind] = msgspec.json.decode(line) if whole else short
-                except UNDECODABLE:
-                    continue  # half a line of a run that was killed
-    except OSError:
-        return []  # a curve of this life is better than none
+    for line in read_lines(path, dict[str, Any]):
+        kind, step = line.get("kind"), line.get("step")
+        if isinstance(step, int) and step <= version and kind in ("step", "evaluation"):
+            short = {"kind": kind, "step": step, "reward/mean": line.get("reward/mean")}
+            records[step, kind] = line if kind == "evaluation" else short
     return [records[key] for key in sorted(records)]

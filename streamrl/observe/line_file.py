@@ -1,0 +1,78 @@
+"""Files of JSON lines that a run appends to and others read while it goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from streamrl.base.errors import UNDECODABLE
+from streamrl.base.whole_files import append_whole
+
+_TAIL_BYTES = 1 << 16
+
+
+class LineFile:
+    """Appends objects to ``path``, one a line, each on its way to the disk when ``append`` returns: whole or, where
+    the disk is full, not at all (``OSError``).
+
+    ``goes_on``: after the lines that are there, of which a killed run may have left half of the last one; else the
+    file is emptied. ``head``: first line of each file. ``most_bytes``: of the file (0: any); then it is put aside as
+    ``older-NAME``, in place of the one before, and another one is begun.
+    """
+
+    def __init__(self, path: Path, *, goes_on: bool = True, head: object = None, most_bytes: int = 0) -> None:
+        self._path, self._head, self._most_bytes = path, head, most_bytes
+        if goes_on and path.exists():
+            _cut_torn_line(path)
+        self._open("ab" if goes_on else "wb")
+
+    def append(self, *lines: object) -> None:
+        """Write them, all into the same file."""
+        if 0 < self._most_bytes < self._file.tell():
+            self._file.close()
+            self._path.replace(self._path.with_name(f"older-{self._path.name}"))
+            self._open("wb")
+        append_whole(self._file, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+    def _open(self, mode: str) -> None:
+        self._file: IO[bytes] = self._path.open(mode, buffering=0)
+        if self._head is not None and not self._path.stat().st_size:
+            append_whole(self._file, msgspec.json.encode(self._head) + b"\n")
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Leave only whole lines in ``path``."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _TAIL_BYTES, 0)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def read_lines(path: Path, kind: Any = Any) -> Iterator[Any]:
+    """Lines of ``path`` as ``kind``; none where there is no file, and without those that cannot be read (half a line of
+    a run that was killed)."""
+    decode = msgspec.json.Decoder(kind).decode
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                try:
+                    yield decode(line)
+                except UNDECODABLE:
+                    continue
+    except OSError:
+        return

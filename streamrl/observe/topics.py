@@ -1,0 +1,82 @@
+"""Events of a run as messages of the metrics socket, and back (docs/metrics.md lists topics and fields)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from streamrl.base.messages import Message
+from streamrl.base.run_events import (
+    CompletionSampled,
+    EvaluationFinished,
+    RunDecided,
+    RunEvent,
+    RunFinished,
+    RunProgress,
+    RunStarted,
+    RunWarning,
+    StallSeen,
+    StepFinished,
+)
+from streamrl.observe.telemetry import Telemetry
+
+_TOPICS: dict[type[Message], str] = {
+    StepFinished: "step",
+    EvaluationFinished: "evaluation",
+    RunProgress: "progress",
+    CompletionSampled: "sample",
+    RunWarning: "warning",
+    RunDecided: "decision",
+    StallSeen: "stall",
+}
+_STATES: dict[type[Message], str] = {RunStarted: "started", RunFinished: "finished"}
+_KINDS: dict[str, Any] = {name: kind for kind, name in (*_TOPICS.items(), *_STATES.items())}
+
+
+def topic_and_fields(event: Message) -> tuple[str, dict[str, Any]]:
+    """What is published: on topic ``run`` of the start and the end, else on that of its kind, or ``event``."""
+    fields = msgspec.structs.asdict(event)
+    if state := _STATES.get(type(event)):
+        return "run", {"state": state} | fields
+    if (topic := _TOPICS.get(type(event))) is None:
+        return "event", {"event": type(event).__name__, "fields": fields}
+    return topic, fields | ({"metrics": finite_or_none(fields["metrics"])} if "metrics" in fields else {})
+
+
+def finite_or_none(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no nan and no infinity: None stands for both."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+
+
+def to_run_event(message: Telemetry) -> RunEvent | None:
+    """The message as the run's own event, or None where there is no such event (free-form ones, unknown topics)."""
+    fields = dict(message.fields)
+    if "metrics" in fields:  # null stands for what JSON cannot say: not finite, so nothing to show
+        fields["metrics"] = {name: value for name, value in fields["metrics"].items() if value is not None}
+    kind = _KINDS.get(fields.pop("state", "") if message.topic == "run" else message.topic)
+    if kind is None:
+        return None
+    if kind is RunStarted:
+        # The directory is another host's or another user's: a watcher must not write there.
+        fields |= {"run_id": message.run_id, "directory": ""}
+    known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    try:
+        event: RunEvent = msgspec.convert(known | {"type": kind.__struct_config__.tag}, kind)
+    except msgspec.ValidationError:
+        return None
+    return event
+
+
+def follow(receive: Callable[[float], Telemetry | None], patience_s: float) -> Iterator[Telemetry | None]:
+    """Messages until the run says that it is finished; None each time ``patience_s`` passed without one."""
+    while True:
+        message = receive(patience_s)
+        yield message
+        if message is not None and message.topic == "run" and message.fields.get("state") == "finished":
+            return
