@@ -213,7 +213,7 @@ async def _run_stages(
         load=parts.pool.load,
         waits=parts.watch.waits,
         elastic=elastic_engines(recipe, parts, sync, record.journal, report),
-        prompt_store=record.prompt_store,
+        contents=record.store,
         journal=record.journal,
         start_version=start_version,
         recovered=record.recovered,

@@ -12,7 +12,6 @@ import msgspec
 from streamrl.base.errors import StreamRLError, WireError
 from streamrl.base.stage_messages import SampledSoFar
 from streamrl.base.types import (
-    Completion,
     FinishReason,
     Prompt,
     Record,
@@ -22,6 +21,7 @@ from streamrl.base.types import (
     Trajectory,
     TrajectoryId,
 )
+from streamrl.buffers.trajectory_store import Content
 from streamrl.comm.wire import Buffer, OneFrameCodec
 from streamrl.control.actions import Decision
 from streamrl.control.events import ControlEvent
@@ -145,24 +145,21 @@ def scored_record(scored: ScoredTrajectory) -> JournalScored:
     return JournalScored(id=scored.trajectory.id, **fields)
 
 
+def content_records(identity: TrajectoryId, content: Content) -> list[JournalRecord]:
+    """All that brings ``content`` of a trajectory back."""
+    if isinstance(content, SampledSoFar):
+        return [JournalHeld(id=identity, done=content)]
+    if isinstance(content, ScoredTrajectory):
+        return [sampled_record(content.trajectory), scored_record(content)]
+    return [sampled_record(content)]
+
+
 def trajectory_of(sampled: JournalSampled, prompt: Prompt) -> Trajectory:
     """The inverse of ``sampled_record``."""
     return Trajectory(prompt=prompt, **msgspec.structs.asdict(sampled))
 
 
-def scored_trajectory(sampled: JournalSampled, scored: JournalScored, prompt: Prompt) -> ScoredTrajectory:
-    """The inverse of both."""
+def scored_trajectory(trajectory: Trajectory, scored: JournalScored) -> ScoredTrajectory:
+    """The inverse of ``scored_record``."""
     fields = {name: getattr(scored, name) for name in JournalScored.__struct_fields__ if name != "id"}
-    return ScoredTrajectory(trajectory=trajectory_of(sampled, prompt), **fields)
-
-
-def done_of(sampled: JournalSampled) -> SampledSoFar:
-    """What the rollout stage needs to pass it on to its reward once more."""
-    (segment,) = sampled.segments
-    completion = Completion(
-        token_ids=segment.token_ids,
-        behavior_logprobs=segment.behavior_logprobs,
-        finish_reason=sampled.finish_reason,
-        version_spans=segment.version_spans,
-    )
-    return SampledSoFar(completion=completion, parts=1, seconds=sampled.rollout_seconds)
+    return ScoredTrajectory(trajectory=trajectory, **fields)

@@ -9,7 +9,8 @@ import msgspec
 from streamrl.base.errors import StreamRLError
 from streamrl.base.messages import CloseBatch, StepReport
 from streamrl.base.stage_messages import SampledSoFar
-from streamrl.base.types import Prompt, ScoredTrajectory, TrainingGroup, TrajectoryId, to_training_sample
+from streamrl.base.types import ScoredTrajectory, Trajectory
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import Buffer
 from streamrl.control import actions as do
 from streamrl.control.events import BatchTrained, ControlEvent
@@ -27,8 +28,8 @@ from streamrl.journal.records import (
     JournalRecord,
     JournalSampled,
     JournalScored,
-    done_of,
     scored_trajectory,
+    trajectory_of,
 )
 from streamrl.run.trainer_ranks import TrainerRanks
 
@@ -50,7 +51,7 @@ class TrainedBatch(msgspec.Struct, frozen=True):
 class RecoveredRun:
     """``control`` is as it was after the last event of the journal: ``events`` so far, ``replayed`` since the base;
     ``elapsed_s`` after the start of the run. ``held``: the version that the ranks hold; ``trained``: batches that were
-    stepped since the base."""
+    stepped since the base. ``store``: the content behind what control knows."""
 
     def __init__(self, base: JournalBase, restore: Restore, held: int) -> None:
         self._held = held
@@ -59,10 +60,7 @@ class RecoveredRun:
         self.events = base.events
         self.elapsed_s = base.elapsed_s
         self.replayed = 0
-        self.prompts: dict[str, Prompt] = {}
-        self.sampled: dict[TrajectoryId, JournalSampled] = {}
-        self.scored: dict[TrajectoryId, JournalScored] = {}
-        self.held: dict[TrajectoryId, JournalHeld] = {}
+        self.store = TrajectoryStore()
         self.published: JournalPublished | None = None
 
     @property
@@ -87,13 +85,15 @@ class RecoveredRun:
                 self._note_trained(event)
                 self.control.handle(event)
             case JournalPrompt():
-                self.prompts[record.prompt.prompt_id] = record.prompt
+                self.store.add_prompts((record.prompt,))
             case JournalSampled():
-                self.sampled[record.id] = record
+                if (prompt := self.store.prompts.get(record.id.prompt_id)) is not None:  # else it was dropped
+                    self.store.add(trajectory_of(record, prompt))
             case JournalScored():
-                self.scored[record.id] = record
+                if isinstance(trajectory := self.store.trajectories.get(record.id), Trajectory):
+                    self.store.add(scored_trajectory(trajectory, record))
             case JournalHeld():
-                self.held[record.id] = record
+                self.store.add_part(record.id, record.done)
             case JournalPublished():
                 self.published = record
 
@@ -108,18 +108,11 @@ class RecoveredRun:
         """All records were taken: forget what has ended."""
         needed = {trajectory for batch in self.trained for group in batch.groups for trajectory in group.ids}
         needed.update(trajectory for group in self.state.buffer.groups() for trajectory in group.ids)
-        for kept in (self.sampled, self.scored, self.held):
-            for trajectory in [one for one in kept if one not in needed]:
-                del kept[trajectory]
+        self.store.forget([one for one in self.store.trajectories if one not in needed])
 
     def trained_since(self, version: int) -> list[TrainedBatch]:
         """Batches that were stepped after ``version``, oldest first: what brings ranks that hold it up to now."""
         return [batch for batch in self.trained if batch.policy_version > version]
-
-    def forget_content(self) -> None:
-        """The run goes on: what was recovered is with those who work on it."""
-        for kept in (self.prompts, self.sampled, self.scored, self.held):
-            kept.clear()
 
     @property
     def leads_on(self) -> bool:
@@ -127,53 +120,10 @@ class RecoveredRun:
         batches = [batch.policy_version for batch in self.trained_since(self._held)]
         return batches == list(range(self._held + 1, self.version + 1))
 
-    def payload(self, trajectory: TrajectoryId) -> ScoredTrajectory | None:
-        """One that was scored; None for one that was not."""
-        sampled, scored = self.sampled.get(trajectory), self.scored.get(trajectory)
-        prompt = self.prompts.get(trajectory.prompt_id)
-        if sampled is None or scored is None or prompt is None:
-            return None
-        return scored_trajectory(sampled, scored, prompt)
-
-    def payloads(self) -> dict[TrajectoryId, ScoredTrajectory]:
-        """Of all that were scored."""
-        found = {trajectory: self.payload(trajectory) for trajectory in self.scored}
-        return {trajectory: payload for trajectory, payload in found.items() if payload is not None}
-
     def batch_of(self, policy_version: int) -> list[ScoredTrajectory]:
         """What was trained into ``policy_version``, since the last checkpoint."""
         batches = [b for b in self.trained if b.policy_version == policy_version]
-        found = [self.payload(trajectory) for b in batches for group in b.groups for trajectory in group.ids]
-        return [payload for payload in found if payload is not None]
-
-    def take_done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
-        """What one that is launched again has: it was whole and waited for its reward, or was stopped. Once."""
-        sampled, held = self.sampled.pop(trajectory, None), self.held.pop(trajectory, None)
-        if sampled is not None:
-            return done_of(sampled)
-        return None if held is None else held.done
-
-    def training_groups(self, batch: TrainedBatch) -> list[TrainingGroup]:
-        """The groups of a batch, in the order in which they were trained. Raises ``StreamRLError`` where one is not in
-        the journal."""
-        groups = []
-        for handed in batch.groups:
-            members = [self.payload(trajectory) for trajectory in handed.ids]
-            samples = tuple(to_training_sample(member) for member in members if member is not None)
-            if len(samples) < len(handed.ids):
-                raise StreamRLError(
-                    f"the journal lacks samples of group {handed.group_id}, which was trained into version "
-                    f"{batch.policy_version}: it cannot be trained again; start from a checkpoint "
-                    "(checkpoint.resume_from)"
-                )
-            groups.append(TrainingGroup(group_id=handed.group_id, batch_id=handed.batch_id, samples=samples))
-        return groups
-
-    def records(self) -> Iterable[JournalRecord]:
-        """What of it is no event: the content of what control knows."""
-        yield from self.held.values()
-        yield from self.sampled.values()
-        yield from self.scored.values()
+        return self.store.scored(trajectory for b in batches for group in b.groups for trajectory in group.ids)
 
 
 def recovered_run(found: Found, restore: Restore, held: int) -> RecoveredRun | None:
@@ -209,15 +159,15 @@ def what_was_restored(run: RecoveredRun) -> dict[str, int]:
     """Counts for people."""
     state = run.state
     groups = list(state.buffer.groups())
-    open_members = {i for group in groups for i in group.open_ids}
+    contents = [run.store.trajectories.get(member) for group in groups for member in group.open_ids]
     return {
         "events": run.events,
         "replayed": run.replayed,
         "trained": state.buffer.trained,
         "scored": sum(len(group.members) - group.open for group in groups),
-        "unscored": sum(i in run.sampled for i in open_members),
-        "partial": sum(i in run.held and i not in run.sampled for i in open_members),
-        "again": sum(i not in run.sampled and i not in run.held for i in open_members),
+        "unscored": sum(isinstance(content, Trajectory | ScoredTrajectory) for content in contents),
+        "partial": sum(isinstance(content, SampledSoFar) for content in contents),
+        "again": contents.count(None),
         "queued": len(state.prompts.queue),
         "drawn": state.prompts.drawn,
     }
@@ -251,8 +201,8 @@ async def retrain_batches(trainer: TrainerRanks, recovered: RecoveredRun, held: 
         )
     reports: Sequence[StepReport] = ()
     for batch in batches:
-        for group in recovered.training_groups(batch):
-            await trainer.train_group(group)
+        for group in batch.groups:
+            await trainer.train_group(recovered.store.training_group(group.group_id, group.batch_id, group.ids))
         gather = await trainer.close_batch(close_of(batch.step))
         reports = await gather()
         await trainer.acknowledge(batch.policy_version)  # engines take the newest at once, when it is announced

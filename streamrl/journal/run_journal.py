@@ -7,13 +7,14 @@ until the next checkpoint: if the newer one turns out to be damaged, the run goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from streamrl.base.stage_messages import FinishedTrajectory, RolloutOutcome, TrajectoryHeld
-from streamrl.base.types import Prompt, ScoredTrajectory, TrajectoryId
+from streamrl.base.types import Prompt, ScoredTrajectory
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.stream import SendStream, StreamStatistics
 from streamrl.control.actions import Decision
-from streamrl.control.events import CheckpointDone, ControlEvent, TrajectoryFailed
+from streamrl.control.events import CheckpointDone, ControlEvent
 from streamrl.control.machine import Control
 from streamrl.control.model import Snapshot
 from streamrl.journal.log import Journal
@@ -26,6 +27,7 @@ from streamrl.journal.records import (
     JournalPrompt,
     JournalPublished,
     JournalRecord,
+    content_records,
     sampled_record,
     scored_record,
 )
@@ -33,25 +35,17 @@ from streamrl.journal.recover import RecoveredRun
 
 
 class RunJournal:
-    """``journal`` None: nothing is written. ``prompts``: those that control may still ask for. ``recovered``: what an
-    earlier life left in it."""
+    """``journal`` None: nothing is written. ``store``: what control may still ask for. ``recovered``: what an earlier
+    life left in it."""
 
-    def __init__(
-        self,
-        journal: Journal | None,
-        prompts: Callable[[], Sequence[Prompt]],
-        recovered: RecoveredRun | None = None,
-    ) -> None:
+    def __init__(self, journal: Journal | None, store: TrajectoryStore, recovered: RecoveredRun | None = None) -> None:
         self._journal = journal
-        self._prompts = prompts
+        self._store = store
         self._begun = recovered is not None
         self._codec = JournalCodec()
         self._last = 0
-        self._content: dict[TrajectoryId, dict[type, JournalRecord]] = {}
         self._events = recovered.events if recovered else 0
         self._published = recovered.published if recovered else None
-        for record in recovered.records() if recovered else ():
-            self._remember(record)
 
     def drawn(self, prompts: Sequence[Prompt]) -> None:
         """Before control gets to know of them."""
@@ -61,23 +55,20 @@ class RunJournal:
     def on_outcome(self, outcome: RolloutOutcome) -> None:
         """A trajectory left the engines: whole, or stopped."""
         if isinstance(outcome, FinishedTrajectory) and not outcome.trajectory.evaluation:
-            self._note(sampled_record(outcome.trajectory))
+            self._store.add(outcome.trajectory)
+            self._append(sampled_record(outcome.trajectory))
         elif isinstance(outcome, TrajectoryHeld) and outcome.done is not None:
-            self._note(JournalHeld(id=outcome.id, done=outcome.done))
+            self._store.add_part(outcome.id, outcome.done)
+            self._append(JournalHeld(id=outcome.id, done=outcome.done))
 
     def scored(self, scored: ScoredTrajectory) -> None:
         """Before control gets to know of it."""
-        self._note(scored_record(scored))
+        self._append(scored_record(scored))
 
     def published(self, policy_version: int, state_hash: int) -> None:
         """Ranks have made this version."""
         self._published = JournalPublished(policy_version=policy_version, state_hash=state_hash)
         self._append(self._published)
-
-    def forget(self, ids: Iterable[TrajectoryId]) -> None:
-        """Their content is not needed any more."""
-        for trajectory in ids:
-            self._content.pop(trajectory, None)
 
     def decided(self, decision: Decision, elapsed_s: float) -> None:
         """For people: something beside control decided this, ``elapsed_s`` after the start of the run."""
@@ -95,8 +86,6 @@ class RunJournal:
             self._begin_segment(control, elapsed_s)
         self._events += 1
         self._append(JournalEvent(event=event, time_s=round(elapsed_s, 4)))
-        if isinstance(event, TrajectoryFailed):
-            self.forget((event.id,))
 
     async def settled(self) -> None:
         """Return when everything so far is on the disk. Raises ``JournalFailed``."""
@@ -116,20 +105,11 @@ class RunJournal:
     def _base(self, control: Snapshot, elapsed_s: float) -> Iterator[bytes]:
         encode = self._codec.encode
         yield encode(JournalBase(control=control, events=self._events, elapsed_s=elapsed_s))
-        yield from (encode(JournalPrompt(prompt=prompt)) for prompt in self._prompts())
+        yield from (encode(JournalPrompt(prompt=prompt)) for prompt in self._store.prompts.values())
         if self._published is not None:
             yield encode(self._published)
-        for records in self._content.values():
-            yield from map(encode, records.values())
-
-    def _note(self, record: JournalRecord) -> None:
-        self._remember(record)
-        self._append(record)
-
-    def _remember(self, record: JournalRecord) -> None:
-        identity = getattr(record, "id", None)
-        if self._journal is not None and isinstance(identity, TrajectoryId):
-            self._content.setdefault(identity, {})[type(record)] = record
+        for identity, content in self._store.trajectories.items():
+            yield from map(encode, content_records(identity, content))
 
     def _append(self, record: JournalRecord) -> None:
         if self._journal is not None and self._begun:  # the first base says what was before it

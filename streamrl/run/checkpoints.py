@@ -12,7 +12,7 @@ import msgspec
 from streamrl.base.errors import UNDECODABLE, StreamRLError, WireError
 from streamrl.base.types import Prompt, Record
 from streamrl.base.whole_files import leave_beside, make_directory, write_durable, write_link
-from streamrl.buffers.prompt_store import PromptStore
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.wire import OneFrameCodec
 from streamrl.control.model import Snapshot, prompts_needed
 from streamrl.recipe.sections import Checkpoint
@@ -36,9 +36,9 @@ def _fork_codec() -> OneFrameCodec[ForkPoint]:
     return OneFrameCodec(ForkPoint)
 
 
-def fork_point(control: Snapshot, prompt_store: PromptStore) -> dict[str, bytes]:
+def fork_point(control: Snapshot, store: TrajectoryStore) -> dict[str, bytes]:
     """The file by its name."""
-    prompts = tuple(prompt_store[prompt_id] for prompt_id in sorted(prompts_needed(control.state)))
+    prompts = tuple(store.prompts[prompt_id] for prompt_id in sorted(prompts_needed(control.state)))
     return {FORK_POINT: _fork_codec().encode(ForkPoint(control=control, prompts=prompts))}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
@@ -26,21 +27,19 @@ from streamrl.base.stage_messages import (
     LaunchTrajectory,
     RewardOutcome,
     RolloutOrder,
+    Scored,
     TrajectoryHeld,
     TrajectoryLost,
 )
-from streamrl.base.types import (
-    DropReason,
-    ScoredTrajectory,
-)
+from streamrl.base.types import DropReason, Prompt, ScoredTrajectory
 from streamrl.base.waits import Waits
-from streamrl.buffers.prompt_store import PromptSource, PromptStore
-from streamrl.buffers.scored_payloads import ScoredPayloads
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control import actions as do
 from streamrl.control import events as on
 from streamrl.control.machine import Control
 from streamrl.control.model import RunState, prompts_needed
+from streamrl.control.pending import groups_in_batch
 from streamrl.elastic.elastic_engines import ElasticEngines
 from streamrl.evaluate.evaluation import Evaluation, HeldOut
 from streamrl.journal.recover import RecoveredRun, Retrained, close_of, retrain_batches
@@ -49,10 +48,17 @@ from streamrl.observe.report.alarms import Alarms
 from streamrl.observe.report.run_report import RunReport
 from streamrl.recipe.scheduling import RoundKind
 from streamrl.run.checkpoints import fork_point
+from streamrl.run.outcome_events import event_of
 from streamrl.run.trainer_ranks import TrainerRanks, announcement
 from streamrl.sync.weight_sync import PushReport, WeightSync
 
 MEASURING_INTERVAL_S = 0.25
+
+
+class PromptSource(Protocol):
+    """Where prompts come from; fewer than asked for means that it is exhausted."""
+
+    async def draw(self, count: int) -> list[Prompt]: ...
 
 
 class Controller:
@@ -77,7 +83,7 @@ class Controller:
         load: Callable[[], EngineLoad],
         waits: Waits | None = None,
         elastic: ElasticEngines,
-        prompt_store: PromptStore,
+        contents: TrajectoryStore,
         journal: RunJournal,
         start_version: int = 0,
         recovered: RecoveredRun | None = None,
@@ -101,11 +107,10 @@ class Controller:
         # Only a policy of the user's reads it; for others it would make the journal longer.
         self._reports_load = control.settings.rounds is RoundKind.CUSTOM
         self._start_version = start_version
-        self._prompt_store = prompt_store
+        self._contents = contents
         self._journal = journal
         self._recovered = recovered
         self._live_push: PushReport | None = None
-        self._payloads = ScoredPayloads(journal)
         self._announced: dict[int, WeightAnnouncement] = {}
         self._evaluation: Evaluation | None = None
         self._measuring = anyio.CancelScope()
@@ -153,7 +158,6 @@ class Controller:
                 await self._report.resumed(self._recovered, retrained, self._start_version, anchor.state_hash)
                 for action in await self._continue(self._recovered, retrained):
                     reason = await self._perform(action, orders, children) or reason
-                self._recovered.forget_content()
             while not reason:
                 event = await self._events.receive()
                 for action in await self._handle(event):
@@ -171,7 +175,6 @@ class Controller:
     async def _continue(self, recovered: RecoveredRun, retrained: Retrained) -> list[do.ControlAction]:
         """Return what the last controller ordered and was not answered; answers that are known become events first."""
         version, state = retrained.policy_version, self.state
-        self._payloads.restore(recovered.payloads())
         steps = self._control.settings.steps  # of the recipe, which may have changed since
         if state.draining or state.finished or state.steps != steps:
             await self._handle(on.RunContinued(steps=steps))
@@ -182,7 +185,7 @@ class Controller:
             self._report.trained_before(version, recovered.batch_of(version), retrained.reports)
         again = self._control.orders_again()
         for batch in recovered.trained:
-            self._payloads.forget(trajectory for group in batch.groups for trajectory in group.ids)
+            self._contents.forget(trajectory for group in batch.groups for trajectory in group.ids)
         return again
 
     async def _handle(self, event: on.ControlEvent) -> list[do.ControlAction]:
@@ -195,11 +198,15 @@ class Controller:
             step = self.state.trainer_version + 1
             if warning := self._alarms.reward_failed(step, event.message):
                 await self._report.warned(step, warning)
+        batch = groups_in_batch(self.state) if isinstance(event, on.BatchTrained) else ()
         actions = self._control.handle(event)
+        self._contents.forget(trajectory for group in batch for trajectory in group.ids)
+        if isinstance(event, on.TrajectoryFailed):
+            self._contents.forget((event.id,))
         if isinstance(event, on.RunBegan):
             await self._journal.begin(self._control)
         if isinstance(event, on.BatchTrained):
-            self._prompt_store.forget_others(lambda: prompts_needed(self.state))
+            self._contents.forget_other_prompts(lambda: prompts_needed(self.state))
         return actions
 
     async def _perform(self, action: do.ControlAction, orders: SendStream[RolloutOrder], children: TaskGroup) -> str:
@@ -211,7 +218,7 @@ class Controller:
                 await self._launch(action, orders, children)
             case do.Drop():
                 self._report.dropped(action.ids, action.reason)
-                self._payloads.forget(action.ids)
+                self._contents.forget(action.ids)
                 if action.abort:
                     await orders.send(CancelTrajectories(ids=action.ids))
             case do.Pause():
@@ -224,13 +231,15 @@ class Controller:
             case do.Decision():
                 await self._report.decided(action, self.state.trainer_version + 1)
             case do.TrainGroupNow():
-                await self._trainer.train_group(self._payloads.to_train(action))
+                group = self._contents.training_group(action.group_id, action.batch_id, action.ids)
+                await self._trainer.train_group(group)
             case do.StepOptimizer():
                 await self._journal.settled()  # what is trained must never be sampled again
                 gather = await self._trainer.close_batch(close_of(action))
                 self._report.batch_closed(action.round_kind)
                 self._elastic.batch_closed()
-                children.start_soon(self._step, action, gather, self._payloads.close_batch())
+                batch = [trajectory for group in groups_in_batch(self.state) for trajectory in group.ids]
+                children.start_soon(self._step, action, gather, self._contents.scored(batch))
             case do.PublishWeights():
                 children.start_soon(self._publish, action)
             case do.Evaluate():
@@ -242,7 +251,7 @@ class Controller:
                 if self._evaluation is not None:
                     await self._evaluation.cancel(orders)
             case do.WriteCheckpoint():
-                beside = fork_point(self._control.snapshot(), self._prompt_store) | dict(self._beside())
+                beside = fork_point(self._control.snapshot(), self._contents) | dict(self._beside())
                 children.start_soon(self._checkpoint, action.policy_version, beside)
             case do.End():
                 if action.error:
@@ -261,8 +270,14 @@ class Controller:
             if isinstance(item, TrajectoryHeld):
                 continue
             self._elastic.ended(item)
-            if (event := self._payloads.take(item, self.state.buffer)) is not None:
-                await self._tell.send(event)
+            if isinstance(item, Scored) and isinstance(item.outcome, ScoredTrajectory):
+                identity = item.outcome.trajectory.id
+                if self.state.buffer.member(identity) is None:
+                    self._contents.forget((identity,))
+                    continue  # cancelled while it was scored
+                self._contents.add(item.outcome)
+                self._journal.scored(item.outcome)
+            await self._tell.send(event_of(item))
 
     @staticmethod
     def _is_held_out(item: RewardOutcome) -> bool:
@@ -274,19 +289,31 @@ class Controller:
         with self._waits.waiting_for(f"{count} prompts"):
             prompts = await self._prompts.draw(count)
         self._journal.drawn(prompts)
-        await self._tell.send(self._prompt_store.drawn(prompts, exhausted=len(prompts) < count))
+        self._contents.add_prompts(prompts)
+        await self._tell.send(
+            on.PromptsDrawn(
+                prompt_ids=tuple(p.prompt_id for p in prompts),
+                exhausted=len(prompts) < count,
+                prompt_tokens=tuple(len(p.token_ids) for p in prompts),
+            )
+        )
 
     async def _launch(self, action: do.LaunchGroup, orders: SendStream[RolloutOrder], children: TaskGroup) -> None:
-        prompt = self._prompt_store[action.ids[0].prompt_id]
+        prompt = self._contents.prompts[action.ids[0].prompt_id]
         tokens = len(prompt.token_ids)
         self._report.launched(action, tokens)
         await self._elastic.launched(action.round_kind, action.ids, tokens, action.policy_version, children)
         for trajectory in action.ids:
             # Not derived from the group: a prompt that is launched again with its seed draws the same completions.
             seed = derive_seed(self._seed, prompt.prompt_id, action.seed_base, trajectory.sample)
-            done = self._recovered.take_done(trajectory) if self._recovered else None
             await orders.send(
-                LaunchTrajectory(id=trajectory, prompt=prompt, group_size=len(action.ids), seed=seed, done=done)
+                LaunchTrajectory(
+                    id=trajectory,
+                    prompt=prompt,
+                    group_size=len(action.ids),
+                    seed=seed,
+                    done=self._contents.done(trajectory),
+                )
             )
 
     async def _step(
@@ -305,7 +332,6 @@ class Controller:
             )
         announced = self._announced[action.policy_version] = announcement(reports)
         self._journal.published(action.policy_version, announced.state_hash)
-        self._journal.forget(member.trajectory.id for member in batch)
         self._report.batch_trained(action.policy_version, batch, reports[0].metrics)
         await self._tell.send(on.BatchTrained(batch_id=action.batch_id, policy_version=action.policy_version))
 

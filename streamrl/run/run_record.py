@@ -9,7 +9,7 @@ import anyio.to_thread
 import msgspec
 
 from streamrl.base.errors import RecipeError
-from streamrl.buffers.prompt_store import PromptStore
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.control.machine import Control, fork
 from streamrl.control.model import Snapshot
 from streamrl.control.settings import ControlSettings
@@ -34,7 +34,7 @@ class RunRecord(msgspec.Struct, frozen=True):
 
     control: Control
     journal: RunJournal
-    prompt_store: PromptStore
+    store: TrajectoryStore
     file: Journal | None = None
     recovered: RecoveredRun | None = None
 
@@ -59,19 +59,18 @@ async def open_record(recipe: Recipe, settings: ControlSettings, run_directory: 
 
 
 def _open(recipe: Recipe, settings: ControlSettings, run_directory: Path, start_version: int) -> RunRecord:
-    prompt_store = PromptStore()
     file, recovered = _open_journal(recipe, settings, run_directory, start_version)
-    journal = RunJournal(file, lambda: prompt_store.prompts, recovered)
+    store = TrajectoryStore() if recovered is None else recovered.store
+    journal = RunJournal(file, store, recovered)
     if recovered is not None:
-        prompt_store.put(recovered.prompts.values())
-        return RunRecord(recovered.control, journal, prompt_store, file, recovered)
+        return RunRecord(recovered.control, journal, store, file, recovered)
     resumed = recipe.checkpoint.resume_from
     point = read_fork_point(surviving(Path(resumed))) if resumed else None
     control = make_control(settings, fork(point.control, settings) if point else None)
     if point is None:
         control.state.prompts.drawn = start_version * recipe.rollout.prompts_per_batch
-    prompt_store.put(point.prompts if point else ())
-    return RunRecord(control, journal, prompt_store, file)
+    store.add_prompts(point.prompts if point else ())
+    return RunRecord(control, journal, store, file)
 
 
 def _open_journal(

@@ -51,7 +51,7 @@ from streamrl.base.types import (
     Trajectory,
     token_array,
 )
-from streamrl.buffers.prompt_store import PromptStore
+from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.comm.memory_stream import memory_stream
 from streamrl.comm.stream import ReceiveStream, SendStream
 from streamrl.control.actions import Decision
@@ -377,14 +377,13 @@ class SimulatedRun:
             trainer = TrainerRanks(streams)
             await trainer.ready()
             parts.start_soon(trainer.run)
-            prompt_store = PromptStore()
             file, recovered = self._open_journal()
+            contents = TrajectoryStore() if recovered is None else recovered.store
             writer = anyio.CancelScope()
             if file is not None:
                 parts.start_soon(written_until, writer, file)
-            journal = RunJournal(file, lambda: prompt_store.prompts, recovered)
+            journal = RunJournal(file, contents, recovered)
             if recovered is not None:
-                prompt_store.put(recovered.prompts.values())
                 self._prompts.go_on(recovered.state.prompts.drawn)
             _let_die(journal, self.events_to_live)
 
@@ -416,7 +415,7 @@ class SimulatedRun:
                 alarms=Alarms(alarm_rules(0.05)),
                 load=pool.load,
                 elastic=self._make_elastic(pool, sync, trainer, journal, report),
-                prompt_store=prompt_store,
+                contents=contents,
                 journal=journal,
                 start_version=self.ranks[0].version,
                 recovered=recovered,

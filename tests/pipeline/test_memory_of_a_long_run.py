@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted_parts import Killed, SimulatedRun, run_settings
 
-from streamrl.buffers import prompt_store
+from streamrl.buffers import trajectory_store
 from streamrl.control.settings import ControlSettings
 from streamrl.recipe.scheduling import RoundKind, TailBatching
 
@@ -62,7 +62,7 @@ RACING = run_settings(
 async def test_a_longer_run_holds_no_more(
     settings: ControlSettings, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_store, "FEW_PROMPTS", 16)
+    monkeypatch.setattr(trajectory_store, "FEW_PROMPTS", 16)
     run = SimulatedRun(settings, tmp_path, failing=13, kept=kept)
     sizes: dict[int, Counter[str]] = {}
     happened = run.happened
@@ -100,4 +100,4 @@ async def test_what_was_recovered_is_forgotten_once_the_run_goes_on(tmp_path: Pa
     assert await second.run() == "finished"
     recovered = second.controller._recovered
     assert recovered is not None and recovered.events > 0
-    assert not any(held([recovered])[f"RecoveredRun.{name}"] for name in ("prompts", "sampled", "scored"))
+    assert not recovered.store.trajectories

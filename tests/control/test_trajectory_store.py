@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from streamrl.base.types import Prompt, token_array
-from streamrl.buffers.prompt_store import FEW_PROMPTS, PromptStore
-from streamrl.control.events import PromptsDrawn
+from streamrl.buffers.trajectory_store import FEW_PROMPTS, TrajectoryStore
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -12,32 +11,30 @@ def prompts(first: int, count: int) -> list[Prompt]:
 
 
 def test_what_nobody_needs_is_forgotten_and_asked_for_rarely() -> None:
-    prompt_store, asked = PromptStore(), []
+    store, asked = TrajectoryStore(), []
 
     def needed() -> set[str]:
-        asked.append(len(prompt_store.prompts))
+        asked.append(len(store.prompts))
         return {f"p{n}" for n in range(newest - 40, newest)}
 
     for newest in range(0, 20 * FEW_PROMPTS, 8):
-        assert prompt_store.drawn(prompts(newest, 8), exhausted=False) == PromptsDrawn(
-            prompt_ids=tuple(f"p{n}" for n in range(newest, newest + 8)), prompt_tokens=(1,) * 8
-        )
-        prompt_store.forget_others(needed)
-        assert len(prompt_store.prompts) <= FEW_PROMPTS + 8
+        store.add_prompts(prompts(newest, 8))
+        store.forget_other_prompts(needed)
+        assert len(store.prompts) <= FEW_PROMPTS + 8
         for n in range(max(newest - 40, 0), newest + 8):  # those of the last draw, too: control was not told of them
-            assert prompt_store[f"p{n}"].token_ids[0] == n
+            assert store.prompts[f"p{n}"].token_ids[0] == n
     assert 15 < len(asked) < 30
 
 
 def test_all_stay_where_all_are_needed() -> None:
-    prompt_store, asked = PromptStore(), 0
+    store, asked = TrajectoryStore(), 0
 
     def needed() -> set[str]:
         nonlocal asked
         asked += 1
-        return {prompt.prompt_id for prompt in prompt_store.prompts}
+        return {prompt.prompt_id for prompt in store.prompts.values()}
 
     for first in range(0, 64 * FEW_PROMPTS, 100):
-        prompt_store.put(prompts(first, 100))
-        prompt_store.forget_others(needed)
-    assert len(prompt_store.prompts) >= 64 * FEW_PROMPTS and asked < 10
+        store.add_prompts(prompts(first, 100))
+        store.forget_other_prompts(needed)
+    assert len(store.prompts) >= 64 * FEW_PROMPTS and asked < 10

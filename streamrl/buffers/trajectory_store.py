@@ -1,0 +1,94 @@
+"""Prompts and what was sampled for them: the only place of the controller that has tokens. Others pass ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Set
+
+from streamrl.base.errors import StreamRLError
+from streamrl.base.stage_messages import SampledSoFar
+from streamrl.base.types import (
+    Completion,
+    Prompt,
+    ScoredTrajectory,
+    TrainingGroup,
+    Trajectory,
+    TrajectoryId,
+    to_training_sample,
+)
+
+FEW_PROMPTS = 256
+"""Unneeded prompts that may stay: a search for them costs more."""
+
+Content = SampledSoFar | Trajectory | ScoredTrajectory
+"""What there is of a trajectory: a part, the whole, the whole with its reward."""
+
+
+class TrajectoryStore:
+    """``prompts``: those that control may launch (again), and at most as many others. ``trajectories``: the newest
+    content of each that was sampled and is neither trained nor dropped."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, Prompt] = {}
+        self.trajectories: dict[TrajectoryId, Content] = {}
+        self._newest: tuple[str, ...] = ()
+        self._full = FEW_PROMPTS
+
+    def add_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Store ``prompts`` of one draw. Draws do not overlap."""
+        drawn = {prompt.prompt_id: prompt for prompt in prompts}
+        self.prompts |= drawn
+        self._newest = tuple(drawn)
+
+    def forget_other_prompts(self, needed: Callable[[], Set[str]]) -> None:
+        """Remove prompts that are not ``needed``. That is called only when there are twice as many prompts as were
+        needed before, so that its cost is proportional to the draws since. Prompts of the last draw stay: control may
+        not have taken their event yet."""
+        if len(self.prompts) > self._full:
+            kept = needed() | set(self._newest)
+            self.prompts = {name: prompt for name, prompt in self.prompts.items() if name in kept}
+            self._full = max(2 * len(self.prompts), FEW_PROMPTS)
+
+    def add(self, trajectory: Trajectory | ScoredTrajectory) -> None:
+        """Store what replaces all that there was of it."""
+        whole = trajectory.trajectory if isinstance(trajectory, ScoredTrajectory) else trajectory
+        self.trajectories[whole.id] = trajectory
+
+    def add_part(self, trajectory: TrajectoryId, done: SampledSoFar) -> None:
+        """Store what one that was cut has; nothing changes for one that is whole."""
+        if isinstance(self.trajectories.get(trajectory, done), SampledSoFar):
+            self.trajectories[trajectory] = done
+
+    def forget(self, ids: Iterable[TrajectoryId]) -> None:
+        """They will not be trained, or are already."""
+        for trajectory in ids:
+            self.trajectories.pop(trajectory, None)
+
+    def done(self, trajectory: TrajectoryId) -> SampledSoFar | None:
+        """What an earlier life of the controller sampled of one that is launched again, for the rollout stage."""
+        content = self.trajectories.get(trajectory)
+        if content is None or isinstance(content, SampledSoFar):
+            return content
+        whole = content.trajectory if isinstance(content, ScoredTrajectory) else content
+        (segment,) = whole.segments
+        completion = Completion(
+            token_ids=segment.token_ids,
+            behavior_logprobs=segment.behavior_logprobs,
+            finish_reason=whole.finish_reason,
+            version_spans=segment.version_spans,
+        )
+        return SampledSoFar(completion=completion, parts=1, seconds=whole.rollout_seconds)
+
+    def scored(self, ids: Iterable[TrajectoryId]) -> list[ScoredTrajectory]:
+        """Those of ``ids`` that have a reward."""
+        found = (self.trajectories.get(trajectory) for trajectory in ids)
+        return [content for content in found if isinstance(content, ScoredTrajectory)]
+
+    def training_group(self, group_id: int, batch_id: int, ids: Collection[TrajectoryId]) -> TrainingGroup:
+        """A whole group, as the trainer gets it. Raises ``StreamRLError`` where one of ``ids`` has no reward here."""
+        samples = tuple(to_training_sample(member) for member in self.scored(ids))
+        if len(samples) < len(ids):
+            raise StreamRLError(
+                f"the journal lacks samples of group {group_id} of batch {batch_id}: it cannot be trained again; "
+                "start from a checkpoint (checkpoint.resume_from)"
+            )
+        return TrainingGroup(group_id=group_id, batch_id=batch_id, samples=samples)
