@@ -24,6 +24,8 @@ from campaigns.faults.stamped_engine import StampedEngine
 from campaigns.faults.world_disk import SimulatedLock, SimulatedOs, SimulatedThread
 from streamrl.app import pipeline as run_module
 from streamrl.app import roles, run_controller
+from streamrl.app.run_directory import RunLock, refuse_changes
+from streamrl.app.run_record import refuse_lost_journal
 from streamrl.comm import zmq_stream
 from streamrl.comm.stream_protocol import Hello
 from streamrl.control.machine import Control
@@ -45,8 +47,6 @@ from streamrl.remote.control_socket import serving_control
 from streamrl.rewards import worker as reward_worker
 from streamrl.rewards.inspect import RewardInspection, inspect_in_subprocess
 from streamrl.rewards.signature import inspect_reward
-from streamrl.run.run_directory import RunLock, refuse_changes
-from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise import child_process, clean_up, supervisor
 from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.watchdog import Watchdog, ask_for_stacks

@@ -78,7 +78,7 @@ class SimulatedThread:
 
 
 class SimulatedLock:
-    """``run.run_directory.RunLock`` of a process that may be killed."""
+    """``app.run_directory.RunLock`` of a process that may be killed."""
 
     held: dict[Path, SimulatedProcess] = {}
 

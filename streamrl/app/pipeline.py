@@ -22,6 +22,8 @@ from typing import Any, Self
 import anyio
 import anyio.to_thread
 
+from streamrl.app.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
+from streamrl.app.run_record import refuse_lost_journal
 from streamrl.base.errors import ProcessDied, RecipeError, StreamBroken, StreamRLError
 from streamrl.base.reward_changes import ListRewards, RewardReply
 from streamrl.base.run_events import (
@@ -47,8 +49,6 @@ from streamrl.remote.control_socket import serving_control
 from streamrl.rewards.attachments import RewardAttachments
 from streamrl.rewards.decorated import as_reward
 from streamrl.rewards.rewards_snapshot import RewardsSnapshot, read_rewards_file, rewards_file
-from streamrl.run.run_directory import NOT_RESUMED, RunLock, refuse_changes, write_changed_recipe, write_inputs
-from streamrl.run.run_record import refuse_lost_journal
 from streamrl.supervise.clean_up import SOCKET_PREFIX, remove_half_written, remove_killed_life
 from streamrl.supervise.crash_bundle import write_crash_bundle
 from streamrl.supervise.engine_orders import EngineOrders

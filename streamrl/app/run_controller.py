@@ -52,6 +52,7 @@ from streamrl.app.controller_parts import (
     training_prompts,
 )
 from streamrl.app.reward_workers import change_rewards, open_reward_stage
+from streamrl.app.run_record import RunRecord, open_record
 from streamrl.base.concurrent_calls import BegunEarly
 from streamrl.base.messages import TrainerReady, TrainingEvent, TrainingOrder
 from streamrl.base.reward_changes import RewardReply, RewardsListed
@@ -87,7 +88,6 @@ from streamrl.remote.transport_keys import KeyRole
 from streamrl.rules.transport_rules import transport_metrics
 from streamrl.run.checkpoints import CheckpointKeeper
 from streamrl.run.controller import Controller
-from streamrl.run.run_record import RunRecord, open_record
 from streamrl.run.trainer_ranks import RankStreams, TrainerRanks
 from streamrl.supervise.child import ChildContext
 from streamrl.supervise.watchdog import Watchdog

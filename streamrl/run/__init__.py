@@ -1,2 +1,2 @@
-"""The controller: carries out what control decides. Trainer ranks, checkpoints, the run directory.
+"""The controller: carries out what control decides. Trainer ranks, checkpoints.
 Imports the kernel; what else it needs comes in by constructor from ``app``."""

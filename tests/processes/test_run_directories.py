@@ -12,6 +12,8 @@ import anyio
 import pytest
 
 from streamrl.app.pipeline import Pipeline, _make_run_directory
+from streamrl.app.run_directory import RunLock, write_inputs
+from streamrl.app.run_record import METRICS, open_record, refuse_lost_journal
 from streamrl.base.errors import RecipeError
 from streamrl.control.settings import control_settings
 from streamrl.journal.log import Journal
@@ -19,8 +21,6 @@ from streamrl.journal.log_errors import JournalRefused
 from streamrl.learning.state.durable_files import flush_and_digest, write_digests
 from streamrl.recipe.load import dump_recipe, load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run.run_directory import RunLock, write_inputs
-from streamrl.run.run_record import METRICS, open_record, refuse_lost_journal
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "sort" / "recipe.toml"
 AT_ONCE = 8

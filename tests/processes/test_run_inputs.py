@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from streamrl.app.run_directory import INPUTS_FILE, RunInputs, RunLock, changed_inputs, refuse_changes, write_inputs
 from streamrl.base.errors import RecipeError, StreamRLError
 from streamrl.recipe.load import load_recipe
 from streamrl.recipe.sections import Recipe
-from streamrl.run.run_directory import INPUTS_FILE, RunInputs, RunLock, changed_inputs, refuse_changes, write_inputs
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_what_is_no_run_is_said(recipe: Recipe, tmp_path: Path) -> None:
 HOLD = """
 import signal, sys
 from pathlib import Path
-from streamrl.run.run_directory import RunLock
+from streamrl.app.run_directory import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 signal.pause()

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio.to_thread
 import msgspec
 
+from streamrl.app.run_directory import NOT_RESUMED
 from streamrl.base.errors import RecipeError
 from streamrl.buffers.trajectory_store import TrajectoryStore
 from streamrl.control.machine import Control, fork
@@ -23,7 +24,6 @@ from streamrl.policies.deterministic import check_order
 from streamrl.policies.round_policies import make_control
 from streamrl.recipe.sections import JournalKind, Recipe
 from streamrl.run.checkpoints import read_fork_point
-from streamrl.run.run_directory import NOT_RESUMED
 
 METRICS = "metrics.jsonl"
 
