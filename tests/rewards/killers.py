@@ -487,6 +487,21 @@ async def leaks_and_needs_many_async(completion):
     return leaks_and_needs_many(completion)
 
 
+def noted(completion, *, path, seconds=0.0):
+    """Notes that it began, keeps a thread, and does as the completion says."""
+    with open(path, "a") as begun:
+        begun.write(f"{completion}\n")
+    leaks_threads(completion)
+    if completion == "hang":
+        time.sleep(600)
+    if completion == "exit":
+        os._exit(0)
+    if completion == "write":
+        fault_writes_to_its_channel("z")
+    time.sleep(seconds)
+    return float(len(completion))
+
+
 # ---- clocks
 
 

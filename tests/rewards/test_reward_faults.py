@@ -149,6 +149,65 @@ async def test_only_the_call_in_progress_pays_when_its_process_ends(
     assert sum(isinstance(o, ScoredTrajectory) for o in outcomes) == 196
 
 
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reward:
+    """A function that notes what it began, all calls of which are sent ahead."""
+    monkeypatch.setattr("streamrl.rewards.calls.pool._AHEAD_S", 1000.0)
+    return Reward(function=f"{KILLERS}:noted", options={"path": str(tmp_path / "begun")}, timeout_s=2.0)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("hang", TIMED_OUT), ("exit", RAISED), ("write", RAISED)])
+async def test_of_calls_that_a_process_has_only_the_one_that_runs_fails(
+    pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path, fault: str, kind: RewardFailureKind
+) -> None:
+    rewards = await pool.open(noted, processes=1)
+    async with asyncio.timeout(20):
+        outcomes = await rewards.score([make_trajectory(text, sample=i) for i, text in enumerate(["aa", fault, "ccc"])])
+    assert [o.kind for o in outcomes if isinstance(o, RewardFailure)] == [kind]
+    assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0, 3.0]
+    begun = (tmp_path / "begun").read_text().split()
+    assert begun[:2] == ["aa", fault]
+    assert set(begun[2:]) == {"ccc"}  # one that wrote to its channel had begun the next, perhaps
+
+
+async def test_time_of_a_call_counts_from_the_answer_before_it(
+    pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.rewards.calls.pool._SLOW_S", 60.0)
+    rewards = await pool.open(noted, processes=1)
+    outcomes = await rewards.score(
+        [make_trajectory("a", group=i, seconds=seconds) for i, seconds in ((1, 1.5), (2, 1.0))]
+    )
+    assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [1.0, 1.0], outcomes
+
+
+async def test_calls_behind_a_slow_one_go_to_another_process(
+    pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
+) -> None:
+    rewards = await pool.open(noted, processes=2)
+    ended: list[str] = []
+
+    async def score(text: str) -> None:
+        await rewards.score([make_trajectory(text, group=len(text), seconds=0.9 if text == "slow" else 0.0)])
+        ended.append(text)
+
+    async with asyncio.TaskGroup() as tasks:
+        for text in ("slow", "a", "bb"):
+            tasks.create_task(score(text))
+    assert ended[-1] == "slow"
+    assert (tmp_path / "begun").read_text().split() == ["slow", "a", "bb"]
+
+
+async def test_process_that_is_replaced_loses_no_call_and_begins_none_twice(
+    pool: Pool, make_trajectory: MakeTrajectory, noted: Reward, tmp_path: Path
+) -> None:
+    rewards = await pool.open(noted, processes=1)
+    async with asyncio.timeout(20):
+        outcomes = await rewards.score([make_trajectory("ab", sample=i) for i in range(100)])  # each keeps a thread
+    assert [o.reward for o in outcomes if isinstance(o, ScoredTrajectory)] == [2.0] * 100
+    assert (tmp_path / "begun").read_text().split() == ["ab"] * 100
+
+
 @pytest.mark.parametrize("name", ["fault_segfaults", "fault_os_exit", "fault_kills_server"])
 async def test_calls_that_crash_one_after_the_other_end_nothing(
     pool: Pool, make_trajectory: MakeTrajectory, name: str

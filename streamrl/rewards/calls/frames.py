@@ -176,12 +176,12 @@ _events: msgspec.msgpack.Decoder[ServerEvent] = msgspec.msgpack.Decoder(ServerEv
 
 
 class CallPage:
-    """Memory that a process of coroutines shares with the worker: the call whose step runs now, if any. It shows who
-    holds the loop, and who ended the process."""
+    """Memory that a process shares with the worker. One of coroutines shows there the call whose step runs now, if any:
+    which holds the loop, or ended the process. One of plain functions sees there that it is to begin no other call."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
-        self._words = memoryview(self._map).cast("Q")  # sequence number, steps begun
+        self._words = memoryview(self._map).cast("Q")  # sequence number, steps begun, whether it was stopped
         self._seen = (0, 0)
         self._seen_at = 0.0
 
@@ -208,6 +208,15 @@ class CallPage:
         if seen != self._seen:
             self._seen, self._seen_at = seen, now
         return seen[0], now - self._seen_at if seen[0] else 0.0
+
+    def stop(self) -> None:
+        """The process begins no other call."""
+        self._words[2] = 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the worker has stopped the process."""
+        return bool(self._words[2])
 
     def close(self) -> None:
         """Give the memory back."""

@@ -1,4 +1,4 @@
-"""Processes that call reward functions, one call at a time each, and one that runs all coroutines.
+"""Processes that call reward functions, one call after the other in each, and one that runs all coroutines.
 
 ============================================  =====================================================================
 a function that                               has this effect
@@ -10,6 +10,10 @@ is a coroutine and swallows its cancellation  the call timed out; its process ge
 leaks memory, threads or descriptors          its process is replaced between two calls
 is imported again in a process and hangs      the process is killed; no call was lost, for none was given to it
 ============================================  =====================================================================
+
+Quick calls are sent to a process several at a time, so that it need not wait for the next one. The oldest without an
+answer is the one that runs: it alone is blamed, and its time counts from the answer before it. The others are queued
+again when the process ends, or when the oldest turns out to be slow.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -57,6 +62,10 @@ _READY_LIMIT_S = LOAD_LIMIT_S  # of one process, which imports the functions aga
 _LEAVE_LIMIT_S = 3.0
 _STATUS_LIMIT_S = 2.0  # from the end of a process's socket until the fork server reports how it ended
 _TICK_S = 0.02
+_AHEAD_S = 0.005  # of expected work that is sent to a process at a time
+_MOST_AHEAD = 64
+_UNKNOWN_S = 1.0  # what a call is expected to take before the first of its function: no other is sent with it
+_SLOW_S = 0.05
 _IDLE_S = 60.0
 _LATE_GRACE_S = 2.0  # a process of coroutines ends the late ones itself, unless its loop is blocked for so long
 _BLOCKING_S = 0.25
@@ -96,31 +105,38 @@ class Call(msgspec.Struct, eq=False):
 
 
 class CallChild:
-    """A call process: its socket, its page, and how it ended. ``retired``: it gets no more calls; ``hangs``: so that it
-    is to print where it was before it is killed. Raises ``OSError`` where no descriptors are left."""
+    """A call process: its socket, its page, and how it ended. ``pending``: calls without an answer by sequence number,
+    the oldest first. ``retired``: it gets no more calls; ``hangs``: so that it is to print where it was before it is
+    killed. Raises ``OSError`` where no descriptors are left."""
 
     def __init__(self, number: int, *, loop: bool) -> None:
         self.number = number
         self.loop = loop
-        self.sequence = 0
+        self.pending: dict[int, Call] = {}
         self.answered = 0
         self.retired = False
         self.hangs = False
         self.ended = anyio.Event()
         self.status: int | None = None
         self._frames: FrameReader[CallAnswer] = FrameReader(CallAnswer)
-        self._answers: list[CallAnswer] = []
+        self._answers: deque[CallAnswer] = deque()
+        self._broken: msgspec.DecodeError | None = None
+        self._sequence = 0
         self._socket, self.their_socket = socket.socketpair()
         self._socket.setblocking(False)
         self.their_page = CallPage.create()
         self.page = CallPage(self.their_page)
 
-    async def send(self, call: Call) -> int:
-        """Give it a call: the call's sequence number. A process that is gone is seen by ``receive``."""
-        self.sequence += 1
-        call.sent_at = anyio.current_time()
-        order = CallOrder(self.sequence, call.function, call.limit_s, call.completion, dict(call.arguments))
-        rest = memoryview(to_frame(order))
+    async def send(self, calls: Sequence[Call]) -> None:
+        """Give it calls, in one write. A process that is gone is seen by ``receive``."""
+        frames = []
+        for call in calls:
+            self._sequence += 1
+            self.pending[self._sequence] = call
+            call.sent_at = anyio.current_time()
+            order = CallOrder(self._sequence, call.function, call.limit_s, call.completion, dict(call.arguments))
+            frames.append(to_frame(order))
+        rest = memoryview(b"".join(frames))
         while rest:
             try:
                 rest = rest[self._socket.send(rest) :]
@@ -128,11 +144,12 @@ class CallChild:
                 await anyio.wait_writable(self._socket)
             except OSError:
                 break
-        return self.sequence
 
     async def receive(self) -> CallAnswer | None:
         """The next answer; None: the process is gone. Raises ``msgspec.DecodeError`` for what is no answer."""
         while not self._answers:
+            if self._broken is not None:
+                raise self._broken
             try:
                 received = self._socket.recv(_BYTES)
             except (BlockingIOError, InterruptedError):
@@ -142,18 +159,20 @@ class CallChild:
                 received = b""
             if not received:
                 return None
-            self._answers += self._frames.feed(received)
-        return self._answers.pop(0)
+            try:
+                self._answers.extend(self._frames.feed(received))
+            except msgspec.DecodeError as error:  # after the answers that came before it
+                self._broken = error
+        return self._answers.popleft()
 
-    @property
-    def gone(self) -> bool:
-        """Whether it ended while it had nothing to do."""
+    def unread(self) -> bytes | None:
+        """The first byte that ``receive`` has not read. None: there is none; empty: the process has ended."""
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
+            return self._socket.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            return False
+            return None
         except OSError:
-            return True
+            return b""
 
     async def how_it_ended(self) -> str:
         """``exit code 3`` or ``killed by SIGSEGV``, with what is likely."""
@@ -325,7 +344,8 @@ class CallPool:
         self._scope = anyio.CancelScope()
         self._slots = 0
         self._children: set[CallChild] = set()
-        self._running: dict[CallChild, float] = {}
+        self._plain: set[_PlainProcess] = set()
+        self._expected_s: dict[int, float] = {}
         self._calls = self._forked = 0
 
     async def run(self) -> None:
@@ -342,7 +362,7 @@ class CallPool:
                             self._add_slot()
                         if any(is_async):
                             self.add_loop()
-                        await self._grow()
+                        await self._watch()
                     except RecipeError as error:
                         self._problems = error.problems
                         self._tasks.cancel_scope.cancel()
@@ -390,21 +410,43 @@ class CallPool:
         heapq.heappush(waiting, ((rank, self._calls), call))
         self._changed.notify()
 
-    async def next_call(self, *, coroutines: bool) -> Call:
-        """The call that is to begin next."""
-        while not self._waiting[coroutines]:
-            await self._changed.wait()
-        return heapq.heappop(self._waiting[coroutines])[1]
+    def enqueue_all(self, calls: Iterable[Call]) -> None:
+        """Let calls that a process had wait again, in their order."""
+        for call in calls:
+            self.enqueue(call)
 
-    async def _grow(self) -> None:
-        """Add a slot where a call waits although every process has had its call for a while."""
+    async def next_calls(self, *, coroutines: bool) -> list[Call]:
+        """The calls that are to begin next: the first that waits, and those behind it that are expected to be quick."""
+        waiting = self._waiting[coroutines]
+        while not waiting:
+            await self._changed.wait()
+        calls, expected_s = [heapq.heappop(waiting)[1]], 0.0
+        while waiting and len(calls) < _MOST_AHEAD:
+            expected_s += 0.0 if coroutines else self._expected_s.get(calls[-1].function, _UNKNOWN_S)
+            next_s = 0.0 if coroutines else self._expected_s.get(waiting[0][1].function, _UNKNOWN_S)
+            if expected_s + next_s > _AHEAD_S:
+                break
+            calls.append(heapq.heappop(waiting)[1])
+        return calls
+
+    def expect(self, call: Call) -> None:
+        """Calls of the same function are expected to take as long as this one did."""
+        if call.result is not None:
+            seconds = call.result.seconds
+            before = self._expected_s.setdefault(call.function, seconds)
+            self._expected_s[call.function] = before + 0.1 * (seconds - before)
+
+    async def _watch(self) -> None:
+        """Look after calls that take long, and add a slot where a call waits although every process has such a call."""
         while True:
-            if not self._waiting[False]:
+            if not self._waiting[False] and not any(process.busy for process in self._plain):
                 await self._changed.wait()
             await anyio.sleep(_TICK_S)
-            began = anyio.current_time() - _TICK_S
-            busy = len(self._running) == self._slots and all(since < began for since in self._running.values())
-            if self._waiting[False] and busy and self._slots < self._most:
+            now = anyio.current_time()
+            for process in self._plain:
+                process.look(now)
+            busy = [process for process in self._plain if process.busy and process.since < now - _TICK_S]
+            if self._waiting[False] and len(busy) == self._slots < self._most:
                 self._add_slot()
 
     def _add_slot(self) -> None:
@@ -448,74 +490,148 @@ class CallPool:
 
     async def _serve_plain(self) -> None:
         """One process and its successors."""
-        call: Call | None = None
+        again: list[Call] = []
         while True:
             child = await self._start_child(loop=False)
-            while not child.retired:
-                if call is None:
-                    with anyio.move_on_after(_IDLE_S if self._slots > self._warm else None):
-                        call = await self.next_call(coroutines=False)
-                if call is None:
-                    if self._slots > self._warm:
-                        self._slots -= 1
-                        self._end(child)
-                        return
-                    continue
-                if child.gone:
-                    break
-                self._running[child] = anyio.current_time()
-                try:
-                    call = await self._run_plain(child, call)
-                finally:
-                    del self._running[child]
+            process = _PlainProcess(child, self)
+            self._plain.add(process)
+            again = await process.serve(again)
+            self._plain.discard(process)
+            self.enqueue_all(child.pending.values())
             self._end(child)
+            if process.idle:
+                return
 
-    async def _run_plain(self, child: CallChild, call: Call) -> Call | None:
-        """Run a call; it is given back where it has to run once more in a new process."""
-        answer: CallAnswer | None = None
-        with anyio.move_on_after(call.limit_s) as limit:
-            sequence = await child.send(call)
-            try:
-                answer = await child.receive()
-                if answer is not None and answer.sequence != sequence:
-                    raise msgspec.DecodeError("an answer to no call")
-            except msgspec.DecodeError as error:  # user code wrote to the socket
-                child.retired = True
-                call.fail(RewardFailureKind.RAISED, f"wrote to its channel ({error})")
-                return None
-        if limit.cancelled_caught:
-            child.retired = child.hangs = True
-            call.fail(RewardFailureKind.TIMED_OUT, late_message(call.limit_s))
-        elif answer is None:
-            child.retired = True
-            how = await child.how_it_ended()
-            call.fail(RewardFailureKind.RAISED, f"ended its process ({how})")
-        else:
-            child.retired = answer.retire or answer.exhausted
-            if answer.exhausted and child.answered:
-                return call
-            child.answered += 1
-            call.finish(answered_values(answer, call.count), answer.seconds)
-        return None
+    @property
+    def idle_s(self) -> float | None:
+        """How long a process may be without a call. None: for ever, since there are no more slots than usual."""
+        return _IDLE_S if self._slots > self._warm else None
+
+    def remove_slot(self) -> bool:
+        """Whether there was a slot more than usual; then it is gone."""
+        removed = self._slots > self._warm
+        self._slots -= removed
+        return removed
 
     async def _serve_coroutines(self) -> None:
         """The process of coroutines, and its successors. One that retires finishes what it has beside its successor."""
         while True:
             child = await self._start_child(loop=True)
-            process = _LoopProcess(child, self)
-            await process.serve()
-            for call in process.pending.values():
-                self.enqueue(call)
+            await _LoopProcess(child, self).serve()
+            self.enqueue_all(child.pending.values())
             self._end(child)
             if child.retired:
                 return
 
 
-class _LoopProcess:
-    """A process of coroutines while it serves. ``pending``: calls that it has, by sequence number."""
+class _PlainProcess:
+    """A process of plain functions while it serves. ``since``: when its oldest call became the oldest; ``idle``: it
+    ends because it had no call for long."""
 
     def __init__(self, child: CallChild, pool: CallPool) -> None:
-        self.pending: dict[int, Call] = {}
+        self.since = 0.0
+        self.idle = False
+        self._child = child
+        self._pool = pool
+        self._answered = Wakeup()
+        self._scope = anyio.CancelScope()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has a call."""
+        return bool(self._child.pending)
+
+    async def serve(self, calls: list[Call]) -> list[Call]:
+        """Until the process ends, or is to end; calls that are pending then have to run in another. ``calls``: that it
+        gets first. Returns the call that has to run once more in a new process, if any."""
+        again: list[Call] = []
+        with self._scope:
+            async with anyio.create_task_group() as serving:
+                serving.start_soon(self._give, calls)
+                again = await self._take_answers()
+                self._scope.cancel()
+        return again
+
+    def look(self, now: float) -> None:
+        """End the process where its oldest call is late. The calls behind one that is slow go elsewhere."""
+        child = self._child
+        if not child.pending or child.unread() is not None:
+            return
+        sequence, oldest = next(iter(child.pending.items()))
+        if now - self.since > oldest.limit_s:
+            child.hangs = True
+            self._take_oldest().fail(RewardFailureKind.TIMED_OUT, late_message(oldest.limit_s))
+            self._pool.expect(oldest)
+            self._scope.cancel()
+        elif now - self.since > _SLOW_S and len(child.pending) > 1:
+            child.pending = {sequence: self._take_oldest()}
+
+    async def _give(self, calls: list[Call]) -> None:
+        """Send calls; ``calls`` first."""
+        child = self._child
+        while not self.idle:
+            if calls and not child.pending and child.unread() == b"":
+                child.retired = True  # it ended before it had these: none of them is to blame
+            if child.retired:
+                self._pool.enqueue_all(calls)
+                return
+            if not child.pending:
+                self.since = anyio.current_time()
+            await child.send(calls)
+            while len(child.pending) > len(calls) // 2:
+                await self._answered.wait()
+            calls = []
+            with anyio.move_on_after(self._pool.idle_s) as limit:
+                calls = await self._pool.next_calls(coroutines=False)
+            self.idle = limit.cancelled_caught and not child.pending and self._pool.remove_slot()
+        self._scope.cancel()
+
+    async def _take_answers(self) -> list[Call]:
+        """Until the process ends, or is to end. Returns the call that has to run once more, if any."""
+        child = self._child
+        while not child.retired or child.pending:
+            try:
+                answer = await child.receive()
+                if answer is not None and answer.sequence != next(iter(child.pending), None):
+                    raise msgspec.DecodeError("an answer to no call")
+            except msgspec.DecodeError as error:  # user code wrote to the socket
+                if child.pending:
+                    self._take_oldest().fail(RewardFailureKind.RAISED, f"wrote to its channel ({error})")
+                break
+            if answer is None:
+                if child.pending:
+                    oldest = self._take_oldest()
+                    how = await child.how_it_ended()
+                    oldest.fail(RewardFailureKind.RAISED, f"ended its process ({how})")
+                break
+            self.since = anyio.current_time()
+            call = child.pending.pop(answer.sequence)
+            child.retired = child.retired or answer.retire or answer.exhausted
+            if answer.exhausted and child.answered:
+                return [call]
+            child.answered += 1
+            call.finish(answered_values(answer, call.count), answer.seconds)
+            self._pool.expect(call)
+            self._answered.notify()
+            if child.retired:
+                break
+        return []
+
+    def _take_oldest(self) -> Call:
+        """The call that runs. The process gets no more, and those behind it have to run in another."""
+        child = self._child
+        child.retired = True
+        child.page.stop()
+        oldest, *others = child.pending.values()
+        child.pending = {}
+        self._pool.enqueue_all(others)
+        return oldest
+
+
+class _LoopProcess:
+    """A process of coroutines while it serves."""
+
+    def __init__(self, child: CallChild, pool: CallPool) -> None:
         self._child = child
         self._pool = pool
 
@@ -529,16 +645,15 @@ class _LoopProcess:
 
     async def _give(self) -> None:
         while not self._child.retired:
-            call = await self._pool.next_call(coroutines=True)
+            calls = await self._pool.next_calls(coroutines=True)
             if self._child.retired:
-                self._pool.enqueue(call)
+                self._pool.enqueue_all(calls)
             else:
-                self.pending[self._child.sequence + 1] = call
-                await self._child.send(call)
+                await self._child.send(calls)
 
     async def _take_answers(self) -> None:
         """Until the process ends, or is to end."""
-        while not self._child.retired or self.pending:
+        while not self._child.retired or self._child.pending:
             try:
                 answer = await self._child.receive()
             except msgspec.DecodeError as error:
@@ -551,7 +666,7 @@ class _LoopProcess:
             if (answer.retire or answer.exhausted) and first:
                 self._child.retired = True
                 self._pool.add_loop()
-            call = self.pending.pop(answer.sequence, None)
+            call = self._child.pending.pop(answer.sequence, None)
             if call is not None and answer.exhausted and not (first and call.again):
                 call.again = call.again or first
                 self._pool.enqueue(call)
@@ -560,13 +675,13 @@ class _LoopProcess:
 
     async def _blame(self, message: str) -> None:
         """The call whose step ran failed; others are run again, and no more than twice where no step ran."""
-        guilty = self.pending.pop(self._child.page.running()[0], None)
+        guilty = self._child.pending.pop(self._child.page.running()[0], None)
         if guilty is not None:
             guilty.fail(RewardFailureKind.RAISED, message)
-        for sequence, call in list(self.pending.items()):
+        for sequence, call in list(self._child.pending.items()):
             call.lost += guilty is None
             if call.lost > _MOST_LOST:
-                del self.pending[sequence]
+                del self._child.pending[sequence]
                 call.fail(RewardFailureKind.RAISED, f"{message}, as it did {_MOST_LOST} times before")
 
     async def _watch(self, serving: anyio.CancelScope) -> None:
@@ -575,13 +690,15 @@ class _LoopProcess:
             await anyio.sleep(_TICK_S * 5)
             sequence, seconds = self._child.page.running()  # at every turn: its time counts from when it was seen
             now = anyio.current_time()
-            late = [key for key, call in self.pending.items() if now - call.sent_at > call.limit_s + _LATE_GRACE_S]
+            late = [
+                key for key, call in self._child.pending.items() if now - call.sent_at > call.limit_s + _LATE_GRACE_S
+            ]
             if not late:
                 continue
-            if sequence in self.pending and seconds > _BLOCKING_S:
+            if sequence in self._child.pending and seconds > _BLOCKING_S:
                 late = [sequence]
             for key in late:
-                call = self.pending.pop(key)
+                call = self._child.pending.pop(key)
                 message = late_message(call.limit_s)
                 if key == sequence:
                     message = (

@@ -113,10 +113,14 @@ def count_of(order: CallOrder) -> int:
 
 
 class SyncServer:
-    """Answers calls one by one."""
+    """Answers calls one by one, each before the next begins: so the oldest without an answer is the one that runs."""
 
-    def __init__(self, connection: socket.socket, functions: Sequence[RewardFunction], memory_bytes: int) -> None:
+    def __init__(
+        self, connection: socket.socket, page: CallPage, functions: Sequence[RewardFunction], memory_bytes: int
+    ) -> None:
         self._connection = connection
+        self._page = page
+        self._retired = False
         self._functions = functions
         self._age = _Age(memory_bytes)
         self._pid = os.getpid()
@@ -129,7 +133,8 @@ class SyncServer:
         self._connection.sendall(to_frame(READY))
         while received := self._connection.recv(_RECEIVE_BYTES):
             for order in frames.feed(received):
-                self._answer(order)
+                if not self._retired and not self._page.stopped:  # else it runs in another process
+                    self._answer(order)
 
     def _answer(self, order: CallOrder) -> None:
         self._allow_cpu(order.limit_s)
@@ -152,8 +157,9 @@ class SyncServer:
             _exit(0)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # user code may have closed or replaced it
             sys.stdout.flush()
-        retire = exhausted or self._age.is_old()
-        self._connection.sendall(to_frame(CallAnswer(order.sequence, seconds, list(values), retire, exhausted)))
+        self._retired = exhausted or self._age.is_old()
+        answer = CallAnswer(order.sequence, seconds, list(values), self._retired, exhausted)
+        self._connection.sendall(to_frame(answer))
 
     def _finish(self, pending: Awaitable[Any]) -> Any:
         if self._runner is None:
@@ -324,7 +330,7 @@ def run_call_process(
             with asyncio.Runner(loop_factory=_Loop) as runner:
                 runner.run(LoopServer(connection, page, functions, memory_bytes).serve())
         else:
-            SyncServer(connection, functions, memory_bytes).serve()
+            SyncServer(connection, page, functions, memory_bytes).serve()
         code = 0
     except (BrokenPipeError, ConnectionResetError):
         code = 0  # the worker is gone
