@@ -21,8 +21,7 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.codec import EncodedPatch, WeightPatch, decode_patch, encode_patch
 from streamrl.weights.codec.state_hash import hash_elements
-from streamrl.weights.manifest import ShardSpec
-from streamrl.weights.work_units import work_units
+from streamrl.weights.manifest import ShardSpec, work_units
 
 SLICE_ELEMENTS = 1 << 26
 """Elements measured together, at least: more than the caches hold, and under 2 GB with all that is made of them."""

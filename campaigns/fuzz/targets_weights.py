@@ -23,7 +23,7 @@ from streamrl.weights.codec.codec import WeightPatch, decode_patch, encode_compl
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 from streamrl.weights.manifest import ShardSpec, decode_manifest, digest_of
 from streamrl.weights.pull import shared_versions
-from streamrl.weights.pull.shared_memory import Holder, Segment
+from streamrl.weights.pull.shared_versions import Holder, Segment
 from streamrl.weights.requests import (
     decode_announcement,
 )

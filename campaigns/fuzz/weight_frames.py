@@ -26,9 +26,8 @@ from streamrl.weights.manifest import ChunkEntry, Manifest, ShardSpec, decode_ma
 from streamrl.weights.publish import publisher as publishing
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.pull.decoding import Decoding
-from streamrl.weights.pull.fetch import FetchedVersion
 from streamrl.weights.pull.received_part import ReceivedChain
-from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 from streamrl.weights.requests import ChunkReply, GetChunk, GetManifest, ManifestReply, encoder
 
 CHUNK = 512  # bytes: several chunks of a small delta

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from streamrl.weights.manifest import ShardSpec
     from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
     from streamrl.weights.publish.publisher import Published, WeightPublisher
-    from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-    from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion
+    from streamrl.weights.pull.fetch import KeptParts, fetch_version
+    from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion
     from streamrl.weights.vllm_names import (
         SERVER_OPTIONS,
         WEIGHT_BACKEND,
@@ -73,9 +73,9 @@ _HOMES = {
     "streamrl.weights.publish.loaded_checkpoint": ("CheckpointBase",),
     "streamrl.weights.codec.codec": ("EncodedPatch", "WeightPatch", "decode_patch", "encode_complete", "encode_patch"),
     "streamrl.weights.engine_push": ("announcement_of", "commit", "push", "stage"),
-    "streamrl.weights.pull.fetch": ("FetchedVersion", "KeptParts", "fetch_version"),
+    "streamrl.weights.pull.fetch": ("KeptParts", "fetch_version"),
     "streamrl.weights.manifest": ("ShardSpec",),
-    "streamrl.weights.pull.replica": ("CheckpointReplica", "StagedVersion"),
+    "streamrl.weights.pull.replica": ("CheckpointReplica", "FetchedVersion", "StagedVersion"),
     "streamrl.weights.publish.publisher": ("Published", "WeightPublisher"),
     "streamrl.weights.vllm_names": (
         "SERVER_OPTIONS",

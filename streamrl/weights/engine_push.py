@@ -26,7 +26,7 @@ _WAIT_SHARE = 0.1  # of the time that has passed: so much later than it was done
 
 
 def announcement_of(policy_version: int, parts: Sequence[Published]) -> WeightAnnouncement:
-    """What engines are told of a version that every trainer rank has published; ``parts``: one of each rank."""
+    """The announcement to engines of a version that every trainer rank has published; ``parts``: one of each rank."""
     return WeightAnnouncement(
         policy_version=policy_version,
         base_version=parts[0].base_version,

@@ -1,8 +1,8 @@
 """A ``vllm serve`` as the target of weight pushes: what ``engine_push`` asks of an ``AsyncLLM``, over HTTP.
 
 The server must run in vLLM's developer mode (that is where its weight routes are) and with streamrl's backend; see
-``server_environment`` and ``SERVER_OPTIONS`` of ``vllm_names``. Whoever reaches those routes can stop the server or
-change its weights: keep the port on a private network. Weight bytes do not pass here; the server's workers pull them
+``server_environment`` and ``SERVER_OPTIONS`` of ``vllm_names``. Those routes can stop the server or change its weights:
+keep the port on a private network. Weight bytes do not pass here; the server's workers pull them
 from the publisher.
 """
 

@@ -16,8 +16,8 @@ from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.manifest import ShardSpec
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.publish.server import ServedPart
-from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.pull.fetch import KeptParts, fetch_version
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 
 Bits = dict[str, np.ndarray]
 Frames = list[bytes]

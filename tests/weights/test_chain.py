@@ -16,9 +16,9 @@ from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION, decode_manifest, digest_of, encode_manifest
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
-from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
+from streamrl.weights.pull.fetch import KeptParts, fetch_version
 from streamrl.weights.pull.received_part import ReceivedChain
-from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, decode_request, encoder
 from tests.weights import test_weight_publisher as publishing
 from tests.weights.faulty_link import TENSORS as SMALL_TENSORS

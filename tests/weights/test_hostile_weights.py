@@ -18,11 +18,9 @@ from streamrl.base.errors import WeightError
 from streamrl.weights.codec import codec
 from streamrl.weights.codec.codec import decode_patch
 from streamrl.weights.codec.symbols import encode_symbols
-from streamrl.weights.manifest import decode_manifest
+from streamrl.weights.manifest import decode_manifest, listed_units
 from streamrl.weights.pull import decoding
-from streamrl.weights.pull.decoding import ShardPatch
-from streamrl.weights.pull.fetch import FetchedVersion
-from streamrl.weights.work_units import listed_units
+from streamrl.weights.pull.replica import FetchedVersion, ShardPatch
 from tests.weights.faulty_link import Frames, SmallPush, changed, flip, served
 
 

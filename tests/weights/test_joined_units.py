@@ -18,36 +18,41 @@ from weight_measurement import UpdatedTensor, units_of
 
 from campaigns.fuzz.weight_frames import hostile, world
 from streamrl.base.errors import WeightError
-from streamrl.weights import manifest, work_units
+from streamrl.weights import manifest
 from streamrl.weights.codec.bits import bit_type
 from streamrl.weights.codec.codec import encode_patch
-from streamrl.weights.manifest import Manifest, ShardSpec, TensorEntry, decode_manifest, digest_of, encode_manifest
+from streamrl.weights.manifest import (
+    Manifest,
+    ShardSpec,
+    TensorEntry,
+    WorkUnit,
+    decode_manifest,
+    digest_of,
+    encode_manifest,
+    listed_units,
+)
 from streamrl.weights.publish.publisher import WeightPublisher
-from streamrl.weights.pull.decoding import Decoding, ShardPatch
-from streamrl.weights.work_units import WorkUnit, listed_units
+from streamrl.weights.pull.decoding import Decoding
+from streamrl.weights.pull.replica import CheckpointReplica, ShardPatch, StagedPatch, StagedVersion, TensorSpec
 from tests.weights.faulty_link import SmallPush, served
 
 Bits = dict[str, np.ndarray]
 
 
-class Held:
-    """A committed version, as a receiver has one."""
-
-    policy_version, state_hash = 0, 0
-
-    def __init__(self, shards: Sequence[ShardSpec], bits: Bits) -> None:
-        self.tensors = {shard.name: shard for shard in shards}
-        self._bits = bits
-
-    def bits(self, name: str) -> np.ndarray:
-        return self._bits[name]
+def held(shards: Sequence[ShardSpec], bits: Bits) -> CheckpointReplica:
+    """A receiver of ``bits``."""
+    specs = {s.name: TensorSpec(s.name, s.dtype, s.shape) for s in shards}
+    replica = CheckpointReplica()
+    patches = {name: StagedPatch(None, values) for name, values in bits.items()}
+    replica.show(StagedVersion(0, None, 0, specs, patches, 0))
+    return replica
 
 
 def sent(
     shards: Sequence[ShardSpec], old: Bits | None, new: Bits
 ) -> Iterator[tuple[WorkUnit, list[TensorEntry], bytes]]:
     """The entries and the bytes of all units that have some."""
-    for unit in work_units.work_units(shards):
+    for unit in manifest.work_units(shards):
         base = None if old is None else unit.join(lambda s: old[s.name][s.offset : s.offset + s.count])
         encoded = encode_patch(unit.join(lambda s: new[s.name][s.offset : s.offset + s.count]), base, unit.dtype)
         if encoded is not None:
@@ -73,7 +78,7 @@ def test_any_tensors_arrive_bit_for_bit_however_they_are_joined(data: st.DataObj
     anchor = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(manifest, "UNIT_ELEMENTS", 300)
-        decoding = Decoding(None if anchor else Held(shards, old))  # type: ignore[arg-type]
+        decoding = Decoding(None if anchor else held(shards, old))
         listed, arrived = [], []
         for unit, entries, encoded in sent(shards, None if anchor else old, new):
             ((again, found),) = listed_units(entries)
@@ -111,7 +116,7 @@ def test_units_are_filled_with_shards_of_one_dtype_and_cut_where_they_are_full(
     monkeypatch.setattr(manifest, "UNIT_ELEMENTS", 300)
     sizes = [("a", 30), ("large", 700), ("b", 0), ("half", 5), ("c", 170), ("d", 1)]
     shards = [ShardSpec(n, "float16" if n == "half" else "bfloat16", (size,), 0, size) for n, size in sizes]
-    units = [[(s.name, s.offset, s.count) for s in unit.shards] for unit in work_units.work_units(shards)]
+    units = [[(s.name, s.offset, s.count) for s in unit.shards] for unit in manifest.work_units(shards)]
     assert units == [
         [("a", 0, 30), ("large", 0, 270)],
         [("large", 270, 300)],

@@ -12,8 +12,7 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import MODULUS, ShardSpec
-from streamrl.weights.pull.fetch import FetchedVersion, ShardPatch
-from streamrl.weights.pull.replica import CheckpointReplica, TensorSpec
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, ShardPatch, TensorSpec
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

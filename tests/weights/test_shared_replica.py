@@ -18,8 +18,8 @@ import pytest
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
-from streamrl.weights.pull.shared_memory import Holder, SharedMemory
 from streamrl.weights.pull.shared_replica import SharedReplica
+from streamrl.weights.pull.shared_versions import Holder, SharedMemory
 from streamrl.weights.requests import GetChunk, decode_request
 from tests.weights.faulty_link import TENSORS, Bits, FaultyLink, SmallPush, changed, random_bits
 from tests.weights.test_chain import save_checkpoint

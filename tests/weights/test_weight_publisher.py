@@ -23,9 +23,9 @@ from streamrl.weights.publish import publisher as publisher_module
 from streamrl.weights.publish.chain import MAXIMUM_LINKS, UNACKNOWLEDGED_LINKS
 from streamrl.weights.publish.publisher import Published, WeightPublisher
 from streamrl.weights.publish.server import PublisherServer, ServedPart
-from streamrl.weights.pull.fetch import FetchedVersion, fetch_version
+from streamrl.weights.pull.fetch import fetch_version
 from streamrl.weights.pull.received_part import CHUNK_ATTEMPTS
-from streamrl.weights.pull.replica import CheckpointReplica
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 
 Bits = dict[str, np.ndarray]
 

@@ -43,7 +43,7 @@ from streamrl.weights.codec.bits import (
 from streamrl.weights.codec.planes import join_planes, split_planes
 from streamrl.weights.codec.symbols import decode_symbols, encode_symbols
 
-MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``work_units``)
+MAXIMUM_ELEMENTS = 2**31 - 1  # of one patch; larger shards are published in pieces (``manifest.work_units``)
 _LAYOUT_VERSION = 4
 _LENGTH = struct.Struct("<H")
 _HEADER_LIMIT = 1 << 13

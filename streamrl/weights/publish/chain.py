@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from streamrl.weights.publish.server import ServedPart
 
 MAXIMUM_LINKS = 256  # however little they changed
-UNACKNOWLEDGED_LINKS = 4  # newest ones that stay whatever they take: engines may be fetching them
+UNACKNOWLEDGED_LINKS = 4  # newest ones that stay however many bytes they take: engines may be fetching them
 
 
 class Chain:

@@ -17,6 +17,7 @@ from streamrl.plan.model_facts import ModelDirectoryError, read_safetensors_head
 from streamrl.weights.codec.bits import BitArray, bit_type
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
+from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -113,29 +114,18 @@ class CheckpointBase:
         """The state hash that ``shards`` have in the files. Reads them."""
         return sum(hash_range(shard.name, shard.offset, self.bits_of(shard)) for shard in shards) % MODULUS
 
-    def of(self, shards: Sequence[ShardSpec]) -> LoadedCheckpoint:
-        """The whole tensors that ``shards`` (of all ranks) are parts of, and their state hash."""
+    def of(self, shards: Sequence[ShardSpec]) -> CheckpointReplica:
+        """What an engine holds that has loaded the checkpoint: the whole tensors that ``shards`` (of all ranks) are
+        parts of, read only, and their state hash."""
         whole = {s.name: ShardSpec(s.name, s.dtype, s.shape, 0, math.prod(s.shape)) for s in shards}
-        bits = {name: self.bits_of(shard) for name, shard in whole.items()}
-        return LoadedCheckpoint(whole, bits, self.part_hash(whole.values()))
+        specs = {name: TensorSpec(name, shard.dtype, shard.shape) for name, shard in whole.items()}
+        patches = {name: StagedPatch(None, self.bits_of(shard)) for name, shard in whole.items()}
+        loaded = CheckpointReplica()
+        loaded.show(StagedVersion(CHECKPOINT_VERSION, None, self.part_hash(whole.values()), specs, patches, 0))
+        return loaded
 
     def _tensors(self) -> Mapping[str, CheckpointTensor]:
         with self._lock:
             if self._mapped is None:
                 self._mapped = map_checkpoint(self._path)
             return self._mapped
-
-
-class LoadedCheckpoint:
-    """What an engine holds that has loaded the checkpoint and no published version yet."""
-
-    policy_version: int | None = CHECKPOINT_VERSION
-
-    def __init__(self, tensors: Mapping[str, ShardSpec], bits: Mapping[str, BitArray], state_hash: int) -> None:
-        self.tensors = tensors
-        self.state_hash = state_hash
-        self._bits = bits
-
-    def bits(self, name: str) -> BitArray:
-        """All elements of a tensor, flat. Read only."""
-        return self._bits[name]

@@ -30,14 +30,15 @@ from streamrl.weights.manifest import (
     Manifest,
     ShardSpec,
     TensorEntry,
+    WorkUnit,
     digest_of,
     encode_manifest,
+    work_units,
 )
 from streamrl.weights.publish.chain import Chain
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
 from streamrl.weights.publish.server import PublisherServer, ServedPart
 from streamrl.weights.publish.tensor_source import HostTensors, TensorSource
-from streamrl.weights.work_units import WorkUnit, work_units
 
 _Encoded = TypeVar("_Encoded")
 _ELEMENTS_WORTH_THREADS = 1 << 22

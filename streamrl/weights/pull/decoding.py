@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.codec import WeightPatch, decode_patch
-from streamrl.weights.manifest import ShardSpec, TensorEntry
+from streamrl.weights.manifest import ShardSpec, TensorEntry, WorkUnit
 from streamrl.weights.pull.received_part import ReceivedChain
-from streamrl.weights.work_units import WorkUnit
+from streamrl.weights.pull.replica import CheckpointReplica, ShardPatch
 
 DECODING_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 _EncodedPatch = tuple[WorkUnit, tuple[TensorEntry, ...], memoryview]
 
 
-class HeldWeights(Protocol):
-    """The committed version of the receiver, by which deltas are decoded (``CheckpointReplica`` is one)."""
-
-    policy_version: int | None
-    state_hash: int
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """By name: ``dtype`` and ``shape``."""
-        ...
-
-    def bits(self, name: str) -> BitArray:
-        """All elements of a tensor, flat."""
-        ...
-
-
-class ShardPatch(msgspec.Struct, frozen=True, eq=False):
-    """The decoded patch of one shard. Positions are relative to the shard."""
-
-    shard: ShardSpec
-    patch: WeightPatch
-
-
 class Decoding:
     """Decodes patches in threads (numpy, numba and pcodec let go of the interpreter), while others still arrive."""
 
-    def __init__(self, base: HeldWeights | None) -> None:
+    def __init__(self, base: CheckpointReplica | None) -> None:
         self.pool = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="weight decoding")
         self._base = base
         self._begun: dict[str, list[Future[list[ShardPatch]]]] = {}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import msgspec
 import zmq
 
 from streamrl.base.errors import StreamRLError, WeightError
@@ -23,9 +22,10 @@ from streamrl.comm.zmq_sockets import ConnectionMonitor
 from streamrl.remote.guarded_sockets import connect
 from streamrl.remote.transport_keys import KeyRole
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MANIFEST_LIMIT, MODULUS, Manifest, ShardSpec
-from streamrl.weights.publish.loaded_checkpoint import CheckpointBase, LoadedCheckpoint
-from streamrl.weights.pull.decoding import Decoding, HeldWeights, ShardPatch
+from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
+from streamrl.weights.pull.decoding import Decoding
 from streamrl.weights.pull.received_part import ReceivedChain, ReceivedPart
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion
 from streamrl.weights.requests import WeightContext, encoder, pull_socket
 
 CREDIT_BYTES = 32 << 20
@@ -37,20 +37,6 @@ a lost connection is noticed when the next one stands, and a live one loses noth
 
 _POLL_MILLISECONDS = 100
 _REPLIES_AT_ONCE = 8  # then what they freed is asked for, so that the source always has something to send
-
-
-class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
-    """An announced version, checked against every digest, decoded. ``base_version``, ``base_hash``: of what it changes,
-    which is what the receiver held; None and 0 for an anchor. ``run_id``: of who published it. ``checkpoint``: the
-    base, where that is the checkpoint (``base_version`` is ``CHECKPOINT_VERSION``)."""
-
-    announcement: WeightAnnouncement
-    base_version: int | None
-    base_hash: int
-    patches: Sequence[ShardPatch]
-    payload_bytes: int
-    run_id: str = ""
-    checkpoint: LoadedCheckpoint | None = None
 
 
 class KeptParts:
@@ -75,7 +61,7 @@ class KeptParts:
 def fetch_version(
     announcement: WeightAnnouncement,
     *,
-    held: HeldWeights | None = None,
+    held: CheckpointReplica | None = None,
     checkpoint: CheckpointBase | None = None,
     kept: KeptParts | None = None,
     progress_seconds: float = 30.0,
@@ -127,7 +113,7 @@ def fetch_version(
         patches=patches,
         payload_bytes=sum(manifest.payload_bytes for manifest in manifests),
         run_id=manifests[0].run_id,
-        checkpoint=base if isinstance(base, LoadedCheckpoint) else None,
+        checkpoint=None if base is held else base,
     )
 
 
@@ -149,9 +135,9 @@ def _find_base(
     announced: WeightAnnouncement,
     chains: Sequence[ReceivedChain],
     ask_for_manifests: Callable[[], None],
-    held: HeldWeights | None,
+    held: CheckpointReplica | None,
     checkpoint: CheckpointBase | None,
-) -> HeldWeights | None:
+) -> CheckpointReplica | None:
     """What the version is decoded against, with every chain going back to it; None where it is complete.
 
     Raises ``WeightError`` where the versions between that and what the receiver holds are not served.
@@ -182,7 +168,7 @@ def _find_base(
 
 def _checkpoint_of(
     announced: WeightAnnouncement, shards: Sequence[ShardSpec], base_hash: int, checkpoint: CheckpointBase | None
-) -> LoadedCheckpoint:
+) -> CheckpointReplica:
     if checkpoint is None:
         raise _no_way(announced, None, "it is made on a checkpoint, and none is known to be loaded")
     try:
@@ -195,7 +181,7 @@ def _checkpoint_of(
     return base
 
 
-def _no_way(announced: WeightAnnouncement, held: HeldWeights | None, reason: str) -> WeightError:
+def _no_way(announced: WeightAnnouncement, held: CheckpointReplica | None, reason: str) -> WeightError:
     holds = "no published version yet"
     if held is not None and held.policy_version is not None:
         holds = f"version {held.policy_version} with state hash {held.state_hash:#018x}"

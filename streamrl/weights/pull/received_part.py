@@ -13,9 +13,16 @@ from itertools import accumulate
 
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement, WeightSource
-from streamrl.weights.manifest import CHUNK_BYTES, Manifest, TensorEntry, decode_manifest, digest_of
+from streamrl.weights.manifest import (
+    CHUNK_BYTES,
+    Manifest,
+    TensorEntry,
+    WorkUnit,
+    decode_manifest,
+    digest_of,
+    listed_units,
+)
 from streamrl.weights.requests import GetChunk, GetManifest, ManifestReply, NotServed, Reply, Request, decode_reply
-from streamrl.weights.work_units import WorkUnit, listed_units
 
 CHUNK_ATTEMPTS = 3
 """How often a manifest or a chunk may come with a wrong digest."""

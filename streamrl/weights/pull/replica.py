@@ -17,11 +17,9 @@ import numpy as np
 from streamrl.base.errors import WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray, PositionArray, bit_type
+from streamrl.weights.codec.codec import WeightPatch
 from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS, ShardSpec
-from streamrl.weights.publish.loaded_checkpoint import LoadedCheckpoint
-from streamrl.weights.pull.decoding import HeldWeights, ShardPatch
-from streamrl.weights.pull.fetch import FetchedVersion
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -62,6 +60,27 @@ class StagedVersion(msgspec.Struct, frozen=True, eq=False):
         return self.base_version is None
 
 
+class ShardPatch(msgspec.Struct, frozen=True, eq=False):
+    """The decoded patch of one shard. Positions are relative to the shard."""
+
+    shard: ShardSpec
+    patch: WeightPatch
+
+
+class FetchedVersion(msgspec.Struct, frozen=True, eq=False):
+    """An announced version, checked against every digest, decoded. ``base_version``, ``base_hash``: of what it changes,
+    which is what the receiver held; None and 0 for an anchor. ``run_id``: of who published it. ``checkpoint``: the
+    base, where that is the checkpoint (``base_version`` is ``CHECKPOINT_VERSION``)."""
+
+    announcement: WeightAnnouncement
+    base_version: int | None
+    base_hash: int
+    patches: Sequence[ShardPatch]
+    payload_bytes: int
+    run_id: str = ""
+    checkpoint: CheckpointReplica | None = None
+
+
 class CheckpointReplica:
     """The bits of every checkpoint tensor at the committed version. Empty until the first anchor.
 
@@ -90,10 +109,14 @@ class CheckpointReplica:
         yield
 
     def stage_announced(
-        self, announced: WeightAnnouncement, fetch: Callable[[HeldWeights], FetchedVersion], *, on_checkpoint: bool
+        self,
+        announced: WeightAnnouncement,
+        fetch: Callable[[CheckpointReplica], FetchedVersion],
+        *,
+        on_checkpoint: bool,
     ) -> StagedVersion:
-        """``stage`` what ``fetch`` gets for whoever holds what it is told. ``on_checkpoint``: the live weights are what
-        a checkpoint's files hold, as far as is known, and a delta on that will do."""
+        """``stage`` what ``fetch`` gets for a receiver that holds the given replica. ``on_checkpoint``: the live
+        weights are what a checkpoint's files hold, as far as is known, and a delta on that will do."""
         fetched = fetch(self)
         if fetched.checkpoint is not None:
             self.begin(fetched.checkpoint)
@@ -102,9 +125,10 @@ class CheckpointReplica:
     def close(self) -> None:
         """Nothing is shared."""
 
-    def show(self, whole: StagedVersion, bits: dict[str, BitArray]) -> None:
-        """Hold a version whose ``bits`` somebody else keeps."""
-        self.tensors, self._bits, self._behind = dict(whole.tensors), bits, {}
+    def show(self, whole: StagedVersion) -> None:
+        """Hold a complete version whose arrays are kept elsewhere: they are not copied."""
+        self.tensors, self._behind = dict(whole.tensors), {}
+        self._bits = {name: patch.new_bits for name, patch in whole.patches.items()}
         self.policy_version, self.state_hash, self.run_id = whole.policy_version, whole.state_hash, whole.run_id
 
     def bits(self, name: str) -> BitArray:
@@ -124,9 +148,9 @@ class CheckpointReplica:
                     self._bits[name][patch.positions] = patch.new_bits
             self._behind = {}
 
-    def begin(self, checkpoint: LoadedCheckpoint) -> None:
+    def begin(self, checkpoint: CheckpointReplica) -> None:
         """Hold a checkpoint, as a version of its own: that of ``CHECKPOINT_VERSION``."""
-        self.tensors = {name: TensorSpec(name, spec.dtype, spec.shape) for name, spec in checkpoint.tensors.items()}
+        self.tensors = dict(checkpoint.tensors)
         self._bits = {name: checkpoint.bits(name).copy() for name in self.tensors}
         self._behind = {}
         self.policy_version, self.state_hash, self.run_id = checkpoint.policy_version, checkpoint.state_hash, ""

@@ -1,8 +1,7 @@
 """One replica of the checkpoint bits for all engine workers of a machine, and one fetch of each version.
 
-Whoever is first to stage an announced version fetches it for all; the others find it decoded in shared memory. Beside
-the memory (``shared_memory``) there is a directory with two small files: a lock, which the kernel gives back when its
-owner dies, and the state, which says what the memory holds. Nothing is fetched, written or looked up without the lock.
+The first worker to stage an announced version fetches it for all; the others find it decoded in shared memory
+(``shared_versions``). Nothing is fetched, written or looked up without the lock.
 
 The shared bits advance to a version when the next one is staged, whose base it is. A worker that is not at their
 version (it was late, or restarted) takes all bits of the staged one, copied from memory: none of that comes from the
@@ -25,12 +24,10 @@ from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.codec.bits import BitArray
 from streamrl.weights.codec.state_hash import hash_range
 from streamrl.weights.manifest import CHECKPOINT_VERSION, MODULUS
-from streamrl.weights.pull.decoding import HeldWeights
-from streamrl.weights.pull.fetch import FetchedVersion
-from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedPatch, StagedVersion
 from streamrl.weights.pull.shared_versions import SharedState, SharedVersion, SharedVersions
 
-_LONGEST_WAIT_S = 60.0  # outside of staging, where an engine stands still meanwhile
+_LONGEST_WAIT_S = 60.0  # outside of staging, where an engine is paused meanwhile
 
 
 class SharedReplica(CheckpointReplica):
@@ -78,7 +75,11 @@ class SharedReplica(CheckpointReplica):
             yield
 
     def stage_announced(
-        self, announced: WeightAnnouncement, fetch: Callable[[HeldWeights], FetchedVersion], *, on_checkpoint: bool
+        self,
+        announced: WeightAnnouncement,
+        fetch: Callable[[CheckpointReplica], FetchedVersion],
+        *,
+        on_checkpoint: bool,
     ) -> StagedVersion:
         """See ``CheckpointReplica``. Fetches only what nobody here has."""
         wanted = (announced.policy_version, announced.state_hash)
@@ -162,8 +163,7 @@ class SharedReplica(CheckpointReplica):
 
     def _share_checkpoint(self, fetched: FetchedVersion) -> None:
         assert fetched.checkpoint is not None
-        begun = CheckpointReplica()
-        begun.begin(fetched.checkpoint)
+        begun = fetched.checkpoint
         patches = {name: StagedPatch(None, begun.bits(name)) for name in begun.tensors}
         whole = StagedVersion(CHECKPOINT_VERSION, None, begun.state_hash, begun.tensors, patches, 0)
         self._versions.keep(SharedState(self._versions.share(whole, 0)))
@@ -172,8 +172,7 @@ class SharedReplica(CheckpointReplica):
         if state.bits is None:
             self._shared.clear()
             return
-        whole = self._versions.view(state.bits)
-        self._shared.show(whole, {name: patch.new_bits for name, patch in whole.patches.items()})
+        self._shared.show(self._versions.view(state.bits))
 
 
 def node_directory(parent: Path, key: str) -> Path:

@@ -1,24 +1,107 @@
 """What workers of one machine share: versions of the weights in memory without a name, and a directory with two small
-files: a lock, which the kernel gives back when its owner dies, and the state, which says what the memory holds."""
+files: a lock, which the kernel gives back when its owner dies, and the state, which says what the memory holds.
+
+A memory file descriptor leaves nothing behind once the last process that has it open ends, however that ended. The
+state says which processes share it (``Segment``); others open it through ``/proc`` of one of those, as long as one
+lives and is of the same user.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import msgspec
+import numpy as np
 
 from streamrl.base.errors import UNDECODABLE, WeightError
-from streamrl.weights.codec.bits import bit_type
+from streamrl.weights.codec.bits import BitArray, BitType, PositionArray, bit_type
 from streamrl.weights.pull.replica import StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.pull.shared_memory import Segment, SharedMemory, aligned
 
 _LOCK_POLL_S = 0.02
+_ALIGNMENT = 64
+
+
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """A process that has the memory open, and under which number."""
+
+    pid: int
+    descriptor: int
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Shared memory and who has it open. ``inode`` tells it from another file under a number that was used again."""
+
+    inode: int
+    size: int
+    holders: tuple[Holder, ...]
+
+
+class SharedMemory:
+    """A mapped segment of this process. Arrays on it stay valid after ``close``, which only gives its number back."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        status = os.fstat(descriptor)
+        self.inode, self.size = status.st_ino, status.st_size
+        self._map = mmap.mmap(descriptor, self.size)
+
+    @classmethod
+    def create(cls, size: int) -> SharedMemory:
+        """Raises ``OSError`` where there is no such memory."""
+        descriptor = os.memfd_create("streamrl-weights")
+        try:
+            os.ftruncate(descriptor, max(size, 1))
+            return cls(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def attach(cls, segment: Segment) -> SharedMemory | None:
+        """Open what others share; None when none of them is left, or lets us."""
+        for holder in segment.holders:
+            try:
+                descriptor = os.open(f"/proc/{holder.pid}/fd/{holder.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                continue
+            status = os.fstat(descriptor)
+            if (status.st_ino, status.st_size) == (segment.inode, segment.size):
+                return cls(descriptor)
+            os.close(descriptor)
+        return None
+
+    def held_with(self, others: Iterable[Holder] = ()) -> Segment:
+        """As a segment of this process and those of ``others`` that live."""
+        own = Holder(os.getpid(), self.descriptor)
+        living = (holder for holder in others if holder.pid != own.pid and os.path.exists(f"/proc/{holder.pid}"))
+        return Segment(self.inode, self.size, (own, *living))
+
+    def bits(self, dtype: BitType, offset: int, count: int) -> BitArray:
+        """``count`` bit patterns at byte ``offset``."""
+        return cast("BitArray", np.frombuffer(self._map, dtype=dtype, count=count, offset=offset))
+
+    def positions(self, offset: int, count: int) -> PositionArray:
+        """``count`` positions at byte ``offset``."""
+        return np.frombuffer(self._map, dtype=np.int64, count=count, offset=offset)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _aligned(offset: int) -> int:
+    """The next offset at which an array may begin."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -98,9 +181,9 @@ class SharedVersions:
         for name, patch in version.patches.items():
             positions_at = None
             if patch.positions is not None:
-                positions_at, size = size, aligned(size + patch.positions.nbytes)
+                positions_at, size = size, _aligned(size + patch.positions.nbytes)
             pieces.append(_Piece(name, patch.new_bits.size, positions_at, size))
-            size = aligned(size + patch.new_bits.nbytes)
+            size = _aligned(size + patch.new_bits.nbytes)
         try:
             memory = SharedMemory.create(size)
         except OSError as error:

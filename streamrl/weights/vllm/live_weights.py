@@ -22,8 +22,14 @@ from streamrl.weights.codec.bits import BitArray, PositionArray
 from streamrl.weights.codec.state_hash import hash_elements
 from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.vllm.live_weights_bits import UPPER_HALF, hash_rectangle, inside, to_runtime
-from streamrl.weights.vllm.live_weights_layers import LayerWrite, LiveLayers
+from streamrl.weights.vllm.live_weights_layers import (
+    UPPER_HALF,
+    LayerWrite,
+    LiveLayers,
+    hash_rectangle,
+    inside,
+    to_runtime,
+)
 from streamrl.weights.vllm.live_weights_scatter import scatter_checked
 from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, Route
 
@@ -91,7 +97,7 @@ class LiveWeights:
         try:
             for write in direct:
                 self._write_and_check(write)
-        except WeightError as error:  # raised when other workers were told: they wait for this one
+        except WeightError as error:  # raised once other workers know: they wait for this one
             failed = str(error)
         self._layers.apply(layers, failed=failed, anchor=anchor)
         return (sum(write.hash_change for write in writes) + (0 if anchor else self.state_hash)) % MODULUS

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -20,12 +20,14 @@ import torch
 
 from streamrl.base.errors import WeightError
 from streamrl.weights.codec.bits import BitArray
-from streamrl.weights.codec.state_hash import hash_elements
+from streamrl.weights.codec.state_hash import hash_elements, hash_range
 from streamrl.weights.manifest import MODULUS
 from streamrl.weights.pull.replica import CheckpointReplica, StagedPatch, StagedVersion, TensorSpec
-from streamrl.weights.vllm.live_weights_bits import hash_rectangle, inside, to_runtime
-from streamrl.weights.vllm.load_plan import LoadPlan, Route
+from streamrl.weights.vllm.load_plan import LoadPlan, Rectangle, Route
 from streamrl.weights.vllm.load_plan_reload import ReloadedLayer
+
+UPPER_HALF = 16
+"""Bits: a float32 that holds a bfloat16 has it there, and zeros below."""
 
 
 class LayerWrite(msgspec.Struct, frozen=True, eq=False):
@@ -77,7 +79,8 @@ class LiveLayers:
 
     def apply(self, writes: Sequence[LayerWrite], *, failed: str, anchor: bool) -> None:
         """Rebuild the layers. ``failed``: why this worker has failed before, if it has: then none is rebuilt anywhere.
-        ``anchor``: whatever they serve with now. Raises ``WeightError`` naming the layer, or with what failed."""
+        ``anchor``: what they serve with now is not looked at. Raises ``WeightError`` naming the layer, or with what
+        failed."""
         if self._agreed is not None and self._layers:
             self._agreed(failed)
         elif failed:
@@ -184,3 +187,27 @@ def _check_arrived(
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def inside(rectangle: Rectangle, bits: BitArray) -> BitArray:
+    """The elements of ``bits`` inside the rectangle, flat: a view where they are contiguous, else a copy."""
+    if rectangle.strides == (1,):
+        return bits[rectangle.offset : rectangle.offset + rectangle.elements]
+    strides = tuple(stride * bits.itemsize for stride in rectangle.strides)
+    view = np.lib.stride_tricks.as_strided(bits[rectangle.offset :], rectangle.sizes, strides, writeable=False)
+    return cast("BitArray", view.reshape(-1))
+
+
+def hash_rectangle(name: str, rectangle: Rectangle, bits: BitArray) -> int:
+    """What ``bits`` [n], at the places of ``rectangle`` in tensor ``name``, add to the state hash."""
+    if rectangle.strides == (1,):
+        return hash_range(name, rectangle.offset, bits)
+    return hash_elements(name, rectangle.positions(), bits)
+
+
+def to_runtime(bits: BitArray, element_size: int) -> npt.NDArray[np.int16] | npt.NDArray[np.int32]:
+    """Published bits as integers of ``element_size`` bytes: the published type, or float32 that holds bfloat16."""
+    if bits.dtype.itemsize == element_size:
+        flat = np.ascontiguousarray(bits)
+        return flat.view(np.int16) if element_size == 2 else flat.view(np.int32)
+    return (bits.astype(np.uint32) << np.uint32(UPPER_HALF)).view(np.int32)

@@ -20,9 +20,8 @@ from streamrl.base.errors import StreamRLError, WeightError
 from streamrl.base.messages import WeightAnnouncement
 from streamrl.weights.manifest import CHECKPOINT_VERSION
 from streamrl.weights.publish.loaded_checkpoint import CheckpointBase
-from streamrl.weights.pull.decoding import HeldWeights
-from streamrl.weights.pull.fetch import FetchedVersion, KeptParts, fetch_version
-from streamrl.weights.pull.replica import CheckpointReplica, StagedVersion, TensorSpec
+from streamrl.weights.pull.fetch import KeptParts, fetch_version
+from streamrl.weights.pull.replica import CheckpointReplica, FetchedVersion, StagedVersion, TensorSpec
 
 AUDIT_INTERVAL = 50
 """After so many commits every live element is compared with the replica, while the next version arrives."""
@@ -121,7 +120,7 @@ class WeightTransaction:
         self._audit_when_due(live)
         checkpoint = self._begin_anew()
 
-        def fetch(held: HeldWeights) -> FetchedVersion:
+        def fetch(held: CheckpointReplica) -> FetchedVersion:
             return fetch_version(announcement, held=held, checkpoint=checkpoint, kept=self._kept, stop=stop)
 
         staged = self.replica.stage_announced(announcement, fetch, on_checkpoint=checkpoint is not None)
@@ -154,7 +153,7 @@ class WeightTransaction:
         return report
 
     def _without_thread(self) -> StageReport:
-        """Whoever asks for a version that another call has taken over already is told of it."""
+        """The report to a caller who asks for a version that another call has taken over already."""
         if self._staged is None:
             return StageReport(fetched=True, error=self._error or "nothing is being staged")
         return StageReport(fetched=True, payload_bytes=self._staged.version.payload_bytes)
