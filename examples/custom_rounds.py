@@ -45,7 +45,7 @@ class EarlyRace(StatelessRounds):
         return Launch(groups=wanted, source=source, size=view.group_size, round_kind=kind)
 
     def may_join(self, view: RoundView, candidate: Candidate) -> bool:
-        """Whoever is ready first."""
+        """The groups that are ready first."""
         return True
 
     def remainder(self, view: RoundView) -> Remainder:

@@ -9,7 +9,7 @@ It runs what a person would type in three terminals (or on three hosts, with ``t
     streamrl serve engine  RECIPE --index 0   (with the same --set)
     streamrl serve trainer RECIPE --index 0   (with the same --set)
 
-The order does not matter: whoever starts first waits. When the run ends, the other two end by themselves.
+The order does not matter: the process that starts first waits. When the run ends, the other two end by themselves.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from streamrl.recipe.fields import ADVANCED, Key, bare, keys_of, paths_to
-from streamrl.recipe.problems import Origin, nearest, problem, shown
+from streamrl.recipe.problems import Origin, did_you_mean, nearest, problem, shown
 from streamrl.recipe.sections import Recipe
 
 NUMBERS = {inspect.IntType: ("an integer", "integers"), inspect.FloatType: ("a number", "numbers")}
@@ -155,8 +155,7 @@ class CheckedTable:
             return f"unknown key: {answer}"
         sections = keys_of(Recipe)
         homes = [] if isinstance(value, Mapping) else paths_to(Recipe, name)
-        meant = homes[0] if homes else nearest(name, sections)
-        hint = f'; did you mean "{meant}"?' if meant else "."
+        hint = f'; did you mean "{homes[0]}"?' if homes else did_you_mean(name, sections, ".")
         return f"unknown {'section' if is_table else 'key outside a section'}{hint} Sections: {', '.join(sections)}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -23,6 +23,8 @@ Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(gt=0, le=4096)]
 """Of processes and the like: more than any cluster has is a mistake, and the plan of a run would take for ever."""
+
+EngineDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 ADVANCED = "advanced"
 

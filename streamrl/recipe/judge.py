@@ -7,7 +7,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from streamrl.recipe.fields import Natural, NaturalFloat, Positive, PositiveFloat, Section, Share, advanced, doc
+from streamrl.recipe.fields import (
+    EngineDtype,
+    Natural,
+    NaturalFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    advanced,
+    doc,
+)
 from streamrl.recipe.rewards import Reward
 
 JUDGE_REWARD = "judge"
@@ -49,7 +59,7 @@ class Judge(Section, frozen=True):
     max_model_len: Annotated[
         Natural, advanced("tokens of the longest question and answer (0: what the model can, 4096 at most)")
     ] = 0
-    dtype: Annotated[str, advanced("as engines.dtype")] = "auto"
+    dtype: Annotated[EngineDtype, advanced("as engines.dtype")] = "auto"
     threads: Annotated[Natural, advanced("on a CPU (0: a quarter of the host's)")] = 0
     cores: Annotated[str, advanced('on a CPU, such as "6-7", in place of threads')] = ""
     gpu_memory_utilization: Annotated[Share, doc("of its GPU")] = 0.3

@@ -181,7 +181,7 @@ class GroupSizing(Section, frozen=True):
         Natural,
         advanced("steps at the largest size first, after which a budget that no or every size meets is replaced"),
     ] = 0
-    shares: Annotated[tuple[float, ...], advanced('of each of sizes, for kind = "random"')] = ()
+    shares: Annotated[tuple[NaturalFloat, ...], advanced('of each of sizes, for kind = "random"')] = ()
 
 
 def slots(rollout: Rollout, tail_batching: TailBatching, length_sorted: LengthSorted, group_sizing: GroupSizing) -> int:

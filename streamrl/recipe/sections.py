@@ -14,6 +14,7 @@ from msgspec import Meta
 from streamrl.recipe.algorithms import METHODS
 from streamrl.recipe.fields import (
     Count,
+    EngineDtype,
     Natural,
     NaturalFloat,
     Positive,
@@ -213,7 +214,7 @@ class Engines(Section, frozen=True):
     ] = 0
     kv_tokens: Annotated[Natural, advanced("room of the KV cache of one engine (0: what fits)")] = 0
     rounds: Annotated[tuple[str, ...], advanced("kinds of rounds that the first set always serves (with sets)")] = ()
-    dtype: Annotated[str, doc('"auto": float32 on a CPU, bfloat16 on CUDA')] = "auto"
+    dtype: Annotated[EngineDtype, doc('"auto": float32 on a CPU, bfloat16 on CUDA')] = "auto"
     cores: Annotated[tuple[str, ...], doc('of each engine on a CPU, such as ["0-3", "4-7"]')] = ()
     gpu_memory_utilization: Annotated[Share, doc("of a GPU, for all engines on it")] = 0.85
     start_timeout_s: Annotated[PositiveFloat, advanced("for an engine that was stopped to be ready again")] = 300.0

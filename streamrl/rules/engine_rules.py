@@ -11,7 +11,6 @@ from streamrl.recipe.scheduling import RoundKind
 from streamrl.recipe.sections import EngineKind, Launch, Recipe, ReleaseKind
 from streamrl.rules.rule import Broken, Problem, rule
 
-ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 COLDEST, HOTTEST = 0.01, 2.0
 """Temperatures that vLLM samples with as they are."""
 KINDS_OF_ROUNDS = {RoundKind.SYNCHRONOUS: {"synchronous"}, RoundKind.TAIL_BATCHING: {"short", "long"}}
@@ -124,13 +123,6 @@ def _shapes(recipe: Recipe) -> Broken:
             if known and kind not in known:
                 names = ", ".join(f'"{name}"' for name in sorted(known))
                 yield Problem(field, f'rounds = "{recipe.rollout.rounds}" has no "{kind}" rounds: name some of {names}')
-
-
-@rule("engines.dtype")
-def engine_dtype(recipe: Recipe) -> Broken:
-    if recipe.engines.dtype not in ENGINE_DTYPES:
-        names = ", ".join(f'"{name}"' for name in ENGINE_DTYPES)
-        yield Problem("engines.dtype", f'"{recipe.engines.dtype}" is not allowed: must be one of {names}')
 
 
 @rule("engines.cores", "engines.count", "engines.sets")

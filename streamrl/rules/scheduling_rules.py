@@ -298,9 +298,6 @@ def shares_for_chance(recipe: Recipe) -> Broken:
             "group_sizing.shares",
             f"has {len(sizing.shares)} entries for {len(sizing.sizes)} sizes: give the share of each",
         )
-    for index, share in enumerate(sizing.shares):
-        if share < 0:
-            yield Problem(f"group_sizing.shares.{index}", f"{shown(share)} is negative: set it to 0 or more")
     if sizing.shares and all(share == 0 for share in sizing.shares):
         yield Problem("group_sizing.shares", "every share is 0, so no size would be drawn: give at least one above 0")
     if objective_settings(recipe.objective).advantages not in WITHIN_GROUPS:

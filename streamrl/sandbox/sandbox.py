@@ -77,6 +77,18 @@ def read_answer(content: bytes) -> Answer:
         return Answer(raised=f"an answer that cannot be read: {type(error).__name__}: {error}")
 
 
+class LayersFound(msgspec.Struct, frozen=True):
+    """``held``: layers that were built and tried; ``missing``: why others could not be."""
+
+    held: tuple[str, ...]
+    missing: dict[str, str]
+
+    @property
+    def isolating(self) -> bool:
+        """Whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals open."""
+        return "namespaces" in self.held or "seccomp" in self.held
+
+
 class ZygoteMessage(msgspec.Struct, frozen=True):
     """How ``run`` ended; a hello where that is None: which layers hold, and why others are missing."""
 
@@ -132,13 +144,10 @@ class Sandbox:
         if zygote is not None:
             await zygote.aclose()
 
-    async def layers(self) -> tuple[str, ...]:
-        """The layers that hold. Raises ``SandboxError`` when no zygote starts."""
-        return (await self._ready()).layers
-
-    async def missing(self) -> dict[str, str]:
-        """Why the other layers do not hold."""
-        return (await self._ready()).missing
+    async def layers(self) -> LayersFound:
+        """The layers that hold, and why others do not. Raises ``SandboxError`` when no zygote starts."""
+        hello = (await self._ready()).hello
+        return LayersFound(hello.layers, hello.missing)
 
     async def run_program(self, source: bytes, stdin: bytes, limits: Limits) -> tuple[RunReport, bytes]:
         """Run ``source`` as a program: its report, and what it wrote to stdout (up to the limit for files + 1)."""
@@ -170,8 +179,7 @@ class _Zygote:
     """The process and the socket to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: int) -> None:
-        self.layers: tuple[str, ...] = ()
-        self.missing: dict[str, str] = {}
+        self.hello = ZygoteMessage()
         self.dead = False
         self._process = process
         self._control = control
@@ -204,14 +212,13 @@ class _Zygote:
         try:
             near.send(json.dumps({"layers": list(layers)}).encode())
             async with asyncio.timeout(_START_S):
-                hello = await zygote._hello
+                zygote.hello = await zygote._hello
         except TimeoutError:
             await zygote.aclose()
             raise SandboxError(f"the sandbox did not start within {_START_S:g} s") from None
         except BaseException:
             await zygote.aclose()
             raise
-        zygote.layers, zygote.missing = hello.layers, hello.missing
         return zygote
 
     async def run(self, run_id: int, order: dict[str, Any], files: Sequence[int], seconds: float) -> dict[str, Any]:
@@ -315,18 +322,6 @@ def _report(report: dict[str, Any], stderr: int) -> RunReport:
     )
 
 
-class LayersFound(msgspec.Struct, frozen=True):
-    """``held``: layers that were built and tried; ``missing``: why others could not be."""
-
-    held: tuple[str, ...]
-    missing: dict[str, str]
-
-    @property
-    def isolating(self) -> bool:
-        """Whether files, network and other processes are out of reach. Landlock alone leaves UDP and signals open."""
-        return "namespaces" in self.held or "seccomp" in self.held
-
-
 @cache
 def available_layers() -> LayersFound:
     """What this machine has, by starting a sandbox once (about a tenth of a second). Raises nothing."""
@@ -342,7 +337,7 @@ def probe_layers(layers: tuple[str, ...], user: int | None = None) -> LayersFoun
     async def ask() -> None:
         try:
             async with Sandbox(layers, user=user) as sandbox:
-                found.append(LayersFound(await sandbox.layers(), await sandbox.missing()))
+                found.append(await sandbox.layers())
         except (SandboxError, OSError) as error:
             found.append(LayersFound((), dict.fromkeys(layers, str(error))))
 

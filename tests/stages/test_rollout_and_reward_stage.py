@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import repeat
 from typing import Any
 
 import anyio
+import anyio.abc
 import msgspec
 import pytest
 
@@ -56,21 +58,26 @@ def trajectory(sample: int, group: int = 0) -> Trajectory:
 Script = Callable[[Any, Any], Awaitable[None]]
 
 
+def opener(group: anyio.abc.TaskGroup, lives: Iterator[Script], *, most_orders: int = 8) -> Any:
+    """What opens the worker of a stage: each time the next of ``lives``."""
+
+    @asynccontextmanager
+    async def open_worker() -> AsyncIterator[Any]:
+        orders_in, orders_out = memory_stream(most_orders)
+        results_in, results_out = memory_stream(8)
+        group.start_soon(next(lives), orders_out, results_in)
+        yield orders_in, results_out
+
+    return open_worker
+
+
 async def score(settings: RewardSettings, scripts: list[Script], incoming: list[Any]) -> list[Any]:
     """Run the stage with one worker whose successive lives follow ``scripts``."""
     lives = iter(scripts)
     async with anyio.create_task_group() as group:
-
-        @asynccontextmanager
-        async def open_worker() -> AsyncIterator[Any]:
-            orders_in, orders_out = memory_stream(8)
-            results_in, results_out = memory_stream(8)
-            group.start_soon(next(lives), orders_out, results_in)
-            yield orders_in, results_out
-
         give, trajectories = memory_stream(16)
         scored, take = memory_stream(16)
-        group.start_soon(RewardStage(settings, [open_worker]).run, trajectories, scored)
+        group.start_soon(RewardStage(settings, [opener(group, lives)]).run, trajectories, scored)
         for item in incoming:
             await give.send(item)
         await give.aclose()
@@ -184,17 +191,9 @@ async def test_what_was_scored_is_passed_on_although_its_worker_breaks_meanwhile
 
     lives = iter([answer_then_die, answer_everything])
     async with anyio.create_task_group() as group:
-
-        @asynccontextmanager
-        async def open_worker() -> AsyncIterator[Any]:
-            orders_in, orders_out = memory_stream(8)
-            results_in, results_out = memory_stream(8)
-            group.start_soon(next(lives), orders_out, results_in)
-            yield orders_in, results_out
-
         give, trajectories = memory_stream(16)
         scored, take = memory_stream(1)
-        group.start_soon(RewardStage(settings(per_group=True), [open_worker]).run, trajectories, scored)
+        group.start_soon(RewardStage(settings(per_group=True), [opener(group, lives)]).run, trajectories, scored)
         for sample in range(4):
             await give.send(FinishedTrajectory(trajectory=trajectory(sample), group_size=4))
         await broken.wait()
@@ -225,17 +224,9 @@ async def test_what_comes_together_travels_together_and_what_closes_a_round_soon
 
     sizes = {1: 5, 2: 2, 3: 1}
     async with anyio.create_task_group() as group:
-
-        @asynccontextmanager
-        async def open_worker() -> AsyncIterator[Any]:
-            orders_in, orders_out = memory_stream(1)
-            results_in, results_out = memory_stream(8)
-            group.start_soon(take_slowly, orders_out, results_in)
-            yield orders_in, results_out
-
         give, trajectories = memory_stream(64)
         scored, take = memory_stream(64)
-        stage = RewardStage(settings(concurrency=64), [open_worker])
+        stage = RewardStage(settings(concurrency=64), [opener(group, repeat(take_slowly), most_orders=1)])
         group.start_soon(stage.run, trajectories, scored)
         await give.send(FinishedTrajectory(trajectory=trajectory(0, group=1), group_size=5))
         await anyio.wait_all_tasks_blocked()
@@ -366,17 +357,9 @@ async def test_functions_are_replaced_between_orders_and_each_sample_is_scored_b
     outcomes: list[Any] = []
     noted: list[int] = []
     async with anyio.create_task_group() as group:
-
-        @asynccontextmanager
-        async def open_worker() -> AsyncIterator[Any]:
-            orders_in, orders_out = memory_stream(64)
-            results_in, results_out = memory_stream(64)
-            group.start_soon(worker.run, orders_out, results_in)
-            yield orders_in, results_out
-
         give, trajectories = memory_stream(64)
         scored, take = memory_stream(64)
-        stage = RewardStage(settings(), [open_worker])
+        stage = RewardStage(settings(), [opener(group, repeat(worker.run))])
         group.start_soon(stage.run, trajectories, scored)
 
         async def flow(first: int) -> None:
@@ -431,17 +414,9 @@ async def test_functions_that_end_whoever_loads_them_are_refused_instead_of_aski
         await results.aclose()
 
     async with anyio.create_task_group() as group:
-
-        @asynccontextmanager
-        async def open_worker() -> AsyncIterator[Any]:
-            orders_in, orders_out = memory_stream(8)
-            results_in, results_out = memory_stream(8)
-            group.start_soon(die_of_loading, orders_out, results_in)
-            yield orders_in, results_out
-
         give, trajectories = memory_stream(8)
         scored, take = memory_stream(8)
-        stage = RewardStage(settings(), [open_worker])
+        stage = RewardStage(settings(), [opener(group, repeat(die_of_loading))])
         group.start_soon(stage.run, trajectories, scored)
         with anyio.fail_after(30):
             if deadly_loads == 1:
