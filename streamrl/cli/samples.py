@@ -12,7 +12,7 @@ from streamrl.base.run_events import CompletionSampled
 from streamrl.cli.command import Argument, Command, RunPath
 from streamrl.observe.line_file import read_lines
 from streamrl.observe.terminal.printable import printable
-from streamrl.observe.terminal.sample_text import sample_block
+from streamrl.observe.terminal.step_line import sample_block
 
 
 class Samples(Command, frozen=True):

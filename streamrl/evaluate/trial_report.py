@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+from rich.bar import Bar as RichBar
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -16,8 +17,9 @@ from streamrl.base.run_events import CompletionSampled
 from streamrl.base.types import RewardFailure, ScoredTrajectory, TokenArray
 from streamrl.evaluate.sample_files import sample_of
 from streamrl.evaluate.trial_completions import CompletedGroup
+from streamrl.observe.report.step_metrics import part_values
 from streamrl.observe.terminal.printable import printable
-from streamrl.observe.terminal.sample_text import sample_block
+from streamrl.observe.terminal.step_line import sample_block
 from streamrl.rewards.scoring import Outcome
 
 _BINS = 10
@@ -111,7 +113,11 @@ def summarize(
         scored=len(values),
         values=spread(values),
         histogram=histogram(values),
-        parts=_part_means(every, reward),
+        parts={
+            name.removeprefix(f"{reward}."): statistics.fmean(parts)
+            for name, parts in part_values(o for o in every if isinstance(o, ScoredTrajectory)).items()
+            if name != reward
+        },
         seconds=spread([call.seconds for call in calls]),
         waited_s=spread([call.waited_s for call in calls]),
         per_second=len(every) / seconds if seconds > 0 else 0.0,
@@ -170,17 +176,6 @@ def signal_of(groups: Sequence[Sequence[float]]) -> GroupSignal:
         flat_high=sum(high > low and abs(group[0] - high) <= _SAME for group in flat),
         mean_std=statistics.fmean([statistics.pstdev(group) for group in compared]) if compared else 0.0,
     )
-
-
-def _part_means(outcomes: Sequence[Outcome], reward: str) -> dict[str, float]:
-    """Mean of each named part."""
-    parts: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        if isinstance(outcome, ScoredTrajectory):
-            for name, value in outcome.reward_parts.items():
-                if name != reward:
-                    parts.setdefault(name.removeprefix(f"{reward}."), []).append(value)
-    return {name: statistics.fmean(values) for name, values in sorted(parts.items())}
 
 
 def problems_of(report: RewardReport) -> Iterator[str]:
@@ -252,14 +247,8 @@ def _picture(bins: Sequence[Bin]) -> Table:
     tallest = max(entry.count for entry in bins)
     for entry in bins:
         name = f"{entry.low:.4g}" if entry.low == entry.high else f"{entry.low:.4g} to {entry.high:.4g}"
-        picture.add_row(name, _bar(entry.count / tallest), str(entry.count))
+        picture.add_row(name, RichBar(tallest, 0, max(entry.count, tallest / (8 * _BAR)), width=_BAR), str(entry.count))
     return picture
-
-
-def _bar(share: float) -> str:
-    """A bar of eighths of a character; anything above 0 can be seen."""
-    eighths = max(round(share * _BAR * 8), 1 if share > 0 else 0)
-    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 
 def _failures(report: RewardReport) -> Table:

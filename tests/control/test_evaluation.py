@@ -33,8 +33,7 @@ from streamrl.base.types import (
     float_array,
     token_array,
 )
-from streamrl.evaluate.evaluation import Evaluation, HeldOut
-from streamrl.evaluate.evaluation_metrics import evaluation_metrics, pass_at_k, pass_sizes
+from streamrl.evaluate.evaluation import Evaluation, HeldOut, evaluation_metrics, pass_at_k, pass_sizes
 from streamrl.evaluate.sample_files import EvaluationSamples
 from streamrl.observe.report.alarms import REPEAT_STEPS, AlarmRule, Alarms, alarm_rules
 from streamrl.recipe.load import load_recipe

@@ -33,11 +33,9 @@ from streamrl.journal.recover import RecoveredRun, Retrained, what_was_restored
 from streamrl.observe.report.step_metrics import (
     completion_metrics,
     control_metrics,
-    discard_metrics,
-    length_metrics,
     reward_metrics,
     staleness_metrics,
-    waste_metrics,
+    work_metrics,
 )
 from streamrl.observe.report.step_timer import (
     BatchTimes,
@@ -236,7 +234,8 @@ class RunReport:
             "perf/samples_s": trained.samples / times.seconds,
             "perf/groups_s": trained.groups / times.seconds,
         }
-        metrics |= self._work_metrics(trained) | control_metrics(state) | self._rewards.take() | dict(engines)
+        metrics |= work_metrics(self._trajectories, self._rounds, trained.tokens)
+        metrics |= control_metrics(state) | self._rewards.take() | dict(engines)
         metrics["reward/in_flight"] = float(self._rewards_in_flight())
         metrics |= self.waits.take(times.ended_at)
         if version == self._recovered:  # it began in another life: what it took is not known
@@ -304,18 +303,6 @@ class RunReport:
             engines=self._serving(),
             recovering=self._recovering,
         )
-
-    def _work_metrics(self, trained: _Trained) -> dict[str, float]:
-        """What was sampled, kept and discarded since the last step."""
-        window = self._trajectories.take_window()
-        ended = sum(length.tokens for length in window.sampled)
-        several = len(self._rounds) > 1
-        metrics = length_metrics(window, self._trajectories.lengths, by_kind=several)
-        metrics |= discard_metrics(window, by_kind=several)
-        metrics |= waste_metrics(self._trajectories.wasted_tokens, self._trajectories.ended_tokens)
-        metrics |= {f"round/{kind}/total": float(count) for kind, count in self._rounds.items()}
-        metrics["perf/generated_per_trained_tok"] = ended / max(trained.tokens, 1)
-        return metrics
 
 
 def _step_line(elapsed_s: float, trained: _Trained, push: PushReport, times: StepTimes) -> StepLine:

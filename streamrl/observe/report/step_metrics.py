@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean, pstdev
@@ -9,7 +10,13 @@ from statistics import fmean, pstdev
 from streamrl.base.types import FinishReason, ScoredTrajectory
 from streamrl.buffers.slots import staleness
 from streamrl.control.model import RunState
-from streamrl.observe.report.trajectory_stats import FirstLengths, SampledLength, StepWindow, percentile
+from streamrl.observe.report.trajectory_stats import (
+    FirstLengths,
+    SampledLength,
+    StepWindow,
+    TrajectoryStats,
+    percentile,
+)
 
 UNSEEN = 0.05
 """``length/unbiased_mean`` is reported where lengths that were not observed to their end cannot add more than this
@@ -30,14 +37,22 @@ def reward_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
     if deviations:
         metrics["reward/group_std_mean"] = fmean(deviations)
         metrics["reward/zero_std_ratio"] = sum(d == 0 for d in deviations) / len(deviations)
-    for name in sorted({name for s in batch for name in s.reward_parts}):
-        values = [s.reward_parts[name] for s in batch if name in s.reward_parts]
+    for name, values in part_values(batch).items():
         metrics[f"reward/func/{name}/mean"] = fmean(values)
         metrics[f"reward/func/{name}/std"] = pstdev(values)
     seconds = [s.reward_seconds for s in batch]
     metrics["reward/latency_p50_s"] = percentile(seconds, 0.5)
     metrics["reward/latency_p95_s"] = percentile(seconds, 0.95)
     return metrics
+
+
+def part_values(scored: Iterable[ScoredTrajectory]) -> dict[str, list[float]]:
+    """What each named part of the rewards was, ascending by name."""
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for one in scored:
+        for name, value in one.reward_parts.items():
+            parts[name].append(value)
+    return dict(sorted(parts.items()))
 
 
 def completion_metrics(batch: Sequence[ScoredTrajectory]) -> dict[str, float]:
@@ -76,17 +91,12 @@ def length_metrics(window: StepWindow, lengths: FirstLengths, *, by_kind: bool) 
     """``length/*``: what was sampled against what was trained, since the last step (and, for the bias, since the run
     began). Racing and cutting keep the short ones: this is where it shows. ``by_kind``: also for each kind of round.
     """
-    metrics: dict[str, float] = {}
-    if window.sampled:
-        mean, p95, truncated = _length_figures(window.sampled)
-        metrics |= {
-            "length/sampled_mean": mean,
-            "length/sampled_p95": p95,
-            "length/sampled_truncated_ratio": truncated,
-        }
+    metrics = _length_figures("length/sampled_", window.sampled)
     kinds = {length.round_kind for length in (*window.sampled, *window.trained)} if by_kind else set()
     for kind in sorted(kinds):
-        metrics |= _lengths_of_kind(kind, window)
+        for what, lengths_of in (("sampled", window.sampled), ("trained", window.trained)):
+            of_kind = [length for length in lengths_of if length.round_kind == kind]
+            metrics |= _length_figures(f"length/{kind}/{what}_", of_kind)
     unbiased = unbiased_mean(lengths.whole, lengths.stopped, lengths.limit)
     if unbiased and lengths.trained_samples:
         metrics["length/unbiased_mean"] = unbiased
@@ -107,29 +117,16 @@ def discard_metrics(window: StepWindow, *, by_kind: bool) -> dict[str, float]:
     return metrics
 
 
-def _lengths_of_kind(kind: str, window: StepWindow) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    if sampled := [length for length in window.sampled if length.round_kind == kind]:
-        mean, p95, truncated = _length_figures(sampled)
-        metrics |= {
-            f"length/{kind}/sampled_mean": mean,
-            f"length/{kind}/sampled_p95": p95,
-            f"length/{kind}/sampled_truncated_ratio": truncated,
-        }
-    if trained := [length for length in window.trained if length.round_kind == kind]:
-        mean, p95, truncated = _length_figures(trained)
-        metrics |= {
-            f"length/{kind}/trained_mean": mean,
-            f"length/{kind}/trained_p95": p95,
-            f"length/{kind}/trained_truncated_ratio": truncated,
-        }
-    return metrics
-
-
-def _length_figures(lengths: Sequence[SampledLength]) -> tuple[float, float, float]:
-    """Mean, 95th percentile, share at the token limit."""
+def _length_figures(prefix: str, lengths: Sequence[SampledLength]) -> dict[str, float]:
+    """Mean, 95th percentile and share at the token limit; nothing of no lengths."""
     tokens = [length.tokens for length in lengths]
-    return fmean(tokens), percentile(tokens, 0.95), sum(length.truncated for length in lengths) / len(lengths)
+    if not tokens:
+        return {}
+    return {
+        f"{prefix}mean": fmean(tokens),
+        f"{prefix}p95": percentile(tokens, 0.95),
+        f"{prefix}truncated_ratio": sum(length.truncated for length in lengths) / len(lengths),
+    }
 
 
 def unbiased_mean(whole: Mapping[int, int], stopped: Mapping[int, int], limit: int) -> float:
@@ -156,6 +153,19 @@ def waste_metrics(wasted: Mapping[str, int], ended_tokens: int) -> dict[str, flo
     """``perf/wasted_*``: tokens that were sampled and not trained since the run began, by drop reason."""
     metrics = {f"perf/wasted_tok_{reason}_total": float(tokens) for reason, tokens in sorted(wasted.items())}
     return metrics | {"perf/wasted_tok_ratio": sum(wasted.values()) / max(ended_tokens, 1)}
+
+
+def work_metrics(trajectories: TrajectoryStats, rounds: Mapping[str, int], trained_tokens: int) -> dict[str, float]:
+    """What was sampled, kept and discarded since the last step. ``rounds``: trained so far, by kind."""
+    window, several = trajectories.take_window(), len(rounds) > 1
+    ended = sum(length.tokens for length in window.sampled)
+    return {
+        **length_metrics(window, trajectories.lengths, by_kind=several),
+        **discard_metrics(window, by_kind=several),
+        **waste_metrics(trajectories.wasted_tokens, trajectories.ended_tokens),
+        **{f"round/{kind}/total": float(count) for kind, count in rounds.items()},
+        "perf/generated_per_trained_tok": ended / max(trained_tokens, 1),
+    }
 
 
 def control_metrics(state: RunState) -> dict[str, float]:

@@ -31,15 +31,15 @@ from streamrl.base.run_events import (
     StepFinished,
 )
 from streamrl.observe.terminal.printable import printable
-from streamrl.observe.terminal.resumed_lines import resumed_lines
 from streamrl.observe.terminal.run_history import RunHistory
-from streamrl.observe.terminal.sample_text import sample_line
 from streamrl.observe.terminal.step_line import (
     LEGEND,
     duration,
     evaluation_line,
     further_columns,
+    resumed_lines,
     round_of,
+    sample_line,
     step_line,
     table_header,
     table_row,

@@ -1,4 +1,4 @@
-"""Text for people: one line for a step, durations, counts. Pure."""
+"""Text for people: lines for steps, evaluations, completions and resumed runs; durations, counts. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from streamrl.base.run_events import CompletionSampled, RunResumed
+from streamrl.observe.terminal.printable import one_line
+
 ABSENT = "-"
+LINE_TEXT = 160
+"""Characters of the prompt and of the completion on a line."""
 HELD_OUT = "eval/<set>/avg@<k>"
 """Name under which ``Column`` finds the score of the last evaluation."""
 
@@ -167,3 +172,43 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
             each = "; " + ", ".join(f"{n} {v:.3f}" for n, v in means.items()) if len(means) > 1 else ""
             parts.append(f"{collection} {value:.3f}{share}{count}{each}")
     return f"eval at step {step}: " + (", ".join(parts) or "no result")
+
+
+def _figures(sample: CompletionSampled) -> str:
+    """``reward 0.730 (exact 1.000, length -0.270), 22 tokens, stop``."""
+    several = len(sample.rewards) > 1
+    each = f" ({', '.join(f'{name} {value:.3f}' for name, value in sample.rewards.items())})" if several else ""
+    return f"reward {sample.reward:.3f}{each}, {sample.tokens} tokens, {sample.finish_reason}"
+
+
+def sample_line(sample: CompletionSampled) -> str:
+    """All of it on one line, with long texts shortened."""
+    short = sample.shortened(LINE_TEXT)
+    return f'sample at step {sample.step}: {_figures(sample)}: "{one_line(short.prompt)}" -> "{one_line(short.text)}"'
+
+
+def sample_block(title: str, sample: CompletionSampled) -> list[str]:
+    """Title, figures and whole texts, whose further lines are indented: none looks like a line of another sample."""
+    prompt, text = (text.replace("\n", f"\n{'':<10}") for text in (sample.prompt, sample.text))
+    return [f"{title}: {_figures(sample)}" if title else _figures(sample), f"  prompt  {prompt}", f"  text    {text}"]
+
+
+def resumed_lines(event: RunResumed) -> list[str]:
+    """What a run that goes on from its journal has, and what it did to be where it was."""
+    has = {name: f"{count:,}" for name, count in event.restored.items()}
+    step = f"step {event.policy_version}"
+    events = f"{has['events']} events, {has['replayed']} of them replayed"
+    waits = f"{has['unscored']} that wait for their reward, {has['partial']} in part, {has['queued']} prompts queued"
+    lines = [
+        f"resumed at {step}: {events}; {has['trained']} trajectories trained, {has['drawn']} prompts drawn so far",
+        f"  kept     {has['scored']} trajectories scored, {waits}; sampled again: {has['again']}",
+    ]
+    if event.trained_again:
+        again = f"{event.trained_again} batches of the journal trained again"
+        lines.append(f"  trainer  began with step {event.held_version}; {again}")
+    if event.same_weights is True:
+        lines.append(f"  weights  of {step} are bit for bit those that were published before")
+    elif event.same_weights is False:
+        why = "streaming adds up in the order of arrival"
+        lines.append(f"  weights  of {step} differ from those published before ({why}); engines get the new ones")
+    return lines
