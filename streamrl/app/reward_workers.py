@@ -47,8 +47,7 @@ async def open_worker(topology: Topology, index: int) -> AsyncIterator[WorkerStr
 async def open_reward_stage(
     recipe: Recipe, topology: Topology, run_directory: Path, reply: Callable[[RewardReply], Awaitable[None]]
 ) -> tuple[RewardStage, AttachedRewards]:
-    """The stage with what it must know of the functions, and whoever changes them: as the recipe says, or as the run
-    that is resumed had them."""
+    """The stage, and the functions that score: as the recipe says, or as the run that is resumed had them."""
     snapshot = await anyio.to_thread.run_sync(read_rewards_file, run_directory) or fresh_rewards(recipe)
     inspections = await anyio.to_thread.run_sync(inspect_in_subprocess, snapshot.rewards)
     settings = RewardSettings(
@@ -74,7 +73,7 @@ def _as_order(snapshot: RewardsSnapshot) -> LoadRewardSet | None:
 
 async def change_rewards(topology: Topology, attached: AttachedRewards, run_directory: Path, note: Note) -> None:
     """Carry out what is asked for from outside. What the run resumed with is noted first. ``run_directory`` says what
-    scores, for a controller that begins anew."""
+    scores, for a controller that restarts."""
 
     def noted(version: int, rewards: tuple[str, ...], change: str) -> None:
         for name, content in attached.file().items():

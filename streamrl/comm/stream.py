@@ -52,15 +52,11 @@ class SendStream(Protocol[T_contra]):
         """End the stream: the receiver gets what was sent, then ``StreamEnded``. Idempotent."""
         ...
 
-    def statistics(self) -> StreamStatistics: ...
-
-
-class WatchedSendStream(SendStream[T_contra], Protocol[T_contra]):
-    """A sending end that reports that it broke, also while nothing is sent."""
-
     async def watch(self) -> None:
-        """Return never; raise ``StreamBroken``, or ``StreamClosed``."""
+        """Return never; raise ``StreamBroken``, or ``StreamClosed``: for a caller that sends nothing meanwhile."""
         ...
+
+    def statistics(self) -> StreamStatistics: ...
 
 
 class ReceiveStream(Protocol[T_co]):

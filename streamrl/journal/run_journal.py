@@ -133,6 +133,10 @@ class JournalledOutcomes:
         """See ``SendStream``."""
         await self._outcomes.aclose()
 
+    async def watch(self) -> None:
+        """See ``SendStream``."""
+        await self._outcomes.watch()
+
     def statistics(self) -> StreamStatistics:
         """See ``SendStream``."""
         return self._outcomes.statistics()

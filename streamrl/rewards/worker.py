@@ -40,7 +40,7 @@ from streamrl.base.stage_messages import (
     ScoreGroups,
 )
 from streamrl.base.wakeup import Wakeup
-from streamrl.comm.stream import ReceiveStream, WatchedSendStream, send_hello
+from streamrl.comm.stream import ReceiveStream, SendStream, send_hello
 from streamrl.prompts.tokenizer import Tokenizer, load_tokenizer
 from streamrl.recipe.sections import Recipe
 from streamrl.rewards.calls.pool import LOAD_LIMIT_S
@@ -65,7 +65,7 @@ async def run_reward_worker(
     recipe: Recipe,
     worker: int,
     orders: ReceiveStream[RewardOrder],
-    results: WatchedSendStream[RewardResult],
+    results: SendStream[RewardResult],
     *,
     owns_process: bool = True,
 ) -> None:
@@ -110,7 +110,7 @@ class _Serving:
         tokenizer: Tokenizer,
         user_calls: asyncio.TaskGroup,
         orders: ReceiveStream[RewardOrder],
-        results: WatchedSendStream[RewardResult],
+        results: SendStream[RewardResult],
         timer: ExitTimer | None,
         *,
         owns_process: bool,
@@ -288,7 +288,7 @@ class _Serving:
                         self._closed.append(rewards)
 
 
-async def _leave(serving: _Serving, results: WatchedSendStream[RewardResult]) -> None:
+async def _leave(serving: _Serving, results: SendStream[RewardResult]) -> None:
     """All orders are answered: end the process when user code would keep it; return when nothing is stuck."""
     for _ in range(_LEAVE_LOOKS):
         if not serving.stuck:

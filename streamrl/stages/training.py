@@ -32,7 +32,7 @@ from streamrl.base.messages import (
     WeightsAcknowledged,
 )
 from streamrl.base.types import TrainingGroup
-from streamrl.comm.stream import ReceiveStream, SendStream, WatchedSendStream
+from streamrl.comm.stream import ReceiveStream, SendStream
 
 T = TypeVar("T")
 READ_AHEAD = 4096
@@ -84,7 +84,7 @@ class _TrainerThread:
 
 
 async def run_training(
-    trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: WatchedSendStream[TrainingEvent]
+    trainer: Trainer, batches: ReceiveStream[TrainingOrder], reports: SendStream[TrainingEvent]
 ) -> None:
     """Serve the controller until its orders end. Returns after the trainer is closed; the caller owns the streams.
 
@@ -108,7 +108,7 @@ async def _converse(
     trainer: Trainer,
     thread: _TrainerThread,
     batches: ReceiveStream[TrainingOrder],
-    reports: WatchedSendStream[TrainingEvent],
+    reports: SendStream[TrainingEvent],
 ) -> None:
     try:
         orders_in, orders = anyio.create_memory_object_stream[TrainingOrder](READ_AHEAD)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from streamrl.elastic.sets import (
     EngineSet,
-    KindHistory,
     RoundMeasured,
     SetPlan,
     SetPlanner,
@@ -217,15 +216,3 @@ def test_memory_that_is_not_taken_by_weights_twice_is_room_for_kv() -> None:
     assert expected_kv_tokens(40_000, 2, of=1, weight_tokens=10_000) == 90_000
     assert expected_kv_tokens(90_000, 1, of=2, weight_tokens=10_000) == 40_000
     assert expected_kv_tokens(0, 2, of=1, weight_tokens=10_000) == 0, "no limit is known"
-
-
-@given(values=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=16))
-def test_the_error_of_the_mean_is_that_of_the_rounds(values: list[float]) -> None:
-    mean = sum(values) / len(values)
-    last = RoundMeasured(
-        round_kind="r", engine_set="8x1", seconds=1, preemptions=0, kv_usage=0, requests=1, tokens=1, longest=1
-    )
-    kind = KindHistory(last=last, ratios={"8x1": tuple(values), "4x2": (1.0,)})
-    variance = sum((value / mean - 1) ** 2 for value in values) / (len(values) + 1)
-    assert kind.error("8x1", 0.0) ** 2 == pytest.approx(variance / len(values), abs=1e-9)
-    assert kind.error("4x2", 0.0) ** 2 == pytest.approx(variance, abs=1e-9), "one round is as good as one round is"

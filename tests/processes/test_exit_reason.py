@@ -32,23 +32,31 @@ def death(name: str, code: int | None, seen: float, kind: ExitKind | None = None
     return Death(name=name, exit_code=code, detected_s=seen, reason=reason)
 
 
-def test_a_killed_process_precedes_what_followed_from_it_even_when_seen_later() -> None:
-    broken = death("controller", 1, 1.0, ExitKind.CONSEQUENCE, at=0.9)
-    refused = death("trainer-1", 1, 1.0, ExitKind.CAUSE, at=0.95)
-    killed = death("engine-0", -signal.SIGKILL, 2.0)
-    assert first_cause([broken, refused, killed]) is killed
-
-
-def test_own_failures_are_ordered_by_their_own_clock_not_by_when_they_were_seen() -> None:
-    late = death("trainer-0", 1, 1.0, ExitKind.CAUSE, at=0.9)
-    early = death("trainer-1", 1, 1.5, ExitKind.CAUSE, at=0.8)
-    assert first_cause([late, early]) is early
-
-
-def test_of_consequences_the_controller_says_which_part_failed_it() -> None:
-    early = death("reward-0", 1, 1.0, ExitKind.CONSEQUENCE, at=0.8)
-    controller = death("controller", 1, 1.5, ExitKind.CONSEQUENCE, at=0.9)
-    assert first_cause([early, controller]) is controller and controller.is_consequence and early.is_consequence
+@pytest.mark.parametrize(
+    ("later", "first"),
+    [
+        (  # a killed process, even when it is seen after what followed from it
+            death("controller", 1, 1.0, ExitKind.CONSEQUENCE, at=0.9),
+            death("engine-0", -signal.SIGKILL, 2.0),
+        ),
+        (death("trainer-1", 1, 1.0, ExitKind.CAUSE, at=0.95), death("engine-0", -signal.SIGKILL, 2.0)),
+        (  # own failures, by their own clock and not by when they were seen
+            death("trainer-0", 1, 1.0, ExitKind.CAUSE, at=0.9),
+            death("trainer-1", 1, 1.5, ExitKind.CAUSE, at=0.8),
+        ),
+        (  # of consequences the controller says which part failed it
+            death("reward-0", 1, 1.0, ExitKind.CONSEQUENCE, at=0.8),
+            death("controller", 1, 1.5, ExitKind.CONSEQUENCE, at=0.9),
+        ),
+        (  # an abort may follow from something else
+            death("trainer-0", -signal.SIGABRT, 1.0),
+            death("engine-0", 1, 1.2, ExitKind.CAUSE, at=0.9),
+        ),
+    ],
+)
+def test_which_death_was_first(later: Death, first: Death) -> None:
+    assert first_cause([later, first]) is first_cause([first, later]) is first
+    assert first.is_consequence == (first.reason is not None and first.reason.kind is ExitKind.CONSEQUENCE)
 
 
 @pytest.mark.parametrize(("message", "shown"), [("RewardFailureLimit: too many", False), ("KeyError: 1", True)])
@@ -60,12 +68,6 @@ def test_a_traceback_is_shown_below_what_is_a_bug_alone(message: str, shown: boo
     notice = notice_of([ended], {"controller": (log, 0)}, tmp_path)
     assert message in notice and str(log) in notice
     assert ("in step_finished" in notice) == shown
-
-
-def test_abort_may_follow_from_something_else() -> None:
-    aborted = death("trainer-0", -signal.SIGABRT, 1.0)
-    raised = death("engine-0", 1, 1.2, ExitKind.CAUSE, at=0.9)
-    assert first_cause([aborted, raised]) is raised
 
 
 @pytest.mark.parametrize(
