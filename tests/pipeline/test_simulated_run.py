@@ -23,6 +23,7 @@ pytestmark = pytest.mark.asyncio
 
 
 CONTINUOUS = {"rounds": RoundKind.CONTINUOUS, "max_staleness": 2}
+TAIL = {"rounds": RoundKind.TAIL_BATCHING}
 
 
 def records_of(run: SimulatedRun) -> list[object]:
@@ -43,17 +44,12 @@ async def test_every_trajectory_ends_once_and_no_token_is_too_old(
     steps = [e for e in run.events if isinstance(e, StepFinished)]
     assert [s.step for s in steps] == [1, 2, 3, 4, 5, 6]
     assert max(s.metrics["async/staleness_oldest_max"] for s in steps) <= run.settings.max_staleness
+    assert all(engine.load().generated_tokens > 0 for engine in run.engines)
     for rank in run.ranks:
+        assert any(rank.batches)
         for version, batch in enumerate(rank.batches):
             assert all(version - sample.oldest_version <= run.settings.max_staleness for sample in batch)
             assert all(run.scorer.returned[str(s.id)] == s.reward for s in batch), "a reward nobody returned"
-
-
-async def test_both_ranks_and_both_engines_get_work(tmp_path: Path) -> None:
-    run = SimulatedRun(run_settings(), tmp_path, engines=2, ranks=2)
-    await run.run()
-    assert all(any(rank.batches) for rank in run.ranks)
-    assert all(engine.load().generated_tokens > 0 for engine in run.engines)
 
 
 async def test_the_journal_rebuilds_the_control_state(tmp_path: Path) -> None:
@@ -75,13 +71,35 @@ async def test_continuous_rounds_change_weights_while_requests_are_in_flight(tmp
     assert any(newest > oldest for oldest, newest in versions), "no completion saw a weight update"
 
 
-async def test_a_drain_ends_the_run_after_the_closed_batch(tmp_path: Path) -> None:
-    run = SimulatedRun(run_settings(**CONTINUOUS, steps=50, checkpoint_at_end=True), tmp_path)
-    assert await run.run(stop_at=("live", 2)) == "drained"
-    accounting = run.controller.state.accounting()
-    assert accounting.balanced and accounting.in_flight == 0 and accounting.dropped["drained"] > 0
-    assert run.controller.state.live_version == run.controller.state.trainer_version < 50
-    assert run.ranks[0].saved == [f"step-{run.controller.state.live_version}"]
+ROUNDS: dict[str, dict[str, object]] = {
+    "synchronous": {},
+    "continuous": CONTINUOUS,
+    "tail_batching": TAIL,
+}
+MOMENTS = [("group", 0), ("group", 2), ("close", 1), ("close", 3), ("live", 1), ("live", 4), ("evaluated", 2)]
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: f"{moment[0]}-{moment[1]}")
+@pytest.mark.parametrize("rounds", ROUNDS)
+async def test_a_drain_at_any_moment_ends_everything(rounds: str, moment: tuple[str, int], tmp_path: Path) -> None:
+    chosen = run_settings(**ROUNDS[rounds], steps=50, checkpoint_every=2, checkpoint_at_end=True, evaluate_every=2)
+    run = SimulatedRun(chosen, tmp_path, engines=2, ranks=2, failing=17, held_out=12)
+    assert await run.run(stop_at=moment) == "drained"
+    assert moment in run.history, "the drain was asked for"
+    state = run.controller.state
+    accounting = state.accounting()
+    assert accounting.balanced and accounting.in_flight == 0
+    assert state.live_version == state.trainer_version < 50, "what was trained is live"
+    assert [rank.saved[-1:] for rank in run.ranks] == [[f"step-{state.live_version}"]] * 2, "and saved"
+    assert accounting.trained == sum(run.trained().values()), "nothing that was trained is missing, nothing twice"
+    assert run.summary().accounting == run.controller.state.accounting()
+
+
+async def test_a_drain_that_is_asked_for_when_the_run_has_ended_changes_nothing(tmp_path: Path) -> None:
+    run = SimulatedRun(run_settings(steps=3), tmp_path, ranks=2)
+    assert await run.run(stop_at=("ended", 0)) == "finished"
+    assert run.history[-1][0] == "ended", "the ranks end last, and it was asked for then"
+    assert run.controller.state.live_version == 3
 
 
 async def test_evaluation_sees_one_version_and_every_prompt(tmp_path: Path) -> None:
@@ -193,8 +211,6 @@ async def test_an_exhausted_source_ends_the_run(tmp_path: Path) -> None:
 
 
 # ---- engines that are freed late in a round -------------------------------------------------------------
-
-TAIL = {"rounds": RoundKind.TAIL_BATCHING}
 
 
 @pytest.mark.parametrize("rounds", [{}, TAIL])
